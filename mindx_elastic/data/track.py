@@ -103,11 +103,6 @@ class Track:
         self._marks.clear()
 
     @property
-    def batches_of_epoch(self) -> int:
-        """Handed out by the newest iteration."""
-        return self.handed - self._handed_at_begin
-
-    @property
     def kept_batches(self) -> int:
         """How many of its first batches the program has kept, as far as that can be seen."""
         return sum(one() is not None for one in self._first_batches)

@@ -425,7 +425,6 @@ LOOPS: Sequence[Loop] = (
     ),
     Loop("not_deterministic", Found("the script itself is not deterministic")),
     Loop("iterator_before_the_guard", Refused("was made before the guard was entered")),
-    Loop("cycle", Refused("itertools.cycle(loader) keeps the batches")),
     Loop("no_position", Refused("begins anew after a resume, for it counts by itself")),
     Loop("no_loader_named", Refused("no loader is named")),
     Loop("another_loader", Refused("beside the named ones")),

@@ -108,6 +108,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         """So it was at the loaded boundary."""
         self.has_told = False
         """How its order arises has been said."""
+        self.steps_since_end = 0
+        """That have used no batch of it since it came to its end."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
@@ -179,6 +181,7 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
     def begin(self) -> None:
         self.look_ahead = LookAhead()
         self._is_over = self.has_moved_on = False
+        self.steps_since_end = 0
         if self.settings is None:
             self.settings = DataSettings(self._inner, rank_and_world_size(None, None)[1])
         self.settings.reset()
@@ -278,6 +281,10 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
             return self.loader._skipper is not None and self.engine.cursor.size is not None
         return not (isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None)
 
+    def is_in_mid_epoch(self) -> bool:
+        """Whether it is gone through, and has given a batch."""
+        return self.engine.cursor.live and self.track is not None and self.track.handed > 0
+
     def is_at_rest(self) -> bool:
         """Whether its next iteration is another epoch than the one of its position."""
         cursor = self.engine.cursor
@@ -316,6 +323,13 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
                 "them again",
                 "Iterate the loader itself in the loop that calls guard.step_end(), as guard.enumerate(loader) does; "
                 "where a batch is left out, call guard.step_end() before `continue`",
+            )
+        if self.steps_since_end == 2 and track.kept_batches > 1:
+            unmanaged.risk(
+                f"steps go on after the end of an epoch of {self.name}, and the program keeps its batches, as "
+                "itertools.cycle does: a resumed run has only those that came after the stop",
+                "Iterate the loader anew in each epoch (`while True: yield from loader`), instead of a list of its "
+                "batches",
             )
         if track.left_early:
             track.left_early = False

@@ -16,8 +16,6 @@ inside of one step, or inside of a data set is free.
 
 from __future__ import annotations
 
-import gc
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,7 +32,7 @@ from mindx_elastic.data.track import fetching
 from mindx_elastic.guard.loops.followed_loader import OwnState
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["LoaderWatch", "find_cycle"]
+__all__ = ["LoaderWatch"]
 
 _BEGAN, _MADE, _LOADER = "_mindx_began", "_mindx_made", "_mindx_loader"
 _NAME_IT = (
@@ -180,13 +178,3 @@ def _describe_ours(loader: Any) -> str:
         return f"{kind} of {getattr(loader.function, '__name__', 'a function')}()"
     source = loader.loader if isinstance(loader, ReplayLoader) else loader
     return f"{kind} over {type(getattr(source, 'dataset', source)).__name__}"
-
-
-def find_cycle(num_batches: int) -> bool:
-    """Whether an `itertools.cycle` has kept as many batches as an epoch had. Takes a tenth of a second: ask once."""
-    for one in gc.get_objects():
-        if type(one) is itertools.cycle:
-            for part in gc.get_referents(one):
-                if type(part) is list and len(part) == num_batches:
-                    return True
-    return False

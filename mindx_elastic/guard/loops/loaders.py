@@ -27,7 +27,7 @@ from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader, OwnState
-from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
+from mindx_elastic.guard.loops.loader_watch import LoaderWatch
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Loaders"]
@@ -128,9 +128,7 @@ class Loaders:
         self.watch.kept = self.own
         self.watch.has_named = bool(self.named)
         self.watch.enter(stack)
-        self._has_fetched = self._told_idle = self._has_ended = False
-        self._idle_after_end = 0
-        self._steps_after_end: dict[str, int] = {}
+        self._has_ended = False
         modules = [target for target in targets if isinstance(target, nn.Module)]
         for followed in self._followed:
             if not self._fetches_ahead and followed.look_ahead.ahead is None:
@@ -284,15 +282,15 @@ class Loaders:
         """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders. Raises
         UnmanagedStateError for batches that no position covers.
         """
-        known, fetched, idle = True, 0, bool(self._followed)
-        ended: list[FollowedLoader] = []
+        known, used = True, not self._followed
         passes: list[tuple[str, int]] = []
         self._has_ended = False
         for followed in self._followed:
             track = followed.track
             assert track is not None
             before = followed.look_ahead.used
-            known = followed.at_boundary() and known
+            is_known = followed.at_boundary()
+            known = known and is_known
             number = track.at_boundary()
             cursor = followed.engine.cursor
             if followed.loader is self.first:
@@ -300,70 +298,37 @@ class Loaders:
             elif cursor.live:
                 passes.append((followed.name, track.iterations))
             if number > 0:
-                fetched += number
+                used = True
                 # As `is_at_end`, without a call at each boundary.
                 self._has_ended |= cursor.finished or (cursor.size is not None and cursor.is_at_end)
-            elif track.handed and not cursor.live:
-                ended.append(followed)
             look_ahead = followed.look_ahead
-            idle = idle and look_ahead.used == before
+            if look_ahead.used != before:
+                used, followed.steps_since_end = True, 0
+            elif is_known and track.handed and not cursor.live:
+                followed.steps_since_end += 1
             if track.left_early and (self._knows_ends or self._ended_with(track)):
                 track.left_early = False
-            if track.left_early or track.other_thread is not None or look_ahead.is_doubtful:
+            if (
+                track.left_early
+                or track.other_thread is not None
+                or look_ahead.is_doubtful
+                or followed.steps_since_end == 2
+            ):
                 followed.tell(self._unmanaged)
         self.passes_of_others = frozenset(passes)
         self.watch.at_boundary()
-        if fetched:
-            self._has_fetched = True
-            for followed in ended:
-                self._look_for_cycle(followed)
-        elif idle and known and self._has_fetched and not self._told_idle:
-            self._tell_idle()
+        if known and not used and self._followed[0].is_in_mid_epoch():
+            self._unmanaged.risk(
+                f"a step has ended without a batch of {self._followed[0].name}, in the middle of an epoch: if it uses "
+                "an earlier batch again, a run that stops before it goes on with the next batch",
+                "Call step_end() once a batch, after all that is done with it",
+            )
         return known
 
     def _ended_with(self, track: Track) -> bool:
         """Whether another loader came to its end where that epoch was left, as in ``zip(shorter, longer)``."""
         others = [f.track for f in self._followed if f.track is not None and f.track is not track]
         return any(other.ended_behind == track.left_behind for other in others)
-
-    def _tell_idle(self) -> None:
-        """A step without a batch, after steps with one."""
-        followed = self._followed[0]
-        assert followed.track is not None
-        if not followed.engine.cursor.live:
-            self._idle_after_end += 1
-            if self._idle_after_end == 2 and find_cycle(followed.track.batches_of_epoch):
-                self._told_idle = True
-                self._tell_cycle(followed)
-            if self._idle_after_end == 2 and followed.track.kept_batches > 1:
-                self._told_idle = True
-                self._unmanaged.risk(
-                    f"steps go on after the end of an epoch of {followed.name}, and the program keeps its batches: a "
-                    "resumed run has only those that came after the stop",
-                    "Iterate the loader anew in each epoch, instead of a list of its batches",
-                )
-            return
-        self._told_idle = True
-        self._unmanaged.risk(
-            f"a step has ended without a batch of {followed.name}, in the middle of an epoch: if it uses an earlier "
-            "batch again, a run that stops before it goes on with the next batch",
-            "Call step_end() once a batch, after all that is done with it",
-        )
-
-    def _look_for_cycle(self, followed: FollowedLoader) -> None:
-        """Its epoch has ended, and steps go on with batches of another loader: ``zip(unlabelled, cycle(labelled))``."""
-        steps = self._steps_after_end[followed.name] = self._steps_after_end.get(followed.name, 0) + 1
-        track = followed.track
-        if steps == 2 and track is not None and track.kept_batches and find_cycle(track.batches_of_epoch):
-            self._tell_cycle(followed)
-
-    def _tell_cycle(self, followed: FollowedLoader) -> None:
-        self._unmanaged.certain(
-            f"itertools.cycle({followed.name}) keeps the batches of its first epoch, and steps use them again: "
-            "no file has them",
-            "Begin each epoch anew: `while True: yield from loader`, or `for epoch in guard.epochs(n): "
-            "for batch in loader:`",
-        )
 
     def settle(self) -> None:
         """The training ends at a step that is no boundary yet: take what was fetched as used."""
