@@ -344,8 +344,9 @@ def test_code_behind_all_epochs_has_what_it_needs_at_each_start(tmp_path: Path, 
 def is_kept_of(frame: FrameType) -> bool:
     """Whether its variable `value`, or what it has in `meters`, is part of a boundary."""
     found = EpochValues(None, ()).changed(frame)
-    (kept,) = [names.get("value", {}) for function, names in found.items() if frame.f_code.co_name in function] or [{}]
-    return "value" in kept or "meters" in kept.get("attributes", {})
+    (owners,) = [owners for function, owners in found.items() if frame.f_code.co_name in function] or [{}]
+    kept = owners.get("", {}).get("value", {}), owners.get("value", {}).get("meters", {})
+    return any("value" in each for each in kept)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class Rank:
         self.plan = torch.optim.lr_scheduler.StepLR(self.opt, 1, gamma=0.5)
         self.collector = Collector({"model": self.model, "optimizer": self.opt, "lr_scheduler": self.plan})
         self.opt.step()
-        self.collector.loop = {"tail_values": {"train in job.py": {"loss": {"value": 0.5, "device": "cpu"}}}}
+        self.collector.loop = {"tail_values": {"train in job.py": {"": {"loss": {"value": 0.5, "device": "cpu"}}}}}
         self.collector.copy(END)
 
     def pass_tail(self, *, changes_weights: bool = False) -> None:

@@ -21,15 +21,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-import operator
 import os
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
-from functools import partial
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,7 +43,7 @@ from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 
 __all__ = ["EpochValues", "put_back_values", "stored_size"]
 
-_VALUE, _ATTRIBUTES, _LARGE = "value", "attributes", "large"  # keys of what is kept of a name
+_VALUE, _DEVICE, _LARGE = "value", "device", "large"  # keys of what is kept of a name
 _SCALARS, _SIZE_OF_SCALAR = frozenset((type(None), bool, int, float, str)), 8
 _LEAVES = frozenset((bytes, complex, torch.Size, torch.dtype, torch.device))
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset))
@@ -73,6 +71,16 @@ def _globals_of(frame: FrameType) -> str:
     return f"globals of {os.path.basename(frame.f_code.co_filename)}"
 
 
+class _Owner(NamedTuple):
+    """What has variables: a function that runs, a module, or an object of the program's own that is in one of them."""
+
+    scope: str
+    name: str
+    """Of the object; empty: the function or the module itself."""
+    identity: object
+    values: Mapping[str, Any]
+
+
 class EpochValues:
     """What the functions that run have changed since a loop over epochs began, where this is made. Training thread."""
 
@@ -81,50 +89,47 @@ class EpochValues:
         self._kept = kept
         place = next(program_frames(frame), None)
         self._outermost = None if place is None else place.f_code
-        scopes = {} if place is None else self._scopes(place)
         self._before = {
-            place: value if type(value) in _SCALARS else _copied(value)[1]
-            for scope, variables in scopes.items()
-            for place, _, _, value in _parts(scope, variables)
+            (owner.identity, name): value if type(value) in _SCALARS else _copied(value).copy
+            for owner in (() if place is None else self._owners(place))
+            for name, value in owner.values.items()
         }
 
     def changed(self, frame: FrameType, *, outermost_only: bool = False) -> dict[str, dict[str, Any]]:
-        """Copies of what a checkpoint can hold and is small, by `_function_of`: what has changed in the function that
-        loops over epochs, and all of those that it calls. Of an object of the program's own class it takes attributes.
+        """Copies of what a checkpoint can hold and is small, by function or module, by the object in it (empty: its
+        variables), by name: what has changed in the function that loops over epochs, and all of those that it calls.
         `outermost_only`: only variables of the former.
 
         `frame`: at the boundary, or where the loop over the loader ends.
         """
-        values: list[tuple[int, str, str, str | None, Any, str]] = []
+        found: list[tuple[_Owner, str, _Copied]] = []
         for at in program_frames(frame):
             is_outermost = at.f_code is self._outermost
-            scopes = self._scopes(at) if is_outermost else {_function_of(at): self._variables(locals_of(at))}
-            for scope, variables in scopes.items():
-                if is_outermost or not outermost_only:
-                    values += self._changed_in(scope, variables, variables_only=outermost_only)
+            for owner in self._owners(at) if is_outermost or not outermost_only else ():
+                if not (outermost_only and owner.name):
+                    found += [(owner, *each) for each in self._changed_in(owner)]
             if is_outermost:
                 break
-        found: dict[str, dict[str, Any]] = {}
+        values: dict[str, dict[str, Any]] = {}
         left = _MOST_BYTES
-        for size, scope, name, attribute, copied, device in sorted(values, key=operator.itemgetter(0)):
-            left -= size
-            kept = found.setdefault(scope, {}).setdefault(name, {})
-            if copied is _Large or left < 0:
-                kept.setdefault(_LARGE, []).append(attribute)
-                continue
-            if attribute is None:
-                kept[_VALUE] = copied
-            else:
-                kept.setdefault(_ATTRIBUTES, {})[attribute] = copied
-            kept["device"] = device if kept.get("device", "cpu") == "cpu" else kept["device"]
-        return found
+        for owner, name, copied in sorted(found, key=lambda each: each[2].size):
+            left -= copied.size
+            is_kept = copied.copy is not _Large and left >= 0
+            kept = {_VALUE: copied.copy, _DEVICE: copied.device} if is_kept else {_LARGE: True}
+            values.setdefault(owner.scope, {}).setdefault(owner.name, {})[name] = kept
+        return values
 
-    def _scopes(self, frame: FrameType) -> dict[str, dict[str, Any]]:
-        """The variables of the function that loops over epochs, and those of its module."""
-        scopes = {_function_of(frame): self._variables(locals_of(frame))}
-        if frame.f_code.co_name != "<module>":
-            scopes[_globals_of(frame)] = self._variables(frame.f_globals)
-        return scopes
+    def _owners(self, frame: FrameType) -> Iterator[_Owner]:
+        """Its function, of the one that loops over epochs the module too, and the program's own objects in them."""
+        scopes = {_function_of(frame): locals_of(frame)}
+        if frame.f_code is self._outermost and frame.f_code.co_name != "<module>":
+            scopes[_globals_of(frame)] = frame.f_globals
+        for scope, variables in scopes.items():
+            found = self._variables(variables)
+            objects = {name: value for name, value in found.items() if type(value) not in _SCALARS and _is_own(value)}
+            yield _Owner(scope, "", scope, {name: value for name, value in found.items() if name not in objects})
+            for name, value in objects.items():  # a meter: not it, but its attributes
+                yield _Owner(scope, name, id(value), attributes_of(value))
 
     def _variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         found = variables.copy() if type(variables) is dict else dict(variables)
@@ -135,36 +140,30 @@ class EpochValues:
             if not (callable(value) or type(value) is ModuleType or id(value) in kept or name.startswith("__"))
         }
 
-    def _changed_in(
-        self, scope: str, variables: Mapping[str, Any], *, variables_only: bool
-    ) -> Iterator[tuple[int, str, str, str | None, Any, str]]:
-        """Size, scope, name, attribute if it is one, its copy and the device of its tensors."""
-        for place, name, attribute, value in _parts(scope, variables):
-            before = self._before.get(place, _Unknown)
-            if attribute is not None and variables_only:
-                continue
+    def _changed_in(self, owner: _Owner) -> Iterator[tuple[str, _Copied]]:
+        for name, value in owner.values.items():
+            before = self._before.get((owner.identity, name), _Unknown)
             if type(value) in _SCALARS and type(before) is type(value) and before == value:
                 continue
-            size, copied = _copied(value)
-            if copied is _Unknown or copied is before:
-                continue
-            if copied is _Large or not same_tree(copied, before):
-                yield size, scope, name, attribute, copied, next(iter(_devices(value)), "cpu")
+            copied = _copied(value)
+            if copied.copy is _Large or not (copied.copy is _Unknown or same_tree(copied.copy, before)):
+                yield name, copied
 
 
 def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -> None:
     """Set them in the functions that run. `frame`: where the loop over the loader ends."""
-    done: set[str] = set()
+    left = dict(values)
     missing: list[str] = []
     for at in program_frames(frame):
-        for name, kept in values.get(_function_of(at), {}).items():
-            missing += _put_back(name, kept, at.f_locals)
-            if _VALUE in kept and sys.version_info < (3, 13):  # there `f_locals` is a copy, and this writes it back
+        for scope, variables in ((_function_of(at), at.f_locals), (_globals_of(at), at.f_globals)):
+            owners = dict(left.pop(scope, {}))
+            missing += _put_back(owners.pop("", {}), variables)
+            if variables is not at.f_globals and sys.version_info < (3, 13):  # there `f_locals` is a copy
                 ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(at), ctypes.c_int(0))
-        if (scope := _globals_of(at)) not in done:
-            done.add(scope)
-            for name, kept in values.get(scope, {}).items():
-                missing += _put_back(name, kept, at.f_globals)
+            for name, attributes in owners.items():
+                table = table_of(variables.get(name))
+                if type(table) is dict:  # the program has made it anew
+                    missing += [f"{name}.{attribute}" for attribute in _put_back(attributes, table)]
         locals_of(at)
     if missing:
         logger.warning(
@@ -174,24 +173,22 @@ def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -
         )
 
 
-def _put_back(name: str, kept: Mapping[str, Any], variables: Any) -> list[str]:
+def _put_back(kept: Mapping[str, Any], variables: Any) -> list[str]:
     """Returns the names of what is there now (an empty list) and not as it was."""
-    now = variables.get(name)
-    table = table_of(now)
-    if _VALUE in kept:
-        variables[name] = _original(kept[_VALUE], now, kept["device"])
-    elif type(table) is dict:  # the program has made it anew
-        for key, value in kept.get(_ATTRIBUTES, {}).items():
-            table[key] = _original(value, table.get(key), kept["device"])
-    large = kept.get(_LARGE, ())
-    own = [f"{name}.{key}" for key in large if key is not None and table is not None and table.get(key) is not None]
-    return [*own, name] if None in large and now is not None else own
+    missing = []
+    for name, each in kept.items():
+        now = variables.get(name)
+        if _VALUE in each:
+            variables[name] = _original(each[_VALUE], now, each[_DEVICE])
+        elif now is not None:
+            missing.append(name)
+    return missing
 
 
 def _original(kept: Any, now: Any, device: str) -> Any:
     """The value again; `now`, what the program has made anew, where no file has all of it."""
     try:
-        value = originals(map_tensors(copy_tree(kept), partial(_moved, device=device)))
+        value = originals(map_tensors(copy_tree(kept), lambda tensor: tensor.to(device)))
     except MismatchError:  # it has no such class any more
         return now
     if type(now) is list and type(value) is list:  # others may know it, and the statement that runs
@@ -204,26 +201,28 @@ def _original(kept: Any, now: Any, device: str) -> Any:
     return value
 
 
-def _parts(scope: str, variables: Mapping[str, Any]) -> Iterator[tuple[tuple[object, str], str, str | None, Any]]:
-    """Where it is found again, name, None and value; in place of an object of the program's own (a meter) its
-    attributes."""
-    for name, value in variables.items():
-        if type(value) in _SCALARS or not _is_own(value):
-            yield (scope, name), name, None, value
-            continue
-        for attribute, each in attributes_of(value).items():
-            yield (id(value), attribute), name, attribute, each
+class _Copied(NamedTuple):
+    size: int
+    copy: Any
+    """As a checkpoint holds it, on the CPU: `_Large` or `_Unknown` where none does."""
+    device: str = "cpu"
+    """The kind of device that its first tensor is on."""
 
 
-def _copied(value: Any) -> tuple[int, Any]:
-    """Its size, and how a checkpoint holds it, on the CPU: `_Large` or `_Unknown` where none does."""
+def _copied(value: Any) -> _Copied:
     size = _size(value)
     if size is None or size > _MOST_BYTES:
-        return 0, _Unknown if size is None else _Large
-    copied = map_tensors(copy_state(value), torch.Tensor.cpu)
+        return _Copied(0, _Unknown if size is None else _Large)
+    devices: list[str] = []
+
+    def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+        devices.append(tensor.device.type)
+        return tensor.cpu()
+
+    copied = map_tensors(copy_state(value), to_cpu)
     copied = dict(copied) if type(copied) is defaultdict else copied
     size = stored_size(copied)
-    return (0, _Unknown) if size is None else (size, copied)
+    return _Copied(0, _Unknown) if size is None else _Copied(size, copied, next(iter(devices), "cpu"))
 
 
 def _is_own(value: Any) -> bool:
@@ -232,10 +231,6 @@ def _is_own(value: Any) -> bool:
     kind = type(value)
     is_plain = kind.__dictoffset__ != 0 and kind.__basicsize__ <= _Unknown.__basicsize__
     return is_plain and not callable(value) and not is_library(kind.__module__) and not issubclass(kind, Enum)
-
-
-def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    return tensor.to(device)
 
 
 def stored_size(value: Any) -> int | None:
@@ -271,15 +266,3 @@ def _size(value: Any) -> int | None:
         else:
             return None
     return size
-
-
-def _devices(value: Any) -> list[str]:
-    """The kinds of devices that the tensors of `value` are on."""
-    found: list[str] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.device.type)
-        return tensor
-
-    map_tensors(value, note)
-    return found
