@@ -63,8 +63,7 @@ class DataSettings:
         self.parts = _parts_of(loader)
         """The data set of the loader and what hangs on it at the guard's first entry, by paths: ``dataset``,
         ``dataset.dataset``, ``sampler``."""
-        tables = {path: table for path, part in self.parts.items() if type(table := table_of(part)) is dict}
-        self._paths, self._tables = list(tables), list(tables.values())
+        self._tables = {path: table for path, part in self.parts.items() if type(table := table_of(part)) is dict}
         self._start = self._values()
         self._own: set[_Key] = set()
         self._made: set[_Key] = set()
@@ -72,10 +71,10 @@ class DataSettings:
         self._loaded: Mapping[str, Any] | None = None
         self._epoch_loaded = 0
         self._see()  # what the attributes hold
-        self._contents: list[tuple[dict[str, Any], str, Any]] = []  # of lists, dicts, sets, tensors at the last look
-        self._long: dict[_Key, tuple[Any, int, Any]] = {}  # a long list or a tensor, its mark, and a copy
-        self._is_changed = False  # by the program, since the last look
-        self._is_making = False  # code that makes samples may run
+        self._contents: list[tuple[dict[str, Any], _Key, Any]] = []  # of what may change in place, at the last look
+        self._state: dict[str, Any] | None = None
+        self._is_stale = True
+        """Something has changed since `_state` was made."""
         self.tell: Callable[[str, str], None] | None = None
         """Called with what a resumed run has otherwise, and a remedy."""
 
@@ -87,10 +86,14 @@ class DataSettings:
     # --- a boundary ---
 
     def state(self) -> dict[str, Any] | None:
-        """What to save; None: nothing is set. At each boundary."""
-        now = [*map(id, chain.from_iterable(map(dict.values, self._tables)))]
-        if self._is_changed or now != self._seen_ids or (self._contents and self._are_other_contents()):
+        """What to save, not to be changed; None: nothing is set. At each boundary."""
+        if self._are_other_objects() or (self._contents and self._are_other_contents()):
             self._look()
+        if self._is_stale or len(self._tables) < len(self.parts):  # what has slots is not seen to change
+            self._state, self._is_stale = self._make_state(), False
+        return self._state
+
+    def _make_state(self) -> dict[str, Any] | None:
         counted = {
             key: [self._begun[key], value]
             for key in self._made
@@ -120,23 +123,25 @@ class DataSettings:
     def _look(self) -> dict[_Key, Any]:
         """Find what the program has set. Returns all values."""
         self._see()
-        self._is_changed = False
+        self._is_stale = True
         values = self._values()
-        for key, value in values.items():
-            is_new = key not in self._own and key not in self._made
-            if is_new and not _same(self._start.get(key, _OTHER), value):
+        for key in values.keys() - self._own - self._made:
+            if not _same(self._start.get(key, _OTHER), values[key]):
                 self._own.add(key)
         self._contents = [
-            (table, name, values[path, name] if (mark := _mark(held)) is None else mark)
-            for path, table, seen in zip(self._paths, self._tables, self._seen, strict=True)
-            for name, held in seen.items()
-            if type(held) in (list, dict, set, torch.Tensor) and (path, name) in values
+            (table, (path, name), values[path, name] if (mark := _mark(held)) is None else mark)
+            for path, table in self._tables.items()
+            for name, held in table.items()
+            if type(held) in (list, dict, set, torch.Tensor, np.ndarray) and (path, name) in values
         ]
         return values
 
     def _see(self) -> None:
-        self._seen = [*map(dict.copy, self._tables)]
-        self._seen_ids = [*map(id, chain.from_iterable(map(dict.values, self._seen)))]
+        self._seen = {path: table.copy() for path, table in self._tables.items()}
+        self._seen_ids = [*map(id, chain.from_iterable(map(dict.values, self._seen.values())))]
+
+    def _are_other_objects(self) -> bool:
+        return [*map(id, chain.from_iterable(map(dict.values, self._tables.values())))] != self._seen_ids
 
     # --- an iteration ---
 
@@ -155,20 +160,18 @@ class DataSettings:
 
     def begin_making(self) -> None:
         """Code that makes samples may run from here on, up to `end_making`."""
-        self._is_making = True
-        if [*map(id, chain.from_iterable(map(dict.values, self._tables)))] != self._seen_ids:
-            self._is_changed = True
-            self._see()
+        if self._are_other_objects():
+            self._look()
 
     def end_making(self) -> None:
         """What has changed since is the data set's own affair."""
-        was_making, self._is_making = self._is_making, False
-        if not was_making or [*map(id, chain.from_iterable(map(dict.values, self._tables)))] == self._seen_ids:
+        if not self._are_other_objects():
             return
         before = self._seen
         self._see()
-        for path, held, had in zip(self._paths, self._seen, before, strict=True):
-            self._made |= {(path, name) for name, value in held.items() if had.get(name, _OTHER) is not value}
+        for path, held in self._seen.items():
+            self._made |= {(path, name) for name, value in held.items() if before[path].get(name, _OTHER) is not value}
+        self._is_stale = True
 
     def at_opened(self, epoch: int) -> None:
         """Its workers are there, and its sampler has skipped what was used."""
@@ -194,9 +197,9 @@ class DataSettings:
         return state.get("num_ranks") == self._num_ranks
 
     def _are_other_contents(self) -> bool:
-        for table, name, seen in self._contents:
+        for table, (path, name), seen in self._contents:
             held = table.get(name, _OTHER)
-            if not _same(_plain(held) if (mark := _mark(held)) is None else mark, seen):
+            if not _same(_plain(held, _most_of(path)) if (mark := _mark(held)) is None else mark, seen):
                 return True
         return False
 
@@ -209,15 +212,10 @@ class DataSettings:
         }
 
     def _value_of(self, key: _Key) -> Any:
-        held = attributes_of(self.parts.get(key[0])).get(key[1], _OTHER)
-        if (mark := _mark(held)) is None:
-            return _plain(held, _most_of(key[0]))
-        known = self._long.get(key)
-        if known is None or known[0] is not held or known[1] != mark:
-            known = self._long[key] = held, mark, _plain(held, _most_of(key[0]))
-        return known[2]
+        return _plain(attributes_of(self.parts.get(key[0])).get(key[1], _OTHER), _most_of(key[0]))
 
     def _put(self, values: Mapping[_Key, Any]) -> None:
+        self._is_stale = True
         for (path, name), value in values.items():
             part = self.parts.get(path)
             if part is not None:  # else the program's code has changed: `at_opened` tells it
