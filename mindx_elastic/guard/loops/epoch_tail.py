@@ -47,10 +47,7 @@ class EpochTail:
         """The layer above, which keeps the loop itself, has such code of the program's."""
         self._epoch_values: EpochValues | None = None
         self._values: Mapping[str, Any] = {}  # of the resumed boundary
-        self._keep: Callable[[dict[str, Any]], None] = lambda values: None
-        self._has_told = self._has_kept = False
-        self._may_go_on = False
-        self._stop = self._begin = self._keep_again = _nothing
+        self._has_told = self._has_kept = self._may_go_on = False
 
     def enter(
         self,
@@ -63,8 +60,8 @@ class EpochTail:
         """`stop`: stops the job at the last boundary, after code that has fetched a batch. `keep`: makes that part of
         `Collector.loop`, at the boundary too. `begin`: called in front of a tail that becomes pending. `keep_again`:
         the boundary was kept somewhere without what its tail reads."""
-        self.is_pending, self._stop, self._keep, self._begin = False, stop, keep, begin
-        self._keep_again = keep_again
+        self.is_pending = False
+        self._stop, self._keep, self._begin, self._keep_again = stop, keep, begin, keep_again
         self._loaders.at_unforeseen_end(self._is_at_end)
 
     def resume(self, loop: Mapping[str, Any]) -> None:
@@ -74,9 +71,6 @@ class EpochTail:
     def begin_loop(self, values: EpochValues | None) -> None:
         """A loop over epochs begins. `values`: what finds the changes; None: the layer above keeps the loop."""
         self._epoch_values = values
-
-    def begin_epoch(self) -> None:
-        self.is_pending = self._may_go_on = False
 
     def at_boundary(self, frame: FrameType, *, ends: bool | None = None) -> None:
         """A boundary within an epoch has been copied. `ends`: whether its step is the last one, where a loop over
@@ -106,7 +100,7 @@ class EpochTail:
             self._begin()
 
     def pass_step(self) -> None:
-        """Another step has ended, or the tail."""
+        """Another step has ended, or the tail, or another epoch begins."""
         self.is_pending = self._may_go_on = False
 
     def holds_stop(self) -> bool:
@@ -186,6 +180,3 @@ class EpochTail:
 def _over(loop: Mapping[str, Any]) -> Mapping[str, Any]:
     found = loop.get(OVER)
     return found if isinstance(found, Mapping) else {}
-
-
-def _nothing() -> None: ...

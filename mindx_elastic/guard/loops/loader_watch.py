@@ -34,7 +34,7 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["LoaderWatch"]
 
-_BEGAN, _MADE, _LOADER = "_mindx_began", "_mindx_made", "_mindx_loader"
+_BEGAN, _MADE, _KEPT = "_mindx_began", "_mindx_made", "_mindx_kept"
 _NAME_IT = (
     "Make it once, before the guard, and write Guard(loader=loader, ...), or Guard(loader=[first, second], ...) for "
     'several; for one that is made in each round, one over a data set that changes (stateful={"indices": indices} for '
@@ -78,15 +78,16 @@ class LoaderWatch:
             first(iterator, loader, *args, **kwargs)
             if self._active:
                 iterator.__dict__[_MADE] = self
-                iterator.__dict__[_LOADER] = weakref.ref(loader)
-                if (kept := self._kept_of(loader)) is not None:
-                    kept.begin_iteration()
+                for kept in self.kept:
+                    if kept.loader is loader:
+                        iterator.__dict__[_KEPT] = kept
+                        kept.begin_iteration()
 
         def give(iterator: Any) -> Any:
             if self._active and threading.get_ident() not in fetching and not self.is_outside:
                 self._see(iterator)
             batch = following(iterator)
-            if self.kept and (kept := self._kept_of(iterator.__dict__.get(_LOADER, lambda: None)())) is not None:
+            if (kept := iterator.__dict__.get(_KEPT)) is not None:
                 kept.hand_out()
             return batch
 
@@ -97,9 +98,6 @@ class LoaderWatch:
         self._hooks = {"__init__": made, "__next__": give, "_reset": reset}
         for name, hook in self._hooks.items():
             setattr(kind, name, hook)
-
-    def _kept_of(self, loader: Any) -> OwnState | None:
-        return next((kept for kept in self.kept if kept.loader is loader), None)
 
     def _leave(self) -> None:
         self._active = False
@@ -118,7 +116,7 @@ class LoaderWatch:
                 self._see_older(iterator)
             else:
                 self._see_first()
-        elif began != self._boundaries and self._kept_of(state.get(_LOADER, lambda: None)()) is None:
+        elif began != self._boundaries and state.get(_KEPT) is None:
             self._cross(_describe(iterator))
 
     def _see_ours(self, iteration: Iteration) -> None:

@@ -57,15 +57,16 @@ class Loaders:
             self.stateful = {n: self._target(n, v) if isinstance(v, kinds) else v for n, v in stateful.items()}
         self.first: Any = self.named[0] if self.named else None
         """The loader whose epochs and batches count; None without one."""
-        followed = self._followed[0] if self._followed and self._followed[0].loader is self.first else None
-        self.epoch: Callable[[], int] = epoch_reader(self.first) if followed is None else followed.epoch
+        self._counting = next((each for each in self._followed if each.loader is self.first), None)
+        """The same, if it is one of ours."""
+        self.epoch: Callable[[], int] = epoch_reader(self.first) if self._counting is None else self._counting.epoch
         """The epoch of the newest batch that was used, else 0."""
         self.num_batches: Callable[[], int] = (
-            partial(num_batches, self.first) if followed is None else followed.num_batches
+            partial(num_batches, self.first) if self._counting is None else self._counting.num_batches
         )
         """Batches of one epoch on one rank where the loader knows it, else 0."""
-        self._of_epochs = self._followed[0] if self._followed and len(self._followed) == len(self.named) else None
-        """The first one where all are ours: others cannot be told to begin their next epoch."""
+        self._of_epochs = self._counting if len(self._followed) == len(self.named) else None
+        """The same where all are ours: others cannot be told to begin their next epoch."""
         self._fetches_ahead, self._knows_ends = True, False
         self.epoch_used = 0
         """The epoch of the first loader whose batches the last step has used; 0: none, or it fetches ahead."""
@@ -147,7 +148,7 @@ class Loaders:
                     "Make it inside of the block, after `with guard:`",
                 )
             followed.follow(modules)
-            if followed.loader is self.first:
+            if followed is self._counting:
                 followed.others = [other for other in self._followed if other is not followed]
             if followed.settings is not None:
                 followed.settings.tell = unmanaged.risk
@@ -157,10 +158,10 @@ class Loaders:
 
     def _now(self) -> int | None:
         """Batches handed out by the first loader, while there is an iteration."""
-        followed = self._followed[0] if self._followed else None
-        if followed is None or (track := followed.track) is None or not followed.engine.cursor.live:
+        first = self._counting
+        if first is None or first.track is None or not first.engine.cursor.live or first.look_ahead.ahead:
             return None
-        return None if followed.look_ahead.ahead else track.handed
+        return first.track.handed
 
     def by_name(self) -> list[tuple[str, Any]]:
         """All loaders, the resumable one in place of an adopted one, and their names."""
@@ -174,8 +175,8 @@ class Loaders:
 
     @property
     def first_track(self) -> Track | None:
-        """What is handed out by the first loader of ours."""
-        return self._followed[0].track if self._followed else None
+        """What is handed out by the first loader, if that is one of ours."""
+        return None if self._counting is None else self._counting.track
 
     @property
     def has_ends(self) -> bool:
@@ -185,14 +186,14 @@ class Loaders:
 
     def let_first_go_on(self) -> None:
         """Its next iteration is the epoch behind the one it is in, whatever the loop has told it."""
-        self._followed[0].engine.cursor.requested = None
+        assert self._counting is not None
+        self._counting.engine.cursor.requested = None
 
     def is_first_at_end(self) -> bool:
         """Whether that has no batch left in its epoch, as far as it knows."""
-        if not self._followed:
-            return False
-        followed = self._followed[0]
-        return followed.engine.cursor.is_at_end or (followed.track is not None and followed.track.fetches.exhausted)
+        track = self.first_track
+        at_end = self._counting is not None and self._counting.engine.cursor.is_at_end
+        return at_end or (track is not None and track.fetches.exhausted)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -263,7 +264,7 @@ class Loaders:
         makes one: in a function that is no generator, before any batch."""
         for followed in self._followed:
             cursor = followed.engine.cursor
-            if followed.loader is not self.first and cursor.pending and cursor.batch and not cursor.is_at_end:
+            if followed is not self._counting and cursor.pending and cursor.batch and not cursor.is_at_end:
                 cursor.at_begin = partial(self._begin_anew, followed)
 
     def _begin_anew(self, followed: FollowedLoader) -> None:
@@ -274,9 +275,8 @@ class Loaders:
 
     def begin_epoch(self) -> None:
         """The loop over epochs begins one. Other loaders than the first go at their own pace."""
-        for followed in self._followed:
-            if followed.loader is self.first:
-                followed.begin_epoch()
+        if self._counting is not None:
+            self._counting.begin_epoch()
 
     def at_boundary(self) -> bool:
         """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders. Raises
@@ -293,7 +293,7 @@ class Loaders:
             known = known and is_known
             number = track.at_boundary()
             cursor = followed.engine.cursor
-            if followed.loader is self.first:
+            if followed is self._counting:
                 self.epoch_used = cursor.epoch if number and followed.look_ahead.ahead == 0 else 0
             elif cursor.live:
                 passes.append((followed.name, track.iterations))
@@ -317,9 +317,9 @@ class Loaders:
                 followed.tell(self._unmanaged)
         self.passes_of_others = frozenset(passes)
         self.watch.at_boundary()
-        if known and not used and self._followed[0].is_in_mid_epoch():
+        if known and not used and self._counting is not None and self._counting.is_in_mid_epoch():
             self._unmanaged.risk(
-                f"a step has ended without a batch of {self._followed[0].name}, in the middle of an epoch: if it uses "
+                f"a step has ended without a batch of {self._counting.name}, in the middle of an epoch: if it uses "
                 "an earlier batch again, a run that stops before it goes on with the next batch",
                 "Call step_end() once a batch, after all that is done with it",
             )

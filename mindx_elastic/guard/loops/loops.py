@@ -82,7 +82,6 @@ class Loops:
         self._first = self._resumed_epoch = 0
         self._shorter: tuple[str, str] | None = None
         """A loop that the resumed run is past already, and how far that is; another loop may go on behind it."""
-        self._has_reached = False  # some loop goes as far as the resumed run, or further
         self._restore: Callable[[], None] | None = None
         self._is_resuming = self._restores = False
         self._empty_epoch = 0
@@ -249,16 +248,13 @@ class Loops:
         self._running = own
         first = self._first_epoch(num_epochs)
         if first > num_epochs and self._is_resuming:
-            if self.epoch > num_epochs:
-                self._shorter = f"epochs({num_epochs})", f"epoch {self.epoch}"
-            else:
-                self._has_reached = True
+            self._shorter = f"epochs({num_epochs})", f"epoch {self.epoch}"
             self.tail.resume(self._collector.loop)
             self.tail.put_back(sys._getframe(1))
         try:
             for epoch in range(first, num_epochs + 1):
                 self._begin_epoch(epoch)
-                self.tail.begin_epoch()
+                self.tail.pass_step()
                 yield epoch - 1 + start
                 if self._running is not own:
                     raise UsageError(
@@ -373,7 +369,7 @@ class Loops:
     def end(self) -> None:
         """The block has ended by itself."""
         self._leave_epoch()
-        if self._shorter is not None and self.step == self._first and not self._has_reached:
+        if self._shorter is not None and self.step == self._first and self._is_resuming:
             text = (
                 "guard.%s: the resumed run is at %s already, so this loop makes no step; to train on give a larger one"
             )
@@ -540,10 +536,7 @@ class Loops:
             self._collector.loop = {**self._collector.loop, _ONE_STEP: False}
         if not inside:
             self._begin_loop()
-            if self._is_resuming and self.step > num_steps:
-                self._shorter = f"steps({num_steps})", f"step {self.step}"
-            elif self._is_resuming:
-                self._has_reached = True
+            self._shorter = f"steps({num_steps})", f"step {self.step}"
         ended = (self.epoch if inside else 0, num_steps)
         if 0 < num_steps <= self._ended_steps.get(ended[0], 0):
             raise UsageError(
