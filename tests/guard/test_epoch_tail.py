@@ -106,48 +106,6 @@ def pass_tail(p: Program, epoch: int) -> None:
         raise Killed
 
 
-def sums(p: Program) -> None:
-    for epoch in p.guard.epochs(EPOCHS):
-        losses: list[torch.Tensor] = []
-        total, count = 0.0, 0
-        for x, y in p.loader:
-            p.step(x, y)
-            losses.append(y.sum())
-            p.guard.step_end()
-            total, count = total + float(y.sum()), count + 1
-        pass_tail(p, epoch)
-        p.log.append((epoch, torch.stack(losses).tolist(), total / count, len(x)))
-
-
-def sums_of_a_function(p: Program) -> None:
-    def one_pass(epoch: int) -> float:
-        total = count = 0
-        for x, y in p.loader:
-            p.step(x, y)
-            p.guard.step_end()
-            total, count = total + int(y.sum()), count + 1
-        pass_tail(p, epoch)
-        return total / count
-
-    for epoch in p.guard.epochs(EPOCHS):
-        p.log.append(one_pass(epoch))
-
-
-class Meters:
-    def __init__(self, p: Program) -> None:
-        self.p = p
-
-    def train(self) -> None:
-        for epoch in self.p.guard.epochs(EPOCHS):
-            self.losses: list[float] = []
-            for x, y in self.p.loader:
-                self.p.step(x, y)
-                self.losses.append(float(y.sum()))
-                self.p.guard.step_end()
-            pass_tail(self.p, epoch)
-            self.p.log.append(max(self.losses))
-
-
 class Meter:
     def __init__(self) -> None:
         self.sum, self.count = 0.0, 0
@@ -157,17 +115,6 @@ class Meter:
 
     def mean(self) -> float:
         return self.sum / self.count
-
-
-def meter(p: Program) -> None:
-    for epoch in p.guard.epochs(EPOCHS):
-        average = Meter()
-        for x, y in p.loader:
-            p.step(x, y)
-            p.guard.step_end()
-            average.update(float(y.sum()))
-        pass_tail(p, epoch)
-        p.log.append(average.mean())
 
 
 class Trainer2:
@@ -217,36 +164,6 @@ class Logger:
         yield from batches
 
 
-def logger_of_meters(p: Program) -> None:
-    def one_pass(epoch: int) -> dict[str, Any]:
-        metric_logger = Logger()
-        metric_logger.meters["lr"] = Window(1)
-        for x, y in metric_logger.over(p.loader):
-            p.step(x, y)
-            metric_logger.update(loss=float(y.sum()), lr=float(epoch))
-            p.guard.step_end()
-        pass_tail(p, epoch)
-        means = {name: (each.mean(), list(each.last)) for name, each in metric_logger.meters.items()}
-        metric_logger.update(more=0.5)  # still one that makes what it does not have
-        return {**means, "loss": metric_logger.loss.mean(), "more": metric_logger.more.last}
-
-    for epoch in p.guard.epochs(EPOCHS):
-        p.log.append(one_pass(epoch))
-
-
-def dict_of_meters(p: Program) -> None:
-    for epoch in p.guard.epochs(EPOCHS):
-        meters: dict[str, Meter] = {}
-        for x, y in p.loader:
-            p.step(x, y)
-            if "loss" not in meters:
-                meters["loss"] = Meter()
-            meters["loss"].update(float(y.sum()))
-            p.guard.step_end()
-        pass_tail(p, epoch)
-        p.log.append(meters["loss"].mean())
-
-
 class Losses(list[float]):
     """Its items are no attributes."""
 
@@ -259,34 +176,65 @@ class Board:
         self.shown += 1
 
 
-def meters_of_a_board(p: Program) -> None:
+class Holder:
+    """Keeps the sums of an epoch in each of the ways that programs have."""
+
+    def __init__(self, p: Program) -> None:
+        self.p = p
+
+    def one_pass(self, epoch: int) -> Any:
+        p, total, count = self.p, 0.0, 0
+        losses: list[torch.Tensor] = []
+        self.losses: list[float] = []
+        average, meters = Meter(), dict[str, Meter]()
+        board = Board(average, Window())
+        logger = Logger()
+        logger.meters["lr"] = Window(1)
+        for x, y in logger.over(p.loader):
+            p.step(x, y)
+            value = float(y.sum())
+            losses.append(y.sum())
+            self.losses.append(value)
+            for each in board.meters:
+                each.update(value)
+            board.update()
+            if "loss" not in meters:
+                meters["loss"] = Meter()
+            meters["loss"].update(value)
+            logger.update(loss=value, lr=float(epoch))
+            p.guard.step_end()
+            total, count = total + value, count + 1
+        pass_tail(p, epoch)
+        means = {name: (each.mean(), list(each.last)) for name, each in logger.meters.items()}
+        logger.update(more=0.5)  # still one that makes what it does not have
+        return (
+            *(torch.stack(losses).tolist(), max(self.losses), total / count, len(x), average.mean()),
+            *(meters["loss"].mean(), board.shown, [each.mean() for each in board.meters]),
+            *(means, logger.loss.mean(), list(logger.more.last)),
+        )
+
+    def train(self) -> None:
+        for epoch in self.p.guard.epochs(EPOCHS):
+            self.p.log.append(self.one_pass(epoch))
+
+
+def in_the_loop_over_epochs(p: Program) -> None:
     for epoch in p.guard.epochs(EPOCHS):
-        losses = Meter()
-        board = Board(losses, Window())
+        losses: list[float] = []
+        average = Meter()
         for x, y in p.loader:
             p.step(x, y)
-            for each in board.meters:
-                each.update(float(y.sum()))
-            board.update()
             p.guard.step_end()
+            losses.append(float(y.sum()))
+            average.update(float(y.sum()))
         pass_tail(p, epoch)
-        p.log.append((board.shown, [each.mean() for each in board.meters]))
+        p.log.append((epoch, losses, average.mean(), len(x)))
 
 
-LOOPS = [
-    sums,
-    sums_of_a_function,
-    lambda p: Meters(p).train(),
-    meter,
-    lambda p: Trainer2().train(p),
-    logger_of_meters,
-    dict_of_meters,
-    meters_of_a_board,
-]
-NAMES = ["names", "function", "attributes", "meter", "one name", "logger", "dict of meters", "board"]
+LOOPS = [in_the_loop_over_epochs, lambda p: Holder(p).train(), lambda p: Trainer2().train(p)]
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=NAMES)
+@pytest.mark.parametrize("loop", LOOPS, ids=["the loop over epochs", "a method", "two of one name"])
 @pytest.mark.parametrize("epoch", [1, EPOCHS])
 def test_killed_in_the_tail_the_next_start_runs_it_with_what_it_needs(tmp_path: Path, loop: Loop, epoch: int) -> None:
     whole, expected = run(loop, tmp_path / "whole")

@@ -4,11 +4,13 @@ same, wherever a stop meets them."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from mindx_elastic.data import ReplayLoader, ResumableLoader
 from mindx_elastic.errors import GracefulExit, UsageError
 from tests.capture.round_trip import assert_same
 from tests.guard.test_loops import EPOCHS, Program, draw
-from tests.guarded import Points, no_traces, plain_environment
+from tests.guarded import Job, Points, no_traces, plain_environment
 from tests.harness import wait_until
 
 
@@ -202,3 +204,47 @@ def test_a_step_inside_is_refused(tmp_path: Path) -> None:
     p = Program(tmp_path)
     with p.guard, p.guard.outside_step(), pytest.raises(UsageError, match="outside_step"):
         p.guard.step_end()
+
+
+def test_an_evaluation_that_fails_leaves_no_trace(tmp_path: Path) -> None:
+    def fail(job: Job, step: int) -> None:
+        try:
+            with job.guard.outside_step(), job.guard.outside_step():
+                torch.rand(1), random.random(), np.random.rand()
+                raise ValueError("injected")
+        except ValueError:
+            job.epochs.append(-step)
+
+    failing = Job(tmp_path / "failing")
+    assert_same(failing.run(2, after=fail), Job(tmp_path / "plain").run(2))
+    assert -1 in failing.epochs, "the evaluation has failed"
+
+
+def test_an_evaluation_in_training_mode_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It changes BatchNorm's buffers: a stop after it resumes from the boundary, which does not have that."""
+
+    def evaluate(job: Job, step: int) -> None:
+        with job.guard.outside_step(), torch.no_grad():
+            job.network(torch.randn(8, 4))
+
+    Job(tmp_path).run(1, after=evaluate)
+    (line,) = [r.getMessage() for r in caplog.records if "outside_step" in r.getMessage()]
+    assert "num_batches_tracked" in line and "eval()" in line
+
+
+def test_a_periodic_save_does_not_copy_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mindx_elastic.guard.loops import evaluations
+
+    monkeypatch.setattr(evaluations, "kept_rng", lambda: pytest.fail("the streams were copied"))
+
+    class EachStep:
+        directory, asynchronous, keep_max, keep_per_n_minutes, append_info = tmp_path, False, 2, None, ()
+
+        def due(self, position: Any) -> bool:
+            return True
+
+        def name(self, position: Any) -> str:
+            return f"each-{position.epoch}_{position.step_in_epoch}.safetensors"
+
+    Job(tmp_path, periodic=[EachStep()]).run(1)
+    assert list(tmp_path.glob("each-1_5.safetensors"))

@@ -217,38 +217,6 @@ def test_what_may_differ_is_one_warning(form: Callable[[Run, Any], None], words:
     assert sum(words in note for note in run.guard._unmanaged.notes) == 1, run.guard._unmanaged.notes
 
 
-def noisy(batch: Any) -> Any:
-    return batch[0] + 0.1 * torch.randn(4), batch[1]
-
-
-def ahead_of_a_function(run: Run, loader: Any) -> None:
-    """The batch that is held is another object than the loader's."""
-
-    def ahead() -> Iterator[Any]:
-        batch = None
-        for following in loader:
-            moved = as_floats(following)
-            if batch is not None:
-                yield batch
-            batch = moved
-        yield batch
-
-    for _ in run.guard.epochs(EPOCHS):
-        for batch in ahead():
-            run.train(batch)
-
-
-def ahead_of_a_comprehension(run: Run, loader: Any) -> None:
-    for _ in run.guard.epochs(EPOCHS):
-        held = None
-        for following in loader:
-            moved = [part.clone() for part in following]
-            if held is not None:
-                run.train(held)
-            held = moved
-        run.train(held)
-
-
 def ahead_of_a_sum(run: Run, loader: Any) -> None:
     for _ in run.guard.epochs(EPOCHS):
         held = None
@@ -260,48 +228,8 @@ def ahead_of_a_sum(run: Run, loader: Any) -> None:
         run.train(held)
 
 
-def as_floats(batch: Any) -> Any:
-    return batch[0].float(), batch[1]
-
-
-@pytest.mark.parametrize("form", [ahead_of_a_function, ahead_of_a_comprehension, ahead_of_a_sum])
-def test_what_is_made_of_a_batch_may_be_held_for_the_next_step(
-    form: Callable[[Run, Any], None], tmp_path: Path
-) -> None:
-    stop_and_resume(form, tmp_path, 7)
-
-
-class Preloader:
-    """NVIDIA's."""
-
-    def __init__(self, loader: Any, change: Callable[[Any], Any]) -> None:
-        self.batches, self.change = iter(loader), change
-        self.preload()
-
-    def preload(self) -> None:
-        self.batch = next(self.batches, None)
-        if self.batch is not None:
-            self.batch = self.change(self.batch)
-
-    def next(self) -> Any:
-        batch = self.batch
-        if batch is not None:
-            self.preload()
-        return batch
-
-
-def a_loop_that_draws(run: Run, loader: Any) -> None:
-    """In the step that uses the batch."""
-    for _ in run.guard.epochs(EPOCHS):
-        preloader = Preloader(loader, lambda batch: batch)
-        while (batch := preloader.next()) is not None:
-            run.train(noisy(batch))
-
-
-def test_draws_in_the_step_of_a_batch_that_was_fetched_ahead(tmp_path: Path) -> None:
-    run, _ = run_loop(a_loop_that_draws, tmp_path)
-    assert silent(run)
-    stop_and_resume(a_loop_that_draws, tmp_path / "stopped", 7)
+def test_what_is_made_of_a_batch_may_be_held_for_the_next_step(tmp_path: Path) -> None:
+    stop_and_resume(ahead_of_a_sum, tmp_path, 7)
 
 
 # --- exact, and without a word ---

@@ -64,6 +64,8 @@ class DataSettings:
         """The data set of the loader and what hangs on it at the guard's first entry, by paths: ``dataset``,
         ``dataset.dataset``, ``sampler``."""
         self._tables = {path: table for path, part in self.parts.items() if type(table := table_of(part)) is dict}
+        self._all = list(self._tables.values())
+        self._has_slots = len(self._tables) < len(self.parts)  # where nothing shows that a value is another one
         self._start = self._values()
         self._own: set[_Key] = set()
         self._made: set[_Key] = set()
@@ -72,6 +74,7 @@ class DataSettings:
         self._epoch_loaded = 0
         self._see()  # what the attributes hold
         self._contents: list[tuple[dict[str, Any], _Key, Any]] = []  # of what may change in place, at the last look
+        self._long: dict[_Key, tuple[Any, int, Any]] = {}  # a long list or a tensor, its mark, and a copy
         self._state: dict[str, Any] | None = None
         self._is_stale = True
         """Something has changed since `_state` was made."""
@@ -87,26 +90,22 @@ class DataSettings:
 
     def state(self) -> dict[str, Any] | None:
         """What to save, not to be changed; None: nothing is set. At each boundary."""
-        if self._are_other_objects() or (self._contents and self._are_other_contents()):
+        if [*map(id, chain.from_iterable(map(dict.values, self._all)))] != self._seen_ids or (
+            self._contents and self._are_other_contents()
+        ):
             self._look()
-        if self._is_stale or len(self._tables) < len(self.parts):  # what has slots is not seen to change
+        if self._is_stale or self._has_slots:
             self._state, self._is_stale = self._make_state(), False
         return self._state
 
     def _make_state(self) -> dict[str, Any] | None:
-        counted = {
-            key: [self._begun[key], value]
-            for key in self._made
-            if key in self._begun and (value := self._value_of(key)) is not _OTHER and _is_of_sampler(key)
-        }
-        if not self._own and not counted:
+        if not self._own:
             return None
-        held = {key: value for key in self._own if (value := self._value_of(key)) is not _OTHER}
-        begun = {key: value for key in held if not _same(value := self._begun.get(key, _OTHER), held[key])}
-        begun = {key: value for key, value in begun.items() if value is not _OTHER}
-        state: dict[str, Any] = {"num_ranks": self._num_ranks, "now": _by_path(held)}
-        groups = {"begun": begun, "counted": counted}
-        return state | {name: _by_path(values) for name, values in groups.items() if values}
+        now = {key: value for key in self._own if (value := self._value_of(key)) is not _OTHER}
+        begun = {key: self._begun[key] for key in now.keys() & self._begun.keys()}
+        begun = {key: value for key, value in begun.items() if not _same(value, now[key])}
+        state: dict[str, Any] = {"num_ranks": self._num_ranks, "now": _by_path(now)}
+        return {**state, "begun": _by_path(begun)} if begun else state
 
     def load(self, state: Any, epoch: Any) -> None:
         """`state`: as `state` has given it; None: there was nothing. `epoch`: the loader's, at that boundary."""
@@ -115,9 +114,7 @@ class DataSettings:
             return
         now = _flat(state.get("now"))
         self._own |= now.keys()
-        counted = _flat(state.get("counted"))
-        self._made |= counted.keys()
-        self._put({**now, **{key: value for key, (_, value) in counted.items()}})
+        self._put(now)
         self._loaded, self._epoch_loaded = state, epoch
 
     def _look(self) -> dict[_Key, Any]:
@@ -140,9 +137,6 @@ class DataSettings:
         self._seen = {path: table.copy() for path, table in self._tables.items()}
         self._seen_ids = [*map(id, chain.from_iterable(map(dict.values, self._seen.values())))]
 
-    def _are_other_objects(self) -> bool:
-        return [*map(id, chain.from_iterable(map(dict.values, self._tables.values())))] != self._seen_ids
-
     # --- an iteration ---
 
     def at_begin(self, epoch: int, *, goes_on_with_workers: bool) -> None:
@@ -150,27 +144,30 @@ class DataSettings:
         loaded = self._loaded
         if loaded is not None and epoch == self._epoch_loaded and self._is_own(loaded):
             # The head of the epoch has run a second time: what it has done to them is undone.
-            counted = {key: value for key, (value, _) in _flat(loaded.get("counted")).items()}
-            self._put({**_flat(loaded.get("now")), **_flat(loaded.get("begun")), **counted})
+            self._put({**_flat(loaded.get("now")), **_flat(loaded.get("begun"))})
         begun = {key: value for key, value in self._look().items() if key != _AT_ONCE}
         if goes_on_with_workers:
-            begun = {**self._begun, **{key: value for key, value in begun.items() if _is_of_sampler(key)}}
+            begun = {**self._begun, **{key: value for key, value in begun.items() if _is_of_sampler(key[0])}}
         self._begun = begun
         self.begin_making()
 
     def begin_making(self) -> None:
         """Code that makes samples may run from here on, up to `end_making`."""
-        if self._are_other_objects():
+        if [*map(id, chain.from_iterable(map(dict.values, self._all)))] != self._seen_ids:
             self._look()
 
     def end_making(self) -> None:
-        """What has changed since is the data set's own affair."""
-        if not self._are_other_objects():
+        """What has changed since is the data set's own affair. What a sampler counts is kept."""
+        if [*map(id, chain.from_iterable(map(dict.values, self._all)))] == self._seen_ids:
             return
         before = self._seen
         self._see()
         for path, held in self._seen.items():
-            self._made |= {(path, name) for name, value in held.items() if before[path].get(name, _OTHER) is not value}
+            made = {name for name, value in held.items() if before[path].get(name, _OTHER) is not value}
+            if made and _is_of_sampler(path):
+                self._own |= {(path, name) for name in made & _settable(self.parts[path]).keys()}
+            else:
+                self._made |= {(path, name) for name in made}
         self._is_stale = True
 
     def at_opened(self, epoch: int) -> None:
@@ -212,7 +209,13 @@ class DataSettings:
         }
 
     def _value_of(self, key: _Key) -> Any:
-        return _plain(attributes_of(self.parts.get(key[0])).get(key[1], _OTHER), _most_of(key[0]))
+        held = attributes_of(self.parts.get(key[0])).get(key[1], _OTHER)
+        if (mark := _mark(held)) is None:
+            return _plain(held, _most_of(key[0]))
+        known = self._long.get(key)
+        if known is None or known[0] is not held or known[1] != mark:
+            known = self._long[key] = held, mark, _plain(held, _most_of(key[0]))
+        return known[2]
 
     def _put(self, values: Mapping[_Key, Any]) -> None:
         self._is_stale = True
@@ -275,8 +278,8 @@ def _may_hold(value: Any) -> bool:
     return is_for_data or not is_of_library(kind)
 
 
-def _is_of_sampler(key: _Key) -> bool:
-    return key[0].startswith(("sampler", "batch_sampler"))
+def _is_of_sampler(path: str) -> bool:
+    return path.startswith(("sampler", "batch_sampler"))
 
 
 def _has_parameters(module: Any) -> bool:
@@ -296,7 +299,7 @@ def _items(held: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _most_of(path: str) -> int:
-    return _MOST_OF_SAMPLER if path.startswith(("sampler", "batch_sampler")) else _MOST_ITEMS
+    return _MOST_OF_SAMPLER if _is_of_sampler(path) else _MOST_ITEMS
 
 
 def _mark(value: Any) -> int | None:
