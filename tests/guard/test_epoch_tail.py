@@ -183,15 +183,15 @@ class Holder:
         self.p = p
 
     def one_pass(self, epoch: int) -> Any:
-        p, total, count = self.p, 0.0, 0
+        total, count = 0.0, 0
         losses: list[torch.Tensor] = []
         self.losses: list[float] = []
         average, meters = Meter(), dict[str, Meter]()
         board = Board(average, Window())
         logger = Logger()
         logger.meters["lr"] = Window(1)
-        for x, y in logger.over(p.loader):
-            p.step(x, y)
+        for x, y in logger.over(self.p.loader):
+            self.p.step(x, y)
             value = float(y.sum())
             losses.append(y.sum())
             self.losses.append(value)
@@ -202,9 +202,9 @@ class Holder:
                 meters["loss"] = Meter()
             meters["loss"].update(value)
             logger.update(loss=value, lr=float(epoch))
-            p.guard.step_end()
+            self.p.guard.step_end()
             total, count = total + value, count + 1
-        pass_tail(p, epoch)
+        pass_tail(self.p, epoch)
         means = {name: (each.mean(), list(each.last)) for name, each in logger.meters.items()}
         logger.update(more=0.5)  # still one that makes what it does not have
         return (
