@@ -86,8 +86,8 @@ _USUAL = {
         "Give all of it in state_dict(), and name the rest in stateful=",
     ),
     "scalar": (
-        "it depends on a counter, a curriculum or an average that is not kept",
-        "Name it in stateful=, or compute it from guard.step",
+        "it depends on a counter, an average or a module that is not kept",
+        "Name it: stateful=, model=[model, other]; or compute it from guard.step",
     ),
     "exit": (
         "code after the last boundary loads or averages weights that a variable keeps (the best ones so far)",

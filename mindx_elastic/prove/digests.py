@@ -17,12 +17,11 @@ from mindx_elastic.core.looks import attributes_of, items_of
 from mindx_elastic.core.mersenne import NumpyState, PythonState
 from mindx_elastic.core.tensor_memory import memory_of
 
-__all__ = ["digest", "leaves", "outline", "shape_of", "stream_digest"]
+__all__ = ["digest", "leaves", "stream_digest"]
 
 _MOST_TEXT = 80
 _PLAIN: tuple[Any, ...] = (type(None), bool, int, float, complex, str)
 _DEPTH = 20
-_MOST_LEAVES = 1000
 
 
 def digest(value: Any) -> str:
@@ -51,40 +50,17 @@ def digest(value: Any) -> str:
     return type(value).__qualname__
 
 
-def leaves(value: Any, name: str = "", *, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
-    """The digest of each tensor, number and text in nested containers, by its place: ``param_groups.0.lr``."""
+def leaves(value: Any, name: str = "", *, depth: int = _DEPTH, most: int | None = None) -> Iterator[tuple[str, str]]:
+    """The digest of each tensor, number and text in nested containers, by its place: ``param_groups.0.lr``. `most`: a
+    container of more items (a replay memory, which shifts at each step) gets one digest."""
     inside = _children(value) if depth else None
-    if inside is None:
+    if inside is None or (most is not None and len(inside) > most):
         yield name, digest(value)
         return
     if not inside:
         yield name, "empty"
     for key, item in inside.items():
-        yield from leaves(item, f"{name}.{key}" if name else str(key), depth=depth - 1)
-
-
-def outline(state: Any) -> Iterator[tuple[str, str]]:
-    """As `leaves`. Of a large object (a replay memory, which shifts at each step) each entry gets one digest, or the
-    object as a whole."""
-    found = list(leaves(state))
-    if len(found) <= _MOST_LEAVES:
-        yield from found
-        return
-    entries: dict[str, list[tuple[str, str]]] = {}
-    for name, each in found:
-        entries.setdefault(name.partition(".")[0], []).append((name, each))
-    if len(entries) > _MOST_LEAVES:
-        entries = {"": found}
-    for entry, parts in entries.items():
-        if len(parts) > _MOST_LEAVES:
-            yield entry, _hash(str(len(parts)), json.dumps(parts).encode())
-        else:
-            yield from parts
-
-
-def shape_of(value: Any) -> str:
-    """How a tensor is shown to a person; empty for anything else."""
-    return f"{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        yield from leaves(item, f"{name}.{key}" if name else str(key), depth=depth - 1, most=most)
 
 
 def stream_digest(state: Any) -> int:
@@ -124,6 +100,8 @@ def _of_tensor(tensor: torch.Tensor) -> str:
         if local.device.type == "meta":
             return head
         try:
+            if local.dim() == 0:
+                return digest(local.item())
             if local.layout is not torch.strided:
                 local = local.to_dense()
             flat = local.cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)

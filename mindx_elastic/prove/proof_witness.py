@@ -26,6 +26,7 @@ from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.prove.control import Control, read_control
+from mindx_elastic.prove.records import of_kinds, split_kind
 from mindx_elastic.prove.witness import Witness
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class ProofWitness(Witness):
 
     def at_exit(self) -> None:
         """The script is over: note the weights that it ends with, which may be others than those of the last step."""
-        found = {f"exit|{key.partition('|')[2]}": value for key, value in self._weights().items()}
+        weights = of_kinds(self._now(), "weights")
+        found = {f"exit|{split_kind(key)[1]}": value for key, value in weights.items()}
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self.write("now", exit=found)
         self._close()

@@ -5,8 +5,8 @@ It looks in up to three places:
 * the first forward of a named module in training mode: streams, weights, options of the optimizers, flags, and the
   program's own variables, which are not compared, but explain a difference;
 * what the modules are given: the tensors of the first forwards;
-* the boundary: all that the guard saves, and what it does not (flags, buffers that are not persistent, parameters in no
-  named module), and the streams; and the variables. Once more where code has followed the step at its epoch's end.
+* the boundary: all that the guard saves, and what it does not (flags, buffers that are not persistent), and the
+  streams; and the variables. Once more where code has followed the step at its epoch's end.
 
 It only reads. Training thread.
 """
@@ -35,13 +35,14 @@ from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.prove.carried import rebound_in
 from mindx_elastic.prove.compare import root_of
-from mindx_elastic.prove.digests import digest, leaves, outline, stream_digest
+from mindx_elastic.prove.digests import digest, leaves, stream_digest
 from mindx_elastic.prove.records import MOST_FORWARDS, Step
 from mindx_elastic.prove.variables import attributes_of_kept, own_variables
 
 __all__ = ["Witness", "held_by", "is_loader"]
 
 _MOST_PARTS = 16  # of a batch
+_MOST_ITEMS = 256  # of a container in a state, each with a digest of its own
 _LOADER = re.compile(r"loader(_\d+)?")
 
 
@@ -97,7 +98,7 @@ class Witness:
 
     def _note_forward(self, name: str, args: Any, kwargs: Any) -> None:
         if self._begin is None:
-            self._begin = self._streams() | self._weights() | self._around()
+            self._begin = self._streams() | self._now()
             self.at_forward()
         given = self._inputs.setdefault(name, [])
         if len(given) < MOST_FORWARDS:
@@ -123,84 +124,56 @@ class Witness:
         return step
 
     def state(self) -> dict[str, str]:
-        """All that the guard saves, and what is around it."""
-        return self._saved() | self._around()
-
-    def _around(self) -> dict[str, str]:
-        return self._options() | self._flags() | self._variables()
-
-    # --- what there is to see: "kind|name" -> digest ---
-
-    def _streams(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for name, state in capture_rng().items():
-            for each, part in _devices(name, state):
-                found[f"stream|{each}"] = f"{stream_digest(part):016x}"
-        return found
-
-    def _weights(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for target, component in self._collector.components.items():
-            if isinstance(component, ModuleComponent):
-                for name, parameter in component.module.named_parameters(remove_duplicate=False):
-                    found[f"weights|{target}.{name}"] = digest(parameter)
-                for name, buffer in component.module.named_buffers(remove_duplicate=False):
-                    found[f"weights|{target}.{name}"] = digest(buffer)
-        for place, loose in self._loose_parameters():
-            found[f"weights|{place}"] = digest(loose)
-        return found
-
-    def _loose_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        known = {id(p) for p in self._collector.parameters}
-        for target, component in self._collector.components.items():
-            if isinstance(component, OptimizerComponent):
-                for index, parameter in enumerate(component.parameters):
-                    if id(parameter) not in known:
-                        shape = list(parameter.shape)
-                        yield f"parameter {index} {shape} of {target}, which is in no named module", parameter
-
-    def _options(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for target, component in self._collector.components.items():
-            if isinstance(component, OptimizerComponent):
-                groups = component.optimizer.param_groups
-                for index, group in enumerate(groups):
-                    where = target if len(groups) == 1 else f"{target} group {index}"
-                    for key, value in group.items():
-                        if key != "params":
-                            found[f"option|{where} {key}"] = digest(value)
-        return found
-
-    def _flags(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for target, component in self._collector.components.items():
-            if isinstance(component, ModuleComponent):
-                for name, module in component.module.named_modules():
-                    found[f"flag|{target}{'.' if name else ''}{name}.training"] = str(module.training)
-                for name, parameter in component.module.named_parameters():
-                    found[f"flag|{target}.{name}.requires_grad"] = str(parameter.requires_grad)
-        return found
-
-    def _saved(self) -> dict[str, str]:
-        """All that the guard saves, as it would save it now, and the weights."""
-        found = self._weights()
+        """What `_now` has, and what else the guard saves, as it would save it now."""
+        found = self._now()
         names = {id(p): n for c in self._collector.components.values() if isinstance(c, ModuleComponent)
                  for n, p in c.module.named_parameters()}  # fmt: skip
         for target, state in self._collector.state().items():
             component = self._collector.components.get(target)
             if target in RESERVED_NAMES or component is None or self._is_loader(target):
                 continue
-            if isinstance(component, ModuleComponent):
-                extras = {k: v for k, v in state.items() if f"weights|{target}.{k}" not in found}
-                found.update((f"stateful|{target}.{name}", value) for name, value in outline(extras) if name)
-            elif isinstance(component, OptimizerComponent):
-                parameters = component.parameters
+            if isinstance(component, OptimizerComponent):
+                of_key = {index: names.get(id(each), str(index)) for index, each in enumerate(component.parameters)}
                 for key, value in state["state"].items():
-                    known = isinstance(key, int) and key < len(parameters)
-                    name = names.get(id(parameters[key]), str(key)) if known else str(key)
+                    name = of_key.get(key, str(key))
                     found.update((f"optimizer|{target} {leaf} of {name}", d) for leaf, d in leaves(value))
-            else:
-                found.update((f"stateful|{target}{'.' if name else ''}{name}", d) for name, d in outline(state))
+                continue
+            is_module = isinstance(component, ModuleComponent)
+            rest = {k: v for k, v in state.items() if f"weights|{target}.{k}" not in found} if is_module else state
+            if rest:
+                found.update((f"stateful|{place}", each) for place, each in leaves(rest, target, most=_MOST_ITEMS))
+        return found
+
+    # --- what there is to see: "kind|name" -> digest ---
+
+    def _streams(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, state in capture_rng().items():
+            of_devices = {f"{name}:{n}": each for n, each in enumerate(state)} if type(state) in (list, tuple) else {}
+            for each, part in (of_devices or {name: state}).items():
+                found[f"stream|{each}"] = f"{stream_digest(part):016x}"
+        return found
+
+    def _now(self) -> dict[str, str]:
+        """Weights, options, flags and variables."""
+        found = self._variables()
+        for target, component in self._collector.components.items():
+            if isinstance(component, ModuleComponent):
+                module = component.module
+                for each in (module.named_parameters, module.named_buffers):
+                    found.update(
+                        (f"weights|{target}.{n}", digest(tensor)) for n, tensor in each(remove_duplicate=False)
+                    )
+                for name, inner in module.named_modules():
+                    found[f"flag|{target}{'.' if name else ''}{name}.training"] = str(inner.training)
+                for name, parameter in module.named_parameters():
+                    found[f"flag|{target}.{name}.requires_grad"] = str(parameter.requires_grad)
+            elif isinstance(component, OptimizerComponent):
+                groups = component.optimizer.param_groups
+                for index, group in enumerate(groups):
+                    where = target if len(groups) == 1 else f"{target} group {index}"
+                    options = ((key, value) for key, value in group.items() if key != "params")
+                    found.update((f"option|{where} {key}", digest(value)) for key, value in options)
         return found
 
     def _variables(self) -> dict[str, str]:
@@ -229,11 +202,3 @@ def _parts(batch: Any) -> str:
     """The digests of a batch's tensors: where some are equal and others not, the samples are the same."""
     found = [each for _, each in leaves(batch)]
     return ",".join(found) if len(found) <= _MOST_PARTS else digest(batch)
-
-
-def _devices(name: str, state: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(state, (list, tuple)):
-        for index, each in enumerate(state):
-            yield f"{name}:{index}", each
-    else:
-        yield name, state

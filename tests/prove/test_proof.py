@@ -152,10 +152,7 @@ FAULTS = [
     ("content", "is another one", "depends on a generator, a counter", "what decides the batch"),
     ("order", "the data order began anew", "no loader is named", "Guard(loader=...)"),
     ("never", "the run never resumed: it was stopped after step 1", 'resume="never"', 'resume="auto"'),
-    (
-        *("loose", "weights differ at the very first resumed step (2), before any batch: parameter 6 [3, 3]"),
-        *("is in no named module", "Guard(model=[model, other])"),
-    ),
+    ("loose", "loss differs at step 2: ", "a module that is not kept", "Name it"),
     ("clip", "weights differ at the first forward of step 2: model.0.weight", "changed after the boundary", ""),
     ("counter", "the resumed one went on for 12 steps too many", "does not read its position", "guard.epochs(n)"),
     ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.step"),
