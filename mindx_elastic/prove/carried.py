@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType
 
-__all__ = ["bound_in", "carried", "rebound_in"]
+__all__ = ["Loop", "carried", "loops_around", "rebound_in"]
 
 _MOST_UNITS = 40_000  # of 2 bytes, some 25 a line; so many take 0.2 s, once. A larger function is not looked at
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
@@ -34,11 +34,15 @@ _PUT_ASIDE = "LOAD_FAST_AND_CLEAR"
 
 
 @dataclass(frozen=True)
-class _Loop:
-    line: int
+class Loop:
+    """A loop that stands in a code object."""
+
     body: frozenset[int]
+    """The numbers of its instructions."""
     carried: frozenset[str]
+    """The names that an iteration leaves for the next one."""
     bound: frozenset[str]
+    """The names that it binds."""
     targets: frozenset[str]
     """What the ``for`` itself binds."""
 
@@ -55,32 +59,24 @@ class _Code:
     """``LOAD``, ``STORE`` or ``DELETE`` and the name, in the order in which an instruction does it."""
 
 
-def carried(frame: FrameType) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """For each loop in which `frame` stands, the outermost first: the line of its head, and the names that an iteration
-    leaves for the next one. Any thread; no code of the program runs. Never raises: odd code has no loops."""
-    return tuple((loop.line, tuple(sorted(loop.carried))) for loop in _loops_around(frame))
+def carried(frame: FrameType) -> set[str]:
+    """The names that an iteration of some loop around `frame` leaves for the next one. Never raises."""
+    return {name for loop in loops_around(frame) for name in loop.carried}
 
 
 def rebound_in(frame: FrameType) -> set[str]:
     """The names that each iteration of the innermost loop around `frame` binds before it reads them: a batch, a loss.
     Whole numbers that a ``for`` counts with are left out: they say where the loop is. Never raises."""
-    loops = _loops_around(frame)
+    loops = loops_around(frame)
     if not loops:
         return set()
-    innermost = loops[-1]
-    rebound = set(innermost.bound.difference(*(loop.carried for loop in loops)))
-    for name in rebound & innermost.targets:
-        if type(frame.f_locals.get(name)) is int:
-            rebound.discard(name)
-    return rebound
+    counts = {name for name in loops[-1].targets if type(frame.f_locals.get(name)) is int}
+    return set(loops[-1].bound - carried(frame) - counts)
 
 
-def bound_in(frame: FrameType) -> list[frozenset[str]]:
-    """The names that each of the loops around `frame` binds, those of the outermost first. Never raises."""
-    return [loop.bound for loop in _loops_around(frame)]
-
-
-def _loops_around(frame: FrameType) -> list[_Loop]:
+def loops_around(frame: FrameType) -> list[Loop]:
+    """The loops in which `frame` stands, the outermost first. Any thread; no code of the program runs. Never raises:
+    odd code has no loops."""
     try:
         offsets, loops = _loops_of(frame.f_code)
         at = bisect_right(offsets, frame.f_lasti) - 1
@@ -90,7 +86,7 @@ def _loops_around(frame: FrameType) -> list[_Loop]:
 
 
 @lru_cache(64)
-def _loops_of(code: CodeType) -> tuple[list[int], list[_Loop]]:
+def _loops_of(code: CodeType) -> tuple[list[int], list[Loop]]:
     """The instructions' offsets, and the loops, outer ones first."""
     if len(code.co_code) > 2 * _MOST_UNITS:
         return [], []
@@ -98,35 +94,30 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[_Loop]]:
     _join_tests(graph)
     bodies = _bodies(graph)
     _enter_once(graph, bodies)
-    found = sorted(bodies.items(), key=lambda item: -len(item[1]))
     names = sorted({name for events in graph.events for _, name in events})
     bits = {name: 1 << number for number, name in enumerate(names)}
     reads, binds, ends = _effects(graph, bits)
     before = _before(graph)
     live = _flow(graph, before, range(len(graph.ops)), -1, 0, reads, ends)
+
+    def those(of: int) -> frozenset[str]:
+        return frozenset([name for name in names if bits[name] & of])
+
     loops = []
-    for head, body in found:
+    for head, body in sorted(bodies.items(), key=lambda item: -len(item[1])):
         behind, bound = 0, 0
         for n in body:
             bound |= binds[n]
             for following in graph.after[n]:
-                if following not in body:
-                    behind |= live[following]
+                behind |= 0 if following in body else live[following]
         needed = _flow(graph, before, body, head, behind, reads, ends)[head] & bound
-        loops.append(
-            _Loop(
-                line=graph.lines[head],
-                body=frozenset(body),
-                carried=frozenset([name for name in names if bits[name] & needed]),
-                bound=frozenset([name for name in names if bits[name] & bound]),
-                targets=_targets(graph, head),
-            )
-        )
+        loops.append(Loop(frozenset(body), those(needed), those(bound), _targets(graph, head)))
     return graph.offsets, loops
 
 
 def _read(code: CodeType) -> _Code:
-    ops = [op for op in dis.get_instructions(code) if op.opname != "EXTENDED_ARG"]  # a part of the one behind it
+    bytecode = dis.Bytecode(code)
+    ops = [op for op in bytecode if op.opname != "EXTENDED_ARG"]  # a part of the one behind it
     offsets = [op.offset for op in ops]
     line_at, line = {}, code.co_firstlineno
     for begin, end, number in code.co_lines():
@@ -141,22 +132,11 @@ def _read(code: CodeType) -> _Code:
         # Before 3.11 what begins a ``try`` jumps to its handler.
         if op.opcode in _JUMPS and (target := bisect_left(offsets, op.argval)) not in of_with:
             after[n].append(target)
-    for begin, end, handler in _handlers(code):
-        if (target := bisect_left(offsets, handler)) not in of_with:
-            for n in range(bisect_left(offsets, begin), bisect_left(offsets, end)):
+    for entry in getattr(bytecode, "exception_entries", ()):  # Python 3.11 and later
+        if (target := bisect_left(offsets, entry.target)) not in of_with:
+            for n in range(bisect_left(offsets, entry.start), bisect_left(offsets, entry.end)):
                 after[n].append(target)
     return _Code(ops, offsets, [line_at.get(offset, line) for offset in offsets], after, _events(ops, offsets))
-
-
-def _handlers(code: CodeType) -> list[tuple[int, int, int]]:
-    """Begin, end and handler of what is tried: the table of Python 3.11 and later, numbers of 6 bits a byte."""
-    numbers, value = [], 0
-    for byte in getattr(code, "co_exceptiontable", b""):
-        value = value << 6 | byte & 63
-        if not byte & 64:  # its last byte
-            numbers.append(2 * value)
-            value = 0
-    return [(begin, begin + n, to) for begin, n, to in zip(numbers[::4], numbers[1::4], numbers[2::4], strict=False)]
 
 
 def _events(ops: list[dis.Instruction], offsets: list[int]) -> list[list[tuple[str, str]]]:

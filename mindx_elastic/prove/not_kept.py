@@ -24,7 +24,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.checks.surroundings import kind_of, locals_of, program_frames, reachable
-from mindx_elastic.prove.carried import bound_in, carried
+from mindx_elastic.prove.carried import carried, loops_around
 from mindx_elastic.prove.variables import KEPT, attributes_of_kept, is_clock, own_variables
 from mindx_elastic.prove.witness import held_by, is_loader
 
@@ -89,9 +89,9 @@ class NotKept:
     def _carried(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
         found: list[str] = []
         for each in frames:
-            names = [name for _, its in carried(each) for name in its]
+            names = carried(each)
             variables = locals_of(each) if names else {}
-            for name in names:
+            for name in sorted(names):
                 if name not in variables or id(value := variables[name]) in self._ids:
                     continue
                 if type(value) is float and is_clock(value):
@@ -104,13 +104,10 @@ class NotKept:
 
     def _changed(self, frames: Sequence[FrameType], after: Mapping[str, str], is_ahead: bool) -> list[str]:
         changed = [key for key, value in after.items() if self._before.get(key, value) != value]
-        in_step, in_loops = (
-            set[str](),
-            set[str](),
-        )  # what they bind is named by `_carried`, or new in each step or epoch
-        for bound in [bound_in(each) for each in frames] if changed else ():
-            in_step.update(*bound[-1:])
-            in_loops.update(*bound)
+        loops = [loops_around(each) for each in frames] if changed else []
+        # What they bind is named by `_carried`, or new in each step or epoch.
+        in_step = {name for around in loops for loop in around[-1:] for name in loop.bound}
+        in_loops = {name for around in loops for loop in around for name in loop.bound}
         of_kept, others = list[str](), list[str]()
         for key in changed:
             name = _name(key)
