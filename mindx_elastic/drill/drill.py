@@ -21,6 +21,7 @@ from mindx_elastic.drill.phases import Phases, all_events, find_phases
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, Proof, Show, count_steps, failure
 from mindx_elastic.prove.causes import Explained, explain
+from mindx_elastic.prove.compare import earliest
 from mindx_elastic.prove.records import Life
 from mindx_elastic.prove.runs import Chain, Command, Outcome, Runs
 
@@ -141,7 +142,7 @@ class Driller(Baseline):
             self._check(fault)
         if not self.is_deterministic(first):
             return
-        places = [step.place for step in self.steps_of(first)][:-1]
+        places = [step.place for step in self.steps][:-1]
         if self._number and not places:
             raise UsageError("--random: the runs have no boundary before the last one; give --steps 2 or more")
         for fault in self._faults:
@@ -337,7 +338,7 @@ class Driller(Baseline):
     def _differs(
         self, result: Result, lives: Sequence[Life], chain: Chain, events: Sequence[Mapping[str, Any]]
     ) -> Result | None:
-        found = self.earliest(lives)
+        found = earliest(self.reference, lives)
         if found is None:
             return None
         said = _said(events, lives, self.reference.lives)

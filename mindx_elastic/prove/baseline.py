@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain_chance
-from mindx_elastic.prove.compare import Difference, Lost, Reference, earliest, lost_variables
+from mindx_elastic.prove.compare import Lost, Reference, earliest
 from mindx_elastic.prove.records import Life, Sample, Step, of_kinds, split_kind
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
 
@@ -30,6 +30,7 @@ __all__ = [
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
 """By `Verdict.outcome` of the whole proof."""
 _TOO_MANY = 8
+_TOLD = ("scalar", "stateful", "exit")
 Show = Callable[[int, int, str], None]
 """Runs made, runs planned, what the present one is."""
 
@@ -38,7 +39,7 @@ Show = Callable[[int, int, str], None]
 class Verdict:
     """What one comparison has shown."""
 
-    outcome: str
+    outcome: str = "equal"
     """``equal``, ``differs``, ``not deterministic``, ``refused`` or ``fails``."""
     explained: Explained | None = None
     """None: equal."""
@@ -79,7 +80,7 @@ class Proof:
     @property
     def verdict(self) -> Verdict:
         """Of the whole: the first that is not equal."""
-        return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), Verdict(outcome="equal"))
+        return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), Verdict())
 
     @property
     def lost(self) -> list[Lost]:
@@ -115,29 +116,27 @@ class Baseline:
 
     def first_run(self) -> Outcome | None:
         """The reference. None: it cannot be one, and the proof says why."""
-        chain = self.runs.chain()
+        proof, chain = self.proof, self.runs.chain()
         outcome = self.run(chain, "uninterrupted", steps=self._steps or -1)
         self.runs.drop(chain)
         if self.runs.why_fresh and self.runs.why_fresh != "--fresh":
-            self.proof.notes.append(f"each run is a fresh interpreter: {self.runs.why_fresh}")
+            proof.notes.append(f"each run is a fresh interpreter: {self.runs.why_fresh}")
+        self.reference = Reference(lives=outcome.lives)
+        self.steps = self.reference.common_steps
+        proof.steps, proof.num_ranks = len(self.steps), len(self.reference.by_rank)
+        proof.has_ended = self.reference.has_ended
+        proof.notes += dict.fromkeys(f"the guard says: {note}" for life in outcome.lives for note in life.notes)
         verdict = failure(outcome, "the uninterrupted run")
-        steps = self.steps_of(outcome)
-        if verdict is None and not steps:
+        if verdict is None and not self.steps:
             what = "the script has passed no step_end()" if outcome.lives else "the script has entered no guard"
             remedy = "Write `with guard:` around the loop and guard.step_end() at the end of each step"
             verdict = _fails(Explained(what=f"{what}, so there is nothing to prove", remedy=remedy), outcome)
-        self.reference = Reference(lives=outcome.lives)
-        self.proof.steps, self.proof.num_ranks = len(steps), len(self.reference.by_rank)
-        self.proof.has_ended = self.reference.has_ended
-        notes = (note for life in outcome.lives for note in life.notes)
-        self.proof.notes += dict.fromkeys(f"the guard says: {note}" for note in notes)
-        row = Row(name="uninterrupted", verdict=verdict or Verdict(outcome="equal"), compared=0)
-        self.proof.rows.append(row)
+        proof.rows.append(Row(name="uninterrupted", verdict=verdict or Verdict()))
         return outcome if verdict is None else None
 
     def is_deterministic(self, first: Outcome) -> bool:
-        chain = self.runs.chain()
-        last = self.steps_of(first)[-1].place
+        """Whether a second run is as the `first` one. What differs in each run and decides nothing is left out."""
+        chain, last = self.runs.chain(), self.steps[-1].place
         self.last = (last[0], 2 * last[1] + _TOO_MANY) if self.reference.has_ended else last
         again = self.run(chain, "uninterrupted, again", last=self.last, hashes=1)
         self.runs.drop(chain)
@@ -145,25 +144,21 @@ class Baseline:
         verdict = failure(again, "the second uninterrupted run") or self.chance(again)
         self.proof.rows.append(Row(name="uninterrupted, again", verdict=verdict, compared=count_steps(again.lives)))
         told = (split_kind(key) for key in self.reference.varying)
-        left_out = sorted(
-            name + " when the script ends" * (kind == "exit")
-            for kind, name in told
-            if kind not in ("variable", "stream")
-        )
+        left_out = [f"{name}{' when the script ends' * (kind == 'exit')}" for kind, name in told if kind in _TOLD]
         if left_out and verdict.outcome == "equal":
-            names = listed(left_out, 5)
+            names = listed(sorted(left_out), 5)
             self.proof.notes.append(f"not compared, because it differs in each run: {names}")
         return verdict.outcome == "equal"
 
+    # --- comparing ---
+
     def chance(self, other: Outcome) -> Verdict:
         """Whether `other`, a run that nothing has stopped, is as the reference."""
-        found = self.earliest(other.lives)
+        found = earliest(self.reference, other.lives)
         if found is None:
-            return self.length(other) or Verdict(outcome="equal")
+            return self.length(other) or Verdict()
         explained = explain_chance(self.reference, found)
         return Verdict(outcome="not deterministic", explained=explained, rank=found.life.rank, step=found.step)
-
-    # --- comparing ---
 
     def length(self, outcome: Outcome) -> Verdict | None:
         """A run that has neither been stopped nor reached the reference's last step."""
@@ -172,8 +167,8 @@ class Baseline:
         for rank in sorted(self.reference.by_rank):
             last = self.reference.places(rank)[-1]
             lives = [life for life in outcome.lives if life.rank == rank]
-            reached = max((life.steps[-1].place for life in lives if life.steps), default=(0, 0))
-            reached = max([reached, *((life.series, life.resumed or 0) for life in lives)])
+            begun = [(life.series, life.resumed or 0) for life in lives]
+            reached = max([*begun, *(step.place for life in lives for step in life.steps)], default=(0, 0))
             if reached < last:
                 what = f"the run ended after step {reached[1]}; the uninterrupted one went on to step {last[1]}"
                 cause = (
@@ -181,29 +176,9 @@ class Baseline:
                 )
                 remedy = "Let guard.epochs(n) or guard.position decide where it begins and ends"
                 explained = Explained(what=what, cause=cause, remedy=remedy)
-                return Verdict(
-                    outcome="differs", explained=explained, rank=rank, step=reached[1], lines=outcome.last_lines
-                )
+                lines = outcome.last_lines
+                return Verdict(outcome="differs", explained=explained, rank=rank, step=reached[1], lines=lines)
         return None
-
-    def steps_of(self, outcome: Outcome) -> list[Step]:
-        """The steps that all ranks have done, in order, as one of them has seen them."""
-        by_rank: dict[int, dict[tuple[int, int], Step]] = {}
-        for life in outcome.lives:
-            by_rank.setdefault(life.rank, {}).update({step.place: step for step in life.steps})
-        if not by_rank:
-            return []
-        common = set.intersection(*(set(steps) for steps in by_rank.values()))
-        return [by_rank[min(by_rank)][place] for place in sorted(common)]
-
-    def earliest(self, lives: Iterable[Life]) -> Difference | None:
-        """Of all processes the first difference."""
-        return earliest(self.reference, lives)
-
-    def lost(self, lives: Iterable[Life]) -> list[Lost]:
-        """Variables that resumed runs did not get back, each once."""
-        found = (lost for life in lives for lost in lost_variables(self.reference, life))
-        return list({lost.name: lost for lost in found}.values())
 
 
 def count_steps(lives: Iterable[Life]) -> int:

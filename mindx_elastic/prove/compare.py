@@ -150,6 +150,12 @@ class Reference:
         ``sys.exit()``."""
         return bool(self.lives) and all(life.outcome not in ("", "ended") for life in self.lives)
 
+    @property
+    def common_steps(self) -> list[Step]:
+        """The steps that all ranks have done, in order, as one of them has seen them."""
+        done = [set(steps) for steps in self.by_rank.values()]
+        return [self.by_rank[min(self.by_rank)][place] for place in sorted(set.intersection(*done))] if done else []
+
     def places(self, rank: int = 0) -> list[tuple[int, int]]:
         """Series and number of each step, in order."""
         return sorted(self.by_rank.get(rank, {}))

@@ -61,8 +61,7 @@ class Control:
 
     def write(self, path: Path) -> Path:
         """Write it to `path`; returns that."""
-        content = asdict(self) | {name: str(getattr(self, name)) for name in ("folder", "directories")}
-        path.write_text(json.dumps(content), encoding="utf-8")
+        path.write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
         return path
 
 
@@ -70,16 +69,9 @@ def read_control(path: Path) -> Control:
     """Read what `Control.write` has written. Raises UsageError: the variable was set by hand, or its run is over."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content |= {name: Path(content[name]) for name in ("folder", "directories")}
         alarm, last = content.pop("alarm"), content.pop("last")
-        paths = {name: Path(content.pop(name)) for name in ("folder", "directories")}
-        return Control(
-            steps=int(content["steps"]),
-            folder=paths["folder"],
-            directories=paths["directories"],
-            last=None if last is None else (int(last[0]), int(last[1])),
-            alarm=None if alarm is None else Alarm(**alarm),
-            fault=content.get("fault"),
-        )
+        return Control(**content, last=last and (last[0], last[1]), alarm=alarm and Alarm(**alarm))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(
             f"environment variable MINDX_PROVE={path} names no control file of mindx-elastic prove, which sets it by "

@@ -23,6 +23,7 @@ from mindx_elastic.prove.baseline import (
     steps_in_words,
 )
 from mindx_elastic.prove.causes import Explained, explain
+from mindx_elastic.prove.compare import earliest, lost_variables
 from mindx_elastic.prove.control import Alarm
 from mindx_elastic.prove.records import Step
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
@@ -62,21 +63,17 @@ class _Prover(Baseline):
         first = self.first_run()
         if first is None or not self.is_deterministic(first):
             return self.proof
-        stops = choose_stops(self.steps_of(first), self._stops, seed=self._seed, has_ended=self.reference.has_ended)
+        stops = choose_stops(self.steps, self._stops, seed=self._seed, has_ended=self.reference.has_ended)
         if not stops:
-            self.proof.rows.append(self._cannot_stop())
+            what = f"the runs have no boundary to stop at: the proof is {steps_in_words(self.proof.steps)} long"
+            explained = Explained(what=what, remedy="Give --steps 2 or more")
+            self.proof.rows.append(Row(name="no stop", verdict=Verdict(outcome="fails", explained=explained)))
             return self.proof
         self._planned = 2 + len(stops) + 1
         ranks = sorted(self.reference.by_rank)
         choice = random.Random(self._seed)
         self._stop_in_chains([Alarm(series=s, step=n, rank=choice.choice(ranks)) for s, n in stops])
         return self.proof
-
-    def _cannot_stop(self) -> Row:
-        """The runs are too short for a stop: nothing is proved, and the table says so."""
-        what = f"the runs have no boundary to stop at: the proof is {steps_in_words(self.proof.steps)} long"
-        verdict = Verdict(outcome="fails", explained=Explained(what=what, remedy="Give --steps 2 or more"))
-        return Row(name="no stop", verdict=verdict)
 
     # --- with stops ---
 
@@ -107,19 +104,17 @@ class _Prover(Baseline):
         verdict = self._never_resumed(stopped, resumed)
         if verdict is None and resumed.refusal:
             verdict = resumed_failure(resumed)
-        if verdict is None and (found := self.earliest(resumed.lives)) is not None:
+        if verdict is None and (found := earliest(self.reference, resumed.lives)) is not None:
             explained = explain(self.reference, found)
             verdict = Verdict(outcome="differs", explained=explained, rank=found.life.rank, step=found.step)
-        if verdict is None:
-            verdict = resumed_failure(resumed, stopped=is_stopped)
-        verdict = verdict or self.length(resumed)
-        steps = [life.resumed for life in resumed.lives if life.resumed is not None]
+        verdict = verdict or resumed_failure(resumed, stopped=is_stopped) or self.length(resumed)
+        lost = (each for life in resumed.lives for each in lost_variables(self.reference, life))
         return Row(
             name=name,
-            verdict=verdict or Verdict(outcome="equal"),
-            resumed=max(steps, default=None),
+            verdict=verdict or Verdict(),
+            resumed=max((life.resumed for life in resumed.lives if life.resumed is not None), default=None),
             compared=count_steps(resumed.lives),
-            lost=self.lost(resumed.lives) if verdict is None else (),
+            lost=list({each.name: each for each in lost}.values()) if verdict is None else (),
         )
 
     def _never_resumed(self, stopped: Outcome, resumed: Outcome) -> Verdict | None:
