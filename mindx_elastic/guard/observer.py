@@ -57,8 +57,6 @@ class Observer(Protocol):
     """There is nothing more to look at."""
     outcome: str
     """What a comparison has found, once it is over: ``verified``, ``variables differ``, ``differs``; empty: nothing."""
-    heard_s: float
-    """How long a boundary waits until the stop that `at_boundary` speaks of has been heard."""
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         """A step has ended; later halves of its boundary count nothing. `is_cut`: with a boundary; not inside an
@@ -101,7 +99,7 @@ class ProofObserver(Observer, Protocol):
 
 
 class NotKept(Protocol):
-    """Looks at the first boundaries of one entered guard. Training thread only."""
+    """Looks at the first boundaries of one entered guard. Training thread only; runs no code of the program."""
 
     counts: Sequence[str]
     """Names of those that `at_boundary` has found which have counted the steps of this process alone."""

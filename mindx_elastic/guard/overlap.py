@@ -42,6 +42,8 @@ _RESERVE_S = 5.0
 _AGREEMENT_S = 2.0
 _COMES_OUT_S = 1.5
 """How long an interrupted training thread may take to come out of what it waits in."""
+_HEARD_S = 60.0
+"""How long a boundary waits until the stop that an observer has sent is heard."""
 _STEPS = 5
 _ALARMS = ("signal", "flag", "fault", "request", REHEARSAL)
 
@@ -198,7 +200,7 @@ class Overlap:
                 logger.debug("step %d was played on in %.3f s", position.step, time.monotonic() - self._began)
                 raise self._stopper.exit()
             if waits:
-                self._stopper.step_gate.wait_for_limit(observer.heard_s)
+                self._stopper.step_gate.wait_for_limit(_HEARD_S)
             if observer.is_over:
                 self.observer = None
         if not self._rehearsal.is_over and not self.is_playing:

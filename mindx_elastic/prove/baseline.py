@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain_chance
 from mindx_elastic.prove.compare import Lost, Reference, earliest
-from mindx_elastic.prove.records import Life, Sample, Step, of_kinds, split_kind
+from mindx_elastic.prove.records import Life, Sample, of_kinds, split_kind
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
 
 __all__ = [

@@ -32,10 +32,10 @@ from mindx_elastic.prove.overlap import note_comparison
 __all__ = ["KeptSteps", "open_kept_steps"]
 
 CAPACITY = 256
-_MAGIC = 0x6D696E6478737431  # "mindxst1"
-_HEAD = struct.Struct("=4Q")  # magic, whose steps, number of all entries, of those that no longer count
+_MAGIC = 0x6D696E6478737432  # "mindxst2"
+_HEAD = struct.Struct("=3Q")  # magic, whose steps, number of all entries
 _NUM = struct.Struct("=Q")
-_NUM_AT, _GONE_AT = 16, 24
+_NUM_AT = 16
 # step, epoch, step in it; digests of the streams and of all rates; first rate, loss
 _ENTRY = struct.Struct("=3q4Q2d")
 _BYTES = _HEAD.size + CAPACITY * _ENTRY.size
@@ -92,6 +92,7 @@ class KeptSteps:
         self._newest = position.step
         try:
             entry = self._note(position, loss)
+            self._write(entry)
             if self._before:
                 self._compare(position.step, entry)
         except Exception as error:  # an object of the program's
@@ -109,19 +110,20 @@ class KeptSteps:
             self._rates, self._rates_digest = rates, xxhash.xxh3_64_intdigest(array("d", rates))
         streams = [self._parts[name][1] if name in self._parts else 0 for name in _STREAMS]
         first = rates[0] if rates else _NONE
-        entry = (*position[:3], *streams, self._rates_digest, first, _number(loss))
+        return (*position[:3], *streams, self._rates_digest, first, _number(loss))
+
+    def _write(self, entry: _Entry) -> None:
         _ENTRY.pack_into(self._map, _HEAD.size + self._num % CAPACITY * _ENTRY.size, *entry)
         self._num += 1
         _NUM.pack_into(self._map, _NUM_AT, self._num)
-        return entry
 
     def _take_over(self, owner: int) -> tuple[int, dict[int, _Entry]]:
         """Number of all entries so far, and those that are whole, by step; the newest of a step counts."""
-        magic, theirs, num, gone = _HEAD.unpack_from(self._map)
-        if (magic, theirs) != (_MAGIC, owner) or gone > num:
-            _HEAD.pack_into(self._map, 0, _MAGIC, owner, 0, 0)
+        magic, theirs, num = _HEAD.unpack_from(self._map)
+        if (magic, theirs) != (_MAGIC, owner):
+            _HEAD.pack_into(self._map, 0, _MAGIC, owner, 0)
             return 0, {}
-        first = max(gone, num - CAPACITY + 1)  # the place that comes next may be half written
+        first = max(0, num - CAPACITY + 1)  # the place that comes next may be half written
         places = (_HEAD.size + number % CAPACITY * _ENTRY.size for number in range(first, num))
         return num, {entry[0]: entry for entry in (_ENTRY.unpack_from(self._map, place) for place in places)}
 
@@ -132,7 +134,8 @@ class KeptSteps:
         if before is not None and (found := list(_differences(before, entry))):
             self._before.clear()
             self._equal = []
-            _NUM.pack_into(self._map, _GONE_AT, self._num - 1)  # the job goes on from here, not from what was before
+            self._num = 0  # the job goes on from here, not from what was before
+            self._write(entry)
             what = ", ".join(found)
             logger.warning(
                 "step %d, done again, is not what it was before: %s. Something that decides it is not kept: name it in "

@@ -28,7 +28,7 @@ from mindx_elastic.prove.carried import carried, loops_around
 from mindx_elastic.prove.variables import KEPT, attributes_of_kept, is_clock, own_variables
 from mindx_elastic.prove.witness import held_by, is_loader
 
-__all__ = ["NotKept", "look_for_not_kept"]
+__all__ = ["NotKept"]
 
 _FIRST, _SECOND = 1, 5
 """The boundaries that are compared: what is only made in the first step has changed before."""
@@ -39,11 +39,6 @@ _MOST_OF_ONE = 3
 _VALUES = (bool, int, float, complex, str, bytes, np.generic)
 _WITH_OWN_PARTS = (nn.Module, torch.optim.Optimizer)
 _DATA = (torch.Tensor, np.ndarray, list, tuple, dict)
-
-
-def look_for_not_kept(targets: Mapping[str, Any], collector: Collector) -> NotKept:
-    """See `guard.observer.Observers`."""
-    return NotKept(targets, collector)
 
 
 class NotKept:

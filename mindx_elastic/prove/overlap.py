@@ -44,7 +44,6 @@ __all__ = [
     "Played",
     "note_comparison",
     "open_comparison",
-    "open_played",
 ]
 
 _T = TypeVar("_T")
@@ -265,11 +264,6 @@ def note_comparison(seen: Observed, step: int, outcome: str, *, reason: str, why
     seen.stopper.events.emit(
         "compared", step=step, reason=reason, outcome=outcome, certificate=certificate, ranks=ranks
     )
-
-
-def open_played(stack: ExitStack, seen: Observed, path: Path) -> Played:
-    """See `guard.observer.Observers`."""
-    return Played(stack, seen, path)
 
 
 def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> Comparison | None:

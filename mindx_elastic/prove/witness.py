@@ -49,9 +49,6 @@ _LOADER = re.compile(r"loader(_\d+)?")
 class Witness:
     """One per guard that is looked at."""
 
-    heard_s = 60.0
-    """How long a boundary waits until its stop has been heard."""
-
     def __init__(self) -> None:
         self.is_over, self.outcome = False, ""
         """There is nothing more to look at."""
