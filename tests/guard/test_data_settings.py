@@ -18,16 +18,12 @@ from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
-from tests.guarded import no_traces, plain_environment, stop_and_wait
+from tests.guarded import stop_and_wait
 
 EPOCHS, BATCHES = 4, 5
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Weak:

@@ -18,14 +18,9 @@ from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.loops.tail_values import EpochValues
 from tests.capture.round_trip import assert_same
 from tests.guard.test_loops import BATCHES, EPOCHS, LAST, Loop, Program, check_every_boundary, run
-from tests.guarded import Done, Job, Points, no_traces, plain_environment
+from tests.guarded import Done, Job, Points
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def last_name(p: Program) -> None:

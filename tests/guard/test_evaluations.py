@@ -20,15 +20,10 @@ from mindx_elastic.data import ReplayLoader, ResumableLoader
 from mindx_elastic.errors import GracefulExit, UsageError
 from tests.capture.round_trip import assert_same
 from tests.guard.test_loops import EPOCHS, Program, draw
-from tests.guarded import Job, Points, no_traces, plain_environment
+from tests.guarded import Job, Points
 from tests.harness import wait_until
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Evaluated(Program):

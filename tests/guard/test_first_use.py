@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,8 @@ import pytest
 
 from tests.guard.loader_loops import EPOCHS, Run
 from tests.guard.test_loader_watch import stop_and_resume
-from tests.guarded import no_traces, plain_environment
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def leaves_the_first_out(run: Run, loader: Any) -> None:

@@ -24,18 +24,14 @@ from torch.utils.data import (
 from mindx_elastic import Guard
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import GracefulExit, UsageError
-from tests.guarded import no_traces, plain_environment, stop_and_wait
+from tests.guarded import stop_and_wait
 
 SAMPLES, EPOCHS = 48, 4
 DATA, TWICE = TensorDataset(torch.arange(SAMPLES)), TensorDataset(torch.arange(2 * SAMPLES))
 Batches = list[list[int]]
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Grouped(Sampler[list[int]]):

@@ -27,14 +27,9 @@ from tests.guard.loader_loops import (
     in_two_phases,
     run_loop,
 )
-from tests.guarded import no_traces, plain_environment, stop_and_wait
+from tests.guarded import stop_and_wait
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def check(form: str, directory: Path, stops: list[int] | None = None, **options: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,13 @@ from mindx_elastic import Guard
 from mindx_elastic.data import ReplayLoader, ResumableLoader
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from tests.capture.round_trip import assert_same
-from tests.guarded import Points, no_traces, plain_environment, stop_and_wait
+from tests.guarded import Points, stop_and_wait
 
 EPOCHS, BATCHES = 3, 5
 LAST = EPOCHS * BATCHES
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def draw() -> torch.Tensor:

@@ -14,14 +14,9 @@ import pytest
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import UnmanagedStateError
 from tests.guard.test_loops import BATCHES, Program
-from tests.guarded import Points, no_traces, plain_environment
+from tests.guarded import Points
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def one(p: Program, batch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import copy_tree, same_tree
 from mindx_elastic.capture.loop_tail import front_of
+from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.guard.loops.epoch_tail import EpochTail
@@ -42,7 +44,18 @@ class Rank:
         self.collector.copy(END)
 
     def pass_tail(self, *, changes_weights: bool = False) -> None:
-        front = self.collector.copy_of_small()
+        tail = EpochTail(Loaders(None, None))
+        tail.enter(
+            self.collector,
+            WeightSamples(self.collector),
+            is_alone=False,
+            is_clean=lambda: not changes_weights,
+            stop=lambda: None,
+            after=lambda: self.collector.copy(END),
+            keep_again=lambda: None,
+        )
+        tail.layer_waits = True
+        tail.at_boundary(sys._getframe(), ends=True)
         assert self.model.running_mean is not None
         self.model.running_mean += 1
         self.model.eval()
@@ -51,9 +64,7 @@ class Rank:
         if changes_weights:
             with torch.no_grad():
                 self.model.weight.mul_(2)
-        record = EpochTail(Loaders(None, None)).record
-        self.collector.loop = record(self.collector.loop, 1, front, has_changed_weights=changes_weights)
-        self.collector.copy(END)
+        tail.pass_tail(1)
 
     def own(self) -> OwnState:
         return OwnState(StatePacker(split="plain", frozen="rng").pack(self.collector.volatile()), forecast=False)

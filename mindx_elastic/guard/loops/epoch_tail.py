@@ -28,7 +28,9 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.loop_tail import CHANGES_WEIGHTS, FRONT, OVER, VALUES, without_end
+from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.tail_values import EpochValues, put_back_values
@@ -51,22 +53,28 @@ class EpochTail:
 
     def enter(
         self,
+        collector: Collector,
+        samples: WeightSamples,
         *,
+        is_alone: bool,
+        is_clean: Callable[[], bool],
         stop: Callable[[], None],
-        keep: Callable[[dict[str, Any]], None],
-        begin: Callable[[], None],
+        after: Callable[[], None],
         keep_again: Callable[[], None],
     ) -> None:
-        """`stop`: stops the job at the last boundary, after code that has fetched a batch. `keep`: makes that part of
-        `Collector.loop`, at the boundary too. `begin`: called in front of a tail that becomes pending. `keep_again`:
+        """`is_alone`: there are no other ranks. `is_clean`: as `UpdateGate.is_clean`. `stop`: stops the job at the last
+        boundary, after code that has fetched a batch. `after`: the tail has run, copy its boundary again. `keep_again`:
         the boundary was kept somewhere without what its tail reads."""
+        self._collector, self._samples, self.is_alone, self._is_clean = collector, samples, is_alone, is_clean
+        self._stop, self._after, self._keep_again = stop, after, keep_again
         self.is_pending = False
-        self._stop, self._keep, self._begin, self._keep_again = stop, keep, begin, keep_again
+        self._weights_in_front: Mapping[str, WeightSample] = {}
+        collector.before_keeping = self.before_keeping
         self._loaders.at_unforeseen_end(self._is_at_end)
 
-    def resume(self, loop: Mapping[str, Any]) -> None:
-        """The epoch of the resumed boundary comes once more, or none; `loop` as `Collector.loop` was there."""
-        self._values = loop.get(VALUES) or {}
+    def resume(self) -> None:
+        """The epoch of the resumed boundary comes once more, or none."""
+        self._values = self._collector.loop.get(VALUES) or {}
 
     def begin_loop(self, values: EpochValues | None) -> None:
         """A loop over epochs begins. `values`: what finds the changes; None: the layer above keeps the loop."""
@@ -92,12 +100,13 @@ class EpochTail:
 
     def _keep_values(self, frame: FrameType) -> None:
         if self._epoch_values is not None and (values := self._epoch_values.changed(frame)):
-            self._keep({VALUES: values})
+            self._collector.add_to_boundary({VALUES: values})
 
     def _wait(self) -> None:
         if not self.is_pending:
             self.is_pending = True
-            self._begin()
+            if not self.is_alone:
+                self._weights_in_front = self._samples.take()
 
     def pass_step(self) -> None:
         """Another step has ended, or the tail, or another epoch begins."""
@@ -116,12 +125,6 @@ class EpochTail:
                 "data goes on, at the next batch, as far as the time allows"
             )
         return self.is_pending
-
-    def tell_of_other_model(self) -> None:
-        logger.info(
-            "the code behind the loop over the batches has made another model, so the state is kept as it was before "
-            "that code: a program that is started again runs it once more, without a batch"
-        )
 
     def _at_batch(self) -> None:
         """There is another batch: the boundary was not the last of its epoch."""
@@ -148,33 +151,34 @@ class EpochTail:
 
     # --- what a checkpoint says ---
 
-    def record(
-        self,
-        loop: Mapping[str, Any],
-        epoch: int,
-        front: Mapping[str, Any] | None,
-        *,
-        has_changed_weights: bool,
-    ) -> dict[str, Any]:
-        """`Collector.loop`, when nothing is left of `epoch`. `front`: see `front_of`. `has_changed_weights`: the code
-        behind the epoch has."""
+    def pass_tail(self, epoch: int) -> None:
+        """The tail has run: nothing is left of `epoch`, and its last boundary is here."""
+        self.pass_step()
+        collector = self._collector
+        if collector.is_other_model():  # made ready for an export: the boundary stays as it was before
+            logger.info(
+                "the code behind the loop over the batches has made another model, so the state is kept as it was "
+                "before that code: a program that is started again runs it once more, without a batch"
+            )
+            return
+        loop = without_end(collector.loop)
         found = self._epoch_values
-        behind = {} if found is None else found.changed(sys._getframe(1), outermost_only=True)
-        values = {VALUES: behind} if behind else {}
-        return {
-            **without_end(loop),
-            **values,
-            **({} if front is None else {FRONT: {**front, CHANGES_WEIGHTS: has_changed_weights}}),
-            OVER: {"epoch": epoch, "move_on": self._loaders.at_rest()},
-        }
+        if found is not None and (values := found.changed(sys._getframe(1), outermost_only=True)):
+            loop[VALUES] = values
+        if not self.is_alone:
+            sample, self._weights_in_front = self._weights_in_front, {}
+            changed = not self._is_clean() and bool(self._samples.changed_since(sample))
+            loop[FRONT] = {**collector.copy_of_small(), CHANGES_WEIGHTS: changed}
+        collector.loop = {**loop, OVER: {"epoch": epoch, "move_on": self._loaders.at_rest()}}
+        self._after()
 
-    def is_over(self, loop: Mapping[str, Any], epoch: int) -> bool:
+    def is_over(self, epoch: int) -> bool:
         """Whether nothing is left of `epoch`."""
-        return _over(loop).get("epoch") == epoch > 0
+        return _over(self._collector.loop).get("epoch") == epoch > 0
 
-    def move_on(self, loop: Mapping[str, Any]) -> None:
+    def move_on(self) -> None:
         """A resumed run begins behind that epoch: so do the loaders that had ended theirs."""
-        self._loaders.move_on(_over(loop).get("move_on") or ())
+        self._loaders.move_on(_over(self._collector.loop).get("move_on") or ())
 
 
 def _over(loop: Mapping[str, Any]) -> Mapping[str, Any]:

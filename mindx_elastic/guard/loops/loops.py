@@ -123,7 +123,6 @@ class Loops:
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
         `is_alone`: there are no other ranks.
         """
-        self._is_alone = is_alone
         self._is_clean, self._samples = is_clean, WeightSamples(collector)
         self._weights = self._samples.take()
         self._left = self._boundaries = 0
@@ -132,14 +131,19 @@ class Loops:
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
         self._between = BetweenSteps(collector, unmanaged, self._samples, is_clean, is_resumed=self._is_resuming)
         self._loaders.watch.at_evaluation = self.watch_tail
-        self._weights_in_front: Mapping[str, WeightSample] = {}
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
-        self._after_tail = after_tail
-        collector.before_keeping = self.tail.before_keeping
-        self.tail.enter(stop=stop_here, keep=collector.add_to_boundary, begin=self._come_to_tail, keep_again=keep_again)
+        self.tail.enter(
+            collector,
+            self._samples,
+            is_alone=is_alone,
+            is_clean=is_clean,
+            stop=stop_here,
+            after=after_tail,
+            keep_again=keep_again,
+        )
         self._running: object = None  # the loop over epochs that has yielded last
         self._ended = 0  # epochs that a loop of this process has gone through
         self._done = 0  # the last epoch whose body has ended in this process
@@ -175,7 +179,7 @@ class Loops:
     @property
     def waits_for_tail(self) -> bool:
         """The code behind an epoch runs, and other ranks go to its end: so does this one."""
-        return self.tail.is_pending and not self._is_alone
+        return self.tail.is_pending and not self.tail.is_alone
 
     def count(self) -> None:
         """A step has ended."""
@@ -249,7 +253,7 @@ class Loops:
         first = self._first_epoch(num_epochs)
         if first > num_epochs and self._is_resuming:
             self._shorter = f"epochs({num_epochs})", f"epoch {self.epoch}"
-            self.tail.resume(self._collector.loop)
+            self.tail.resume()
             self.tail.put_back(sys._getframe(1))
         try:
             for epoch in range(first, num_epochs + 1):
@@ -308,7 +312,7 @@ class Loops:
 
     def _is_over(self) -> bool:
         """Whether the epoch of the last boundary has nothing left, not even code behind its last boundary."""
-        if self.tail.is_over(self._collector.loop, self.epoch):
+        if self.tail.is_over(self.epoch):
             return True
         return not self.loaders and self.step_in_epoch > 0 and bool(self._collector.loop.get(_ONE_STEP))
 
@@ -338,8 +342,8 @@ class Loops:
         again = epoch == self.epoch and self.step_in_epoch > 0  # its begin has been done before
         if resuming:
             self._keep_resumed_state()
-            if self.tail.is_over(self._collector.loop, epoch - 1):
-                self.tail.move_on(self._collector.loop)
+            if self.tail.is_over(epoch - 1):
+                self.tail.move_on()
                 self._loaders.begin_behind_an_epoch()
             assert self._restore is not None
             self._restore()
@@ -352,7 +356,7 @@ class Loops:
                 loader.set_epoch(epoch)
         self._loaders.begin_epoch()
         if self._restores:
-            self.tail.resume(self._collector.loop)
+            self.tail.resume()
         else:
             self._collector.loop = without_end(self._collector.loop)
         loop = self._collector.loop
@@ -383,30 +387,14 @@ class Loops:
         if self.tail.is_pending and self._left:
             self.tail.pass_step()  # a `break`: the boundary stays in front of the code that may decide otherwise then
         elif self.tail.is_pending:
-            self._pass_tail()
-
-    def _come_to_tail(self) -> None:
-        if not self._is_alone:
-            self._weights_in_front = self._samples.take()
-
-    def _pass_tail(self) -> None:
-        self.tail.pass_step()
-        if self._collector.is_other_model():  # made ready for an export: the boundary stays as it was before
-            self.tail.tell_of_other_model()
-            return
-        front = None if self._is_alone else self._collector.copy_of_small()
-        sample, self._weights_in_front = self._weights_in_front, {}
-        changed = not self._is_alone and not self._is_clean() and bool(self._samples.changed_since(sample))
-        loop = self._collector.loop
-        self._collector.loop = self.tail.record(loop, self.epoch, front, has_changed_weights=changed)
-        self._after_tail()
+            self.tail.pass_tail(self.epoch)
 
     def _end_epoch(self) -> None:
         """The body of the epoch has ended."""
         if self._is_late or self.tail.is_pending:
             self._between.leave()  # the boundary is here
         if self.tail.is_pending:
-            self._pass_tail()
+            self.tail.pass_tail(self.epoch)
         self._leave_epoch()
         if self._is_over():
             self._between.look()
