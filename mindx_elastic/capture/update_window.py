@@ -45,8 +45,6 @@ __all__ = ["UpdateWindow"]
 _FIRST, _LAST, _EVERY = 5, 8, 50
 _MANY, _RARELY = 40, 1000
 _ENOUGH = 2
-_PLAIN = frozenset((type(None), bool, int, float, str))
-_MISSING = object()
 _Leaves = dict[str, Any]
 
 
@@ -263,30 +261,8 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _changes(one: Any, other: Any) -> set[str]:
-    """The leaves in which they differ, as `_differing` finds them, without a name for each that is equal."""
-    found: set[str] = set()
-    waiting = [("", one, other)]
-    while waiting:
-        place, here, there = waiting.pop()
-        if isinstance(here, (list, tuple)) and isinstance(there, (list, tuple)):
-            here, there = dict(enumerate(here)), dict(enumerate(there))
-        if not (isinstance(here, dict) and isinstance(there, dict)):
-            found |= _differing(dict(_leaves(here, place)), dict(_leaves(there, place)))
-            continue
-        if len(here) != len(there):
-            found.add(f"{place} (length)")
-        for key in here.keys() | there.keys():
-            a, b = here.get(key, _MISSING), there.get(key, _MISSING)
-            if a is b or (type(a) in _PLAIN and type(a) is type(b) and a == b):
-                continue
-            inside = f"{place}.{key}" if place else str(key)
-            if type(a) in _PLAIN and type(b) in _PLAIN:
-                found.add(inside)
-            elif a is _MISSING or b is _MISSING:
-                found.update(name for name, _ in _leaves(b if a is _MISSING else a, inside))
-            else:
-                waiting.append((inside, a, b))
-    return found
+    """The leaves in which they differ."""
+    return _differing(dict(_leaves(one, "")), dict(_leaves(other, "")))
 
 
 def _inside(place: str, key: object) -> str:

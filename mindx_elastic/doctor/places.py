@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.core.owners import check_place
+from mindx_elastic.core.posix import is_private_folder
 from mindx_elastic.core.printable import printable
 from mindx_elastic.doctor.disk import existing_part, measure
 from mindx_elastic.doctor.finding import Finding, gib, good, problem, unknown, warning
 from mindx_elastic.doctor.saving import State, judge_room, judge_time
 from mindx_elastic.errors import UnsafeDirectoryError
-from mindx_elastic.memory.folders import squatted_folder
+from mindx_elastic.memory.folders import user_folder
 from mindx_elastic.persist.storage import free_space, try_rename
 
 __all__ = ["Mount", "find_mount", "judge_memory", "look_at_directory", "look_at_memory", "read_mounts"]
@@ -171,11 +172,12 @@ def look_at_memory(base: Path | None, state: State | None, limit_left: int | Non
             f"{name} is on {printable(mount.kind)}, not in memory: snapshots are as slow as that",
             "mount a tmpfs there, or set MINDX_ARENA_DIR to one",
         )
-    if (squatted := squatted_folder(base)) is not None:
-        yield warning(
+    own = user_folder(base)
+    if os.path.lexists(own) and not is_private_folder(own):
+        yield problem(
             "shared memory",
-            f"{printable(squatted)} is not a private folder of user {os.geteuid()}: a folder of another name is taken",
-            f"remove it if it is a left-over of yours: rm -r {squatted}",
+            f"{printable(own)} is not a private folder of user {os.geteuid()}: nothing can be kept in memory",
+            f"remove it (rm -r {own}), or set MINDX_ARENA_DIR to another tmpfs",
         )
     yield judge_memory(name, free_space(base), state, limit_left)
 

@@ -34,7 +34,6 @@ from mindx_elastic.memory.folders import (
     maker_of,
     remove_dead,
     remove_own,
-    user_folders,
 )
 
 __all__ = ["CONTROL_FILE", "PAUSE", "REJOIN", "RESUME", "AgentFolder", "LostFolderError", "modules_path"]
@@ -70,9 +69,8 @@ class AgentFolder:
             logger.warning("%s cannot be used (%s); the workers' pages go to %s", base, error.strerror, fallback)
             self.path = make_own_folder(fallback, "agent")
         self._has_key = False
-        for parent in user_folders(self.path.parent.parent):
-            _let_stopped_go_on(parent)
-            remove_dead(parent)
+        _let_stopped_go_on(self.path.parent)
+        remove_dead(self.path.parent)
         self._sequence = 0
 
     def order(

@@ -48,9 +48,7 @@ __all__ = [
     "remove_own",
     "remove_rank",
     "remove_unused",
-    "squatted_folder",
     "user_folder",
-    "user_folders",
     "user_of",
     "user_of_job",
 ]
@@ -60,82 +58,36 @@ MAKER_FILE = "agent.json"
 OWNER_FILE = "owner.json"
 _OWN = re.compile(r"(agent|prove)-(\d+)-.+")
 _TRIES = 5
-_LOCK_S = 5.0
 _YOUNG_S = 60.0
 
 
 def user_folder(base: Path) -> Path:
     """The folder for everything of this user below `base`, whether or not it exists: see `make_user_folder`."""
-    return next(iter(user_folders(base)), _usual_folder(base))
-
-
-def user_folders(base: Path) -> list[Path]:
-    """The private folders of this user that there are below `base`, the usual one in front."""
-    usual = _usual_folder(base)
-    return [path for path in (usual, *sorted(base.glob(f"{usual.name}-*"))) if is_private_folder(path)]
-
-
-def squatted_folder(base: Path) -> Path | None:
-    """The usual name, where it is anything but a private folder of this user."""
-    usual = _usual_folder(base)
-    return usual if os.path.lexists(usual) and not is_private_folder(usual) else None
-
-
-def _usual_folder(base: Path) -> Path:
     return base / f"mindx-elastic-{os.geteuid()}"
 
 
 def make_user_folder(base: Path) -> Path:
-    """The folder of this user below `base`, made if need be. Raises OSError.
-
-    Any user may take its usual name in a folder like /dev/shm. Then it gets a random part, so that the name cannot be
-    taken beforehand; owner and mode tell every later process that it is this user's. So the next start, the agent and
-    the commands find it by looking.
-    """
-    usual = _usual_folder(base)
-    if found := user_folders(base):
-        return found[0]
+    """The folder of this user below `base`, made if need be. Raises OSError, also where it is not this user's own: any
+    user may take its name in a folder like /dev/shm."""
+    folder = user_folder(base)
     with suppress(FileExistsError):
-        usual.mkdir(mode=0o700)
-    if is_private_folder(usual):
-        return usual
-    if not os.path.lexists(usual):
-        raise FileNotFoundError(
-            errno.ENOENT, os.strerror(errno.ENOENT), str(usual)
-        )  # taken away again: see the callers
-    with _one_at_a_time(base):  # all ranks of a machine must come to the same folder
-        if found := user_folders(base):
-            return found[0]
-        folder = base / f"{usual.name}-{secrets.token_hex(8)}"
         folder.mkdir(mode=0o700)
-    logger.warning("%s is not a folder of this user's own with mode 700; %s is used in its place", usual, folder.name)
-    return folder
-
-
-@contextmanager
-def _one_at_a_time(base: Path) -> Iterator[None]:
-    """Hold a lock of `base`, or go on without it after a few seconds: any user may hold this lock."""
-    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    end = time.monotonic() + _LOCK_S
-    try:
-        while time.monotonic() < end:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno != errno.EWOULDBLOCK:
-                    break
-                time.sleep(0.01)
-        yield
-    finally:
-        os.close(fd)
+    if is_private_folder(folder):
+        return folder
+    if not os.path.lexists(folder):  # taken away again: see the callers
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    raise NotADirectoryError(
+        errno.ENOTDIR,
+        f"it is not a folder of this user's own with mode 700: somebody else could read or plant snapshots. Remove "
+        f"{folder}, or give another place in MINDX_ARENA_DIR",
+        str(folder),
+    )
 
 
 def job_folder(base: Path, directory: Path) -> Path:
     """The folder of the job that writes its checkpoints to `directory` (a resolved path)."""
     name = xxhash.xxh3_64_hexdigest(str(directory).encode())
-    places = [folder / name for folder in user_folders(base)]
-    return next((place for place in places if place.is_dir()), user_folder(base) / name)
+    return user_folder(base) / name
 
 
 def rank_folders(job: Path) -> dict[int, Path]:
@@ -203,7 +155,8 @@ def user_of(path: Path) -> str:
         status = read_page(page)
         if status is not None and is_alive(status.pid, time.time()):
             return f"agent {found[1]} is gone, its worker {status.pid} still runs"
-    for folder in (each for user in user_folders(path) for each in sorted(user.iterdir())):
+    inside = user_folder(path)
+    for folder in sorted(inside.iterdir()) if is_private_folder(inside) else ():
         if user := user_of(folder):
             return f"proof {found[1]} is gone, its job is not: {user}"
     with _locks(path) as free:

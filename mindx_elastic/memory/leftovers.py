@@ -19,8 +19,7 @@ from mindx_elastic.memory.folders import (
     maker_in,
     rank_folders,
     read_owner,
-    squatted_folder,
-    user_folders,
+    user_folder,
     user_of,
 )
 
@@ -70,12 +69,14 @@ class Leftovers:
 
 
 def find_leftovers(base: Path) -> Leftovers:
-    """What is in this user's folders below `base`. Raises OSError."""
-    found, folders = Leftovers(), user_folders(base)
-    squatted = squatted_folder(base)
-    if squatted is not None:  # if it is ours, others have got access to it: what is in it may go
-        (folders if is_own_folder(squatted) else found.others).append(squatted)
-    for path in [path for folder in folders for path in sorted(folder.iterdir())]:
+    """What is in this user's folder below `base`. Raises OSError."""
+    found, folder = Leftovers(), user_folder(base)
+    if not os.path.lexists(folder):
+        return found
+    if not is_own_folder(folder):
+        found.others.append(folder)
+        return found
+    for path in sorted(folder.iterdir()):
         maker, own = maker_in(path), is_own_folder(path)
         if own and maker is not None:
             age_s = time.time() - path.lstat().st_mtime

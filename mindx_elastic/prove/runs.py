@@ -18,7 +18,7 @@ from typing import Any
 from mindx_elastic.agent.zygote import Zygote, ZygoteError
 from mindx_elastic.config import MemorySettings
 from mindx_elastic.errors import UsageError
-from mindx_elastic.memory.folders import make_own_folder, remove_dead, remove_own, user_folders
+from mindx_elastic.memory.folders import make_own_folder, make_user_folder, remove_dead, remove_own
 from mindx_elastic.prove.control import Alarm, Control
 from mindx_elastic.prove.processes import Process, start_forked, start_fresh
 from mindx_elastic.prove.records import Life, read_lives
@@ -234,8 +234,7 @@ def _make_memory(stack: ExitStack) -> Path | None:
     if base is None:
         return None
     try:
-        for parent in user_folders(base):
-            remove_dead(parent)
+        remove_dead(make_user_folder(base))
         folder = make_own_folder(base, "prove")
     except OSError as error:
         print(f"mindx-elastic: {base} cannot be used ({error.strerror}): no snapshots", file=sys.stderr)

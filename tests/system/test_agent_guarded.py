@@ -174,31 +174,6 @@ def test_a_killed_agent_and_a_new_one() -> None:
 
 
 @pytest.mark.drill
-def test_a_squatted_name_in_shared_memory_stops_nobody_and_costs_nothing() -> None:
-    """Anybody may make /dev/shm/mindx-elastic-0. Agent and workers are killed; the next ones find the memory again."""
-    squatted = Path("shm", f"mindx-elastic-{os.geteuid()}")
-    squatted.mkdir(mode=0o755)
-    if not os.geteuid():
-        os.chown(squatted, 65534, 65534)
-    options = ["--snapshot-every", "1"]
-    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=options) as job:
-        job.wait_for("HOLD", 2)
-        job.process.send_signal(signal.SIGSTOP)  # or it would start new workers
-        for signum in (signal.SIGSTOP, signal.SIGKILL):  # or the second one would save
-            for rank in (0, 1):
-                job.signal_rank(rank, signum)
-        job.process.kill()
-        job.wait()
-    assert not list(Path("ckpt").rglob("*.safetensors")), job.report()
-    (private,) = Path("shm").glob(f"{squatted.name}-*")
-    assert private.stat().st_mode & 0o777 == 0o700 and len(job.matches("is used in its place")) == 1, job.report()
-    with agent(LOOP, "ckpt", ranks=2, options=options) as again:
-        again.expect(0)
-    assert resumed(again) == ["7", "7"], f"{job.report()}\n{again.report()}"
-    assert list(Path("shm").iterdir()) == [squatted], again.report()
-
-
-@pytest.mark.drill
 def test_a_stopped_rank_is_found_and_replaced() -> None:
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=["--hang-timeout", "2"]) as job:
         job.wait_for("HOLD", 2)
