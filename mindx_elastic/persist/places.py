@@ -50,31 +50,23 @@ class SharedPlaces:
         self._found: dict[int, Places] = {}
 
     def parts_of(self, tree: Tree) -> list[tuple[Places, bool]]:
-        """In the tree's order; True: the same object for all trees that have this part in common."""
+        """Of each component, in the tree's order; True: the same object for all trees that have it in common."""
+        if not isinstance(tree, dict) or any(key.startswith("$") for key in tree):
+            return [(places_in(tree), False)]
         parts: list[tuple[Places, bool]] = []
-        self._split(tree, "", 0, parts)
-        return parts
-
-    def _split(self, node: Tree, where: str, depth: int, parts: list[tuple[Places, bool]]) -> None:
-        if node in self._shared:
-            found = self._found.get(id(node))
+        for key, node in tree.items():
+            if key in self._without or not isinstance(node, (dict, list)):
+                continue
+            is_shared = node in self._shared
+            found = self._found.get(id(node)) if is_shared else None
             if found is None:
-                found = self._found[id(node)] = self._walked(node, where, depth)
+                found = {}
+                _walk(node, key, 1, found)
+            if is_shared:
+                self._found[id(node)] = found
             if found:
-                parts.append((found, True))
-        elif depth < SharedJson.LEVELS and isinstance(node, dict) and not any(key.startswith("$") for key in node):
-            for key, item in node.items():
-                if isinstance(item, (dict, list)) and (depth or key not in self._without):
-                    self._split(item, f"{where}.{key}" if where else key, depth + 1, parts)
-        elif own := self._walked(node, where, depth):
-            if not parts or parts[-1][1]:
-                parts.append(({}, False))
-            parts[-1][0].update(own)
-
-    def _walked(self, node: Tree, where: str, depth: int) -> Places:
-        found: Places = {}
-        _walk(node, where, depth, found)
-        return {place: node for place, node in found.items() if place.partition(".")[0] not in self._without}
+                parts.append((found, is_shared))
+        return parts
 
 
 def _walk(node: Tree, where: str, depth: int, found: Places) -> None:
