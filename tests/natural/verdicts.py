@@ -96,66 +96,33 @@ class Loop:
 
 
 EXACT = Exact()
+COUNTS_BY_ITSELF = Refused("begins anew after a resume, for it counts by itself")
+UNNAMED_GENERATOR = Refused("draws numbers in the training and is not kept")
+UNNAMED_MODULE = Refused("changes in the training and is not named")
+UNNAMED_SCHEDULER = Refused("belongs to an optimizer of the guard, steps and is not named")
+NO_OPTIMIZER = Cut("optimizer=opt, ", Refused("steps and is not named"))
+NO_LOADER = Cut("loader=loader, ", Refused("steps use batches of a "))
 
 LOOPS: Sequence[Loop] = (
-    Loop(
-        "epochs",
-        EXACT,
-        [Cut("lr_scheduler=sched, ", Refused("belongs to an optimizer of the guard, steps and is not named"))],
-    ),
-    Loop("stock_loader", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop("stock_workers", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("stock_persistent", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop("stock_generator", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop("stock_weighted", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop(
-        "stock_buckets",
-        EXACT,
-        [Cut("guard.epochs(3)", Refused("begins anew after a resume, for it counts by itself"), new="range(1, 4)")],
-    ),
-    Loop("stock_stream", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop("stream_shuffle_buffer", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
+    Loop("epochs", EXACT, [Cut("lr_scheduler=sched, ", UNNAMED_SCHEDULER)]),
+    Loop("stock_loader", EXACT, [NO_LOADER]),
+    Loop("stock_workers", EXACT, [NO_OPTIMIZER]),
+    Loop("stock_buckets", EXACT, [Cut("guard.epochs(3)", COUNTS_BY_ITSELF, new="range(1, 4)")]),
+    Loop("stock_stream", EXACT, [NO_LOADER]),
+    Loop("stream_shuffle_buffer", EXACT, [NO_LOADER]),
     Loop("list_of_batches", Refused("knows no position")),
-    Loop(
-        "list_converted",
-        EXACT,
-        [Cut("loader=loader, ", Refused("steps use batches of a ReplayLoader over list"))],
-    ),
-    Loop(
-        "epochs_from_zero",
-        EXACT,
-        [
-            Cut(
-                "guard.epochs(3, start=0)",
-                Refused("begins anew after a resume, for it counts by itself"),
-                new="range(3)",
-            )
-        ],
-    ),
-    Loop(
-        "steps_endless",
-        EXACT,
-        [
-            Cut("guard.steps(13)", Refused("begins anew after a resume, for it counts by itself"), new="range(13)"),
-            Cut("loader=loader, ", Refused("steps use batches of a ")),
-        ],
-    ),
-    Loop("steps_while", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("steps_full_batch", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop(
-        "nanogpt",
-        EXACT,
-        [Cut("guard.steps(12)", Refused("begins anew after a resume, for it counts by itself"), new="range(1, 13)")],
-    ),
+    Loop("list_converted", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a ReplayLoader over list"))]),
+    Loop("epochs_from_zero", EXACT, [Cut("guard.epochs(3, start=0)", COUNTS_BY_ITSELF, new="range(3)")]),
+    Loop("steps_while", EXACT, [NO_OPTIMIZER]),
+    Loop("steps_full_batch", EXACT, [NO_OPTIMIZER]),
+    Loop("nanogpt", EXACT, [Cut("guard.steps(12)", COUNTS_BY_ITSELF, new="range(1, 13)")]),
     Loop("nanogpt_ahead", Told("from_function(get_batch)", Found("from_function(get_batch)"))),
-    Loop("nanogpt_function_loader", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop("ahead_in_epoch", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop("ahead_across_epochs", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
+    Loop("ahead_across_epochs", EXACT, [NO_LOADER]),
     Loop(
         "ahead_prefetcher",
         EXACT,
         [
-            Cut("loader=loader, ", Refused("steps use batches of a ")),
+            NO_LOADER,
             Cut(
                 "            self.batch = next(self.batches)\n",
                 Told("began with another torch stream"),
@@ -163,7 +130,6 @@ LOOPS: Sequence[Loop] = (
             ),
         ],
     ),
-    Loop("ahead_generator", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop("ahead_thread", Refused("are fetched in another thread")),
     Loop(
         "accumulate",
@@ -176,64 +142,19 @@ LOOPS: Sequence[Loop] = (
             )
         ],
     ),
-    Loop("accumulate_own_count", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("accumulate_inner", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop("skips_batches", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
+    Loop("accumulate_own_count", EXACT, [NO_OPTIMIZER]),
+    Loop("accumulate_inner", EXACT, [NO_LOADER]),
+    Loop("skips_batches", EXACT, [NO_LOADER]),
     Loop("grad_scaler", EXACT, [Cut("scaler=scaler, ", Refused('scaler "scaler" (GradScaler'))]),
-    Loop(
-        "gan",
-        EXACT,
-        [
-            Cut("optimizer=[opt_g, opt_c]", Refused("steps and is not named"), new="optimizer=opt_g"),
-            Cut("model=[generator, critic]", Refused("that none of the guard's objects holds"), new="model=generator"),
-        ],
-    ),
     Loop(
         "two_loaders",
         EXACT,
         [Cut("loader=[labelled, unlabelled]", Refused("beside the named ones"), new="loader=labelled")],
     ),
-    Loop(
-        "ema_averaged_model",
-        EXACT,
-        [Cut('    stateful={"ema": ema},\n', Refused("changes in the training and is not named"))],
-    ),
     Loop("ema_own_class", EXACT, [Cut('    stateful={"ema": ema},\n', Told("ema"))]),
-    Loop(
-        "ema_copy",
-        EXACT,
-        [Cut("model=[model, slow]", Refused("changes in the training and is not named"), new="model=model")],
-    ),
-    Loop(
-        "plateau",
-        EXACT,
-        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
-    ),
-    Loop(
-        "plateau_of_a_meter",
-        EXACT,
-        [
-            Cut(
-                '    stateful={"meter": meter},\n',
-                Told("meter"),
-            )
-        ],
-    ),
-    Loop(
-        "scheduler_each_epoch",
-        EXACT,
-        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
-    ),
-    Loop(
-        "warmup_cosine",
-        EXACT,
-        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
-    ),
-    Loop(
-        "lambda_lr",
-        EXACT,
-        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
-    ),
+    Loop("ema_copy", EXACT, [Cut("model=[model, slow]", UNNAMED_MODULE, new="model=model")]),
+    Loop("plateau_of_a_meter", EXACT, [Cut('    stateful={"meter": meter},\n', Told("meter"))]),
+    Loop("warmup_cosine", EXACT, [Cut("    lr_scheduler=sched,\n", UNNAMED_SCHEDULER)]),
     Loop(
         "evaluate_in_loop",
         EXACT,
@@ -256,32 +177,14 @@ LOOPS: Sequence[Loop] = (
             )
         ],
     ),
-    Loop("evaluate_with_dropout", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop(
-        "early_stopping",
-        EXACT,
-        [
-            Cut(
-                '    stateful={"stopping": stopping},\n',
-                Found("went on for 5 steps too many", "stopping.bad", stops=8, steps=60),
-            )
-        ],
-    ),
-    Loop(
-        "frozen_batch_norm",
-        EXACT,
-        [Cut("guard.epochs(3)", Refused("begins anew after a resume, for it counts by itself"), new="range(1, 4)")],
-    ),
-    Loop("unfreezing", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("pruning", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("weight_norm", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("two_phases", EXACT, [Cut("loader=[easy, full]", Refused("beside the named ones"), new="loader=easy")]),
-    Loop("two_phases_one_loader", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("evaluate_with_dropout", EXACT, [NO_LOADER]),
+    Loop("frozen_batch_norm", EXACT, [Cut("guard.epochs(3)", COUNTS_BY_ITSELF, new="range(1, 4)")]),
+    Loop("pruning", EXACT, [NO_OPTIMIZER]),
+    Loop("weight_norm", EXACT, [NO_OPTIMIZER]),
+    Loop("two_phases_one_loader", EXACT, [NO_OPTIMIZER]),
     Loop("curriculum", Refused("steps use batches of a ")),
-    Loop("curriculum_data_set", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop("exchanged_transform", Told("the batch of step 8 is another one")),
     Loop("active_learning", EXACT, [Cut("loader=loader,\n    ", Refused("steps use batches of a "))]),
-    Loop("curriculum_longer", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop(
         "steps_of_an_epoch",
         EXACT,
@@ -293,8 +196,7 @@ LOOPS: Sequence[Loop] = (
             )
         ],
     ),
-    Loop("fixmatch", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("passes_in_an_epoch", Refused("begins anew when its epoch is resumed in the middle, for it counts by itself")),
+    Loop("fixmatch", EXACT, [NO_OPTIMIZER]),
     Loop(
         "range_over_the_loader",
         EXACT,
@@ -306,44 +208,18 @@ LOOPS: Sequence[Loop] = (
             )
         ],
     ),
-    Loop(
-        "auto_clip",
-        EXACT,
-        [
-            Cut(
-                '    stateful={"clip": clip},\n',
-                Told("clip.norms"),
-            )
-        ],
-    ),
     Loop("muon", EXACT, [Cut("optimizer=opt, ", Told("an unnamed optimizer"))]),
-    Loop("mixup_global", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop(
-        "mixup_generator",
-        EXACT,
-        [Cut('    stateful={"rng": rng},\n', Refused("draws numbers in the training and is not kept"))],
-    ),
-    Loop(
-        "noise_generator",
-        EXACT,
-        [Cut('    stateful={"noise": noise},\n', Refused("draws numbers in the training and is not kept"))],
-    ),
-    Loop(
-        "python_random",
-        EXACT,
-        [Cut('    stateful={"draw": draw},\n', Refused("draws numbers in the training and is not kept"))],
-    ),
-    Loop("data_set_with_generator", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
+    Loop("noise_generator", EXACT, [Cut('    stateful={"noise": noise},\n', UNNAMED_GENERATOR)]),
+    Loop("data_set_with_generator", EXACT, [NO_LOADER]),
     Loop(
         "dqn",
         EXACT,
         [
             Cut('"memory": memory', Told("memory")),
-            Cut("model=[q, target]", Refused("changes in the training and is not named"), new="model=q"),
-            Cut('"world": world, ', Refused("draws numbers in the training and is not kept")),
+            Cut("model=[q, target]", UNNAMED_MODULE, new="model=q"),
+            Cut('"world": world, ', UNNAMED_GENERATOR),
         ],
     ),
-    Loop("dqn_deque", EXACT, [Cut(', "memory": memory', Told("memory"))]),
     Loop(
         "reinforce",
         EXACT,
@@ -355,41 +231,14 @@ LOOPS: Sequence[Loop] = (
         [Cut('    stateful={"log_alpha": log_alpha},\n', Refused("that none of the guard's objects holds"))],
     ),
     Loop(
-        "criterion_with_weights",
-        EXACT,
-        [Cut("model=[model, criterion]", Refused("that none of the guard's objects holds"), new="model=model")],
-    ),
-    Loop(
         "sam",
         EXACT,
         [Cut("optimizer=[opt, opt.base_optimizer]", Refused("steps and is not named"), new="optimizer=opt")],
     ),
-    Loop("lookahead", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop(
         "hidden_state_of_a_network",
         EXACT,
-        [
-            Cut(
-                'stateful={"memory": memory}, ',
-                Told("memory.hidden", Found("is another one", "memory.hidden")),
-            )
-        ],
-    ),
-    Loop(
-        "vae",
-        EXACT,
-        [Cut("model=[encode, decode]", Refused("that none of the guard's objects holds"), new="model=encode")],
-    ),
-    Loop(
-        "diffusion", EXACT, [Cut('    stateful={"ema": ema},\n', Refused("changes in the training and is not named"))]
-    ),
-    Loop("moco", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("distillation", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("tasks_in_turn", EXACT, [Cut("loader=loaders, ", Refused("steps use batches of a "))]),
-    Loop(
-        "transformer",
-        EXACT,
-        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
+        [Cut('stateful={"memory": memory}, ', Told("memory.hidden", Found("is another one", "memory.hidden")))],
     ),
     Loop(
         "two_optimizers_by_kind",
@@ -397,8 +246,8 @@ LOOPS: Sequence[Loop] = (
         [Cut("optimizer=opts", Refused("steps and is not named"), new="optimizer=opts[1]")],
     ),
     Loop("swa", EXACT, [Cut(', stateful={"swa": swa}', Warned('module "swa" (AveragedModel'))]),
-    Loop("hand_made_update", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
-    Loop("non_persistent_buffer", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("hand_made_update", EXACT, [NO_LOADER]),
+    Loop("non_persistent_buffer", EXACT, [NO_OPTIMIZER]),
     Loop("draws_after_the_boundary", Refused("a random stream (torch) moves after guard.step_end()")),
     Loop(
         "trainer_class",
@@ -409,63 +258,15 @@ LOOPS: Sequence[Loop] = (
             Cut('"history", ', Refused("Trainer has no attribute 'histroy'"), new='"histroy", '),
         ],
     ),
-    Loop(
-        "counter_of_its_own",
-        Told("passed", Found("weights differ after step", "passed")),
-    ),
     Loop("order_of_a_set", Found("the script itself is not deterministic")),
     Loop("best_weights", Told("best_loss", Found("weights differ after step", "best_loss"))),
-    Loop(
-        "moving_average_of_the_loss",
-        Told("average", Found("optimizer lr differs at step", "average", often=True)),
-    ),
-    Loop(
-        "calls_of_the_data_set",
-        Told("calls", Found("is another one", "loader.dataset.calls")),
-    ),
-    Loop("not_deterministic", Found("the script itself is not deterministic")),
+    Loop("moving_average_of_the_loss", Told("average", Found("optimizer lr differs at step", "average", often=True))),
+    Loop("calls_of_the_data_set", Told("calls", Found("is another one", "loader.dataset.calls"))),
     Loop("iterator_before_the_guard", Refused("was made before the guard was entered")),
-    Loop("no_position", Refused("begins anew after a resume, for it counts by itself")),
     Loop("no_loader_named", Refused("no loader is named")),
-    Loop("another_loader", Refused("beside the named ones")),
-    Loop("evaluation_in_mid_epoch", Refused("a random stream (torch) moves after guard.step_end()")),
     Loop("optimizer_of_phase_two", Refused("steps and is not named")),
-    Loop("new_head", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop(
-        "memory_bank",
-        EXACT,
-        [Cut('stateful={"bank": bank}, ', Told("bank.rows"))],
-    ),
-    Loop(
-        "temporal_ensembling",
-        EXACT,
-        [
-            Cut(
-                '    stateful={"ensemble": ensemble},\n',
-                Told("ensemble"),
-            )
-        ],
-    ),
-    Loop(
-        "dynamic_weight_average",
-        EXACT,
-        [
-            Cut(
-                '    stateful={"history": history},\n',
-                Told("history"),
-            )
-        ],
-    ),
-    Loop(
-        "first_losses",
-        EXACT,
-        [
-            Cut(
-                '    stateful={"balance": balance},\n',
-                Told("balance.first"),
-            )
-        ],
-    ),
+    Loop("temporal_ensembling", EXACT, [Cut('    stateful={"ensemble": ensemble},\n', Told("ensemble"))]),
+    Loop("dynamic_weight_average", EXACT, [Cut('    stateful={"history": history},\n', Told("history"))]),
     Loop(
         "state_of_its_own",
         EXACT,
@@ -495,55 +296,14 @@ LOOPS: Sequence[Loop] = (
             ),
         ],
     ),
-    Loop("wgan_while", Found("the resumed run fails with exit code 1: StopIteration")),
     Loop("lstm_of_a_module", Told("state")),
-    Loop(
-        "epochs_of_steps",
-        EXACT,
-        [
-            Cut(
-                "guard.steps(4)",
-                Refused("begins anew when its epoch is resumed in the middle, for it counts by itself"),
-                new="range(4)",
-            )
-        ],
-    ),
-    Loop(
-        "mean_teacher",
-        EXACT,
-        [
-            Cut(
-                "model=[student, teacher]",
-                Refused("changes in the training and is not named"),
-                new="model=student",
-            )
-        ],
-    ),
-    Loop("lookahead_wrapper", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("ddp", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
-    Loop(
-        "ddp_distributed_sampler",
-        EXACT,
-        [Cut("loader=loader, ", Refused("steps use batches of a "))],
-        ranks=2,
-    ),
-    Loop("ddp_own_sampler", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))], ranks=2),
-    Loop("ddp_accumulate", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
-    Loop("ddp_hand_averaged", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
+    Loop("mean_teacher", EXACT, [Cut("model=[student, teacher]", UNNAMED_MODULE, new="model=student")]),
+    Loop("lookahead_wrapper", EXACT, [NO_OPTIMIZER]),
+    Loop("ddp", EXACT, [NO_OPTIMIZER], ranks=2),
+    Loop("ddp_distributed_sampler", EXACT, [NO_LOADER], ranks=2),
+    Loop("ddp_accumulate", EXACT, [NO_OPTIMIZER], ranks=2),
+    Loop("ddp_hand_averaged", EXACT, [NO_OPTIMIZER], ranks=2),
     Loop("ddp_local_later", Warned("gradients that DDP has not reduced"), ranks=2),
-    Loop("ddp_powersgd", EXACT, [Cut('    stateful={"powersgd": powersgd},\n', Refused("PowerSGD"))], ranks=2),
-    Loop("ddp_wrapped", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
-    Loop(
-        "ddp_ema",
-        EXACT,
-        [Cut('    stateful={"ema": ema},\n', Refused("changes in the training and is not named"))],
-        ranks=2,
-    ),
-    Loop("ddp_prefetch", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))], ranks=2),
-    Loop(
-        "fsdp",
-        EXACT,
-        [Cut('    stateful={"ema": ema},\n', Refused("changes in the training and is not named"))],
-        ranks=2,
-    ),
+    Loop("ddp_wrapped", EXACT, [NO_OPTIMIZER], ranks=2),
+    Loop("fsdp", EXACT, [Cut('    stateful={"ema": ema},\n', UNNAMED_MODULE)], ranks=2),
 )
