@@ -29,7 +29,7 @@ from tests.jobs.loop import Pictures
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--form", required=True)
+    parser.add_argument("--form", choices=FORMS, required=True)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--size", type=int, default=96)
     parser.add_argument("--num-workers", type=int, default=0)
@@ -192,18 +192,6 @@ def catches_what_backward_raises(t: Training) -> None:
 
 
 @form
-def suppresses_what_backward_raises(t: Training) -> None:
-    for epoch in t.epochs():
-        for x, y, index in t.loader:
-            t.begin(epoch, index)
-            loss = t.forward(x, y)
-            with contextlib.suppress(RuntimeError):
-                t.backward(loss)
-            t.update()
-            t.end()
-
-
-@form
 def catches_everything_in_a_step(t: Training) -> None:
     for epoch in t.epochs():
         for x, y, index in t.loader:
@@ -269,14 +257,6 @@ def ends_each_step_with_a_collective(t: Training) -> None:
                 dist.all_reduce(torch.ones(3))
 
 
-@form
-def ends_the_loop_with_a_collective(t: Training) -> None:
-    try:
-        plain(t)
-    finally:
-        dist.all_reduce(torch.ones(3))
-
-
 def one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
     """Fetches a batch before the one before it is used."""
     found = iter(batches)
@@ -301,14 +281,6 @@ def with_a_collective_at_its_end(batches: Iterable[Any]) -> Iterator[Any]:
 def looks_ahead(t: Training) -> None:
     for epoch in t.epochs():
         for x, y, index in one_ahead(t.loader):
-            t.begin(epoch, index)
-            t.do_step(x, y)
-
-
-@form
-def closes_a_generator_with_a_collective(t: Training) -> None:
-    for epoch in t.epochs():
-        for x, y, index in with_a_collective_at_its_end(t.loader):
             t.begin(epoch, index)
             t.do_step(x, y)
 
@@ -341,20 +313,6 @@ def yields_steps(t: Training) -> None:
 def scaled(loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     """A loss that depends on what the ranks have told each other."""
     return loss * (1.0 + 0.1 * mean.item())
-
-
-@form
-def suppresses_a_failed_collective(t: Training) -> None:
-    for epoch in t.epochs():
-        for x, y, index in t.loader:
-            t.begin(epoch, index)
-            loss = t.forward(x, y)
-            mean = loss.detach().clone()
-            with contextlib.suppress(RuntimeError):
-                dist.all_reduce(mean)
-            t.backward(scaled(loss, mean))
-            t.update()
-            t.end()
 
 
 @form
@@ -473,24 +431,7 @@ def keeps_tensors_outside(t: Training) -> None:
 def main() -> None:
     args = parse()
     t = Training(args)
-    kept: list[torch.Tensor] = []
-    function = FORMS.get(args.form)
-
-    def keeps_tensors_in_a_closure() -> None:
-        def note(loss: torch.Tensor) -> torch.Tensor:
-            kept.append(loss.detach().clone())
-            return torch.stack(kept).mean()
-
-        for epoch in t.epochs():
-            for x, y, index in t.loader:
-                t.begin(epoch, index)
-                loss = t.forward(x, y)
-                t.backward(scaled(loss, note(loss)))
-                t.update()
-                t.end()
-
-    train = keeps_tensors_in_a_closure if function is None else lambda: function(t)
-    t.guard.run(train)
+    t.guard.run(lambda: FORMS[args.form](t))
     say(f"DONE {t.rank} {t.digest()} {t.guard.step}")
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Uninterrupted runs, made once a session for each way of training."""
+"""Uninterrupted runs, made once a session for each way of training, and a folder of a test's own."""
 
 from __future__ import annotations
 
@@ -9,21 +9,41 @@ import pytest
 
 from tests import harness
 
+Uninterrupted = Callable[..., harness.Job]
 Reference = Callable[..., harness.Job]
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """``reference(ranks, *args)``: the finished uninterrupted run of ``loop.py`` with these arguments."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """``uninterrupted(script, ranks, *args, **env)``: the finished run of a job with these arguments, in a directory of
+    its own and without shared memory."""
     done: dict[tuple[object, ...], harness.Job] = {}
 
-    def run(ranks: int, *args: object) -> harness.Job:
-        key = (ranks, *args)
+    def run(script: str, ranks: int, *args: object, **env: str) -> harness.Job:
+        key = (script, ranks, args, tuple(sorted(env.items())))
         if key not in done:
-            directory: Path = tmp_path_factory.mktemp("reference")
-            env = {"MINDX_ARENA_DIR": "none"}
-            done[key] = harness.run_job("loop.py", directory, *args, ranks=ranks, env=env)
-            assert len(done[key].hashes()) == ranks
+            directory: Path = tmp_path_factory.mktemp("uninterrupted") / "job"
+            directory.mkdir()
+            done[key] = harness.run_job(script, directory, *args, ranks=ranks, env={"MINDX_ARENA_DIR": "none", **env})
         return done[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def reference(uninterrupted: Uninterrupted) -> Reference:
+    """``reference(ranks, *args)``: of ``loop.py``."""
+
+    def run(ranks: int, *args: object) -> harness.Job:
+        job = uninterrupted("loop.py", ranks, *args)
+        assert len(job.hashes()) == ranks, job.report()
+        return job
+
+    return run
+
+
+@pytest.fixture
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory is the test's own, with a folder ``shm`` in it: default run directories lie there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shm").mkdir()

@@ -20,16 +20,10 @@ from mindx_elastic.cli.main import app
 from tests.harness import Job, events, start_agent
 from tests.system.test_agent import free_port, nothing_left
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
 SMALL, LOOP = "agent_guarded.py", "loop.py"
 RUN = Path("mindx-run")
-
-
-@pytest.fixture(autouse=True)
-def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shm").mkdir()
 
 
 def agent(script: str, *args: object, **more: Any) -> Any:

@@ -17,17 +17,11 @@ from tests.harness import Job, events, start_agent, wait_until
 from tests.resets import can_reset, reset_connections
 from tests.system.test_agent import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("in_own_folder")]
 
 LOOP = "loop.py"
 CONF = "is_host=0,last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=5"
 """The rendezvous notices a dead node after 10 s, and waits 10 s for one that may still come, unless all are there."""
-
-
-@pytest.fixture(autouse=True)
-def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shm").mkdir()
 
 
 class Nodes:

@@ -15,15 +15,9 @@ from tests.harness import Job, children, start_agent, wait_until
 from tests.system.test_agent import nothing_left
 from tests.system.test_agent_guarded import attempts, resumed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
 LOOP = "loop.py"
-
-
-@pytest.fixture(autouse=True)
-def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shm").mkdir()
 
 
 def agent(*args: object, env: dict[str, str] | None = None, **more: Any) -> Any:

@@ -8,19 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, run_job, start_agent
+from tests.system.conftest import Uninterrupted
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Job]:
-    return {}
-
-
-def uninterrupted(reference: dict[tuple[str, int], Job], scenario: str, directory: Path, ranks: int = 1) -> Job:
-    if (scenario, ranks) not in reference:
-        reference[scenario, ranks] = run_job("changing.py", directory / "whole", scenario, ranks=ranks)
-    return reference[scenario, ranks]
 
 
 def stops(directory: Path, scenario: str, *steps: int) -> Job:
@@ -45,9 +35,9 @@ def stops(directory: Path, scenario: str, *steps: int) -> Job:
     ],
 )
 def test_one_rank_goes_on_with_what_the_boundary_had(
-    tmp_path: Path, reference: dict[tuple[str, int], Job], scenario: str, steps: tuple[int, ...]
+    tmp_path: Path, uninterrupted: Uninterrupted, scenario: str, steps: tuple[int, ...]
 ) -> None:
-    whole = uninterrupted(reference, scenario, tmp_path)
+    whole = uninterrupted("changing.py", 1, scenario)
     resumed = stops(tmp_path / "ckpt", scenario, *steps)
     assert resumed.matches(r"INFO resumed from")
     assert resumed.hashes() == whole.hashes(), f"{whole.report()}\n\n{resumed.report()}"
@@ -80,9 +70,9 @@ def test_a_model_that_is_made_ready_for_an_export_in_the_block_is_saved_as_it_wa
     assert again.matches("INFO resumed from") and again.hashes() == first.hashes()
 
 
-def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
+def test_buffers_that_no_state_dict_has(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     """One is made at random in each process: the first process's goes on."""
-    whole = run_job("changing.py", tmp_path / "whole", "buffers", env={"NOISE": "0.25"})
+    whole = uninterrupted("changing.py", 1, "buffers", NOISE="0.25")
     run_job("changing.py", tmp_path / "ckpt", "buffers", "--stop-at", 1, env={"NOISE": "0.25"}, code=143)
     run_job("changing.py", tmp_path / "ckpt", "buffers", "--stop-at", 8, env={"NOISE": "0.75"}, code=143)
     resumed = run_job("changing.py", tmp_path / "ckpt", "buffers")
@@ -103,10 +93,8 @@ def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
         pytest.param("added_group", 2, 9, marks=pytest.mark.drill),
     ],
 )
-def test_several_ranks(
-    tmp_path: Path, reference: dict[tuple[str, int], Job], scenario: str, ranks: int, step: int
-) -> None:
-    whole = uninterrupted(reference, scenario, tmp_path, ranks)
+def test_several_ranks(tmp_path: Path, uninterrupted: Uninterrupted, scenario: str, ranks: int, step: int) -> None:
+    whole = uninterrupted("changing.py", ranks, scenario)
     run_job("changing.py", tmp_path / "ckpt", scenario, "--stop-at", step, ranks=ranks, code=1)
     resumed = run_job("changing.py", tmp_path / "ckpt", scenario, ranks=ranks)
     assert len(resumed.matches(r"INFO resumed from")) == 1
@@ -134,9 +122,11 @@ def test_a_communication_hook_with_state_is_named_or_refused(tmp_path: Path, sce
 
 
 @pytest.mark.parametrize("step", [6, pytest.param(9, marks=pytest.mark.drill)])
-def test_a_step_whose_errors_of_powersgd_died_with_their_rank_is_done_again(tmp_path: Path, step: int) -> None:
+def test_a_step_whose_errors_of_powersgd_died_with_their_rank_is_done_again(
+    tmp_path: Path, uninterrupted: Uninterrupted, step: int
+) -> None:
     """Each rank has its own from step 6 on; rank 1 is killed in front of the boundary that rank 0 has passed."""
-    whole = run_job("compressed.py", tmp_path / "whole", ranks=2)
+    whole = uninterrupted("compressed.py", 2)
     options = ("--snapshot-every", "1")
     with start_agent(
         "compressed.py", tmp_path / "job", step, ranks=2, options=options, run_dir=tmp_path / "run"

@@ -6,22 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, run_job, start_agent
+from tests.harness import Job, start_agent
+from tests.system.conftest import Uninterrupted
 
 drill = pytest.mark.drill
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[object, ...], Job]:
-    """Runs that nothing happens to, by ranks and arguments."""
-    return {}
-
-
-def run_whole(known: dict[tuple[object, ...], Job], folder: Path, ranks: int, *more: str) -> Job:
-    kind = (ranks, *more)
-    if kind not in known:
-        known[kind] = run_job("epoch_tail.py", folder / "whole", *more, ranks=ranks)
-    return known[kind]
 
 
 def run_killed(folder: Path, ranks: int, victim: int, recover: str, *more: str) -> Job:
@@ -55,10 +43,10 @@ def losses(job: Job) -> list[str]:
 )
 @pytest.mark.parametrize("data", ["", pytest.param("--stream", marks=drill)])
 def test_all_run_that_code_again_where_one_had_not_come_to_its_end(
-    whole: dict[tuple[object, ...], Job], tmp_path: Path, ranks: int, victim: int, recover: str, when: str, data: str
+    uninterrupted: Uninterrupted, tmp_path: Path, ranks: int, victim: int, recover: str, when: str, data: str
 ) -> None:
     """The collective is done by all ranks or by none, and each rank reads its own last loss of the epoch."""
-    expected = run_whole(whole, tmp_path, ranks, *filter(None, [data]))
+    expected = uninterrupted("epoch_tail.py", ranks, *filter(None, [data]))
     job = run_killed(tmp_path, ranks, victim, recover, *filter(None, [when, data]))
     assert job.hashes() == expected.hashes() and len(expected.hashes()) == ranks, job.report()
     assert losses(job) == losses(expected) and len(losses(expected)) == 4 * ranks, job.report()
@@ -67,9 +55,11 @@ def test_all_run_that_code_again_where_one_had_not_come_to_its_end(
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=drill)])
 @pytest.mark.parametrize("where", ["tail", pytest.param("next", marks=drill)])
-def test_a_snapshot_of_a_last_boundary_that_nobody_knew_to_be_the_last(tmp_path: Path, where: str, every: int) -> None:
+def test_a_snapshot_of_a_last_boundary_that_nobody_knew_to_be_the_last(
+    tmp_path: Path, uninterrupted: Uninterrupted, where: str, every: int
+) -> None:
     """A loader without a length: the snapshot is there when its end shows, and it has what the tail reads."""
-    whole = run_job("stream_tail.py", tmp_path / "whole")
+    whole = uninterrupted("stream_tail.py", 1)
     options = ["--snapshot-every", str(every), "--max-restarts", "1"]
     args = (tmp_path / "job", "--kill", where)
     with start_agent("stream_tail.py", *args, options=options, run_dir=tmp_path / "run") as job:

@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, run_job, start_job
+from tests.system.conftest import Uninterrupted
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
 ENV = {"MINDX_ARENA_DIR": "none"}  # as after a power cut
 STEPS = ("--steps", 8)
-
-
-@pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    job = run_job("fsdp.py", tmp_path_factory.mktemp("fsdp"), *STEPS, ranks=2, env=ENV)
-    assert len(job.hashes()) == 2
-    return job.hashes()
 
 
 def stop_at_4(directory: Path, *args: object) -> Job:
@@ -34,7 +28,7 @@ def saved(directory: Path) -> list[str]:
     return sorted(path.parent.name for path in directory.rglob("*.safetensors"))
 
 
-def test_cut_off_in_the_very_first_save_the_job_begins_anew(tmp_path: Path, uninterrupted: dict[int, str]) -> None:
+def test_cut_off_in_the_very_first_save_the_job_begins_anew(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     for number in range(2):  # the second time with the first one's files beside it
         job = stop_at_4(tmp_path, "--kill-in-save", "written:1")
         assert job.matches("KILLED in written"), job.report()
@@ -44,7 +38,7 @@ def test_cut_off_in_the_very_first_save_the_job_begins_anew(tmp_path: Path, unin
     again = run_job("fsdp.py", tmp_path, *STEPS, ranks=2, env=ENV)
     (line,) = again.matches(r"WARNING the job begins anew: (.*)")
     assert "step 4 is not used" in line[1] and "rank 1" in line[1], again.report()
-    assert again.hashes() == uninterrupted, again.report()
+    assert again.hashes() == uninterrupted("fsdp.py", 2, *STEPS).hashes(), again.report()
 
 
 @pytest.mark.parametrize(

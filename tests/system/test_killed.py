@@ -13,7 +13,7 @@ import pytest
 
 from mindx_elastic.memory.folders import job_folder, rank_folders, user_folder
 from tests.harness import Job, run_job, start_job
-from tests.system.conftest import Reference
+from tests.system.conftest import Reference, Uninterrupted
 
 pytestmark = pytest.mark.slow
 STAGES = ("wiped", "reserved", "copying", "copied", "headed", "committed", "sealed")
@@ -226,22 +226,9 @@ def test_killed_again_in_the_first_copy_after_the_resume(place: Place, reference
 # --- sharded state: nobody else has it ---
 
 
-@pytest.fixture(scope="session")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[int, str]]:
-    """Weights of the uninterrupted runs, by ranks and steps."""
-    hashes = {}
-    for ranks, steps in ((2, 12), (4, 40)):
-        directory = tmp_path_factory.mktemp("fsdp")
-        job = run_job("fsdp.py", directory, "--steps", steps, ranks=ranks, env={"MINDX_ARENA_DIR": "none"})
-        hashes[ranks, steps] = job.hashes()
-    return hashes
-
-
 @pytest.mark.drill
 @pytest.mark.parametrize("every", [1, drilled(2)])
-def test_all_ranks_of_a_sharded_job_killed(
-    place: Place, sharded: dict[tuple[int, int], dict[int, str]], every: int
-) -> None:
+def test_all_ranks_of_a_sharded_job_killed(place: Place, uninterrupted: Uninterrupted, every: int) -> None:
     with place.start("--steps", 40, script="fsdp.py", ranks=4, every=every) as job:
         job.wait_for(r"PASSED \d 9", count=4)
         kill_all(job)
@@ -251,14 +238,14 @@ def test_all_ranks_of_a_sharded_job_killed(
     (step,) = resumed_from(resumed)
     lost = min(passed(job).values()) - int(step)
     assert lost <= every - 1 + (every > 1), f"{lost} steps lost\n{job.report()}\n{resumed.report()}"
-    assert resumed.hashes() == sharded[4, 40], f"{job.report()}\n{resumed.report()}"
+    assert resumed.hashes() == uninterrupted("fsdp.py", 4, "--steps", 40).hashes(), (
+        f"{job.report()}\n{resumed.report()}"
+    )
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize("stage", [drilled("wiped"), "copying", drilled("committed")])
-def test_one_rank_of_a_sharded_job_killed_in_its_copies(
-    place: Place, sharded: dict[tuple[int, int], dict[int, str]], stage: str
-) -> None:
+def test_one_rank_of_a_sharded_job_killed_in_its_copies(place: Place, uninterrupted: Uninterrupted, stage: str) -> None:
     """Twice: the slot that the job goes on from must not be overwritten first on a rank that has a newer one too."""
     args = ("--steps", 12)
     for count in (6, 1):
@@ -268,4 +255,4 @@ def test_one_rank_of_a_sharded_job_killed_in_its_copies(
     resumed = place.run(*args, script="fsdp.py", ranks=2, every=1)
     (step,) = resumed_from(resumed)
     assert step.isdecimal() and int(step) >= 5, resumed.report()
-    assert resumed.hashes() == sharded[2, 12], resumed.report()
+    assert resumed.hashes() == uninterrupted("fsdp.py", 2, *args).hashes(), resumed.report()

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.harness import Job, events, run_job, start_job
+from tests.system.conftest import Uninterrupted
 
 pytestmark = pytest.mark.slow
-Reference = Callable[..., Job]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """``reference(ranks, *args)``: the finished uninterrupted run of ``train_model.py``."""
-    done: dict[tuple[object, ...], Job] = {}
-
-    def run(ranks: int, *args: object) -> Job:
-        if (ranks, *args) not in done:
-            directory = tmp_path_factory.mktemp("reference")
-            done[(ranks, *args)] = run_job("train_model.py", directory, *args, ranks=ranks)
-        return done[(ranks, *args)]
-
-    return run
 
 
 def assert_same_end(reference: Job, resumed: Job) -> None:
@@ -45,7 +30,7 @@ def assert_same_end(reference: Job, resumed: Job) -> None:
         (2, ("--rank0-only", "--save-steps", 2, "--async-save")),
     ],
 )
-def test_sigterm(tmp_path: Path, reference: Reference, ranks: int, args: tuple[object, ...]) -> None:
+def test_sigterm(tmp_path: Path, uninterrupted: Uninterrupted, ranks: int, args: tuple[object, ...]) -> None:
     with start_job("train_model.py", tmp_path, "--hold-at", 4, *args, ranks=ranks) as job:
         job.wait_for("HOLD", count=ranks)
         job.signal_rank(ranks - 1)
@@ -56,11 +41,13 @@ def test_sigterm(tmp_path: Path, reference: Reference, ranks: int, args: tuple[o
     assert len(list(tmp_path.rglob("net-*_breakpoint.safetensors"))) == ranks
     if "--rank0-only" in args:
         assert job.matches("was given to rank 0 only")
-    assert_same_end(reference(ranks, *args), run_job("train_model.py", tmp_path, *args, ranks=ranks))
+    assert_same_end(
+        uninterrupted("train_model.py", ranks, *args), run_job("train_model.py", tmp_path, *args, ranks=ranks)
+    )
 
 
 @pytest.mark.drill
-def test_sigterm_in_an_evaluation_between_two_epochs(tmp_path: Path, reference: Reference) -> None:
+def test_sigterm_in_an_evaluation_between_two_epochs(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     with start_job("train_model.py", tmp_path, "--hold-in-eval", 1, ranks=2) as job:
         job.wait_for("HOLD", count=2)
         job.signal_rank(0)
@@ -68,13 +55,13 @@ def test_sigterm_in_an_evaluation_between_two_epochs(tmp_path: Path, reference: 
     assert {event["step"] for event in events(tmp_path, "durable")} == {9}, job.report()
     resumed = run_job("train_model.py", tmp_path, ranks=2)
     assert resumed.matches("EVAL 1 0"), "the evaluation that was cut off is done after the resume"
-    assert_same_end(reference(2), resumed)
+    assert_same_end(uninterrupted("train_model.py", 2), resumed)
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_long_evaluation_in_mid_epoch_is_cut_off_by_the_deadline_and_done_again(
-    tmp_path: Path, reference: Reference, ranks: int
+    tmp_path: Path, uninterrupted: Uninterrupted, ranks: int
 ) -> None:
     """It would outlive the grace period: the step is saved without its hooks, and these run again after the resume."""
     with start_job(
@@ -86,9 +73,11 @@ def test_a_long_evaluation_in_mid_epoch_is_cut_off_by_the_deadline_and_done_agai
     assert {event["step"] for event in events(tmp_path, "durable")} == {6}, job.report()
     resumed = run_job("train_model.py", tmp_path, ranks=ranks)
     assert len(resumed.matches("step 6: its on_train_step_end callbacks had not ended")) == 1, resumed.report()
-    assert_same_end(reference(ranks), resumed)
+    assert_same_end(uninterrupted("train_model.py", ranks), resumed)
     done = sorted(m[1] for m in [*job.matches(r"(STEP_EVAL .*)"), *resumed.matches(r"(STEP_EVAL .*)")])
-    assert done == sorted(m[1] for m in reference(ranks).matches(r"(STEP_EVAL .*)")), resumed.report()
+    assert done == sorted(m[1] for m in uninterrupted("train_model.py", ranks).matches(r"(STEP_EVAL .*)")), (
+        resumed.report()
+    )
 
 
 def test_without_a_guard_an_error_of_one_rank_is_heard_before_the_others_train() -> None:

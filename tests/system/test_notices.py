@@ -13,22 +13,17 @@ from typing import Any
 import pytest
 
 from mindx_elastic.agent.result import read_result
-from tests.harness import events, run_job, start_agent
+from tests.harness import events, start_agent
 from tests.metadata_server import AWS_ACTION, AZURE_EVENTS, AZURE_NAME, GCE, MetadataServer, reply
+from tests.system.conftest import Reference
 from tests.system.test_agent import nothing_left
 from tests.system.test_agent_nodes import Nodes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
 LOOP = "loop.py"
 RUN = Path("mindx-run")
 GOOGLE = {"Metadata-Flavor": "Google"}
-
-
-@pytest.fixture(autouse=True)
-def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shm").mkdir()
 
 
 def agent(*args: object, **more: Any) -> Any:
@@ -76,8 +71,8 @@ def fault_step() -> int:
 
 @pytest.mark.drill
 @pytest.mark.parametrize("source", ["aws", "azure", "url", "file"])
-def test_each_source_stops_a_job_that_then_ends_like_an_uninterrupted_one(source: str) -> None:
-    whole = run_job(LOOP, "whole", ranks=2).hashes()
+def test_each_source_stops_a_job_that_then_ends_like_an_uninterrupted_one(source: str, reference: Reference) -> None:
+    whole = reference(2).hashes()
     file = Path("notice.json").absolute()
     events_of_azure = {"Events": [{"EventType": "Preempt", "Resources": ["vm-7"]}]}
     events_of_azure["Events"][0]["NotBefore"] = format_datetime(later(60), usegmt=True)

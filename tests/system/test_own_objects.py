@@ -9,6 +9,7 @@ import pytest
 
 from mindx_elastic.persist.format import read_header
 from tests.harness import Job, run_job, start_job
+from tests.system.conftest import Uninterrupted
 
 pytestmark = pytest.mark.slow
 SCRIPT = "own_objects.py"
@@ -34,28 +35,25 @@ def notes(folder: Path, rank: int) -> str:
     return "; ".join(read_header(final).info.unmanaged)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    return run_job(SCRIPT, tmp_path_factory.mktemp("whole"), ranks=2).hashes()
-
-
 @pytest.mark.drill
-def test_what_moves_before_the_forward_is_the_ranks_own_bit_for_bit(tmp_path: Path, whole: dict[int, str]) -> None:
+def test_what_moves_before_the_forward_is_the_ranks_own_bit_for_bit(
+    tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
     """Generators, counters and a non-persistent buffer that differ from rank to rank. An average and a counter that
     all ranks have alike move behind the update: they are the donor's."""
     resumed = killed_and_resumed(tmp_path, victim=1)
     assert resumed.matches("rank 1 has no file of step 5: .* are foreseen"), resumed.report()
     assert not resumed.matches(MAY_DIFFER), resumed.report()
-    assert resumed.hashes() == whole, resumed.report()
+    assert resumed.hashes() == uninterrupted(SCRIPT, 2).hashes(), resumed.report()
     assert not notes(tmp_path, 1)
 
 
 @pytest.mark.drill
-def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, whole: dict[int, str]) -> None:
+def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     resumed = killed_and_resumed(tmp_path, "--late", victim=1)
     told = resumed.matches(rf"WARNING rank 1 was killed .*{MAY_DIFFER}: losses \(differs from rank to rank; this")
     assert len(told) == 1, resumed.report()
-    assert resumed.hashes() == whole, "all else is the rank's own"
+    assert resumed.hashes() == uninterrupted(SCRIPT, 2).hashes(), "all else is the rank's own"
     assert [m[2] for m in resumed.matches(r"LOSSES (1) (\d+)")] == ["15"], "one of its 16 is lost, and none is rank 0's"
     assert "losses" in notes(tmp_path, 1)
 

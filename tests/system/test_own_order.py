@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, run_job, start_agent
+from tests.harness import Job, start_agent
+from tests.system.conftest import Uninterrupted
 
 drill = pytest.mark.drill
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Job]:
-    """Runs that nothing happens to, by the number of ranks."""
-    return {}
 
 
 def orders(job: Job) -> list[str]:
@@ -34,12 +29,10 @@ def orders(job: Job) -> list[str]:
     ],
 )
 def test_a_rank_killed_in_an_update_keeps_the_order_of_its_own_sampler(
-    whole: dict[int, Job], tmp_path: Path, ranks: int, victim: int, step: int, recover: str
+    uninterrupted: Uninterrupted, tmp_path: Path, ranks: int, victim: int, step: int, recover: str
 ) -> None:
     """Steps 1, 4 and 7 are an epoch's first: what its order arises from is in the ring before they have ended."""
-    if ranks not in whole:
-        whole[ranks] = run_job("own_order.py", tmp_path / "whole", ranks=ranks)
-    expected = whole[ranks]
+    expected = uninterrupted("own_order.py", ranks)
     options = ["--max-restarts", "1", "--recover", recover]
     args = (tmp_path / "job", victim, step)
     with start_agent("own_order.py", *args, ranks=ranks, options=options, run_dir=tmp_path / "run") as job:

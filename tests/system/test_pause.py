@@ -17,16 +17,10 @@ from mindx_elastic.core.status_page import Status, read_page
 from tests.harness import Job, _environment, events, start_agent, wait_until
 from tests.system.test_agent import free_port, nothing_left
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
 JOB = "paused.py"
 RUN = Path("mindx-run")
-
-
-@pytest.fixture(autouse=True)
-def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shm").mkdir()
 
 
 def agent(*args: object, script: str = JOB, **more: Any) -> Any:

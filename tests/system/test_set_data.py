@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, run_job, start_agent
+from tests.harness import start_agent
+from tests.system.conftest import Uninterrupted
 
 drill = pytest.mark.drill
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Job]:
-    """Runs that nothing happens to, by the number of ranks."""
-    return {}
 
 
 @pytest.mark.parametrize(
@@ -30,11 +25,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Job]:
     ],
 )
 def test_a_rank_is_killed(
-    whole: dict[int, Job], tmp_path: Path, ranks: int, victim: int, step: int, where: str, recover: str, workers: int
+    uninterrupted: Uninterrupted,
+    tmp_path: Path,
+    ranks: int,
+    victim: int,
+    step: int,
+    where: str,
+    recover: str,
+    workers: int,
 ) -> None:
-    if ranks not in whole:
-        whole[ranks] = run_job("set_data.py", tmp_path / "whole", ranks=ranks)
-    expected = whole[ranks]
+    expected = uninterrupted("set_data.py", ranks)
     options = ["--max-restarts", "1", "--recover", recover]
     args = (tmp_path / "job", workers, victim, step, where)
     with start_agent("set_data.py", *args, ranks=ranks, options=options, run_dir=tmp_path / "run") as job:

@@ -13,7 +13,7 @@ import pytest
 
 from tests import harness
 from tests.harness import Job, events, run_job, start_job
-from tests.system.conftest import Reference
+from tests.system.conftest import Reference, Uninterrupted
 
 pytestmark = pytest.mark.slow
 SIZE = 90  # samples of loop.py
@@ -195,8 +195,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.drill
-def test_fsdp2_shards_come_back_to_their_ranks(tmp_path: Path) -> None:
-    whole = run_job("fsdp.py", tmp_path / "whole", ranks=2)
+def test_fsdp2_shards_come_back_to_their_ranks(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
+    whole = uninterrupted("fsdp.py", 2)
     with start_job("fsdp.py", tmp_path / "stopped", "--hold-at", 5, ranks=2) as job:
         job.wait_for("HOLD", count=2)
         job.signal_rank(1)

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.harness import Job, events, run_job, start_job
+from tests.system.conftest import Uninterrupted
 
 pytestmark = pytest.mark.slow
-Reference = Callable[[int], Job]
 TFT = {"MS_ENABLE_TFT": "{TTP:1}", "MINDIO_FOR_MINDSPORE": "1"}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """``reference(ranks)``: the finished uninterrupted run, without a trace of TFT."""
-    done: dict[int, Job] = {}
-
-    def run(ranks: int) -> Job:
-        if ranks not in done:
-            done[ranks] = run_job("train_model.py", tmp_path_factory.mktemp("reference"), ranks=ranks)
-        return done[ranks]
-
-    return run
 
 
 def tree(directory: Path) -> list[str]:
@@ -47,29 +33,29 @@ def resume(directory: Path, ranks: int, step: int) -> Job:
     ("ranks", "fail_rank"),
     [(1, 0), pytest.param(2, 1, marks=pytest.mark.drill), pytest.param(3, 0, marks=pytest.mark.drill)],
 )
-def test_an_exception(tmp_path: Path, reference: Reference, ranks: int, fail_rank: int) -> None:
+def test_an_exception(tmp_path: Path, uninterrupted: Uninterrupted, ranks: int, fail_rank: int) -> None:
     args = ("--tft", "--fail-at", 5, "--fail-rank", fail_rank)
     job = run_job("train_model.py", tmp_path, *args, ranks=ranks, env=TFT, code=1)
     per_epoch = {1: 18, 2: 9, 3: 6}[ranks]
     assert tree(tmp_path) == documented(5, (5 - 1) // per_epoch + 1, 5, *range(ranks)), job.report()
     assert [path.name for path in tmp_path.glob("tft_*")] == ["tft_saved_checkpoints-step_5"]
-    assert resume(tmp_path, ranks, 5).hashes() == reference(ranks).hashes()
+    assert resume(tmp_path, ranks, 5).hashes() == uninterrupted("train_model.py", ranks).hashes()
 
 
 @pytest.mark.drill
-def test_sigterm(tmp_path: Path, reference: Reference) -> None:
+def test_sigterm(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     with start_job("train_model.py", tmp_path, "--tft", "--hold-at", 4, ranks=2, env=TFT) as job:
         job.wait_for("HOLD", count=2)
         job.signal_rank(1)
         job.expect(1)
     (step,) = {event["step"] for event in events(tmp_path, "durable")}
     assert tree(tmp_path) == documented(step, 1, step, 0, 1), job.report()
-    assert resume(tmp_path, 2, step).hashes() == reference(2).hashes()
+    assert resume(tmp_path, 2, step).hashes() == uninterrupted("train_model.py", 2).hashes()
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.drill)])
-def test_a_killed_rank(tmp_path: Path, reference: Reference, killed: int) -> None:
+def test_a_killed_rank(tmp_path: Path, uninterrupted: Uninterrupted, killed: int) -> None:
     """Also rank 0, on which MindIO's controller would run."""
     with start_job("train_model.py", tmp_path, "--tft", "--hold-at", 4, ranks=3, env=TFT) as job:
         job.wait_for("HOLD", count=3)
@@ -78,7 +64,7 @@ def test_a_killed_rank(tmp_path: Path, reference: Reference, killed: int) -> Non
     good = [rank for rank in range(3) if rank != killed]
     assert tree(tmp_path) == documented(4, 1, 4, *good), job.report()
     resumed = resume(tmp_path, 3, 4)
-    assert resumed.hashes() == reference(3).hashes(), resumed.report()
+    assert resumed.hashes() == uninterrupted("train_model.py", 3).hashes(), resumed.report()
 
 
 @pytest.mark.drill

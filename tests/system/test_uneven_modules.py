@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_job, start_agent
+from tests.system.conftest import Uninterrupted
 
 pytestmark = pytest.mark.slow
 
@@ -22,9 +23,11 @@ def test_one_that_is_made_behind_ddp_is_the_same_everywhere(tmp_path: Path) -> N
     assert not job.matches("are not the same on all ranks"), job.report()
 
 
-def test_an_average_that_rank_0_alone_updates_is_its_own_or_told_behind_its_death(tmp_path: Path) -> None:
+def test_an_average_that_rank_0_alone_updates_is_its_own_or_told_behind_its_death(
+    tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
     averages = r"AVERAGES (\d) (\S+) (\S+)"
-    whole = run_job("rank_zero_average.py", tmp_path / "whole", ranks=2)
+    whole = uninterrupted("rank_zero_average.py", 2)
     expected = {m[1]: m[2] for m in whole.matches(averages)}
     assert len({*expected.values()}) == 2, whole.report()
     with start_agent("rank_zero_average.py", tmp_path / "job", 5, ranks=2, run_dir=tmp_path / "run") as job:
