@@ -77,6 +77,8 @@ def refusal(path: Path, **options: Any) -> str:
         ({"FaultRankIds": '["1","3"]', "CreatTime": 1690000000}, {1, 3}, 1690000000),  # the first schedulers
         ({"FaultRankIds": "null"}, set(), None),
         ({"FaultRankIds": None}, set(), None),
+        ({"FaultRankIds": ["1"], "CreateTime": "1690000000"}, {1}, 1690000000),
+        ({"FaultRank": [1, 3], "UpdateTime": 1690000000123}, {1, 3}, 1690000000.123),
         ({"FaultRankIds": []}, set(), None),
         (
             {"RankList": [entry(2, policy="reset"), entry("3", policy="isolate")], "UpdateTime": 1690000000},
@@ -245,6 +247,8 @@ def test_ranks_of_nodes_that_a_person_names() -> None:
     ("content", "said"),
     [
         ({"FaultRankIds": ["8"]}, "names rank 8 in FaultRankIds, but the job has ranks 0..7"),
+        ({"FaultRanksIds": ["1"]}, "is 'FaultRanksIds' meant to be FaultRankIds?"),
+        ({"RankList": {"RankId": 1}}, "RankList that is no list"),
         ({"FaultRank": [1, True]}, "names True in FaultRank, which is no rank"),
         ({"FaultRankIds": "1,3"}, "no list but '1,3'"),
         ('{"FaultRank": [1], "FaultRank": []}', "has the key 'FaultRank' twice"),

@@ -47,18 +47,6 @@ def numbers() -> tuple[list[float], float, float]:
     return torch.rand(4).tolist(), random.random(), float(np.random.rand())
 
 
-@pytest.mark.parametrize(("older", "taken"), [(3, (7, 0)), (4, (7, 0)), (5, (5, None)), (6, (6, None))])
-def test_the_newest_step_goes_first_and_an_exact_one_just_before_it(
-    tmp_path: Path, older: int, taken: tuple[int, int | None]
-) -> None:
-    for step in (2, older, 7):
-        write_step(tmp_path, step, **REPLICAS)
-    next((tmp_path / "rank_1").glob("*_7.safetensors")).unlink()
-    found = find(tmp_path)
-    assert (found[1].checkpoint.info.step, found[1].donor) == taken
-    assert {one.checkpoint.info.step for one in found} == {taken[0]}
-
-
 def test_a_seed_sets_every_generator() -> None:
     drawn = []
     for seed in (5, 5, 2**62):
