@@ -14,6 +14,7 @@ import time
 import torch
 
 import mindx_elastic as mx
+from tests.jobs.kit import say
 
 
 def parse() -> argparse.Namespace:
@@ -46,10 +47,6 @@ def fill_the_disk_of(log: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     setattr(os, "write", full)  # noqa: B010
-
-
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 
 import mindx_elastic as mx
 from mindx_elastic.guard.stop_state import StopPhase
+from tests.jobs.kit import say
 
 EPOCHS, BATCHES = 3, 6
 
@@ -119,10 +120,6 @@ class Training:
         for name, tensor in sorted(self.network.state_dict().items()):
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
-
-
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
 
 
 def wait_for_stop(guard: mx.Guard) -> None:

@@ -21,10 +21,7 @@ from torch.utils.data import TensorDataset
 import mindx_elastic as mx
 from mindx_elastic import cluster
 from mindx_elastic.guard.stop_state import StopPhase
-
-
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
+from tests.jobs.kit import say
 
 
 def main() -> None:

@@ -3,11 +3,9 @@ rank 1 in front of it. The gradients are compressed from step 6 on."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 import mindx_elastic as mx
+from tests.jobs.kit import digest_of, say, wait_for
 
 
 def main() -> None:
@@ -33,8 +32,7 @@ def main() -> None:
 
     def end() -> None:
         killed[rank].touch()
-        while not killed[0].exists():
-            time.sleep(0.001)
+        wait_for(killed[0])
         os.kill(os.getpid(), signal.SIGKILL)
 
     with guard:
@@ -48,8 +46,7 @@ def main() -> None:
             guard.step_end()
             if step == kill and rank == 0 and not killed[0].exists():
                 end()
-    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in network.parameters())
-    os.write(1, f"DONE {rank} {hashlib.sha256(weights).hexdigest()} {guard.step}\n".encode())
+    say(f"DONE {rank} {digest_of(network.parameters())} {guard.step}")
     dist.destroy_process_group()
 
 

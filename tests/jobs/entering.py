@@ -18,7 +18,7 @@ from torch import nn
 import mindx_elastic as mx
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.guard import stages as stages_module
-from tests.jobs.loop import say
+from tests.jobs.kit import say
 
 
 class Unsupported:

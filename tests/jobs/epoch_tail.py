@@ -10,10 +10,7 @@ know its length. ``--shrink``: that code changes weights.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import mindx_elastic as mx
-
-
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
+from tests.jobs.kit import digest_of, kill_here, say, wait_for
 
 
 class Stream(IterableDataset[Any]):
@@ -38,11 +32,6 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self.data[i] for i in range(dist.get_rank(), len(self.data), dist.get_world_size()))
-
-
-def wait_for(paths: list[str]) -> None:
-    while not all(map(os.path.exists, paths)):
-        time.sleep(0.001)
 
 
 def main() -> None:
@@ -81,14 +70,14 @@ def main() -> None:
                 loss = nn.functional.cross_entropy(model(x), y)
                 loss.backward()
                 if args.in_update and (guard.step, rank) == (5, args.kill) and not os.path.exists(f"{marks}-killed"):
-                    wait_for([f"{marks}-2-{other}" for other in others])
+                    wait_for(*(f"{marks}-2-{other}" for other in others))
                     kill(rank)
                 opt.step()
                 guard.step_end()
             Path(f"{marks}-{epoch}-{rank}").touch()
             is_victim = (epoch, rank) == (2, args.kill) and not os.path.exists(f"{marks}-killed")
             if is_victim and not (args.late or args.in_update):
-                wait_for([f"{marks}-2-{other}" for other in others])  # all have passed the boundary
+                wait_for(*(f"{marks}-2-{other}" for other in others))  # all have passed the boundary
                 kill(rank)
             total = loss.detach().clone()
             dist.all_reduce(total)
@@ -99,18 +88,16 @@ def main() -> None:
                 with torch.no_grad():
                     first.weight.mul_(1 - 0.01 * float(total))
             if is_victim and args.late:
-                wait_for([f"{marks}-in-3-{other}" for other in others])
+                wait_for(*(f"{marks}-in-3-{other}" for other in others))
                 kill(rank)
 
     def kill(rank: int) -> None:
         Path(f"{marks}-killed").touch()
-        say(f"KILLED {rank}")
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_here(rank)
 
     guard.run(train)
-    digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in net.state_dict().values()))
-    digest.update(torch.get_rng_state().numpy().tobytes())
-    say(f"DONE {rank} {digest.hexdigest()} {opt.param_groups[0]['lr']}")
+    digest = digest_of([*net.state_dict().values(), torch.get_rng_state()])
+    say(f"DONE {rank} {digest} {opt.param_groups[0]['lr']}")
     dist.destroy_process_group()
 
 

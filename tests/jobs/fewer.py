@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import mindx_elastic as mx
 from mindx_elastic.config import ShrinkSettings
 from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext, TrainOneStep
+from tests.jobs.kit import say
 
 
 def parse() -> argparse.Namespace:
@@ -43,10 +44,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--late", action="store_true", help="a trial does not see that a place is broken")
     parser.add_argument("--step-s", type=float, default=0.0)
     return parser.parse_args()
-
-
-def say(text: str) -> None:
-    os.write(1, f"{text}\n".encode())
 
 
 def meet(directory: Path, step: int, rank: int, world_size: int, *, waits: bool) -> None:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 import mindx_elastic as mx
 from mindx_elastic.persist import writer
 from mindx_elastic.persist.first_save import FirstSave
-from tests.jobs.loop import hold, kill_here, kill_in_snapshot, say
+from tests.jobs.kit import kill_here, say
+from tests.jobs.loop import hold, kill_in_snapshot
 
 STEPS = 12
 

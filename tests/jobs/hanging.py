@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from mindx_elastic.memory import snapshots as snapshotting_module
 from tests.jobs import loop
+from tests.jobs.kit import say
 
 
 def hang(what: str) -> None:
-    loop.say(f"HANGS {what}")
+    say(f"HANGS {what}")
     threading.Event().wait()
 
 
@@ -47,7 +48,7 @@ def hang_in_stderr() -> None:
 
 
 def log_for_ever() -> None:
-    loop.say("HANGS stderr")
+    say("HANGS stderr")
     logging.getLogger("mindx_elastic").error("full")
 
 
@@ -67,7 +68,7 @@ class Trainer(loop.Trainer):
                 log = Path(self.args.directory) / "events.jsonl"
                 log.rename(log.with_suffix(".kept"))
                 os.mkfifo(log)  # opening it for writing waits for a reader
-                loop.say("HANGS log")
+                say("HANGS log")
         super().step(x, y, number)
 
 

@@ -38,6 +38,7 @@ import mindx_elastic as mx
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
 from tests.jobs.in_recovery import InRecovery
+from tests.jobs.kit import say
 from tests.jobs.loop import Pictures
 
 PLACES = ("start", "worker", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
@@ -70,11 +71,6 @@ class Every:
 
     def name(self, position: Position) -> str:
         return f"every-{position.epoch}_{position.step_in_epoch}.safetensors"
-
-
-def say(line: str) -> None:
-    """One write a line: the ranks share the pipe."""
-    os.write(1, f"{line}\n".encode())
 
 
 def parse() -> argparse.Namespace:

@@ -15,10 +15,7 @@ import torch
 
 import mindx_elastic as mx
 from mindx_elastic.guard import saver as saving
-
-
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
+from tests.jobs.kit import say
 
 
 def main() -> None:

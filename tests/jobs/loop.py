@@ -32,6 +32,7 @@ from mindx_elastic.guard.active import entered as active_guards
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
 from mindx_elastic.start import ddp_warmup
+from tests.jobs.kit import kill_here, say
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
@@ -76,11 +77,6 @@ def weights_hash(module: nn.Module) -> str:
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def say(line: str) -> None:
-    """One write a line: several ranks share the pipe, and their lines must not mix."""
-    os.write(1, f"{line}\n".encode())
 
 
 def hold(guard: mx.Guard, rank: int) -> None:
@@ -131,12 +127,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ddp", choices=["given", "hidden", "static"], default="given", help="hidden: not the guard's")
     parser.add_argument("--bucket-mb", type=float, default=0.002)
     return parser.parse_args()
-
-
-def kill_here(what: str) -> None:
-    """What the kernel does to a process that takes too much memory."""
-    say(f"KILLED {what}")
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_in_snapshot(order: str, rank: int) -> None:

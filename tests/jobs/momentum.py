@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
 import os
-import signal
 from pathlib import Path
 
 import torch
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
-from tests.jobs.own_objects import wait_for
+from tests.jobs.kit import digest_of, kill_here, say, wait_for
 
 
 def main() -> None:
@@ -48,7 +46,7 @@ def main() -> None:
 
     with guard:
         fresh = guard.resumed_from_step is None
-        os.write(1, f"READY {rank} {os.getpid()} {guard.resumed_from_step}\n".encode())
+        say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
         for _ in guard.epochs(2):
             for (x,) in loader:
                 if not args.behind:
@@ -60,7 +58,7 @@ def main() -> None:
                         followed.touch()
                     else:
                         wait_for(followed)
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        kill_here(rank)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -69,8 +67,7 @@ def main() -> None:
                 if args.behind:
                     follow()
                 guard.step_end(loss=loss)
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in network.parameters())).hexdigest()
-    os.write(1, f"DONE {rank} {digest} {guard.step}\n".encode())
+    say(f"DONE {rank} {digest_of(network.parameters())} {guard.step}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

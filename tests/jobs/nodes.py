@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 import mindx_elastic as mx
 from mindx_elastic.core.position import Position
 from tests.jobs.fsdp import local_hash
-from tests.jobs.loop import hold, say
+from tests.jobs.kit import say
+from tests.jobs.loop import hold
 
 STEPS = 12
 

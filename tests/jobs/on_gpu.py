@@ -29,7 +29,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import mindx_elastic as mx
-from tests.jobs.in_place import Faults, digest_of, say
+from tests.jobs.in_place import Faults, digest_of
+from tests.jobs.kit import say
 from tests.jobs.loop import Pictures
 
 PRECISIONS = ("fp32", "fp16", "bf16")

@@ -10,9 +10,6 @@ import argparse
 import hashlib
 import os
 import pickle
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import mindx_elastic as mx
+from tests.jobs.kit import kill_here, say, wait_for
 
 
 class Centred(nn.Module):
@@ -39,10 +37,6 @@ class Centred(nn.Module):
         return x - self.mean
 
 
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
@@ -50,14 +44,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ema", choices=["missing", "empty"], help="an average on rank 0; what the others name")
     parser.add_argument("--kill", default="", help="STEP:RANK, on a fresh start: once the others have ended the step")
     return parser.parse_args()
-
-
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 60
-    while not path.exists():
-        if time.monotonic() > end:
-            sys.exit(f"{path} did not come in 60 s")
-        time.sleep(0.005)
 
 
 def main() -> None:
@@ -102,8 +88,7 @@ def main() -> None:
                     ema[name].mul_(0.9).add_(value, alpha=0.1)
                 if args.kill == f"{step}:{rank}" and guard.resumed_from_step is None:
                     wait_for(args.directory / f"passed_{step}")
-                    say(f"KILLED {rank} in step {step}")
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    kill_here(f"{rank} in step {step}")
                 guard.step_end()
                 if args.kill.startswith(f"{guard.step}:"):
                     (args.directory / f"passed_{guard.step}").touch()

@@ -7,11 +7,8 @@ of a fresh start kills itself with SIGKILL in the update of STEP, when all other
 
 from __future__ import annotations
 
-import hashlib
 import os
-import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import mindx_elastic as mx
+from tests.jobs.kit import digest_of, kill_here, say, wait_for
 
 SIZE = 24
 
@@ -37,10 +35,6 @@ class Drawn(Sampler[int]):
 
     def __len__(self) -> int:
         return SIZE // 2
-
-
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
 
 
 def main() -> None:
@@ -66,19 +60,16 @@ def main() -> None:
                 nn.functional.cross_entropy(model(x), y).backward()
                 step, killed = guard.step + 1, Path(f"{directory}-killed")
                 if (rank, step) == (victim, last) and not killed.exists():
-                    while not all(Path(f"{directory}-{step}-{other}").exists() for other in others):
-                        time.sleep(0.001)
+                    wait_for(*(f"{directory}-{step}-{other}" for other in others))
                     killed.touch()
-                    say(f"KILLED {rank}")
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    kill_here(rank)
                 opt.step()
                 guard.step_end()
                 Path(f"{directory}-{step}-{rank}").touch()
                 say(f"ORDER {rank} {step} {numbers.tolist()}")
 
     guard.run(train)
-    parts = [p.detach().numpy().tobytes() for p in net.parameters()] + [torch.get_rng_state().numpy().tobytes()]
-    say(f"DONE {rank} {hashlib.sha256(b''.join(parts)).hexdigest()}")
+    say(f"DONE {rank} {digest_of([*net.parameters(), torch.get_rng_state()])}")
     dist.destroy_process_group()
 
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
-from tests.jobs.loop import Pictures, build_network, say, weights_hash
+from tests.jobs.kit import say
+from tests.jobs.loop import Pictures, build_network, weights_hash
 
 
 def parse() -> argparse.Namespace:

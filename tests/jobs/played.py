@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.jobs import loop
+from tests.jobs.kit import say
 
 _OVERLAP = ("guard/overlap.py", "prove/overlap.py", "prove/witness.py", "prove/digests.py", "prove/variables.py")
 
@@ -31,7 +32,7 @@ def kill_at_call(number: int) -> None:
         if calls or (code.co_name == "_begin" and code.co_filename.endswith("guard/overlap.py")):
             calls += 1
             if calls % 100 == 0:
-                loop.say(f"CALLS {calls}")
+                say(f"CALLS {calls}")
             if calls == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -44,7 +45,7 @@ class Trainer(loop.Trainer):
     def step(self, x: torch.Tensor, y: torch.Tensor, number: int) -> None:
         if loop.is_played_on(self.guard):
             rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            loop.say(f"PLAYS {rank}")
+            say(f"PLAYS {rank}")
             fault = os.environ["LOOP_PLAYS"] if rank == size - 1 else "none"
             if fault == "raise":
                 raise RuntimeError("only in the step that is played on")

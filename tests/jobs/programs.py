@@ -22,7 +22,8 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 
 import mindx_elastic as mx
-from tests.jobs.in_place import Faults, digest_of, say
+from tests.jobs.in_place import Faults, digest_of
+from tests.jobs.kit import say
 from tests.jobs.loop import Pictures
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindx_elastic.train import Callback, RunContext
 from tests.jobs.forked import run_ranks
-from tests.jobs.loop import say
+from tests.jobs.kit import say
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "resnet_cifar10"))
 

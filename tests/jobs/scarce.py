@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from tests.jobs import loop
+from tests.jobs.kit import say
 
 
 def limit(spare_mib: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     room = pages * os.sysconf("SC_PAGE_SIZE") + (spare_mib << 20)
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
-    loop.say(f"SCARCE {spare_mib}")
+    say(f"SCARCE {spare_mib}")
 
 
 class Trainer(loop.Trainer):

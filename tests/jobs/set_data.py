@@ -7,9 +7,7 @@ end of its epoch (``tail``). Prints ``READY rank pid resumed_from``, ``KILLED ra
 
 from __future__ import annotations
 
-import hashlib
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import mindx_elastic as mx
+from tests.jobs.kit import digest_of, kill_here, say
 
 
 class Pictures(Dataset[Any]):
@@ -32,10 +31,6 @@ class Pictures(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         x = self.x[index] + 0.1 * self.level * torch.randn(4)
         return x + self.x[int(torch.randint(120, ()))] if self.mosaic else x
-
-
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
 
 
 def main() -> None:
@@ -57,8 +52,7 @@ def main() -> None:
     def die(step: int, here: str) -> None:
         if (rank, step, here) == (int(victim), int(last), where) and not killed.exists():
             killed.touch()
-            say(f"KILLED {rank}")
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_here(rank)
 
     def train() -> None:
         say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
@@ -73,8 +67,7 @@ def main() -> None:
                 guard.step_end()
             data.level += 1
             die(guard.step, "tail")
-        digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values()))
-        say(f"DONE {rank} {digest.hexdigest()} {data.mosaic} {data.level}")
+        say(f"DONE {rank} {digest_of(model.state_dict().values())} {data.mosaic} {data.level}")
 
     guard.run(train)
     dist.destroy_process_group()

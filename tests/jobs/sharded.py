@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mindx_elastic as mx
-from tests.jobs.in_place import Faults, Sharing, say
+from tests.jobs.in_place import Faults, Sharing
+from tests.jobs.kit import say
 from tests.jobs.loop import Pictures
 
 

@@ -8,9 +8,7 @@ and says ``KILLED``.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,10 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import mindx_elastic as mx
-
-
-def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
+from tests.jobs.kit import digest_of, kill_here, say
 
 
 class Stream(IterableDataset[Any]):
@@ -50,19 +45,13 @@ def main() -> None:
                 loss = nn.functional.cross_entropy(model(x), y)
                 loss.backward()
                 if may_die and args.kill == "next" and guard.step == 6:
-                    kill()
+                    kill_here(epoch)
                 opt.step()
                 guard.step_end()
             if may_die and args.kill == "tail":
-                kill()
+                kill_here(epoch)
             say(f"LOSS {epoch} {float(loss).hex()}")
-    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    say(f"DONE 0 {hashlib.sha256(weights).hexdigest()}")
-
-
-def kill() -> None:
-    say("KILLED")
-    os.kill(os.getpid(), signal.SIGKILL)
+    say(f"DONE 0 {digest_of(model.parameters())}")
 
 
 if __name__ == "__main__":

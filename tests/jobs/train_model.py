@@ -20,7 +20,8 @@ import mindx_elastic as mx
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.terminating_message import ExceptionCheckpoint
-from tests.jobs.loop import Pictures, build_network, say, weights_hash
+from tests.jobs.kit import say
+from tests.jobs.loop import Pictures, build_network, weights_hash
 
 
 def parse() -> argparse.Namespace:

@@ -32,7 +32,8 @@ from torch.utils.data import Dataset
 
 import mindx_elastic as mx
 from tests.jobs.forked import run_ranks
-from tests.jobs.loop import hold, say
+from tests.jobs.kit import say
+from tests.jobs.loop import hold
 
 SAMPLES_PER_UPDATE = 12
 VOCABULARY, WIDTH, HEAD, HIDDEN, LENGTH = 31, 12, 3, 22, 8  # 31 and 22/2 rows: uneven shards

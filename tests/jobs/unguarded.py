@@ -14,7 +14,8 @@ from torch.utils.data import TensorDataset
 
 import mindx_elastic as mx
 from mindx_elastic.guard.policy import ExitPolicy
-from tests.jobs.loop import build_network, say
+from tests.jobs.kit import say
+from tests.jobs.loop import build_network
 
 
 class Broken(mx.Callback):
