@@ -6,7 +6,6 @@ Prints ``READY rank pid resumed_from`` and ``DONE rank step``.
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import signal
 import time
@@ -29,24 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--own-count", action="store_true", help="a count that is not kept decides the loss")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--own-name", action="store_true", help="each process gives the directory another name")
-    parser.add_argument("--full-log", action="store_true", help="the event log of the directory is on a full disk")
     return parser.parse_args()
-
-
-def fill_the_disk_of(log: str) -> None:
-    """Every write to `log` fails from now on, as on a full disk; says so the first time."""
-    write = os.write
-    told: list[int] = []
-
-    def full(fd: int, data: bytes) -> int:
-        if os.readlink(f"/proc/self/fd/{fd}") != log:
-            return write(fd, data)
-        if not told:
-            told.append(fd)
-            say("FULL")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    setattr(os, "write", full)  # noqa: B010
 
 
 def main() -> None:
@@ -56,8 +38,6 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     directory = os.path.join(args.directory, str(rank)) if rank else args.directory
     directory += f"-{os.getpid()}" * args.own_name
-    if args.full_log:
-        fill_the_disk_of(os.path.realpath(os.path.join(directory, "events.jsonl")))
     count = 0
     guard = mx.Guard(model=model, optimizer=optimizer, directory=directory, prefix="small")
     with guard:

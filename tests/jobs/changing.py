@@ -308,9 +308,6 @@ class HeadOfLoop(Training):
         prune.random_unstructured(self.network.head, "weight", amount=2)
 
 
-# --- names ---
-
-
 # --- buffers ---
 
 
@@ -392,7 +389,6 @@ class UnnamedOwnHook(Training):
 
 
 SCENARIOS: dict[str, type[Training]] = {
-    "plain": Training,
     "unfreezing": Unfreezing,
     "rewrapped": Rewrapped,
     "sharded": Sharded,

@@ -30,7 +30,6 @@ def main() -> None:
     parser.add_argument("--kill", default="")
     parser.add_argument("--stop", default="", help="STEP:RANK: that rank stops itself (SIGSTOP)")
     parser.add_argument("--fail", default="", help="STEP:RANK: that rank raises")
-    parser.add_argument("--exit-code", type=int, default=0)
     parser.add_argument("--hold-at", default="", help="steps, separated by commas")
     parser.add_argument("--hold-resumed", action="store_true")
     parser.add_argument("--wait-before-guard", action="store_true", help="until there is a file go-on")
@@ -97,8 +96,6 @@ def main() -> None:
             train()
     weights = torch.cat([p.detach().flatten() for p in model.parameters()] + [torch.rand(2)])
     say(f"DONE {rank} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()} {guard.step}")
-    if args.exit_code and rank == 1:
-        raise SystemExit(args.exit_code)
 
 
 if __name__ == "__main__":

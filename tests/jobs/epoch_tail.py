@@ -2,9 +2,8 @@
 
 Prints ``READY rank pid resumed_from``, ``LOSS rank epoch sum_over_ranks`` and ``DONE rank sha256 learning_rate``.
 ``--kill``: that rank of a fresh start kills itself with SIGKILL in the code behind epoch 2, and says ``KILLED rank``:
-in front of the collective; with ``--late`` behind it, when all others are in the next epoch already; with
-``--in-update`` in the update of that epoch's last step, which the others have passed. ``--stream``: the loader does not
-know its length. ``--shrink``: that code changes weights.
+in front of the collective; with ``--late`` behind it, when all others are in the next epoch already. ``--stream``: the
+loader does not know its length.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("--kill", type=int, default=-1)
     parser.add_argument("--late", action="store_true")
-    parser.add_argument("--in-update", action="store_true")
     parser.add_argument("--stream", action="store_true")
-    parser.add_argument("--shrink", action="store_true")
     args = parser.parse_args()
     marks = args.directory
     torch.set_num_threads(1)
@@ -49,8 +46,7 @@ def main() -> None:
     rank, others = dist.get_rank(), [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(24 * dist.get_world_size(), 4), torch.arange(24 * dist.get_world_size()) % 2)
-    first = nn.Linear(4, 8)
-    net = nn.Sequential(first, nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
     model = nn.parallel.DistributedDataParallel(net)
     torch.manual_seed(rank)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -69,14 +65,11 @@ def main() -> None:
                 opt.zero_grad()
                 loss = nn.functional.cross_entropy(model(x), y)
                 loss.backward()
-                if args.in_update and (guard.step, rank) == (5, args.kill) and not os.path.exists(f"{marks}-killed"):
-                    wait_for(*(f"{marks}-2-{other}" for other in others))
-                    kill(rank)
                 opt.step()
                 guard.step_end()
             Path(f"{marks}-{epoch}-{rank}").touch()
             is_victim = (epoch, rank) == (2, args.kill) and not os.path.exists(f"{marks}-killed")
-            if is_victim and not (args.late or args.in_update):
+            if is_victim and not args.late:
                 wait_for(*(f"{marks}-2-{other}" for other in others))  # all have passed the boundary
                 kill(rank)
             total = loss.detach().clone()
@@ -84,9 +77,6 @@ def main() -> None:
             say(f"LOSS {rank} {epoch} {float(total).hex()}")
             plan.step(float(total) + epoch)
             torch.rand(rank + 1)  # a stream of each rank's own
-            if args.shrink:
-                with torch.no_grad():
-                    first.weight.mul_(1 - 0.01 * float(total))
             if is_victim and args.late:
                 wait_for(*(f"{marks}-in-3-{other}" for other in others))
                 kill(rank)

@@ -79,7 +79,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--size", type=int, default=96)
     parser.add_argument("--num-workers", type=int, default=0)
-    parser.add_argument("--persistent", action="store_true", help="the loader workers live on from epoch to epoch")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--evaluate", choices=("no", "no_grad", "inference", "ddp"), default="no")
@@ -94,7 +93,6 @@ def parse() -> argparse.Namespace:
         default="no",
         help="what the function does at its beginning",
     )
-    parser.add_argument("--decay", action="store_true", help="each step begins with less momentum, by hand")
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--meanwhile", action="append", default=[])
     parser.add_argument(
@@ -238,7 +236,6 @@ class Trainer:
             shuffle=True,
             seed=3,
             num_workers=args.num_workers,
-            persistent_workers=args.persistent,
             worker_init_fn=self.start_worker if args.num_workers else None,
         )
         self.rank = dist.get_rank()
@@ -305,9 +302,6 @@ class Trainer:
         args, faults, step = self.args, self.faults, self.step
         say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {self.rank} {step}")
         self.count += args.inside == "count"
-        if args.decay:
-            for state in self.optimizer.state.values():
-                state["exp_avg"].mul_(0.9)
         faults.at(step, "start")
         if args.step_s:
             time.sleep(args.step_s)

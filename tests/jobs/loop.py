@@ -31,7 +31,6 @@ from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.active import entered as active_guards
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
-from mindx_elastic.start import ddp_warmup
 from tests.jobs.kit import kill_here, say
 
 
@@ -57,19 +56,6 @@ def build_network() -> nn.Module:
     for _ in range(4):  # enough layers for several DDP buckets
         layers += [nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU()]
     return nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(24, 5))
-
-
-class FragileAdamW(torch.optim.AdamW):
-    """Can fail half-way through an update."""
-
-    fail = False
-
-    def step(self, closure: Any = None) -> Any:
-        if self.fail:
-            with torch.no_grad():
-                self.param_groups[0]["params"][0].add_(1.0)
-            raise RuntimeError("injected in the optimizer")
-        return super().step(closure)
 
 
 def weights_hash(module: nn.Module) -> str:
@@ -108,7 +94,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fail-rank", type=int, default=0)
     parser.add_argument(
         "--fail-where",
-        choices=("forward", "backward", "optimizer", "between", "scheduler", "late", "after"),
+        choices=("forward", "backward", "late", "after"),
         default="forward",
     )
     parser.add_argument("--fail-resumed", action="store_true", help="fail at that step after a resume too")
@@ -125,7 +111,6 @@ def parse() -> argparse.Namespace:
         "--after", default="", help="stop:RANK, spin:RANK or work:RANK: what a rank does after its guard"
     )
     parser.add_argument("--ddp", choices=["given", "hidden", "static"], default="given", help="hidden: not the guard's")
-    parser.add_argument("--bucket-mb", type=float, default=0.002)
     return parser.parse_args()
 
 
@@ -162,10 +147,8 @@ class Trainer:
         if self.world_size > 1:
             dist.init_process_group("gloo")
             static = args.ddp == "static"
-            self.wrapped = nn.parallel.DistributedDataParallel(
-                self.network, bucket_cap_mb=args.bucket_mb, static_graph=static
-            )
-        self.optimizer = FragileAdamW(self.network.parameters(), lr=1e-2)
+            self.wrapped = nn.parallel.DistributedDataParallel(self.network, bucket_cap_mb=0.002, static_graph=static)
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
         self.second = torch.optim.SGD(self.network[0].parameters(), lr=1e-3)  # type: ignore[index]
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.02, total_steps=2000)
         self.per_epoch = torch.optim.lr_scheduler.ExponentialLR(self.second, 0.9)
@@ -244,14 +227,9 @@ class Trainer:
             kill_here(f"in {where} {step}")
 
     def update(self, failing: bool) -> None:
-        self.optimizer.fail = failing and self.args.fail_where == "optimizer"
         self.optimizer.step()
-        if failing and self.args.fail_where == "between":
-            raise RuntimeError("injected between two optimizers")
         self.kill("update", self.guard.position.step + 1)
         self.second.step()
-        if failing and self.args.fail_where == "scheduler":
-            raise RuntimeError("injected before the scheduler")
         self.scheduler.step()
         self.optimizer.zero_grad()
         if failing and self.args.fail_where == "late":
@@ -305,12 +283,6 @@ def break_save(order: str, rank: str) -> None:
 
 def inject(environment: Mapping[str, str]) -> None:
     """Faults that no signal can bring about; each says that it has fired."""
-    if environment.get("LOOP_NO_REPLAY"):
-
-        def leave_out(*_: object) -> None:
-            say("REPLAY LEFT OUT")
-
-        mock.patch.object(ddp_warmup, "replay_gradient_order", leave_out).start()
     if environment.get("LOOP_NO_KEY"):  # as if a launcher did not say how many ranks a node has
         del os.environ["LOCAL_WORLD_SIZE"]
     if environment.get("LOOP_OWN_KEY"):

@@ -10,10 +10,8 @@ in which the guard has waited for the device, and ``DONE rank sha256 step``.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import random
-import signal
 import warnings
 from pathlib import Path
 
@@ -51,7 +49,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--tell-syncs", action="store_true")
     parser.add_argument("--with-guard", action="store_true")
-    parser.add_argument("--stacks", action="store_true", help="SIGUSR2 prints what all threads do")
     return parser.parse_args()
 
 
@@ -177,9 +174,6 @@ class Trainer:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    arguments = parse()
-    if arguments.stacks:
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
-    Trainer(arguments).run()
+    Trainer(parse()).run()
     if dist.is_initialized():
         dist.destroy_process_group()

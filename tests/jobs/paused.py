@@ -1,4 +1,4 @@
-"""A training job for the tests of pauses: DDP, dropout, loader workers, an evaluation, accumulation.
+"""A training job for the tests of pauses: DDP, dropout, loader workers, an evaluation.
 
 Prints ``READY rank pid resumed_from``, ``HOLD rank step``, ``EVAL rank epoch`` and ``DONE rank sha256 step``.
 ``--hold-at 3,7`` keeps each rank in the middle of these steps until the gate has a limit (a pause, a stop), so that
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
-from tests.jobs.kit import say
+from tests.jobs.kit import say, wait_for
 from tests.jobs.loop import Pictures, build_network, weights_hash
 
 
@@ -27,26 +27,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--size", type=int, default=60)
     parser.add_argument("--num-workers", type=int, default=0)
-    parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--hold-at", default="", help="steps of the first attempt, separated by commas")
     parser.add_argument("--hold-resumed", action="store_true", help="also in the attempts that follow")
-    parser.add_argument("--hold-rank", type=int, default=-1, help="only this rank holds")
     parser.add_argument("--wait-for", default="", help="STEP:RANK:FILE: that rank stays in that step until the file is")
-    parser.add_argument("--wait-resumed", action="store_true", help="it does so also in the attempts that follow")
-    parser.add_argument("--start-after", default="", help="a file that must be there before the guard is entered")
     parser.add_argument("--eval", default="", help="poll or plain: in an evaluation after each epoch until a file `go`")
-    parser.add_argument("--tail", action="store_true", help="code behind the last step, until a file `go`")
     parser.add_argument("--run", action="store_true", help="guard.run(train), which a recovery in place needs")
     parser.add_argument("--no-guard", action="store_true")
     return parser.parse_args()
-
-
-def wait_for_file(name: str) -> None:
-    end = time.monotonic() + 300
-    while not Path(name).exists():
-        if time.monotonic() > end:
-            raise SystemExit(f"{name} did not come")
-        time.sleep(0.005)
 
 
 def main() -> None:
@@ -54,7 +41,7 @@ def main() -> None:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if args.no_guard:
         say(f"READY {rank} {os.getpid()} None")
-        wait_for_file("go")
+        wait_for("go")
         return
     network = build_network()
     wrapped: nn.Module = network
@@ -67,28 +54,24 @@ def main() -> None:
     )
     guard = mx.Guard(model=wrapped, optimizer=optimizer, loader=loader, directory=args.directory, prefix="paused")
     holds = {int(step) for step in args.hold_at.split(",") if step}
-    if args.start_after:
-        say(f"STARTING {rank}")
-        wait_for_file(args.start_after)
 
     def train() -> None:
         say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
         fresh = guard.resumed_from_step is None
         for epoch in guard.epochs(args.epochs):
-            for number, (x, y, _) in enumerate(loader, start=1):
+            for x, y, _ in loader:
                 step = guard.position.step + 1
-                (nn.functional.cross_entropy(wrapped(x), y) / args.accumulate).backward()
-                if number % args.accumulate == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if (fresh or args.hold_resumed) and step in holds and args.hold_rank in (-1, rank):
+                nn.functional.cross_entropy(wrapped(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if (fresh or args.hold_resumed) and step in holds:
                     say(f"HOLD {rank} {step}")
                     guard.stopper.step_gate.wait_for_limit(300)
                 where, _, rest = args.wait_for.partition(":")
                 who, _, file = rest.partition(":")
-                if (fresh or args.wait_resumed) and (where, who) == (str(step), str(rank)):
+                if fresh and (where, who) == (str(step), str(rank)):
                     say(f"WAITS {rank} {step}")
-                    wait_for_file(file)
+                    wait_for(file)
                 guard.step_end()
                 say(f"PASSED {rank} {step}")
             if args.eval and fresh:
@@ -98,9 +81,6 @@ def main() -> None:
                         if args.eval == "poll":
                             guard.poll()
                         time.sleep(0.005)
-        if args.tail and fresh:
-            say(f"TAIL {rank}")
-            wait_for_file("go")
 
     if args.run:
         guard.run(train)
