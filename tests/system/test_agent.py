@@ -177,7 +177,7 @@ def test_a_fixed_master_port_is_kept_over_restarts() -> None:
 # --- stops ---
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.drill)])
 def test_a_signal_to_the_agent_reaches_the_workers(signum: signal.Signals) -> None:
     with agent("wait", ranks=2) as job:
         job.wait_for("WAITING", 2)

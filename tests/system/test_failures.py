@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
     ("ranks", "fail_rank", "where"),
     [
         pytest.param(1, 0, "forward", marks=pytest.mark.drill),
-        (1, 0, "after"),
+        pytest.param(1, 0, "after", marks=pytest.mark.drill),
         (1, 0, "late"),
         pytest.param(2, 1, "late", marks=pytest.mark.drill),
         (2, 1, "forward"),

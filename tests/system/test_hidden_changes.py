@@ -28,6 +28,7 @@ def test_a_peer_is_killed_behind_the_hidden_change(tmp_path: Path, uninterrupted
     assert resumed.hashes() == whole, resumed.report()
 
 
+@pytest.mark.drill
 def test_a_peer_is_killed_in_the_second_step_of_the_process(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     """No update has shown yet that the weights move in front of it."""
     env = {"MINDX_SNAPSHOT_EVERY": "0"}

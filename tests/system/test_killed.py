@@ -198,7 +198,7 @@ def test_a_directory_that_was_emptied_begins_anew(place: Place, reference: Refer
 # --- killed in the middle of a copy ---
 
 
-@pytest.mark.parametrize("stage", [s if s in ("copying", "headed", "committed") else drilled(s) for s in STAGES])
+@pytest.mark.parametrize("stage", [s if s in ("copying", "committed") else drilled(s) for s in STAGES])
 def test_killed_in_the_middle_of_a_copy(place: Place, reference: Reference, stage: str) -> None:
     """The fourth snapshot, of step 8: a record that was not written yet means that the other slot is used."""
     with place.start("--kill-in-snapshot", f"{stage}:4", every=2) as job:

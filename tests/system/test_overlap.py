@@ -19,7 +19,11 @@ def witnesses(directory: Path) -> int:
 
 @pytest.mark.parametrize(
     ("ranks", "fault"),
-    [(1, "none"), (2, "none"), (2, "kill"), (2, "raise"), pytest.param(2, "hang", marks=pytest.mark.drill)],
+    [
+        (2, "none"),
+        (2, "kill"),
+        *(pytest.param(*case, marks=pytest.mark.drill) for case in ((1, "none"), (2, "raise"), (2, "hang"))),
+    ],
 )
 def test_the_stop_is_the_same_and_the_next_start_compares(
     tmp_path: Path, reference: Reference, ranks: int, fault: str

@@ -28,7 +28,7 @@ def ask(*arguments: object) -> Any:
     return json.loads(CliRunner().invoke(app, [*map(str, arguments), "--json"]).stdout)
 
 
-@pytest.mark.parametrize("who", ["all", "1"])
+@pytest.mark.parametrize("who", ["1", pytest.param("all", marks=pytest.mark.drill)])
 def test_every_rank_leaves_and_nothing_is_saved(tmp_path: Path, who: str) -> None:
     with start_job("ranks.py", 2, Path(__file__).parents[1] / "jobs" / "unmanaged.py", tmp_path, who, 12) as job:
         assert job.wait() != 0
