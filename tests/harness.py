@@ -22,7 +22,19 @@ from typing import Any
 from tests.fork_server import ForkedProcess, clean_environment
 from tests.watchdog import IDLE_S, Stalled, Watchdog, children
 
-__all__ = ["JOBS", "Job", "children", "events", "run_job", "start_agent", "start_job", "unignore_signals"]
+__all__ = [
+    "JOBS",
+    "Job",
+    "children",
+    "events",
+    "job_status",
+    "run_command",
+    "run_job",
+    "start_agent",
+    "start_command",
+    "start_job",
+    "unignore_signals",
+]
 
 JOBS = Path(__file__).parent / "jobs"
 _ROOT = Path(__file__).parent.parent
@@ -269,11 +281,26 @@ def events(directory: Path, name: str | None = None) -> list[dict[str, Any]]:
     return [event for event in found if name is None or event["event"] == name]
 
 
+@contextmanager
+def start_command(*words: object, env: dict[str, str] | None = None) -> Iterator[Job]:
+    """Start ``mindx-elastic WORDS``, forked as a job is; ends it on leaving."""
+    command = [sys.executable, "-m", "mindx_elastic.cli.main", *map(str, words)]
+    job = Job(command, _environment(None) if env is None else env, fresh=False)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def run_command(*words: object, code: int = 0, env: dict[str, str] | None = None) -> str:
+    """What ``mindx-elastic WORDS`` prints, on both streams."""
+    with start_command(*words, env=env) as job:
+        return "\n".join(job.expect(code).lines)
+
+
 def job_status(run_dir: Path) -> dict[str, Any]:
     """What `mindx-elastic status --json` says."""
-    command = [sys.executable, "-m", "mindx_elastic", "status", str(run_dir), "--json"]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=300.0)
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(run_command("status", run_dir, "--json")))
 
 
 def wait_until(condition: Any, what: str, timeout_s: float = 300.0) -> None:

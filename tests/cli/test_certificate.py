@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from mindx_elastic.core.certificate import MOST, NOT_COMPARED, added, digest_of,
 from mindx_elastic.start.certificates import certificate_in
 from mindx_elastic.start.remains import proof_in_events
 from tests.guarded import no_traces, plain_environment, stop_at, stopped
+from tests.harness import run_command, start_job
 from tests.prove.test_overlap import STOP, Quiet, scaled_by, stop, witness_in
 
 FACTS: dict[str, Any] = {"ranks": 2, "date": 1e9}
@@ -152,14 +150,11 @@ with mx.Guard(model=model, optimizer=optimizer, loader=loader, directory=sys.arg
 def test_two_ranks_prove_a_resume_and_the_command_says_so(tmp_path: Path) -> None:
     script, directory = tmp_path / "job.py", tmp_path / "ckpt"
     script.write_text(JOB, encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MINDX_OVERLAP": "1"}
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     for step in (5, 11):
-        subprocess.run([*torchrun, script, directory, str(step)], env=environment, capture_output=True, check=False)
-    command = (sys.executable, "-m", "mindx_elastic", "verify", "--certificate", directory)
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stdout + said.stderr
-    joined, conclusion = said.stdout.splitlines()  # the ranks agree on the step of a stop: that of the signal, or later
+        with start_job("ranks.py", 2, script, directory, step, env={"MINDX_OVERLAP": "1"}) as job:
+            assert job.wait() != 0, job.report()
+    said = run_command("verify", "--certificate", directory)
+    joined, conclusion = said.splitlines()  # the ranks agree on the step of a stop: that of the signal, or later
     found = re.match(r"resumed after step (\d+): joined: step (\d+) .*\(2 ranks, ", joined)
-    assert found is not None and int(found[2]) == int(found[1]) + 1 > 5, said.stdout
+    assert found is not None and int(found[2]) == int(found[1]) + 1 > 5, said
     assert re.match(r"certificate of step \d+: sound; 1 of 1 resumes are joined", conclusion)

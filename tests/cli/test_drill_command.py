@@ -13,7 +13,7 @@ import pytest
 
 from mindx_elastic.drill.faults import KINDS
 from tests.cli.test_prove_command import environment
-from tests.harness import JOBS
+from tests.harness import JOBS, run_command
 
 
 def run(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -45,18 +45,17 @@ def drill(
         (["--fault", "kill", "--stops", "3", "--", "s.py"], "neither of drill nor of mindx-elastic run"),
     ],
 )
-def test_wrong_usage(tmp_path: Path, words: list[str], said: str) -> None:
+def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('the script is not started')")
-    result = run(*words, cwd=tmp_path)
-    assert result.returncode == 2 and said in " ".join(result.stderr.split()), result.stderr
-    assert "not started" not in result.stdout + result.stderr
+    monkeypatch.chdir(tmp_path)
+    shown = run_command("drill", *words, code=2, env=environment())
+    assert said in " ".join(shown.split()) and "not started" not in shown, shown
     assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
 
 
-def test_the_list_names_every_fault(tmp_path: Path) -> None:
-    result = run("--list", cwd=tmp_path)
-    assert result.returncode == 0
-    assert [line.partition(":")[0] for line in result.stdout.splitlines() if line[0] != " "] == list(KINDS)
+def test_the_list_names_every_fault() -> None:
+    shown = run_command("drill", "--list", env=environment())
+    assert [line.partition(":")[0] for line in shown.splitlines() if line[0] != " "] == list(KINDS)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.cli.scripts import split_line
-from tests.harness import JOBS, Job, children, wait_until
+from tests.harness import JOBS, Job, children, run_command, wait_until
 from tests.prove.started import is_gone
 from tests.watchdog import Watchdog
 
@@ -66,11 +66,12 @@ def test_the_line_is_divided_at_the_script() -> None:
         (["--nproc-per-node", "2", "--monitor-interval", "0", "--", "s.py"], "give seconds above 0"),
     ],
 )
-def test_wrong_usage(tmp_path: Path, words: list[str], said: str) -> None:
+def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('the script is not started')")
-    result = run(*words, cwd=tmp_path)
-    assert result.returncode == 2 and said in " ".join(result.stderr.split()), result.stderr
-    assert "usage:" not in result.stderr and "not started" not in result.stdout + result.stderr
+    monkeypatch.chdir(tmp_path)
+    shown = run_command("prove", *words, code=2, env=environment())
+    assert said in " ".join(shown.split()), shown
+    assert "usage:" not in shown and "not started" not in shown
     assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
 
 

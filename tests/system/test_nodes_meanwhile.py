@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, wait_until
+from tests.harness import Job, run_command, start_command, wait_until
 from tests.system.test_in_place_nodes import IN_PLACE, WHY, Nodes
 from tests.system.test_lost_nodes import OPEN, STEP_S, TAKEN, check, held, kill_node, plain, release
-from tests.system.test_pause import command, give, pages
+from tests.system.test_pause import pages
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.drill]
 
@@ -29,7 +29,7 @@ def run_dir(nodes: Nodes, job: Job) -> Path:
 @contextmanager
 def paused(nodes: Nodes, job: Job) -> Iterator[int]:
     """The ranks, which hold, wait at one step; in the block. They are let go behind it."""
-    with command("pause", run_dir(nodes, job)) as pause:
+    with start_command("pause", run_dir(nodes, job)) as pause:
         runs = [run_dir(nodes, each) for each in nodes.jobs]
         wait_until(lambda: all(page.pause_order == 1 for run in runs for page in pages(run)), "the order", 100)
         release(nodes)
@@ -145,14 +145,14 @@ def test_a_pause_is_given_while_a_lost_nodes_place_is_free(tmp_path: Path) -> No
         kill_node(by_rank[1])
         release(nodes)
         survivor.wait_for(OPEN, 1, 200)
-        with command("pause", run_dir(nodes, survivor)) as pause:
+        with start_command("pause", run_dir(nodes, survivor)) as pause:
             new = nodes.start()
             survivor.wait_for(TAKEN, 1, 200)
             code = pause.wait()
             text = pause.report()
         if code == 0:
             assert re.search(r"paused at step \d+", text), text
-            give("resume", run_dir(nodes, survivor))
+            run_command("resume", run_dir(nodes, survivor))
         else:
             assert "not paused: " in text, text
         assert survivor.wait(400) == 0 and new.wait(400) == 0, nodes.report()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindx_elastic.core.status_page import Status, read_page
-from tests.harness import Job, _environment, events, start_agent, wait_until
+from tests.harness import Job, events, job_status, run_command, start_agent, start_command, wait_until
 from tests.system.test_agent import free_port, nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
@@ -28,31 +24,10 @@ def agent(*args: object, script: str = JOB, **more: Any) -> Any:
     return start_agent(script, "ckpt", *args, env=env, **more)
 
 
-@contextmanager
-def command(*args: object) -> Iterator[Job]:
-    job = Job([sys.executable, "-m", "mindx_elastic.cli.main", *map(str, args)], _environment(None), fresh=False)
-    try:
-        yield job
-    finally:
-        job.end()
-
-
-def give(*args: object, code: int = 0) -> str:
-    """Run a command to its end; what it printed."""
-    with command(*args) as job:
-        job.expect(code)
-        return "\n".join(job.lines)
-
-
 def paused_at(text: str) -> int:
     match = re.search(r"paused at step (\d+)", text)
     assert match is not None, text
     return int(match[1])
-
-
-def status() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(give("status", RUN, "--json"))
-    return document
 
 
 _known: dict[tuple[object, ...], dict[int, str]] = {}
@@ -76,11 +51,11 @@ def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int) -> None:
     with agent("--hold-at", "3,4,11", *options, ranks=ranks, options=["--hang-timeout", "5"]) as job:
         for count, step in enumerate((3, 4, 11), start=1):
             job.wait_for("^HOLD", count * ranks)
-            assert paused_at(give("pause", RUN)) == step
-            now = status()["pause"]
+            assert paused_at(run_command("pause", RUN)) == step
+            now = job_status(RUN)["pause"]
             assert (now["step"], now["ranks"]) == (step, list(range(ranks)))
             assert len(job.matches(rf"^PASSED \d {step}$")) == 0, "no rank has gone on"
-            assert f"step {step}" in give("resume", RUN)
+            assert f"step {step}" in run_command("resume", RUN)
         job.expect(0)
     assert job.hashes() == whole, job.report()
     assert [event["step"] for event in events(RUN, "pause")] == [3, 4, 11]
@@ -98,20 +73,20 @@ def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int) -> None:
 def test_given_twice_and_without_a_pause() -> None:
     with agent("--hold-at", "4,8", ranks=1) as job:
         job.wait_for("^HOLD")
-        assert "not paused; nothing to do" in give("resume", RUN)
-        assert paused_at(give("pause", RUN)) == 4
-        assert re.search(r"paused at step 4 already, for \d+ s", give("pause", RUN))
-        shown = give("status", RUN)
+        assert "not paused; nothing to do" in run_command("resume", RUN)
+        assert paused_at(run_command("pause", RUN)) == 4
+        assert re.search(r"paused at step 4 already, for \d+ s", run_command("pause", RUN))
+        shown = run_command("status", RUN)
         assert re.search(r"^paused at step 4 since .*: every rank of this machine$", shown, re.MULTILINE), shown
         assert re.search(r"^ *0 +paused +4 ", shown, re.MULTILINE), shown
-        assert "training goes on from step 4" in give("resume", RUN)
+        assert "training goes on from step 4" in run_command("resume", RUN)
         job.wait_for("^HOLD", 2)
-        assert "not paused; nothing to do" in give("resume", RUN)
-        assert paused_at(give("pause", RUN)) == 8
-        give("resume", RUN)
+        assert "not paused; nothing to do" in run_command("resume", RUN)
+        assert paused_at(run_command("pause", RUN)) == 8
+        run_command("resume", RUN)
         job.expect(0)
-    assert "s paused by command" in give("status", RUN)
-    assert "has ended: finished, exit code 0" in give("pause", RUN, code=3)
+    assert "s paused by command" in run_command("status", RUN)
+    assert "has ended: finished, exit code 0" in run_command("pause", RUN, code=3)
 
 
 @pytest.mark.drill
@@ -119,7 +94,7 @@ def test_a_rank_that_does_not_come_is_named_and_training_goes_on() -> None:
     whole = undisturbed(2)
     with agent("--wait-for", "4:1:go", ranks=2, options=["--hang-timeout", "600"]) as job:
         job.wait_for("^WAITS 1 4$")
-        said = give("pause", RUN, "--timeout", "1", code=1)
+        said = run_command("pause", RUN, "--timeout", "1", code=1)
         assert re.search(r"not paused: rank [01] \((in a step|.*), after step [34]\).* did not come .* in 1 s", said), (
             said
         )
@@ -132,11 +107,11 @@ def test_a_rank_that_does_not_come_is_named_and_training_goes_on() -> None:
 @pytest.mark.drill
 def test_no_guard_no_run_no_agent() -> None:
     Path("empty").mkdir()
-    assert "does not exist" in give("pause", "missing", code=2)
-    assert "under mindx-elastic run only" in give("pause", "empty", code=3)
+    assert "does not exist" in run_command("pause", "missing", code=2)
+    assert "under mindx-elastic run only" in run_command("pause", "empty", code=3)
     with agent("--no-guard") as job:
         job.wait_for("^READY")
-        said = give("pause", RUN, "--timeout", "1", code=1)
+        said = run_command("pause", RUN, "--timeout", "1", code=1)
         assert "1 of 1 ranks of this node did not enter a mindx_elastic guard" in said, said
         Path("go").touch()
         job.expect(0)
@@ -144,14 +119,14 @@ def test_no_guard_no_run_no_agent() -> None:
         job.wait_for("^READY")
         job.process.kill()
         job.wait()
-    assert "was killed" in give("pause", "killed", code=3)
+    assert "was killed" in run_command("pause", "killed", code=3)
 
 
 @pytest.mark.drill
 def test_an_interrupted_command_takes_its_pause_back() -> None:
     with agent("--wait-for", "4:1:go", ranks=2) as job:
         job.wait_for("^WAITS 1 4$")
-        with command("pause", RUN) as pause:
+        with start_command("pause", RUN) as pause:
             wait_until(lambda: all(page.pause_order == 1 for page in pages()), "both ranks have heard of the pause")
             pause.process.send_signal(signal.SIGINT)
             pause.expect(130)
@@ -170,7 +145,7 @@ def test_in_an_evaluation(how: str) -> None:
     whole = undisturbed(2)
     with agent("--eval", how, ranks=2) as job:
         job.wait_for("^EVAL . 1$", 2)
-        with command("pause", RUN) as pause:
+        with start_command("pause", RUN) as pause:
             wait_until(lambda: all(page.pause_order == 1 for page in pages()), "both ranks have heard of the pause")
             if how == "plain":
                 assert not any(page.paused_ns for page in pages())
@@ -178,7 +153,7 @@ def test_in_an_evaluation(how: str) -> None:
             pause.expect(0)
         assert paused_at(pause.report()) == 6 and not job.matches("^PASSED . 7$")
         Path("go").touch()
-        give("resume", RUN)
+        run_command("resume", RUN)
         job.expect(0)
     assert job.hashes() == whole
 
@@ -188,7 +163,7 @@ def test_in_an_evaluation(how: str) -> None:
 
 def pause_at_4(job: Job, ranks: int) -> None:
     job.wait_for("^HOLD . 4$", ranks)
-    assert paused_at(give("pause", RUN)) == 4
+    assert paused_at(run_command("pause", RUN)) == 4
 
 
 def resumed(job: Job) -> list[str]:
@@ -270,7 +245,7 @@ def test_a_rank_dies_on_its_way_to_a_pause(victim: int) -> None:
     whole = undisturbed(3, "--size", 90)
     with agent("--size", 90, "--wait-for", "4:1:go", "--run", ranks=3, options=IN_PLACE) as job:
         job.wait_for("^WAITS 1 4$")
-        with command("pause", RUN) as pause:
+        with start_command("pause", RUN) as pause:
             wait_until(lambda: all(page.pause_order == 1 for page in pages()), "the ranks have heard of the pause")
             job.signal_rank(victim, signal.SIGKILL)
             if victim != 1:
@@ -280,8 +255,8 @@ def test_a_rank_dies_on_its_way_to_a_pause(victim: int) -> None:
         text = pause.report()
         if code == 0:
             step = paused_at(text)
-            assert status()["pause"]["step"] == step
-            assert f"step {step}" in give("resume", RUN)
+            assert job_status(RUN)["pause"]["step"] == step
+            assert f"step {step}" in run_command("resume", RUN)
         else:
             assert "not paused: " in text, text
         job.expect(0)
@@ -302,8 +277,8 @@ def test_a_killed_agent_ends_the_job_at_the_step_of_the_pause() -> None:
 def test_a_pause_is_no_hang_and_neither_is_what_follows() -> None:
     with agent("--hold-at", "4", ranks=2, options=["--hang-timeout", "4"]) as job:
         pause_at_4(job, 2)
-        wait_until(lambda: status()["pause"]["seconds"] > 6.0, "a pause longer than the time-out")
-        give("resume", RUN)
+        wait_until(lambda: job_status(RUN)["pause"]["seconds"] > 6.0, "a pause longer than the time-out")
+        run_command("resume", RUN)
         job.expect(0)
     assert not events(RUN, "hang"), job.report()
 
@@ -315,8 +290,8 @@ def test_a_second_pause_in_the_next_attempt() -> None:
         pause_at_4(job, 2)
         job.signal_rank(0, signal.SIGKILL)
         job.wait_for("has ended with attempt 0")
-        assert paused_at(give("pause", RUN)) > 4
-        give("resume", RUN)
+        assert paused_at(run_command("pause", RUN)) > 4
+        run_command("resume", RUN)
         job.expect(0)
     assert [event["attempt"] for event in events(RUN, "pause")] == [0, 1]
 
@@ -332,10 +307,10 @@ def test_the_ranks_of_two_nodes_wait_at_one_step() -> None:
     ):
         for job in (first, second):
             job.wait_for("^HOLD . 4$")
-        assert paused_at(give("pause", "node0")) == 4
+        assert paused_at(run_command("pause", "node0")) == 4
         for node in ("node0", "node1"):
             wait_until(lambda node=node: len(events(Path(node), "pause")) == 1, "both agents know of it")
-        assert "training goes on" in give("resume", "node1")
+        assert "training goes on" in run_command("resume", "node1")
         for job in (first, second):
             job.expect(0)
     assert first.hashes() | second.hashes() == whole
