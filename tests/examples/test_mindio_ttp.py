@@ -1,4 +1,7 @@
-"""MindIO's guide as our example has it: train, kill rank 0, go on with ``--is_recover 1``."""
+"""MindIO's guide as our example has it: train, kill rank 0, go on with ``--is_recover 1``.
+
+Every run of the tests asks the same of a job under torchrun: tests/system/test_tft.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mindio_ttp"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.drill]
 
 
 def command(script: str, *arguments: str) -> list[str]:

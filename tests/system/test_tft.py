@@ -53,18 +53,18 @@ def test_sigterm(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     assert resume(tmp_path, 2, step).hashes() == uninterrupted("train_model.py", 2).hashes()
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.drill)])
-def test_a_killed_rank(tmp_path: Path, uninterrupted: Uninterrupted, killed: int) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("ranks", "killed"), [(2, 0), (3, 0), (3, 1)])
+def test_a_killed_rank(tmp_path: Path, uninterrupted: Uninterrupted, ranks: int, killed: int) -> None:
     """Also rank 0, on which MindIO's controller would run."""
-    with start_job("train_model.py", tmp_path, "--tft", "--hold-at", 4, ranks=3, env=TFT) as job:
-        job.wait_for("HOLD", count=3)
+    with start_job("train_model.py", tmp_path, "--tft", "--hold-at", 4, ranks=ranks, env=TFT) as job:
+        job.wait_for("HOLD", count=ranks)
         job.signal_rank(killed, signal.SIGKILL)
         job.expect(1)
-    good = [rank for rank in range(3) if rank != killed]
+    good = [rank for rank in range(ranks) if rank != killed]
     assert tree(tmp_path) == documented(4, 1, 4, *good), job.report()
-    resumed = resume(tmp_path, 3, 4)
-    assert resumed.hashes() == uninterrupted("train_model.py", 3).hashes(), resumed.report()
+    resumed = resume(tmp_path, ranks, 4)
+    assert resumed.hashes() == uninterrupted("train_model.py", ranks).hashes(), resumed.report()
 
 
 @pytest.mark.drill
