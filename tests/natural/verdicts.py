@@ -179,6 +179,7 @@ LOOPS: Sequence[Loop] = (
     ),
     Loop("evaluate_with_dropout", EXACT, [NO_LOADER]),
     Loop("frozen_batch_norm", EXACT, [Cut("guard.epochs(3)", COUNTS_BY_ITSELF, new="range(1, 4)")]),
+    Loop("distillation", EXACT, [NO_OPTIMIZER]),
     Loop("pruning", EXACT, [NO_OPTIMIZER]),
     Loop("weight_norm", EXACT, [NO_OPTIMIZER]),
     Loop("two_phases_one_loader", EXACT, [NO_OPTIMIZER]),
@@ -209,7 +210,11 @@ LOOPS: Sequence[Loop] = (
         ],
     ),
     Loop("muon", EXACT, [Cut("optimizer=opt, ", Told("an unnamed optimizer"))]),
-    Loop("noise_generator", EXACT, [Cut('    stateful={"noise": noise},\n', UNNAMED_GENERATOR)]),
+    Loop(
+        "noise_generator",
+        EXACT,
+        [Cut(text, UNNAMED_GENERATOR) for text in ('"noise": noise, ', '"mix": mix, ', ', "draw": draw')],
+    ),
     Loop("data_set_with_generator", EXACT, [NO_LOADER]),
     Loop(
         "dqn",

@@ -1,4 +1,4 @@
-"""Linear warm-up, then cosine, per step."""
+"""Warm-up by a function, as the transformers library has it, then cosine, per step."""
 
 import sys
 
@@ -14,7 +14,7 @@ model = mlp()
 opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
 
-warmup = torch.optim.lr_scheduler.LinearLR(opt, 0.1, total_iters=4)
+warmup = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: (step + 1) / 5)
 cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 11)
 sched = torch.optim.lr_scheduler.SequentialLR(opt, [warmup, cosine], milestones=[4])
 guard = mx.Guard(
