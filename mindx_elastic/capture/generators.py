@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,45 +29,48 @@ class Adapter(Protocol):
     def load_state_dict(self, state: Any, /) -> None: ...
 
 
-class _TorchGenerator:
+class _Generator:
+    """One whose state is an object that it gives and takes."""
+
     is_stream, gives_copies = True, False
 
+    def __init__(self, name: str, kind: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self._name, self._kind, self._get, self._put = name, kind, get, put
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": self._kind, "state": self._get()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_kind(self._name, state, self._kind)
+        self._put(state["state"])
+
+
+class _TorchGenerator(_Generator):
     def __init__(self, name: str, generator: torch.Generator) -> None:
-        self._name, self._generator = name, generator
+        super().__init__(name, "torch.Generator", generator.get_state, generator.set_state)
+        self._device = generator.device.type
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "torch.Generator", "device": self._generator.device.type, "state": self._generator.get_state()}
+        return {**super().state_dict(), "device": self._device}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_kind(self._name, state, "torch.Generator")
-        here = self._generator.device.type
-        if state["device"] != here:
+        if (there := state.get("device", self._device)) != self._device:
             raise MismatchError(
-                f"{self._name}: the checkpoint holds a generator on {state['device']}, this one is on {here}; make it "
-                f"with torch.Generator(device={state['device']!r})"
+                f"{self._name}: the checkpoint holds a generator on {there}, this one is on {self._device}; make it "
+                f"with torch.Generator(device={there!r})"
             )
-        self._generator.set_state(state["state"])
+        super().load_state_dict(state)
 
 
-class _PythonRandom:
-    is_stream, gives_copies = True, False
-
-    def __init__(self, name: str, generator: random.Random) -> None:
-        self._name, self._generator = name, generator
-        try:
-            generator.getstate()
-        except NotImplementedError:
-            raise UsageError(
-                f"{name} is a {type(generator).__name__}, which draws from the operating system and cannot be resumed: "
-                "use random.Random(seed)"
-            ) from None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "random.Random", "state": self._generator.getstate()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_kind(self._name, state, "random.Random")
-        self._generator.setstate(state["state"])
+def _python_random(name: str, generator: random.Random) -> _Generator:
+    try:
+        generator.getstate()
+    except NotImplementedError:
+        raise UsageError(
+            f"{name} is a {type(generator).__name__}, which draws from the operating system and cannot be resumed: "
+            "use random.Random(seed)"
+        ) from None
+    return _Generator(name, "random.Random", generator.getstate, generator.setstate)
 
 
 class _NumpyGenerator:
@@ -99,31 +104,17 @@ class _NumpyGenerator:
                 ) from None
 
 
-class _NumpyRandomState:
-    is_stream, gives_copies = True, False
-
-    def __init__(self, name: str, generator: Any) -> None:
-        self._name, self._generator = name, generator
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "numpy.random.RandomState", "state": self._generator.get_state(legacy=False)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_kind(self._name, state, "numpy.random.RandomState")
-        self._generator.set_state(state["state"])
-
-
 def generator_adapter(name: str, target: object) -> Adapter | None:
     if isinstance(target, torch.Generator):
         return _TorchGenerator(name, target)
     if isinstance(target, random.Random):
-        return _PythonRandom(name, target)
+        return _python_random(name, target)
     if isinstance(target, np.random.Generator):
         return _NumpyGenerator(name, target.bit_generator)
     if isinstance(target, np.random.BitGenerator):
         return _NumpyGenerator(name, target)
     if isinstance(target, np.random.RandomState):
-        return _NumpyRandomState(name, target)
+        return _Generator(name, "numpy.random.RandomState", partial(target.get_state, legacy=False), target.set_state)
     return None
 
 

@@ -1,7 +1,6 @@
 """Reads a box of elements of a stored tensor, and few bytes beside it.
 
-A box consists of runs of consecutive bytes, one for each index of the outer dimensions. Runs are read one by one; where
-they are short and close to each other (a slice of columns), several whole rows are read at a time.
+A box consists of runs of consecutive bytes, one for each index of the outer dimensions, and is read run by run.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from mindx_elastic.persist.format import Header
 
 __all__ = ["read_box"]
 
-_LONG_RUN_BYTES = 16 << 10  # a system call costs a few microseconds, as much as copying so many bytes
-_FEW = 4  # rows longer than so many runs are not read whole
 _PIECE_BYTES = 1 << 20  # little memory beside the part itself
 _READ_BYTES = 8 << 20
 
@@ -39,19 +36,11 @@ def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.T
     shape, item = entry.shape, entry.nbytes // max(1, math.prod(entry.shape))
     start = header.data_start + entry.start
     inner = _inner(shape, box)
-    run = math.prod(stop - begin for begin, stop in box[inner:]) * item
     reader = _Reader(fd, entry, path)
     strides = [math.prod(shape[i + 1 :]) * item for i in range(len(shape))]
     base = start + sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
-    row = strides[inner - 1] if inner else 0  # from one run to the next
-    by_rows = inner > 0 and run < _LONG_RUN_BYTES and row <= _FEW * run
-    walked = inner - 1 if by_rows else inner
-    for outer in product(*(range(stop - begin) for begin, stop in box[:walked])):
-        offset = base + sum(index * stride for index, stride in zip(outer, strides, strict=False))
-        if by_rows:
-            reader.fill_rows(out[outer], offset, row)
-        else:
-            reader.fill(out[outer], offset)
+    for outer in product(*(range(stop - begin) for begin, stop in box[:inner])):
+        reader.fill(out[outer], base + sum(index * stride for index, stride in zip(outer, strides, strict=False)))
     return reader.num_bytes
 
 
@@ -81,18 +70,6 @@ class _Reader:
             return
         self._read(buffer := torch.empty(place.shape, dtype=place.dtype, device="cpu"), offset)
         place.copy_(buffer)
-
-    def fill_rows(self, place: torch.Tensor, offset: int, row: int) -> None:
-        """Fill each element of `place` from the start of a row of `row` bytes; reads several rows at a time."""
-        num_rows, run = place.shape[0], place.nbytes // place.shape[0]
-        size = max(1, _PIECE_BYTES // row)
-        buffer = torch.empty(min(size, num_rows) * row, dtype=torch.uint8, device="cpu")
-        for first in range(0, num_rows, size):
-            rows = place[first : first + size]
-            num_bytes = (len(rows) - 1) * row + run  # the rest of the last row may be beyond the end of the file
-            self._read(buffer[:num_bytes], offset + first * row)
-            runs = buffer.as_strided((len(rows), run), (row, 1)).contiguous()
-            rows.copy_(runs.view(-1).view(place.dtype).view(rows.shape))
 
     def _read(self, target: torch.Tensor, offset: int) -> None:
         view = memory_of(target)
