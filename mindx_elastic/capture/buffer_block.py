@@ -4,7 +4,8 @@ A batch norm has three small buffers, and each call of torch for a tensor takes 
 take to copy. So the memory of plain tensors is read through addresses that are looked up once, and ``bytes.join``
 gathers it: under a microsecond for sixty of them, where ``torch._foreach_copy_`` takes 23. What could make an address
 wrong is checked before each reading: another tensor in the buffer's place, other memory of the same tensor, or another
-meaning of that memory (see `capture.descriptions`).
+meaning of that memory (``buffer.data = buffer.data.view(torch.int32)``): neither the object, nor its address, nor its
+version counter shows that one.
 
 Buffers on a device are gathered there into one run of its memory, in the order of its work.
 
@@ -21,15 +22,13 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.capture.descriptions import Descriptions
-
 __all__ = ["BufferBlock", "BufferReader", "DeviceRun", "is_on_device", "view_of"]
 
 _ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
 """Offset in bytes, type name, shape."""
-_data_ptr = torch.Tensor.data_ptr
-_is_cuda = attrgetter("is_cuda")
+_data_ptr, _size, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.is_contiguous
+_dtype_of, _is_cuda = attrgetter("dtype"), attrgetter("is_cuda")
 
 
 class BufferBlock:
@@ -101,11 +100,17 @@ class BufferReader:
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
         self._plain = None if len(plain) == len(self.tensors) else _getter(plain)
         of_plain = self._of_plain(self.tensors)
-        self._addresses, self._descriptions = [*map(_data_ptr, of_plain)], Descriptions(of_plain)
+        self._complex = [tensor for tensor in of_plain if tensor.is_complex()]
+        self._addresses, self._kinds = [*map(_data_ptr, of_plain)], self._kinds_of_plain(of_plain)
         self._other_kinds = self._kinds_of_others(self.tensors)
 
     def _of_plain(self, tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
         return tensors if self._plain is None else self._plain(tensors)
+
+    def _kinds_of_plain(self, plain: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
+        # Where its elements lie one after the other, only complex numbers can be read in more than one way.
+        kinds = [*map(_dtype_of, plain)], [*map(_size, plain)], [*map(_is_contiguous, plain)]
+        return (*kinds, [(t.is_conj(), t.is_neg()) for t in self._complex])
 
     def _kinds_of_others(self, tensors: Sequence[Any]) -> list[object]:
         live = [tensors[i] for i in self._not_plain]
@@ -116,7 +121,7 @@ class BufferReader:
         if not all(map(is_, tensors, self.tensors)):
             return False
         plain = self._of_plain(tensors)
-        if [*map(_data_ptr, plain)] != self._addresses or not self._descriptions.fit(plain):
+        if [*map(_data_ptr, plain)] != self._addresses or self._kinds_of_plain(plain) != self._kinds:
             return False
         return not self._not_plain or self._kinds_of_others(tensors) == self._other_kinds
 
