@@ -98,8 +98,8 @@ class Guard(LayeredGuard):
       besides training (a print, a file) happens twice. `on_difference`: ``"warn"``, or ``"stop"``: end the job then.
     * `rehearse`: steps (or ``"epoch"``) where the job stops and goes on in new processes, to try its resume early.
     * `redundancy`: on how many nodes to keep each file, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
-    * `remove_redundancy`: True: a machine's DDP ranks write each part of what they share once, and a resume needs all
-      their files. False: all of it, or from 3 ranks on at a stop each part twice, so that one file may be lost.
+    * `remove_redundancy`: True: in periodic saves and at the end a machine's DDP ranks write each part of what they
+      share once, and a resume needs all their files. At a stop, from 3 ranks on, each part is in two files either way.
 
     Raises on entering: UsageError, UnmanagedStateError (also at boundaries), DirectoryInUseError, UnsafeDirectoryError,
     UnsupportedStateError, MismatchError, NoUsableCheckpointError. On every rank: what one of them raises, the others

@@ -264,7 +264,7 @@ class Opening:
         can = (replicated or len(self.collector.layouts.same_parts()) > 1) and not self.around.keeps_nothing
         divides = replicated and self.around.mirror is None
         part = saves_part(self.policies, self.periodic, self.resolved, self.collector, can=can, divides=divides)
-        return Together(self._exchange, self._ranks, self.collector, self._trust, part)
+        return Together(self._exchange, self._ranks, self.collector, part)
 
     def meet_last(self) -> None:
         """Every rank is ready to train."""

@@ -56,7 +56,7 @@ class GuardOptions:
     redundancy: int | None = None
     """On how many nodes to keep each file; None: as the environment says."""
     remove_redundancy: bool = False
-    """Whether ranks that hold the same write each part of it once; without effect beside `policies`."""
+    """Whether ranks that hold the same write each part of it once, but at a stop; without effect beside `policies`."""
     unmanaged: str | None = None
     """``error`` or ``warn``: state that is certain not to be kept; None: as the environment says."""
     overlap: bool | None = None

@@ -27,7 +27,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.guard.together import Together, cover_path
+from mindx_elastic.guard.together import Together
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries
@@ -185,59 +185,13 @@ class Saver:
             if together is None or not together.is_possible or not agreed:
                 result = write(state, info)
             else:
-                root = self._root(policies[0].directory)
-                result = self._write_together(together, write, state, info, (paths, root), began + time_left_s)
+                tree, tensors = flatten(state)
+                left_s = began + time_left_s - time.monotonic()
+                share = together.agree(info.step, tree, tensors, max(0.1, min(_AGREE_S, left_s / 4)))
+                result = write(state, info, held=share.held, flat=_with_small((tree, tensors), share.small))
         if self._mirror is not None:
             self._mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
         return result
-
-    def _write_together(
-        self,
-        together: Together,
-        write: Callable[..., SaveResult],
-        state: Any,
-        info: CheckpointInfo,
-        places: tuple[Sequence[Path], Path],
-        end: float,
-    ) -> SaveResult:
-        """Write this rank's share of the boundary, and wait until the whole of it is durable or covered. `places`: the
-        file's names, and the directory of the first. `end`: when the process must be gone (`time.monotonic`)."""
-        began = time.monotonic()
-        paths, root = places
-        tree, tensors = flatten(state)
-        agreed = together.agree(info.step, tree, tensors, max(0.1, min(_AGREE_S, (end - began) / 4)))
-        flat, held = _with_small((tree, tensors), agreed.small), agreed.held
-        try:
-            result = write(state, info, held=held, flat=flat)
-        except BaseException:
-            together.decline()
-            raise
-
-        def scarce() -> Sequence[int]:
-            return [] if held is None else together.scarce_parts(held, info.moment, paths[0], root)
-
-        try:
-            if lacking := together.wait_for_others(agreed, info.step, began, end, scarce):
-                self._cover(lacking, [cover_path(path) for path in paths], state, info, flat)
-        except (OSError, UnsupportedStateError) as error:
-            self._report(error, info, remedy=f"this rank's own share is durable in {result.path}")
-        return result
-
-    def _cover(self, held: Held, paths: Sequence[Path], state: Any, info: CheckpointInfo, flat: Flat) -> None:
-        """Write parts of the state that other ranks have not made durable into a second file."""
-        for path in paths:
-            make_directory_durable(path.parent)
-        layout = self.collector.layout()
-        result = write_checkpoint(paths[0], state, info, layout=layout, also=paths[1:], held=held, flat=flat)
-        self.events.emit(
-            "cover",
-            step=info.step,
-            reason=info.reason,
-            duration_s=result.duration_s,
-            nbytes=result.nbytes,
-            path=str(result.path),
-            outcome=f"parts {', '.join(str(part + 1) for part in held.parts)} of {held.division.count}",
-        )
 
     def _root(self, directory: Path) -> Path:
         """`directory` as it was resolved at the start."""

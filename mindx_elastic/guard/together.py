@@ -8,18 +8,15 @@ all of it. In short (decision 23):
 2. At the stop each rank works out how it would divide the state (`core.division`) and tells the others that, a sample
    of its tensors, and its small state (random numbers, buffers, counters). They divide only if all say the same.
 3. Each rank writes its parts, and the small states of two other ranks (`neighbours`), into a file of its own.
-4. It then waits for the others. Whoever fails, dies, or has not said after half of the time that is left that its file
-   is durable is *covered*: each of the others looks which parts lie on the disk in too few files, and writes them into
-   a second file.
 
-Nothing here decides whether a step is complete: the next start does, by what the files hold. So whatever a rank of the
-group does or misses in the meantime, the step is complete or an older one is taken, and each message that is lost costs
-time only. Where the ranks do not agree, each writes all it has.
+No rank waits for another one's file: each part is in two of them, so that one rank may fail in its save. Nothing here
+decides whether a step is complete: the next start does, by what the files hold. So whatever the ranks of the group do
+or miss, the step is complete or an older one is taken. Where the ranks do not agree, each writes all it has.
 
 Where only some ranks hold the same (HSDP), they divide nothing, and keep each other's small states in the same way.
 Files that are saved periodically hold the small states of the same two neighbours, if these come to the step in a
 moment (`Together.swap`). Policies with ``remove_redundancy=True`` also divide what is saved then and at the end of a
-training, each part once. Nothing is covered there: if a rank fails in it, the step before stays the newest.
+training, each part once: if a rank fails in it, the step before stays the newest.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ import base64
 import binascii
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,15 +40,12 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, RedundancySettings, SavingSettings
 from mindx_elastic.core.division import MAX_PARTS, Division, parts_of_member
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.moment import Moment
-from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.posix import boot_id
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.mirror.partners import all_partners
-from mindx_elastic.persist.catalog import read_entry
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import Held
@@ -62,21 +55,19 @@ from mindx_elastic.persist.places import places_in
 
 _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
 
-__all__ = ["Agreed", "Group", "SavesPart", "Together", "cover_path", "neighbours", "saves_part"]
+__all__ = ["Agreed", "Group", "SavesPart", "Together", "neighbours", "saves_part"]
 
 NUM_NEIGHBOURS = 2
 """So many ranks' small states are in a file beside its own rank's."""
 COPIES = 2
-"""So many files have each part, so that a step survives the loss of one; one with ``remove_redundancy=True``."""
+"""So many files of a stop have each part, so that a step survives the loss of one."""
 WORTH_BYTES = 64 << 20
 """Smaller states are written whole by every rank: that is as fast, and any file is enough."""
 _LEAST_BYTES = 1024  # smaller tensors are in every file
 _MOST_SMALL_BYTES = 1 << 20  # larger small states stay at home
 _SAMPLES = 256  # tensors that are compared
 _PLACES = 64  # elements of each, about
-_ROUND, _DURABLE, _PERIODIC = "share", "durable", "periodic"
-_FASTEST_S = 0.5
-_MARGIN_S = 0.5
+_ROUND, _PERIODIC = "share", "periodic"
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
 
 
@@ -135,7 +126,6 @@ class SavesPart(Part):
             "replica": can,
             "saves": bool(saving),
             "nbytes": WORTH_BYTES if mode == "always" else nbytes,
-            "copies": 1 if saving and all(policy.remove_redundancy for policy in saving) else COPIES,
         }
 
     def say(self) -> Any:
@@ -147,21 +137,20 @@ class SavesPart(Part):
         disks: dict[str, list[int]] = {}
         for rank, each in enumerate(said):
             disks.setdefault(str(each["disk"]) or f"rank {rank}", []).append(rank)
-        copies = max(int(each["copies"]) for each in said)
-        is_worth = copies == 1 or min(int(each["nbytes"]) for each in said) >= WORTH_BYTES
-        together = {rank: ranks for ranks in disks.values() for rank in ranks if copies < len(ranks) <= MAX_PARTS}
+        is_worth = min(int(each["nbytes"]) for each in said) >= WORTH_BYTES
+        together = {rank: ranks for ranks in disks.values() for rank in ranks if COPIES < len(ranks) <= MAX_PARTS}
         divides = alike and is_worth
         same = all(each["once"] == said[0]["once"] for each in said) and bool(said[0]["once"])
         once = {rank: ranks for ranks in disks.values() for rank in ranks if same and 1 < len(ranks) <= MAX_PARTS}
         kept = neighbours([str(each["node"]) for each in said])
         own = [[together.get(rank, []) if divides else [], once.get(rank, []), kept[rank]] for rank in range(len(said))]
-        return Merged([replicas, alike, copies], own)
+        return Merged([replicas, alike], own)
 
     def hear(self, answer: Answer) -> None:
-        replicas, alike, copies = answer.common
+        replicas, alike = answer.common
         self.are_replicas = replicas is True
         group, once, self.neighbours = (tuple(int(rank) for rank in ranks) for ranks in answer.own)
-        self.exchanges, self.group, self.single = alike is True, Group(group, int(copies)), Group(once, 1)
+        self.exchanges, self.group, self.single = alike is True, Group(group), Group(once, 1)
 
 
 def neighbours(nodes: Sequence[str]) -> list[list[int]]:
@@ -228,12 +217,10 @@ class _Said:
 
 
 class Together:
-    """One per guard. The thread that has the claim to save calls `agree` and `wait_for_others`, once in this order."""
+    """One per guard. The thread that has the claim to save calls `agree`, once."""
 
-    def __init__(
-        self, exchange: Exchange, ranks: RankInfo, collector: Collector, trust: Trust, part: SavesPart
-    ) -> None:
-        self._exchange, self._ranks, self._collector, self._trust = exchange, ranks, collector, trust
+    def __init__(self, exchange: Exchange, ranks: RankInfo, collector: Collector, part: SavesPart) -> None:
+        self._exchange, self._ranks, self._collector = exchange, ranks, collector
         self.part = part
         self._packer, self._periodic = StatePacker("plain"), StatePacker("plain")
 
@@ -246,9 +233,8 @@ class Together:
         """This rank saves alone, or nothing: the others need not wait for it. Any thread."""
         if self.is_possible:
             self._exchange.announce(_ROUND, CANNOT)
-            self._exchange.announce(_DURABLE, CANNOT)
 
-    # --- before the save ---
+    # --- at a stop ---
 
     def agree(self, step: int, tree: Tree, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> Agreed:
         """Agree with the others on who writes what of the boundary `step`, flattened to `tree` and `tensors`."""
@@ -348,69 +334,6 @@ class Together:
                 rank_list(tuple(other)),
             )
         return not other
-
-    # --- after it ---
-
-    def wait_for_others(
-        self, agreed: Agreed, step: int, began: float, end: float, find: Callable[[], Collection[int]]
-    ) -> Held | None:
-        """This rank's file is durable: wait until the others' are. Returns what has to be written for those whose are
-        not; None: nothing.
-
-        began, end: when its save began, when the process must be gone (`time.monotonic`). find: the parts that lie on
-        the disk in too few files.
-        """
-        if agreed.held is None:
-            self._exchange.announce(_DURABLE, step)
-            return None
-        now = time.monotonic()
-        own_s, left = now - began, end - now
-        # Half of the time that was left when the save began; a short grace period leaves at least the time that this
-        # rank's own share has taken once more, since the others write to the same disk.
-        patience = max((left + own_s) / 2 - own_s, min(own_s + _FASTEST_S, left - own_s - _MARGIN_S), 0.05)
-        decision = self._exchange.decide(_DURABLE, step, patience)
-        lacking = [] if decision.step == step else sorted(set(find()) - set(agreed.held.parts))
-        if not lacking:
-            return None
-        left = end - time.monotonic()
-        if left < own_s + _MARGIN_S:
-            logger.warning(
-                "step %d: parts %s of the state are in too few files (%s), and %.1f s may be too short for them",
-                step,
-                ", ".join(str(part + 1) for part in lacking),
-                decision.reason,
-                left,
-            )
-        logger.warning("step %d: writing what other ranks have not made durable (%s)", step, decision.reason)
-        return Held(agreed.held.division, tuple(lacking), agreed.held.sample)
-
-    def scarce_parts(self, held: Held, moment: Moment, path: Path, root: Path) -> list[int]:
-        """The parts that are in too few files, of those that the group's ranks have beside `path`, this rank's own."""
-        counts: Counter[int] = Counter()
-        ranks = self.part.group.ranks
-        owners = self._trust.of(root)
-        for rank in ranks:
-            for each in _names_of(path, self._ranks.rank, rank):
-                entry = read_entry(each, owners=owners)
-                if entry is None or entry.header is None or entry.header.info.moment != moment:
-                    continue
-                theirs = entry.header.held
-                if theirs is None:
-                    counts.update(range(held.division.count))
-                elif theirs.key == held.key:
-                    counts.update(theirs.parts)
-        return [part for part in range(held.division.count) if counts[part] < min(self.part.group.copies, len(ranks))]
-
-
-def _names_of(path: Path, own: int, rank: int) -> list[Path]:
-    """The names that files like `path`, of rank `own`, have for `rank`."""
-    other = path.parent.parent / f"rank_{rank}" / path.name if path.parent.name == f"rank_{own}" else path
-    return [other, cover_path(other)]
-
-
-def cover_path(path: Path) -> Path:
-    """The name of the file with what other ranks have not made durable, beside a rank's own."""
-    return path.with_name(f"{path.stem}.cover{path.suffix}")
 
 
 def _divisible(tree: Tree, tensors: Mapping[str, torch.Tensor], layout: Mapping[str, Any]) -> list[str]:

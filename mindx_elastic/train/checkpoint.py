@@ -75,9 +75,9 @@ class CheckpointConfig:
     crc_check: bool = False
     """Accepted; every tensor carries a digest either way."""
     remove_redundancy: bool = False
-    """True: ranks of one machine that hold the same weights (DDP) write each part of them once, so that the files of
-    all these ranks are needed to resume. False: every rank writes all of it, but where a stop may divide it in two
-    copies (see `guard.together`)."""
+    """True: in periodic saves and at the end of a training ranks of one machine that hold the same weights (DDP) write
+    each part of them once, so that the files of all these ranks are needed to resume. A stop may divide them in two
+    copies either way (see `guard.together`)."""
     map_param_inc: bool = False
     """Accepted; it concerns MindSpore's hash tables."""
     final_save: bool = True

@@ -1,10 +1,9 @@
-"""Who divides a save with whom, and what is done for those who are not durable in time."""
+"""Who divides a save with whom, and whose small state goes into which file."""
 
 from __future__ import annotations
 
 import base64
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,15 +17,12 @@ from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.agreement.stop_step import Decision
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.division import Division
-from mindx_elastic.core.owners import Trust
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.together import NUM_NEIGHBOURS, WORTH_BYTES, Agreed, SavesPart, Together, neighbours
-from mindx_elastic.persist.format import Held
 
 
 def said(disk: str = "one", **other: Any) -> dict[str, Any]:
-    own = {"disk": disk, "policies": [["breakpoint"]], "once": [], "replica": True, "nbytes": WORTH_BYTES, "copies": 2}
+    own = {"disk": disk, "policies": [["breakpoint"]], "once": [], "replica": True, "nbytes": WORTH_BYTES}
     return {**own, "saves": True, "node": "one", **other}
 
 
@@ -39,10 +35,8 @@ def test_ranks_of_one_disk_divide() -> None:
     assert groups(*[said("one")] * 3, *[said("two")] * 3) == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
 
 
-def test_two_copies_need_three_ranks_and_one_copy_two() -> None:
+def test_two_copies_need_three_ranks() -> None:
     assert groups(said(), said()) == [[], []]
-    assert groups(said(copies=1), said(copies=1)) == [[0, 1]] * 2
-    assert groups(said(copies=1), said(copies=2)) == [[], []], "who asks for two gets two"
 
 
 @pytest.mark.parametrize(
@@ -56,10 +50,6 @@ def test_one_rank_that_differs_ends_it_for_all(other: dict[str, Any]) -> None:
 
 def test_a_rank_whose_disk_is_not_known_writes_all() -> None:
     assert groups(said(), said(), said(), said("")) == [[0, 1, 2]] * 3 + [[]]
-
-
-def test_a_small_state_is_divided_where_one_copy_is_wanted() -> None:
-    assert groups(*[said(copies=1, nbytes=5)] * 3) == [[0, 1, 2]] * 3
 
 
 def test_other_saves_are_divided_only_where_all_want_no_redundancy() -> None:
@@ -125,53 +115,10 @@ class _Exchange:
     """Decides as it is told."""
 
     def __init__(self, decision: Decision) -> None:
-        self.decision, self.announced, self.patience_s = decision, [], 0.0  # type: ignore[var-annotated]
-
-    def announce(self, name: str, offer: object) -> None:
-        self.announced.append((name, offer))
+        self.decision = decision
 
     def decide(self, name: str, offer: object, timeout_s: float) -> Decision:
-        self.patience_s = timeout_s
         return self.decision
-
-
-HELD = Held(Division.of({"a": ("F32", (64, 8), 2048), "b": ("F32", (32, 8), 1024)}, 3), (0, 1), "sample")
-
-
-def missing(
-    decision: Decision, lacking: list[int], *, left_s: float = 10.0, held: Held | None = HELD
-) -> tuple[Held | None, _Exchange]:
-    exchange = _Exchange(decision)
-    together = Together(
-        cast("Exchange", exchange),
-        RankInfo(rank=0, world_size=3),
-        cast("Collector", None),
-        cast("Trust", None),
-        SavesPart([], [], [], 0, can=False),
-    )
-    now = time.monotonic()
-    return together.wait_for_others(Agreed(held), 7, now, now + left_s, lambda: lacking), exchange
-
-
-def test_nothing_is_covered_where_all_are_durable() -> None:
-    assert missing(Decision(7), [0, 1, 2])[0] is None
-
-
-def test_what_others_lack_is_covered_and_what_this_rank_has_is_not() -> None:
-    held, exchange = missing(Decision(None, "rank 2 is gone"), [1, 2])
-    assert held is not None and held.parts == (2,)
-    assert 4.0 < exchange.patience_s <= 5.0, "half of the time that is left"
-
-
-def test_a_short_time_leaves_the_others_as_long_as_this_rank_took() -> None:
-    held, exchange = missing(Decision(None, "late"), [2], left_s=0.2)
-    assert held is not None and held.parts == (2,)
-    assert exchange.patience_s > 0
-
-
-def test_a_rank_that_has_written_all_waits_for_nobody() -> None:
-    held, exchange = missing(Decision(None), [2], held=None)
-    assert held is None and exchange.announced == [("durable", 7)]
 
 
 # --- the small states of neighbours ---
@@ -210,9 +157,7 @@ def test_what_a_rank_had_told_before_it_died_is_kept(
     texts = {rank: json.dumps([step, "", base64.b64encode(small).decode()]) for rank, (step, small) in told.items()}
     exchange = _Rounds(Decision(None, "rank 1 is gone"), texts)
     part = SavesPart([], [], [], 0, can=False)
-    together = Together(
-        cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), cast("Trust", None), part
-    )
+    together = Together(cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), part)
     part.neighbours = (1, 2)
     monkeypatch.setattr(together, "_pack", lambda packer: b"mine")
     assert together.agree(7, {}, {}, 1.0) == Agreed(None, kept)
@@ -222,9 +167,7 @@ def test_what_a_rank_had_told_before_it_died_is_kept(
 def test_text_that_is_no_small_state_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = _Rounds(Decision(None, "rank 1 is gone"), {1: "[]", 2: '[7, "", "?"]'})
     part = SavesPart([], [], [], 0, can=False)
-    together = Together(
-        cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), cast("Trust", None), part
-    )
+    together = Together(cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), part)
     part.neighbours = (1, 2)
     monkeypatch.setattr(together, "_pack", lambda packer: b"mine")
     assert together.agree(7, {}, {}, 1.0) == Agreed(None, {})
@@ -241,7 +184,6 @@ def test_of_many_ranks_only_those_are_read_whose_words_are_needed(monkeypatch: p
         cast("Exchange", exchange),
         RankInfo(rank=0, world_size=size),
         cast("Collector", None),
-        cast("Trust", None),
         part,
     )
     monkeypatch.setattr(together, "_pack", lambda packer: b"mine")
@@ -256,7 +198,7 @@ def swapping(told: dict[int, str], neighbours: tuple[int, ...] = (1, 2)) -> tupl
     exchange, part = _Rounds(Decision(None), told), SavesPart([], [], [], 0, can=False)
     part.are_replicas, part.neighbours = True, neighbours
     ranks = RankInfo(rank=0, world_size=3)
-    return Together(cast("Exchange", exchange), ranks, cast("Collector", None), cast("Trust", None), part), exchange
+    return Together(cast("Exchange", exchange), ranks, cast("Collector", None), part), exchange
 
 
 def small_of(step: int, small: bytes) -> str:

@@ -255,17 +255,15 @@ def announce_worker(worker_id: int) -> None:
 
 
 def break_save(order: str, rank: str) -> None:
-    """``WHERE:RANK,...``: what happens to these ranks in the save of a stop. WHERE: before or after (killed, when its
-    own file is not yet, or just, durable), stop (it stands still before), full (its disk is full), cover (killed while
-    it writes for others)."""
+    """``WHERE:RANK,...``: what happens to these ranks in the save of a stop. WHERE: before (killed before its own file
+    is durable), stop (it stands still before), full (its disk is full)."""
     where, _, ranks = order.partition(":")
     if rank not in ranks.split(","):
         return
-    write, calls = getattr(saving_module, "write_checkpoint"), [0]  # noqa: B009
+    write = getattr(saving_module, "write_checkpoint")  # noqa: B009
 
     def broken(path: Any, *args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if where == "before" or (where == "cover" and calls[0] > 1):
+        if where == "before":
             kill_here(f"in the save {rank}")
         if where == "stop":
             say(f"STOPPED {rank}")
@@ -273,10 +271,7 @@ def break_save(order: str, rank: str) -> None:
         if where == "full":
             say(f"FULL {rank}")
             raise SaveError(f"{path}: cannot save: No space left on device", path=path)
-        result = write(path, *args, **kwargs)
-        if where == "after":
-            kill_here(f"in the save {rank}")
-        return result
+        return write(path, *args, **kwargs)
 
     mock.patch.object(saving_module, "write_checkpoint", broken).start()
 
