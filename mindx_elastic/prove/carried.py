@@ -19,6 +19,7 @@ from __future__ import annotations
 import dis
 import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -97,8 +98,7 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[Loop]]:
     names = sorted({name for events in graph.events for _, name in events})
     bits = {name: 1 << number for number, name in enumerate(names)}
     reads, binds, ends = _effects(graph, bits)
-    before = _before(graph)
-    live = _flow(graph, before, range(len(graph.ops)), -1, 0, reads, ends)
+    live = _flow(graph, range(len(graph.ops)), -1, 0, reads, ends)
 
     def those(of: int) -> frozenset[str]:
         return frozenset([name for name in names if bits[name] & of])
@@ -110,7 +110,7 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[Loop]]:
             bound |= binds[n]
             for following in graph.after[n]:
                 behind |= 0 if following in body else live[following]
-        needed = _flow(graph, before, body, head, behind, reads, ends)[head] & bound
+        needed = _flow(graph, body, head, behind, reads, ends)[head] & bound
         loops.append(Loop(frozenset(body), those(needed), those(bound), _targets(graph, head)))
     return graph.offsets, loops
 
@@ -183,18 +183,13 @@ def _join_tests(graph: _Code) -> None:
                     graph.after[m][graph.after[m].index(head)] = first
 
 
-def _before(graph: _Code) -> list[list[int]]:
+def _bodies(graph: _Code) -> dict[int, set[int]]:
+    """By head. A jump back to what can be reached without passing it is none, the end of a handler for one."""
     before: list[list[int]] = [[] for _ in graph.after]
     for n, following in enumerate(graph.after):
         for each in following:
             before[each].append(n)
-    return before
-
-
-def _bodies(graph: _Code) -> dict[int, set[int]]:
-    """By head. A jump back to what can be reached without passing it is none, the end of a handler for one."""
     bodies: dict[int, set[int]] = {}
-    before = _before(graph)
     for n, following in enumerate(graph.after):
         for head in following:
             if head <= n:
@@ -211,12 +206,11 @@ def _bodies(graph: _Code) -> dict[int, set[int]]:
 
 def _enter_once(graph: _Code, bodies: dict[int, set[int]]) -> None:
     """A ``for`` is entered at its body, so that what it binds is bound behind it."""
-    before = _before(graph)
     for head, body in bodies.items():
         if graph.ops[head].opname == "FOR_ITER":
-            for n in before[head]:
-                if n not in body:
-                    graph.after[n][graph.after[n].index(head)] = head + 1
+            for n, following in enumerate(graph.after):
+                if n not in body and head in following:
+                    following[following.index(head)] = head + 1
 
 
 def _effects(graph: _Code, bits: dict[str, int]) -> tuple[list[int], list[int], list[int]]:
@@ -234,32 +228,21 @@ def _effects(graph: _Code, bits: dict[str, int]) -> tuple[list[int], list[int], 
 
 
 def _flow(
-    graph: _Code,
-    before: list[list[int]],
-    nodes: range | set[int],
-    head: int,
-    at_end: int,
-    reads: list[int],
-    ends: list[int],
+    graph: _Code, nodes: Collection[int], head: int, at_end: int, reads: list[int], ends: list[int]
 ) -> dict[int, int]:
     """The names whose value is still needed in front of each of `nodes`, when those of `at_end` are where `head` comes
     again. Ways that leave `nodes` need none."""
     needed = dict.fromkeys(nodes, 0)
-    waiting = sorted(nodes)
-    is_waiting = set(waiting)
-    while waiting:
-        n = waiting.pop()
-        is_waiting.discard(n)
-        later = 0
-        for following in graph.after[n]:
-            later |= at_end if following == head else needed.get(following, 0)
-        now = reads[n] | later & ~ends[n]
-        if now != needed[n]:
+    order, has_changed = sorted(nodes, reverse=True), True
+    while has_changed:  # once more for each loop that lies in another one
+        has_changed = False
+        for n in order:
+            later = 0
+            for following in graph.after[n]:
+                later |= at_end if following == head else needed.get(following, 0)
+            now = reads[n] | later & ~ends[n]
+            has_changed = has_changed or now != needed[n]
             needed[n] = now
-            for each in before[n]:
-                if each in needed and each not in is_waiting:
-                    is_waiting.add(each)
-                    waiting.append(each)
     return needed
 
 

@@ -15,9 +15,8 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,21 +136,30 @@ class Played(_Notes):
 class Comparison(_Notes):
     """In the resumed process. An `Observer`."""
 
-    def __init__(
-        self, stack: ExitStack, seen: Observed, left: _Left, on_difference: str, digests: Mapping[str, str]
-    ) -> None:
-        """`digests`: those in its entry of the certificate."""
-        super().__init__(stack, seen)
-        self._left, self._on_difference, self._digests = left, on_difference, digests
+    def __init__(self, stack: ExitStack, seen: Observed, path: Path, text: str, on_difference: str) -> None:
+        """`text`: of the witness `path`. Raises ValueError, KeyError, TypeError, AttributeError for anything but a
+        whole file, OSError, CheckpointError."""
+        lines = text.splitlines(keepends=True)
+        if json.loads(lines[-1]).get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
+            raise ValueError("it is torn, or was changed")
+        self._software = {str(key): str(value) for key, value in json.loads(lines[0])["software"].items()}
+        """Of the stopped process."""
+        self._steps = [Step(**json.loads(line)) for line in lines[1:-1]]
+        """The stop's boundary, and the steps behind it."""
+        if len(self._steps) < 2:
+            raise ValueError("it has no whole step")
+        self._last = self._steps[-1].number
+        self._on_difference, self._digests = on_difference, _digests(path, text, seen)
         assert seen.resumed_path is not None
         names = read_header(seen.resumed_path).info.not_kept.split(", ")
         self._went_on = {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
         """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
+        super().__init__(stack, seen)
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         if position.step > self._from:  # else the second half of the resumed boundary
             self._harmless(self._note_boundary, position, is_cut=is_cut)
-            if self.is_over or position.step >= self._left.last:
+            if self.is_over or position.step >= self._last:
                 explained = self._harmless(self._compare, position.step)
                 self._close()
                 if self._on_difference == "stop":
@@ -160,7 +168,7 @@ class Comparison(_Notes):
 
     def _compare(self, step: int) -> Explained | None:
         """Tells how the step differs, and returns that; None: it does not."""
-        reference = Reference(lives=[self._left.life])
+        reference = Reference(lives=[Life(rank=self.life.rank, steps=self._steps)])
         difference = compare_life(reference, self.life)
         explained = None
         if difference is not None:
@@ -180,7 +188,7 @@ class Comparison(_Notes):
         """As the step began, or ended where it had no forward: those that were not got back and that later steps read
         as far as one can see (what has changed in the step, or went on in the first steps of the stopped process,
         containers, attributes of kept objects), others, and how many are equal."""
-        before, first = self._left.life.steps[:2]  # at the stop's boundary, and the step that was played on
+        before, first = self._steps[:2]  # at the stop's boundary, and the step that was played on
         changed = {key for key, value in before.end.items() if first.end.get(key) != value}
         found, num_equal = compare_variables(*pair_of(first, self.life.steps[0]))
         lost: dict[str, None] = {}
@@ -188,7 +196,7 @@ class Comparison(_Notes):
         for each in found:
             names = root_of(each.name), each.short, each.whole, f"{each.whole.rpartition('.')[0]}.*"
             goes_on = f"variable|{each.name}" in changed or not self._went_on.isdisjoint(names)
-            goes_on = goes_on and not each.is_same_count(self._left.last - self._from)
+            goes_on = goes_on and not each.is_same_count(self._last - self._from)
             is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
             (lost if is_read else others)[str(each)] = None
         return list(lost), list(others), num_equal
@@ -217,7 +225,7 @@ class Comparison(_Notes):
 
     def _other_software(self) -> str:
         """What may explain other bits."""
-        pairs = ((name, self._left.software.get(name), now) for name, now in _software().items())
+        pairs = ((name, self._software.get(name), now) for name, now in _software().items())
         told = [f"{name} {before}, now {now}" for name, before, now in pairs if before not in (None, now)]
         return f"; the stopped process had {', '.join(told)}" if told else ""
 
@@ -231,19 +239,6 @@ class Comparison(_Notes):
                 f'step {step} is not the one of the stopped process, and on_difference="stop" ends the job: {what}. '
                 f'{self._seen.resumed_path} stays; mend the cause and start again, or give on_difference="warn"'
             )
-
-
-# --- the file ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Left:
-    """What the stopped process has left."""
-
-    life: Life
-    last: int
-    """The last step in it."""
-    software: Mapping[str, str]
 
 
 def _software() -> dict[str, str]:
@@ -279,7 +274,7 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
             if (head["run"], head["rank"], head["step"]) != (seen.run_id, seen.ranks.rank, seen.resumed):
                 continue
             if head["version"] == _VERSION and head["world_size"] == seen.ranks.world_size:
-                return Comparison(stack, seen, _parse(text, head), on_difference, _digests(path, text, seen))
+                return Comparison(stack, seen, path, text, on_difference)
             other = printable(f"version {head['version']}, {head['world_size']} ranks")
             logger.info("step %d is not compared: %s is of %s", seen.resumed + 1, path.name, other)
             why = f"what it left is of {other}"
@@ -305,21 +300,6 @@ def _read(path: Path, seen: Observed) -> str:
     if len(content) > MOST_WITNESS_BYTES:
         raise ValueError(f"it has more than {MOST_WITNESS_BYTES} bytes")
     return content.decode()
-
-
-def _parse(text: str, head: Mapping[str, Any]) -> _Left:
-    """Raises ValueError, KeyError, TypeError, AttributeError for anything but a whole file."""
-    lines = text.splitlines(keepends=True)
-    if json.loads(lines[-1]).get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
-        raise ValueError("it is torn, or was changed")
-    steps = [Step(**json.loads(line)) for line in lines[1:-1]]
-    if len(steps) < 2:
-        raise ValueError("it has no whole step")
-    return _Left(
-        life=Life(rank=int(head["rank"]), steps=steps),
-        last=max(step.number for step in steps),
-        software={str(key): str(value) for key, value in head["software"].items()},
-    )
 
 
 def _drop_orphans(folder: Path) -> None:
