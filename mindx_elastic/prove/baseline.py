@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain_chance
@@ -105,9 +106,10 @@ class Baseline:
         self._steps, self._show = steps, show
         self._done, self._planned = 0, planned
 
-    def run(self, chain: Chain, what: str, **control: object) -> Outcome:
+    def run(self, chain: Chain, what: str, **told: Any) -> Outcome:
+        """See `Runs.run`."""
         self._show(self._done, self._planned, what)
-        outcome = self.runs.run(chain, **control)  # type: ignore[arg-type]
+        outcome = self.runs.run(chain, **told)
         self._done += 1
         self._show(self._done, self._planned, what)
         return outcome

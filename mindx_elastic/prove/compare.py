@@ -25,6 +25,7 @@ __all__ = [
     "lost_variables",
     "pair_of",
     "root_of",
+    "short_of",
 ]
 
 _HASHED = re.compile(r"[0-9a-f]{16}")
@@ -84,7 +85,7 @@ class Lost:
     @property
     def short(self) -> str:
         """The name alone."""
-        return _short(self.name)
+        return short_of(self.name)
 
     @property
     def whole(self) -> str:
@@ -100,10 +101,11 @@ class Lost:
 
 def root_of(name: str) -> str:
     """``self`` of ``"self.meter.n" (train.py)``."""
-    return re.split(r"[.\[]", _short(name))[0]
+    return re.split(r"[.\[]", short_of(name))[0]
 
 
-def _short(name: str) -> str:
+def short_of(name: str) -> str:
+    """``self.meter.n``."""
     return name.partition('"')[2].rpartition('" (')[0] or name
 
 

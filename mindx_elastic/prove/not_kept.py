@@ -9,7 +9,6 @@ is shown by the next resume, which compares its first step (`overlap`).
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +24,9 @@ from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.checks.surroundings import kind_of, locals_of, program_frames, reachable
 from mindx_elastic.prove.carried import carried, loops_around
+from mindx_elastic.prove.compare import root_of, short_of
 from mindx_elastic.prove.variables import KEPT, attributes_of_kept, is_clock, own_variables
-from mindx_elastic.prove.witness import held_by, is_loader
+from mindx_elastic.prove.witness import kept_of
 
 __all__ = ["NotKept"]
 
@@ -45,11 +45,11 @@ class NotKept:
     """One per entered guard. Training thread; runs no code of the program."""
 
     def __init__(self, targets: Mapping[str, Any], collector: Collector) -> None:
-        self._kept = [target for name, target in targets.items() if not is_loader(name, target)]
+        kept, self._ids = kept_of(targets)
+        self._kept = kept.values()
         modules = [(n, c) for n, c in collector.components.items() if isinstance(c, ModuleComponent)]
         self._partly = {name: targets[name] for name, component in modules if not component.keeps_attributes}
         """Modules whose own attributes are in no state."""
-        self._ids = {*map(id, self._kept), *(id(held) for target in self._kept for held in held_by(target))}
         self._number = 0
         self.counts: Sequence[str] = ()
         """See `guard.observer.NotKept`."""
@@ -70,7 +70,7 @@ class NotKept:
             ahead = is_ahead()
             after = self._look(frames)
             names = list(dict.fromkeys([*self._carried(frames, ahead), *self._changed(frames, after, ahead)]))
-            counted = {_name(key) for key, value in after.items() if (self._before.get(key), value) in _COUNTED}
+            counted = {short_of(key) for key, value in after.items() if (self._before.get(key), value) in _COUNTED}
             self.counts = [name for name in names if name in counted]
             return names
         except Exception as error:  # no look ends a program
@@ -105,8 +105,7 @@ class NotKept:
         in_loops = {name for around in loops for loop in around for name in loop.bound}
         of_kept, others = list[str](), list[str]()
         for key in changed:
-            name = _name(key)
-            root = re.split(r"[.\[]", name)[0]
+            name, root = short_of(key), root_of(key)
             if key.endswith(f"({KEPT})"):
                 of_kept.append(name)
             elif is_ahead and " " in after[key]:  # a tensor
@@ -116,13 +115,8 @@ class NotKept:
         if others:
             inside = [reachable(each, models=False) for each in self._kept if not isinstance(each, _WITH_OWN_PARTS)]
             left = own_variables(frames[0] if frames else None, self._ids.union(*inside), quick=True)
-            others = [_name(key) for key in others if key in left]
+            others = [short_of(key) for key in others if key in left]
         return _shortened(list(dict.fromkeys([name.partition("[")[0] for name in [*others, *of_kept]])))
-
-
-def _name(key: str) -> str:
-    """Of a variable in a look."""
-    return key.partition('"')[2].rpartition('" (')[0]
 
 
 def _shortened(names: Sequence[str]) -> list[str]:

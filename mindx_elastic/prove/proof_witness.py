@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +101,8 @@ class ProofWitness(Witness):
         self._stopper = seen.stopper
         signals = [number for policy in seen.policies for number in policy.signals]
         self._signal = signal.SIGTERM if signal.SIGTERM in signals or not signals else signals[0]
-        self._open_file()
+        self._path = self._control.folder / f"rank_{self._ranks.rank}.{time.monotonic_ns()}.jsonl"
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         stack.callback(self._close)
         if not _entered:
             atexit.register(_at_exit, os.getpid())
@@ -133,14 +134,6 @@ class ProofWitness(Witness):
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self.write("now", exit=found)
         self._close()
-
-    def _open_file(self) -> None:
-        for number in range(10_000):
-            path = self._control.folder / f"rank_{self._ranks.rank}.{number:04d}.jsonl"
-            with suppress(FileExistsError):
-                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                self._path = path
-                return
 
     def _close(self) -> None:
         os.close(self._file)

@@ -19,7 +19,7 @@ from mindx_elastic.agent.zygote import Zygote, ZygoteError
 from mindx_elastic.config import MemorySettings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_own_folder, make_user_folder, remove_dead, remove_own
-from mindx_elastic.prove.control import Alarm, Control
+from mindx_elastic.prove.control import Control
 from mindx_elastic.prove.processes import Process, start_forked, start_fresh
 from mindx_elastic.prove.records import Life, read_lives
 
@@ -136,30 +136,13 @@ class Runs:
         if self._keep is None:
             shutil.rmtree(chain.directories, ignore_errors=True)
 
-    def run(
-        self,
-        chain: Chain,
-        *,
-        steps: int = 0,
-        last: tuple[int, int] | None = None,
-        alarm: Alarm | None = None,
-        fault: Mapping[str, Any] | None = None,
-        hashes: int = 0,
-        env: Mapping[str, str] | None = None,
-    ) -> Outcome:
+    def run(self, chain: Chain, *, hashes: int = 0, env: Mapping[str, str] | None = None, **told: Any) -> Outcome:
         """Start the script and wait for its end. `hashes`: which of two seeds of Python's hashes (0 or 1) it gets,
-        where the environment names none. `env`: further variables. Other arguments: see `Control`."""
+        where the environment names none. `env`: further variables. `told`: see `Control`."""
         self._number += 1
         folder = self.folder / f"run_{self._number:03d}"
         folder.mkdir(mode=0o700)
-        control = Control(
-            folder=folder,
-            directories=chain.directories,
-            steps=steps,
-            last=last,
-            alarm=alarm,
-            fault=fault,
-        )
+        control = Control(folder=folder, directories=chain.directories, **told)
         variables = {**os.environ, **(env or {})}
         variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), **_PYTHON}
         if self.memory is not None:

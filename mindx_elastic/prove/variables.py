@@ -16,7 +16,7 @@ import queue
 import time
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -42,7 +42,7 @@ _MOST_BYTES = 1 << 20
 _MOST_BYTES_IN_ALL = 1 << 26
 _BLOCK, _MOST_BLOCKS = 4096, 64
 _DEPTH = 3
-_LONGEST_KEY, _LONGEST_NAME = 32, 128
+_LONGEST_KEY = 96  # that of a weight; no text that is looked up
 _MOST_NESTED = 4
 _MOST_INNER = 16
 _MODULES = ("builtins", "itertools")
@@ -88,17 +88,14 @@ def own_variables(
     return walk.run()
 
 
-def attributes_of_kept(
-    targets: Mapping[str, Any], left_out: Callable[[str], bool] | None = None, *, quick: bool = False
-) -> dict[str, str]:
+def attributes_of_kept(targets: Mapping[str, Any], *, quick: bool = False) -> dict[str, str]:
     """``"model.head.calls" (kept object)`` -> as `own_variables`: attributes of the named objects, of modules in them,
     and of parameters, which no state_dict need have. Private ones count too, unless the class is a library's: an
-    optimizer may keep its own count there. `left_out`: whether not to look at that name."""
+    optimizer may keep its own count there."""
     walk = _Walk(set(map(id, targets.values())), quick=quick)
     for name, target in targets.items():
-        if left_out is None or not left_out(name):
-            with suppress(Exception):  # a table that changes meanwhile
-                walk.waiting.extend(_attributes(name, target))
+        with suppress(Exception):  # a table that changes meanwhile
+            walk.waiting.extend(_attributes(name, target))
     return walk.run()
 
 
@@ -229,7 +226,7 @@ def _treatment_of(kind: type) -> str:
     """How to treat the objects of a class; empty: leave them alone."""
     if kind in _PLAIN or kind in _TENSORS or kind in _QUEUES or issubclass(kind, np.generic):
         return "value"
-    if kind.__module__ in _MODULES and hasattr(kind, "__next__"):  # a generator, or an iterator of Python itself
+    if _iterates(kind):
         return "value"
     if kind in _CONTAINERS:
         return "container"
@@ -264,10 +261,9 @@ def _parts(kind: str, value: Any) -> list[tuple[str, Any]]:
         return [(".dataset", attributes_of(value).get("dataset"))]
     if type(value) is set or not value:
         return []
-    if type(value) in _DICTS:  # by no text that is looked up; the names of weights are longer
+    if type(value) in _DICTS:
         items = [(key, item) for key, item in islice(value.items(), _MOST_ITEMS) if type(key) in (int, str)]
-        longest = _LONGEST_NAME if _has_tensors(value) else _LONGEST_KEY
-        return [(f"[{key!r}]", item) for key, item in items if type(key) is int or len(key) <= longest]
+        return [(f"[{key!r}]", item) for key, item in items if type(key) is int or len(key) <= _LONGEST_KEY]
     if type(value) is deque or len(value) > _MOST_ITEMS:  # a full one has the same length for ever
         return [("[0]", value[0]), ("[-1]", value[-1])]
     return [(f"[{number}]", item) for number, item in enumerate(value)]
@@ -298,9 +294,8 @@ def _noted(value: Any) -> str:
     return digest(value.encode("utf-8", "surrogatepass") if type(value) is str else value)
 
 
-def _is_iterator(value: object) -> bool:
-    """Whether it is a generator, or an iterator of Python itself."""
-    kind = type(value)
+def _iterates(kind: type) -> bool:
+    """Whether it is the class of generators, or of an iterator of Python itself."""
     return kind.__module__ in _MODULES and hasattr(kind, "__next__")
 
 
@@ -337,7 +332,5 @@ def _position(value: Any, depth: int = 0) -> str:
 def _inner(value: Any) -> Iterator[Any]:
     """The iterators that this one draws from."""
     for each in gc.get_referents(value):
-        if _is_iterator(each):
-            yield each
-        elif type(each) is tuple and len(each) <= _MOST_INNER:
-            yield from filter(_is_iterator, each)
+        inner = each if type(each) is tuple and len(each) <= _MOST_INNER else (each,)
+        yield from (one for one in inner if _iterates(type(one)))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,7 +39,7 @@ from mindx_elastic.prove.digests import digest, leaves, stream_digest
 from mindx_elastic.prove.records import MOST_FORWARDS, Step
 from mindx_elastic.prove.variables import attributes_of_kept, own_variables
 
-__all__ = ["Witness", "held_by", "is_loader"]
+__all__ = ["Witness", "kept_of"]
 
 _MOST_PARTS = 16  # of a batch
 _MOST_ITEMS = 256  # of a container in a state, each with a digest of its own
@@ -54,20 +54,14 @@ class Witness:
         """There is nothing more to look at."""
         self.scalars: Mapping[str, Any] = {}
         """What the program has given to the step's `step_end`."""
-        self._targets: Mapping[str, Any] = {}
         self._rebound: set[str] = set()
-        self._kept: set[int] = set()
-        self._modules: dict[str, nn.Module] = {}
-        self._outside: Callable[[], bool] = lambda: False
         self.begin_step()
 
     def watch(self, stack: ExitStack, seen: Observed) -> None:
         """Look from here on, until `stack` closes."""
-        targets = seen.targets
-        self._targets, self._collector, self._outside = targets, seen.collector, seen.is_outside
-        kept = [target for name, target in targets.items() if not self._is_loader(name)]  # its data set is not
-        self._kept = {*map(id, kept), *(id(held) for target in kept for held in held_by(target))}
-        self._modules = {name: t for name, t in targets.items() if isinstance(t, nn.Module)}
+        self._collector, self._outside = seen.collector, seen.is_outside
+        self._kept, self._ids = kept_of(seen.targets)
+        self._modules = {name: t for name, t in seen.targets.items() if isinstance(t, nn.Module)}
         for name, module in self._modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
                 handle = module.register_forward_pre_hook(self._forward_hook(name), prepend=True, with_kwargs=True)
@@ -127,7 +121,7 @@ class Witness:
                  for n, p in c.module.named_parameters()}  # fmt: skip
         for target, state in self._collector.state().items():
             component = self._collector.components.get(target)
-            if target in RESERVED_NAMES or component is None or self._is_loader(target):
+            if target in RESERVED_NAMES or component is None or target not in self._kept:
                 continue
             if isinstance(component, OptimizerComponent):
                 of_key = {index: names.get(id(each), str(index)) for index, each in enumerate(component.parameters)}
@@ -177,22 +171,18 @@ class Witness:
         """Without what each turn of the innermost loop binds before it reads it: a batch, a loss."""
         for frame in program_frames(sys._getframe(1)):
             self._rebound |= rebound_in(frame)
-        found = own_variables(sys._getframe(1), self._kept) | attributes_of_kept(self._targets, self._is_loader)
+        found = own_variables(sys._getframe(1), self._ids) | attributes_of_kept(self._kept)
         return {f"variable|{name}": each for name, each in found.items() if root_of(name) not in self._rebound}
 
-    def _is_loader(self, name: str) -> bool:
-        return is_loader(name, self._targets.get(name))
 
-
-def is_loader(name: str, target: Any) -> bool:
-    """Whether the object that a guard has under `name` is a loader."""
-    return bool(_LOADER.fullmatch(name)) or isinstance(target, (DataLoader, FollowedLoader, PositionedLoader))
-
-
-def held_by(target: Any) -> Iterator[Any]:
-    """What an adapter around an object of the program holds."""
-    if type(target).__module__.startswith("mindx_elastic."):
-        yield from attributes_of(target).values()
+def kept_of(targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[int]]:
+    """Of a guard's objects those that are kept as a whole, and the `id` of these and of what adapters around them hold.
+    The data set of a loader is the program's."""
+    loaders = (DataLoader, FollowedLoader, PositionedLoader)
+    kept = {n: t for n, t in targets.items() if not (_LOADER.fullmatch(n) or isinstance(t, loaders))}
+    adapters = [target for target in kept.values() if type(target).__module__.startswith("mindx_elastic.")]
+    held = (value for adapter in adapters for value in attributes_of(adapter).values())
+    return kept, {*map(id, kept.values()), *map(id, held)}
 
 
 def _parts(batch: Any) -> str:
