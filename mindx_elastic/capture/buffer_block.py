@@ -28,6 +28,7 @@ _ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
 """Offset in bytes, type name, shape."""
 _data_ptr, _size, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.is_contiguous
+_is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _dtype_of, _is_cuda = attrgetter("dtype"), attrgetter("is_cuda")
 
 
@@ -110,7 +111,7 @@ class BufferReader:
     def _kinds_of_plain(self, plain: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
         # Where its elements lie one after the other, only complex numbers can be read in more than one way.
         kinds = [*map(_dtype_of, plain)], [*map(_size, plain)], [*map(_is_contiguous, plain)]
-        return (*kinds, [(t.is_conj(), t.is_neg()) for t in self._complex])
+        return (*kinds, [*map(_is_conj, self._complex)], [*map(_is_neg, self._complex)])
 
     def _kinds_of_others(self, tensors: Sequence[Any]) -> list[object]:
         live = [tensors[i] for i in self._not_plain]

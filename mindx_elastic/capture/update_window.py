@@ -23,7 +23,7 @@ others cost nothing. Code of the window that has never run in a step that was lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -45,6 +45,7 @@ __all__ = ["UpdateWindow"]
 _FIRST, _LAST, _EVERY = 5, 8, 50
 _MANY, _RARELY = 40, 1000
 _ENOUGH = 2
+_PLAIN = frozenset((type(None), bool, int, float, str))
 _Leaves = dict[str, Any]
 
 
@@ -244,34 +245,41 @@ class UpdateWindow:
 
 
 def _flat_parts(parts: Mapping[str, Any]) -> dict[str, _Leaves]:
-    return {name: dict(_leaves(value, "")) for name, value in parts.items()}
+    return {name: _leaves(value) for name, value in parts.items()}
 
 
-def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (dict, list, tuple)):
-        yield f"{place} (length)", len(value)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, _inside(place, key))
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _leaves(item, _inside(place, number))
-    else:
-        yield place, value
+def _leaves(value: Any) -> _Leaves:
+    """What is in nested containers, and how long these are, by place. In one call."""
+    found: _Leaves = {}
+    waiting = [("", value)]
+    while waiting:
+        place, item = waiting.pop()
+        if isinstance(item, dict):
+            items: Iterable[tuple[Any, Any]] = item.items()
+        elif isinstance(item, (list, tuple)):
+            items = enumerate(item)
+        else:
+            found[place] = item
+            continue
+        found[f"{place} (length)"] = len(item)
+        for key, each in items:
+            waiting.append((f"{place}.{key}" if place else str(key), each))
+    return found
 
 
 def _changes(one: Any, other: Any) -> set[str]:
     """The leaves in which they differ."""
-    return _differing(dict(_leaves(one, "")), dict(_leaves(other, "")))
-
-
-def _inside(place: str, key: object) -> str:
-    return f"{place}.{key}" if place else str(key)
+    return _differing(_leaves(one), _leaves(other))
 
 
 def _differing(one: _Leaves, other: _Leaves) -> set[str]:
-    changed = {leaf for leaf in one.keys() & other.keys() if not _equal(one[leaf], other[leaf])}
-    return changed | (one.keys() ^ other.keys())
+    changed = one.keys() ^ other.keys()
+    for leaf, value in one.items():
+        now = other.get(leaf)
+        is_same = value is now or (type(value) in _PLAIN and type(value) is type(now) and value == now)
+        if not is_same and leaf in other and not _equal(value, now):
+            changed.add(leaf)
+    return changed
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import accumulate, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -44,33 +43,24 @@ class TensorEntry(NamedTuple):
         return BY_NAME[self.dtype]
 
 
-def _made(columns: Iterable[tuple[object, ...]]) -> Iterator[TensorEntry]:
-    """As ``TensorEntry(*each)``, without a function of Python for each."""
-    return map(tuple.__new__, repeat(TensorEntry), columns)
-
-
 def place_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
     """Place tensors (of types in `dtypes.NAMES`) into the data section, widest elements first, then as given."""
     kinds: dict[tuple[torch.dtype, torch.Size], tuple[str, tuple[int, ...], int]] = {}
-    by_width: dict[int, tuple[list[str], list[tuple[str, tuple[int, ...], int]]]] = {}
+    by_width: dict[int, list[tuple[str, tuple[str, tuple[int, ...], int]]]] = {}
     for name, tensor in tensors.items():
         dtype, shape = tensor.dtype, tensor.shape
         kind = kinds.get((dtype, shape))
         if kind is None:
             # One object each: the garbage collector looks at every one.
             kind = kinds[dtype, shape] = NAMES[dtype], tuple(shape), shape.numel() * dtype.itemsize
-        names, own = by_width.setdefault(dtype.itemsize, ([], []))
-        names.append(name)
-        own.append(kind)
+        by_width.setdefault(dtype.itemsize, []).append((name, kind))
     entries: list[TensorEntry] = []
-    position = 0
+    start = 0
     for width in sorted(by_width, reverse=True):
-        names, own = by_width[width]
-        ends = [*accumulate([nbytes for _, _, nbytes in own], initial=position)]
-        starts = ends[:-1]
-        types, shapes = [stored for stored, _, _ in own], [shape for _, shape, _ in own]
-        entries += _made(zip(names, types, shapes, starts, ends[1:], strict=True))
-        position = ends[-1]
+        for name, (stored, sizes, nbytes) in by_width[width]:
+            # As `TensorEntry(...)`, without a function of Python for each: there are thousands.
+            entries.append(tuple.__new__(TensorEntry, (name, stored, sizes, start, start + nbytes)))
+            start += nbytes
     return entries
 
 
