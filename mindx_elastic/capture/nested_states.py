@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mindx_elastic.capture.adapters import NO_STATE
 from mindx_elastic.capture.copying import copy_state
-from mindx_elastic.core.looks import attributes_of, defines, has_attributes, is_its_attributes
+from mindx_elastic.core.looks import askable, attributes_of, defines, has_attributes, is_its_attributes
 from mindx_elastic.errors import MismatchError
 
 __all__ = ["NestedStates"]
@@ -41,7 +41,9 @@ class NestedStates:
         """Whether an object is in `state`, as the program gives it."""
         if type(state) in _SHALLOW and depth < _DEEPEST:
             items = state.values() if type(state) is dict else state
-            return any(self.are_in(item, depth + 1) for item in items if type(item) not in _PLAIN)
+            return any(
+                self.are_in(item, depth + 1) for _, item in askable(enumerate(items)) if type(item) not in _PLAIN
+            )
         return self._is_object(state)
 
     def _is_object(self, value: Any) -> bool:

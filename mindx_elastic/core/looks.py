@@ -15,18 +15,21 @@ import struct
 import types
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 __all__ = [
     "are_equal",
+    "askable",
     "asked",
     "attributes_of",
     "defines",
     "has_attributes",
     "has_method",
+    "is_comparable",
     "is_computed",
     "is_its_attributes",
     "items_of",
@@ -37,13 +40,26 @@ __all__ = [
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_K = TypeVar("_K")
 _Tables = tuple[Any, tuple[tuple[str, types.MemberDescriptorType], ...]]
 _tables: dict[int, tuple[weakref.ref[type], _Tables]] = {}
 """By the class's id: its metaclass may have an ``==`` of its own."""
 
 
+def is_comparable(kind: type) -> bool:
+    """Whether a class can be compared with others, and be in a table: its metaclass has no ``==`` or hash of its own,
+    which may raise anything (one with an ``==`` alone has no hash)."""
+    metaclass: Any = type(kind)
+    return metaclass.__eq__ is object.__eq__ and metaclass.__hash__ is object.__hash__
+
+
+def askable(items: Iterable[tuple[_K, Any]]) -> list[tuple[_K, Any]]:
+    """Those of the pairs whose value's class `is_comparable`."""
+    return [item for item in items if type(type(item[1])) is type or is_comparable(type(item[1]))]
+
+
 def attributes_of(value: object) -> dict[str, Any]:
-    """The instance dictionary of `value` and its slots. No code of the program runs."""
+    """The instance dictionary of `value` and its slots, as far as they are `askable`. No code of the program runs."""
     found: dict[str, Any] = {}
     table, slots = _tables_of(type(value))
     if table is not None:
@@ -54,6 +70,9 @@ def attributes_of(value: object) -> dict[str, Any]:
             found[name] = slot.__get__(value)
         except AttributeError:
             continue
+    for held in found.values():
+        if type(type(held)) is not type and not is_comparable(type(held)):  # no call for nearly all
+            return dict(askable(found.items()))
     return found
 
 
@@ -79,8 +98,9 @@ def is_its_attributes(value: object) -> bool:
 
 
 def items_of(value: object, most: float = math.inf) -> list[tuple[Any, Any]] | None:
-    """Places and items of a list, tuple, deque, set or dict, or of a class made from one, as Python keeps them; none
-    where there are more than `most`. None: it is no such container. A dict is read at once: other threads may write."""
+    """Places and `askable` items of a list, tuple, deque, set or dict, or of a class made from one, as Python keeps
+    them; none where there are more than `most`. None: it is no such container. A dict is read at once: other threads
+    may write."""
     kind, base = type(value), None
     for base in _CONTAINERS:
         if issubclass(kind, base):
@@ -89,7 +109,11 @@ def items_of(value: object, most: float = math.inf) -> list[tuple[Any, Any]] | N
         return None
     if base.__len__(value) > most:
         return []
-    return list(dict.items(value)) if base is dict else list(enumerate(base.__iter__(value)))  # type: ignore[arg-type]
+    found = list(dict.items(value)) if base is dict else list(enumerate(base.__iter__(value)))  # type: ignore[arg-type]
+    for _, held in found:
+        if type(type(held)) is not type and not is_comparable(type(held)):
+            return askable(found)
+    return found
 
 
 def asked(value: object, name: str, default: Any = None) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindx_elastic.core.looks import attributes_of, items_of
+from mindx_elastic.core.looks import askable, attributes_of, is_comparable, items_of
 from mindx_elastic.data.permutation import mix
 
 __all__ = ["find_generators", "is_generator", "seed_generators", "set_state", "state_of"]
@@ -84,7 +84,7 @@ def _reach(root: Any, beside: Any = None) -> Iterator[tuple[str, Any]]:
             names |= _names_of(value.__code__)
         elif not issubclass(type(value), _CONTAINERS):
             _add_kind(value if issubclass(type(value), type) else type(value), (place, depth), kinds)
-        for name, part in _parts(value):
+        for name, part in askable(_parts(value)):
             kind = type(part)
             is_leaf = issubclass(kind, _LEAVES) and not (issubclass(kind, type) and not _is_known(part))
             if is_leaf or id(part) in seen or (kind is types.FunctionType and _is_known(part)):
@@ -99,7 +99,7 @@ def _reach(root: Any, beside: Any = None) -> Iterator[tuple[str, Any]]:
 
 def _add_kind(kind: type, place: tuple[str, int], kinds: dict[type, tuple[str, int]]) -> None:
     for each in kind.__mro__:
-        if not _is_known(each):
+        if is_comparable(each) and not _is_known(each):
             kinds.setdefault(each, place)
 
 
@@ -119,9 +119,9 @@ def _named(
 
 def _function_of(value: Any) -> Any:
     """The function that a class has as a method of some kind or as a property; anything else as it is."""
-    if isinstance(value, (staticmethod, classmethod)):
+    if issubclass(type(value), (staticmethod, classmethod)):
         return value.__func__
-    return value.fget if isinstance(value, property) else value
+    return value.fget if issubclass(type(value), property) else value
 
 
 def _global_generators() -> set[int]:
@@ -160,18 +160,19 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     yield "defaults", [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     names = sorted(_names_of(function.__code__))
     used = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
-    for module in [one for _, one in used if isinstance(one, types.ModuleType) and one.__name__ not in _KNOWN]:
+    for module in [one for _, one in used if issubclass(type(one), types.ModuleType) and one.__name__ not in _KNOWN]:
         used += [(name, vars(module)[name]) for name in names if name in vars(module)]
-    yield from ((name, one) for name, one in used if _may_draw(one))
+    yield from ((name, one) for name, one in askable(used) if _may_draw(one))
 
 
 def _may_draw(value: Any) -> bool:
     """Whether something that code has by a name can be a generator, or code or an object that uses one."""
-    if isinstance(value, (types.FunctionType, type)):
+    kind = type(value)
+    if issubclass(kind, (types.FunctionType, type)):
         return not _is_known(value)
-    if isinstance(value, (*_CONTAINERS, nn.Module)) or is_generator(value):
+    if issubclass(kind, (*_CONTAINERS, nn.Module)) or is_generator(value):
         return True
-    return not isinstance(value, _LEAVES) and not _is_known(type(value))
+    return not issubclass(kind, _LEAVES) and not _is_known(kind)
 
 
 def seed_generators(generators: dict[str, Any], seed: int) -> None:

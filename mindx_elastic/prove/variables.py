@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.looks import attributes_of, is_comparable
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.surroundings import is_library, kind_of, variables_of
 from mindx_elastic.prove.digests import digest
@@ -113,7 +113,7 @@ def _attributes(name: str, target: Any) -> list[tuple[str, str, Any, int]]:
         own = object.__getattribute__(owner, "__dict__") if has_table else attributes_of(owner)
         for key in sorted(own.keys() - _OF_TORCH):  # nearly all modules and parameters have nothing else
             value = own[key]
-            if key.startswith(_OF_TORCH_TOO):
+            if key.startswith(_OF_TORCH_TOO) or (type(type(value)) is not type and not is_comparable(type(value))):
                 continue
             is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
             if is_set or not _is_library(kind.__module__):
@@ -148,6 +148,8 @@ class _Walk:
             name, place, value, depth = self.waiting.popleft()
             kind = type(value)
             try:
+                if type(kind) is not type and not is_comparable(kind):
+                    continue
                 if kind in _SHORT:  # no call for these, which are most
                     text = "a clock" if kind is float and is_clock(value) else repr(value)
                     found.setdefault(f'"{name}" ({place})', text)

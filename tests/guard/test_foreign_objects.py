@@ -23,6 +23,7 @@ from mindx_elastic.core.looks import (
     defines,
     has_attributes,
     has_method,
+    is_comparable,
     items_of,
     length_of,
     text_of,
@@ -118,14 +119,29 @@ class OwnTensor(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
+class OddKind(type):
+    """Of classes that can be compared with nothing, and be in no table."""
+
+    __eq__ = _counted("== of a class", type.__eq__)
+    __hash__ = _counted("hash of a class", type.__hash__)
+    __instancecheck__ = _counted("isinstance", type.__instancecheck__)
+    __subclasscheck__ = _counted("issubclass", type.__subclasscheck__)
+    __bool__ = __repr__ = __len__ = _counted("another one of a class", None)
+
+
+class OfOddKind(metaclass=OddKind):
+    shared: list[int] = []  # noqa: RUF012
+
+
 def silent() -> list[Any]:
-    return [Silent(), HidesItsDict(), LazyDict(a=1), LazyList([1]), torch.ones(2).as_subclass(OwnTensor)]
+    tensor = torch.ones(2).as_subclass(OwnTensor)
+    return [Silent(), HidesItsDict(), LazyDict(a=1), LazyList([1]), tensor, OfOddKind(), OfOddKind]
 
 
 class OfProgram:
     def __init__(self) -> None:
         self.count, self.parts, self.named = 0, silent(), {"a": Silent()}
-        self.one, self.two, self.three, self.four, self.five = silent()
+        self.one, self.two, self.three, self.four, self.five, self.six, self.seven = silent()
 
     def state_dict(self) -> dict[str, int]:
         return {"count": self.count}
@@ -236,14 +252,20 @@ def train_among_silent_ones(directory: Path, *, stop: int = 0) -> torch.Tensor:
     torch.manual_seed(0)
     alone, others, named, kept = silent(), OfProgram(), {"a": Silent(), "b": HidesItsDict()}, OfProgram()
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1))
-    model[0].note, model[0].notes = HidesItsDict(), silent()
+    model[0].note, model[0].notes, model[0].odd = HidesItsDict(), silent(), OfOddKind()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     owners: list[Any] = [optimizer, scheduler, *model.parameters()]
     for owner in owners:
         owner.note, owner.other = silent()[:2]
     data: Any = TensorDataset(torch.randn(16, 4))
-    data.one, data.two, data.parts, data.named = Silent(), HidesItsDict(), silent(), LazyDict(a=1)
+    data.one, data.two, data.parts, data.named, data.three = (
+        Silent(),
+        HidesItsDict(),
+        silent(),
+        LazyDict(a=1),
+        OfOddKind(),
+    )
     loader = DataLoader(data, batch_size=4, shuffle=True)
     guard = Guard(
         model=model,
@@ -296,9 +318,11 @@ def test_each_look_answers() -> None:
     assert has_method(hostile, "__len__", "__iter__")
     assert not Hostile.properties_run
     Silent.calls.clear()
-    one, two, lazy, items, _ = silent()
+    one, two, lazy, items, _, odd, _ = silent()
     for each in (one, two):
         assert not issubclass(type(each), dict) and not has_attributes(two) and items_of(each) is None
         assert not defines(each, "missing") and attributes_of(each) == {}
     assert items_of(lazy) == [("a", 1)] and items_of(items) == [(0, 1)] and items_of(items, 0) == []
-    assert defines(lazy, "items") and not Silent.calls
+    assert defines(lazy, "items")
+    assert items_of([odd, 1]) == [(1, 1)] and not is_comparable(OfOddKind) and is_comparable(OddKind)
+    assert not Silent.calls

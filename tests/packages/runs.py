@@ -31,8 +31,6 @@ _STOP = 12
 _MOST_S = 300
 _OWN = re.compile(r"SIGTERM heard|Graceful exit|ends after the step")
 _TOLD = re.compile(r"^SAID (?:WARNING|ERROR) (.*)|^SAID INFO verified: .*; (not as they were: .*)", re.M)
-_OF_THE_TRIAL = re.compile(r"\b(?:stop|code) \(\d+, now \d+\)(?:, )?")
-"""Variables of this module, which differ in each run."""
 _REFUSAL = re.compile(r"mindx_elastic\.errors\.\w+: (.*)")
 
 
@@ -114,8 +112,8 @@ def _judge(part: Part, folder: Path) -> tuple[str, str]:
 
 
 def _said(output: str) -> list[str]:
-    found = [_OF_THE_TRIAL.sub("", warning or fact) for warning, fact in _TOLD.findall(output)]
-    return [text for text in found if not _OWN.search(text) and text.strip() != "not as they were:"]
+    found = [warning or fact for warning, fact in _TOLD.findall(output)]
+    return [text for text in found if not _OWN.search(text)]
 
 
 def _joined(said: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import runpy
 import sys
 import sysconfig
 import time
@@ -279,3 +280,21 @@ def test_of_kept_objects_what_no_state_need_have_is_noted() -> None:
     others |= {'the length of "model.history"', '"model.history[1]"'}
     assert changed.keys() == expected.keys() | others
     assert not [name for name in before if "losses" in name or "_opt" in name]
+
+
+def test_what_runs_the_program_is_no_part_of_it(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import sys\n"
+        "from mindx_elastic.prove.variables import own_variables\n"
+        "def train():\n"
+        "    steps = 3\n"
+        "    return own_variables(sys._getframe(), ())\n"
+        "epochs = 2\n"
+        "found = train()\n"
+    )
+    calls = [4]  # of a profiler
+    found = runpy.run_path(str(program), run_name="__main__")["found"]
+    assert calls == [4]
+    names = {key.partition('"')[2].partition('"')[0] for key in found}
+    assert {"steps", "epochs"} <= names and not {"calls", "calls[0]", "program"} & names

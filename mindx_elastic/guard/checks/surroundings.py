@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from mindx_elastic.core.looks import attributes_of, items_of, table_of
+from mindx_elastic.core.looks import askable, attributes_of, items_of, table_of
 
 __all__ = [
     "GENERATORS",
@@ -176,10 +176,15 @@ def inner_schedulers(scheduler: object) -> dict[int, object]:
 
 
 def program_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the program's own code, the nearest first; those of libraries and ours are left out."""
+    """The frames of the program's own code, the nearest first, as far as where it begins: what runs it (a profiler, a
+    debugger, a test) has variables of its own. Those of libraries and ours are left out."""
+    main = sys.modules.get("__main__")
+    begin = None if main is None else table_of(main)
     while frame is not None:
         if not is_library(str(frame.f_globals.get("__name__", ""))):
             yield frame
+        if frame.f_globals is begin and frame.f_code.co_name == "<module>":
+            return
         frame = frame.f_back
 
 
@@ -199,7 +204,7 @@ class _Walk:
         self._kinds = dict(_kinds)  # faster than the weak one
 
     def add_variables(self, variables: Mapping[str, Any], place: str) -> None:
-        named = [(n, v) for n, v in list(variables.items()) if isinstance(n, str)]
+        named = [(n, v) for n, v in askable(list(variables.items())) if isinstance(n, str)]
         self._meet("", place, [(n, v) for n, v in named if not (n.startswith("__") and n.endswith("__"))], 0)
 
     def run(self) -> Seen:
@@ -264,7 +269,8 @@ class _Walk:
             held = object.__getattribute__(module, "__dict__")
             if len(held) > len(_MODULE_INTERNALS) or held.keys() - _MODULE_INTERNALS:
                 prefix = f".{path}." if path else "."
-                found += [(f"{prefix}{n}", item) for n, item in list(held.items()) if n not in _MODULE_INTERNALS]
+                own = askable(list(held.items()))
+                found += [(f"{prefix}{n}", item) for n, item in own if n not in _MODULE_INTERNALS]
         return found
 
 

@@ -31,7 +31,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from mindx_elastic.core.looks import are_equal, asked, attributes_of, has_attributes, items_of, table_of, text_of
+from mindx_elastic.core.looks import (
+    are_equal,
+    asked,
+    attributes_of,
+    has_attributes,
+    is_comparable,
+    items_of,
+    table_of,
+    text_of,
+)
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.sampler import ResumableBatchSampler
 from mindx_elastic.guard.checks.surroundings import is_of_library
@@ -129,7 +138,7 @@ class DataSettings:
             (table, (path, name), values[path, name] if (mark := _mark(held)) is None else mark)
             for path, table in self._tables.items()
             for name, held in table.items()
-            if type(held) in (list, dict, set, torch.Tensor, np.ndarray) and (path, name) in values
+            if (path, name) in values and type(held) in (list, dict, set, torch.Tensor, np.ndarray)
         ]
         return values
 
@@ -313,6 +322,8 @@ def _plain(value: Any, most: int = _MOST_ITEMS) -> Any:
     """A copy of a plain value, or of a container of at most so many, for a sampler also of an array or tensor of them;
     `_OTHER`: it is none."""
     kind = type(value)
+    if type(kind) is not type and not is_comparable(kind):
+        return _OTHER
     if kind in (torch.Tensor, np.ndarray):
         is_kept = most > _MOST_ITEMS and (value.numel() if kind is torch.Tensor else value.size) <= most
         return (value.detach().clone() if kind is torch.Tensor else value.copy()) if is_kept else _OTHER
@@ -322,7 +333,7 @@ def _plain(value: Any, most: int = _MOST_ITEMS) -> Any:
         return value
     if kind in (list, tuple, set, frozenset) and len(value) <= most:
         items = value.copy() if kind in (list, set) else value  # another thread may have it
-        found = [one if type(one) in _SCALARS else _plain(one) for one in items]
+        found = [one if type(type(one)) is type and type(one) in _SCALARS else _plain(one) for one in items]
         return _OTHER if any(one is _OTHER for one in found) else kind(found)
     if kind is dict and len(value) <= _MOST_ITEMS:
         pairs = {key: _plain(one) for key, one in value.copy().items()}

@@ -35,7 +35,7 @@ import torch
 from mindx_elastic.capture.copying import copy_state, copy_tree, map_tensors, same_tree
 from mindx_elastic.capture.stand_ins import is_plain_class, originals
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.looks import attributes_of, table_of
+from mindx_elastic.core.looks import askable, attributes_of, is_comparable, table_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
 from mindx_elastic.guard.checks.surroundings import is_library, locals_of, program_frames
@@ -136,7 +136,7 @@ class EpochValues:
         kept = self._kept
         return {
             name: value
-            for name, value in found.items()
+            for name, value in askable(found.items())
             if not (callable(value) or type(value) is ModuleType or id(value) in kept or name.startswith("__"))
         }
 
@@ -252,7 +252,7 @@ def _size(value: Any) -> int | None:
     while waiting and size <= _MOST_BYTES:
         each, depth = waiting.pop()
         kind, done = type(each), done + 1
-        if depth > MAX_DEPTH:
+        if depth > MAX_DEPTH or (type(kind) is not type and not is_comparable(kind)):
             return None
         if kind in (torch.Tensor, np.ndarray):
             size += each.nbytes
