@@ -186,7 +186,8 @@ class Loops:
         current = self._loaders.epoch()
         if self._in_epoch:
             if self._loaders.epoch_used not in (0, self.epoch) and not self._goes_on():
-                self._let_loader_go_on()
+                self._collector.loop = {**self._collector.loop, _OWN_PACE: True}
+                self._loaders.let_first_go_on()
             others = self._loaders.passes_of_others
             if 0 < self._pass_of_epoch < current and not others & self._passes_of_others:  # few data beside many
                 self._repeats = True
@@ -226,9 +227,7 @@ class Loops:
 
     def epochs(self, num_epochs: int, start: int) -> Iterator[int]:
         """See `Guard.epochs`."""
-        _check_number("epochs", num_epochs)
-        if isinstance(start, bool) or not isinstance(start, int):
-            raise UsageError(f"epochs(..., start={start!r}): give the number of the first epoch, usually 0 or 1")
+        _check_numbers("epoch", num_epochs, start)
         self._has_looped = True
         return self._epochs(num_epochs, start)
 
@@ -280,10 +279,9 @@ class Loops:
             self._enter_step()
         if self.is_layered or self._is_resuming or self._is_clean() or not self._samples.changed_since(self._weights):
             return
-        if self.step == 0 and not self.asked:
-            self._unmanaged.certain(*_WEIGHTS_CHANGED)
-        elif not self.asked:
-            self._unmanaged.risk(*_WEIGHTS_CHANGED)
+        if not self.asked:
+            tell = self._unmanaged.risk if self.step else self._unmanaged.certain
+            tell(*_WEIGHTS_CHANGED)
 
     def _keep_resumed_state(self) -> None:
         """The loop has reached the resumed place: what the program's own begin has changed is put back."""
@@ -408,11 +406,6 @@ class Loops:
         times in an epoch, or takes a number of batches from an endless iterator."""
         return bool(self._collector.loop.get(_OWN_PACE))
 
-    def _let_loader_go_on(self) -> None:
-        """It is so, as the step that has ended shows."""
-        self._collector.loop = {**self._collector.loop, _OWN_PACE: True}
-        self._loaders.let_first_go_on()
-
     # --- loops that count by themselves ---
 
     def _judge_own_loop(self) -> None:
@@ -428,8 +421,8 @@ class Loops:
             self._own_loop.refuse(self._unmanaged)
 
     def _tell_of_trainer(self) -> None:
-        """At the second boundary of a resumed process that uses none of our loops."""
-        if self._asked_in_front is False and not (self._has_looped or self.is_layered or self._own_loop.may_know):
+        """At the second boundary of a resumed process that has asked behind its first batch only."""
+        if not (self._has_looped or self.is_layered or self._own_loop.may_know):
             self._own_loop.tell_of_trainer(self._unmanaged)
 
     def at_boundary(self, sample: Mapping[str, WeightSample] | None) -> None:
@@ -438,7 +431,7 @@ class Loops:
             self._between.judge_drawn(*self._between.drawn)
         if (self._repeats or self._cuts_in_epoch == 2) and not (self.asked or self._is_judged):
             self._judge_own_loop()
-        if self._first and self.step == self._first + 2:
+        if self._first and self.step == self._first + 2 and self._asked_in_front is False:
             self._tell_of_trainer()
         if self._in_epoch:
             ends = self.step_in_epoch >= self._steps_of_epoch if self._steps_of_epoch else None
@@ -487,13 +480,8 @@ class Loops:
         elif self._begin is not None:
             named = named_streams(self._collector)
             if not (equal_rng(self._begin["global"], capture_rng()) and same_tree(self._begin["named"], named)):
-                self._note_streams()
-            self._begin = None
-
-    def _note_streams(self) -> None:
-        if self._begin is not None:
-            streams = {**self._begin, "global": pack_rng(self._begin["global"])}
-            self._collector.loop = {**self._collector.loop, _STREAMS: streams}
+                streams = {**self._begin, "global": pack_rng(self._begin["global"])}
+                self._collector.loop = {**self._collector.loop, _STREAMS: streams}
             self._begin = None
 
     def is_at_end(self, *, is_tail_over: bool) -> bool:
@@ -512,9 +500,7 @@ class Loops:
 
     def steps(self, num_steps: int, start: int) -> Iterator[int]:
         """See `Guard.steps`."""
-        _check_number("steps", num_steps)
-        if isinstance(start, bool) or not isinstance(start, int):
-            raise UsageError(f"steps(..., start={start!r}): give the number of the first step, usually 0 or 1")
+        _check_numbers("step", num_steps, start)
         self._has_looped = True
         return self._steps(num_steps, start)
 
@@ -598,6 +584,8 @@ class _WhenReady:
             self._other()
 
 
-def _check_number(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UsageError(f"{what}({value!r}): give the number of {what}, a whole number from 0")
+def _check_numbers(what: str, number: object, start: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise UsageError(f"{what}s({number!r}): give the number of {what}s, a whole number from 0")
+    if isinstance(start, bool) or not isinstance(start, int):
+        raise UsageError(f"{what}s(..., start={start!r}): give the number of the first {what}, usually 0 or 1")
