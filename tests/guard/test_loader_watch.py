@@ -402,6 +402,18 @@ def test_a_cycle_beside_a_longer_loader_is_told(tmp_path: Path) -> None:
     assert "after the end of an epoch of loader_1, and the program keeps its batches" in note
 
 
+def test_batches_of_an_evaluation_may_be_kept(tmp_path: Path) -> None:
+    def evaluates_on_a_list(run: Run, loaders: Any) -> None:
+        held_out: list[Any] = []
+        for _ in run.guard.epochs(EPOCHS):
+            for batch in loaders[0]:
+                run.train(batch)
+            held_out = held_out or list(loaders[1])
+
+    run, _ = run_loop(evaluates_on_a_list, tmp_path, make=two_lengths)
+    assert silent(run), run.guard._unmanaged.notes
+
+
 class Streaming(DataLoader[Any]):
     """As streaming libraries have it: counts by itself what it has given, and its data set's state wants arguments. One
     that is loaded behind an epoch begins the next one, and to ask it before it is iterated spoils what was loaded."""

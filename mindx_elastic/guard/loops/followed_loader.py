@@ -102,6 +102,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         """What the program sets on its data set, from the first entry on."""
         self.others: Sequence[FollowedLoader] = ()
         """Of the loader whose epochs count: those that come within its epochs."""
+        self.began_beside_others = False
+        """One of those was gone through when the newest iteration began."""
         self._is_over = False
         """It came to its end before the present epoch of the first loader: its next iteration is another one."""
         self.has_moved_on = False
@@ -110,6 +112,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         """How its order arises has been said."""
         self.steps_since_end = 0
         """That have used no batch of it since it came to its end."""
+        self.has_served_steps = False
+        """A step has ended in the middle of the newest iteration; an evaluation goes through all of it between two."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
@@ -201,7 +205,8 @@ class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
         self.track.at_begin, self.track.at_opened = self._at_begin, self._at_opened
 
     def _at_begin(self) -> None:
-        self._is_over = False
+        self._is_over = self.has_served_steps = False
+        self.began_beside_others = any(other.engine.cursor.live for other in self.others)
         for other in self.others:
             other._is_over = other.is_at_rest()
             if other._is_over:  # an evaluation has used them, no step will

@@ -70,9 +70,6 @@ class Loaders:
         self._fetches_ahead, self._knows_ends = True, False
         self.epoch_used = 0
         """The epoch of the first loader whose batches the last step has used; 0: none, or it fetches ahead."""
-        self.passes_of_others: frozenset[tuple[str, int]] = frozenset()
-        """At the last boundary: the names of the loaders behind the first one that are gone through then, and the
-        numbers of their iterations."""
 
     def expect_no_look_ahead(self) -> None:
         """The loop is known to use each batch before it fetches the next one."""
@@ -184,6 +181,11 @@ class Loaders:
         first = self.first
         return first is not None and not (isinstance(first, FunctionLoader) and first.batches_per_epoch is None)
 
+    @property
+    def began_beside_others(self) -> bool:
+        """Whether another loader was in the middle of its data when the newest iteration of the first one began."""
+        return self._counting is not None and self._counting.began_beside_others
+
     def let_first_go_on(self) -> None:
         """Its next iteration is the epoch behind the one it is in, whatever the loop has told it."""
         assert self._counting is not None
@@ -282,8 +284,7 @@ class Loaders:
         """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders. Raises
         UnmanagedStateError for batches that no position covers.
         """
-        known, used = True, not self._followed
-        passes: list[tuple[str, int]] = []
+        known, used, first = True, not self._followed, self._counting
         self._has_ended = False
         for followed in self._followed:
             track = followed.track
@@ -293,18 +294,17 @@ class Loaders:
             known = known and is_known
             number = track.at_boundary()
             cursor = followed.engine.cursor
-            if followed is self._counting:
+            if followed is first:
                 self.epoch_used = cursor.epoch if number and followed.look_ahead.ahead == 0 else 0
-            elif cursor.live:
-                passes.append((followed.name, track.iterations))
             if number > 0:
                 used = True
+                followed.has_served_steps |= cursor.live
                 # As `is_at_end`, without a call at each boundary.
                 self._has_ended |= cursor.finished or (cursor.size is not None and cursor.is_at_end)
             look_ahead = followed.look_ahead
             if look_ahead.used != before:
                 used, followed.steps_since_end = True, 0
-            elif is_known and track.handed and not cursor.live:
+            elif is_known and track.handed and not cursor.live and (followed.has_served_steps or followed is first):
                 followed.steps_since_end += 1
             if track.left_early and (self._knows_ends or self._ended_with(track)):
                 track.left_early = False
@@ -315,11 +315,10 @@ class Loaders:
                 or followed.steps_since_end == 2
             ):
                 followed.tell(self._unmanaged)
-        self.passes_of_others = frozenset(passes)
         self.watch.at_boundary()
-        if known and not used and self._counting is not None and self._counting.is_in_mid_epoch():
+        if known and not used and first is not None and first.is_in_mid_epoch():
             self._unmanaged.risk(
-                f"a step has ended without a batch of {self._counting.name}, in the middle of an epoch: if it uses "
+                f"a step has ended without a batch of {first.name}, in the middle of an epoch: if it uses "
                 "an earlier batch again, a run that stops before it goes on with the next batch",
                 "Call step_end() once a batch, after all that is done with it",
             )

@@ -76,7 +76,6 @@ class Loops:
         self._own_loop = OwnLoop(None, {})
         self._asked_in_front: bool | None = None  # of the first batch; None: there was none yet
         self._pass_of_epoch = 0  # the loader's epoch of the last batch that this epoch has used; 0: none yet
-        self._passes_of_others: frozenset[tuple[str, int]] = frozenset()  # at the last step, see `Loaders`
         self._is_judged = self._repeats = False  # the latter: another pass over the loader, within an epoch of our loop
         self._kept: frozenset[int] = frozenset()
         self._first = self._resumed_epoch = 0
@@ -188,10 +187,9 @@ class Loops:
             if self._loaders.epoch_used not in (0, self.epoch) and not self._goes_on():
                 self._collector.loop = {**self._collector.loop, _OWN_PACE: True}
                 self._loaders.let_first_go_on()
-            others = self._loaders.passes_of_others
-            if 0 < self._pass_of_epoch < current and not others & self._passes_of_others:  # few data beside many
+            if 0 < self._pass_of_epoch < current and not self._loaders.began_beside_others:  # few data beside many
                 self._repeats = True
-            self._pass_of_epoch, self._passes_of_others = current, others
+            self._pass_of_epoch = current
         elif self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
             self._repeats = self.epoch > 0
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
