@@ -46,21 +46,25 @@ class LoaderWatch:
     """One per guard. `at_boundary` belongs to the training thread; what a DataLoader gives is seen in any thread."""
 
     def __init__(
-        self, unmanaged: Unmanaged, adopted: dict[str, DataLoader[Any]], now: Callable[[], int | None]
+        self,
+        unmanaged: Unmanaged,
+        now: Callable[[], int | None],
+        *,
+        adopted: dict[str, DataLoader[Any]],
+        kept: Sequence[OwnState],
+        has_named: bool,
     ) -> None:
-        """`adopted`: DataLoaders that are named, by name. `now`: how many batches the first named loader has handed
-        out, or None between its epochs and without one."""
-        self._unmanaged, self._adopted, self._now = unmanaged, adopted, now
+        """`now`: how many batches the first named loader has handed out, or None between its epochs and without one.
+        `adopted`: DataLoaders that are named, by name. `kept`: those that the guard keeps by their own state."""
+        self._unmanaged, self._now, self._adopted, self._kept = unmanaged, now, adopted, kept
+        self._has_named = has_named
         self.at_evaluation: Callable[[], None] = lambda: None
         """Called in the training thread when an evaluation begins right after a boundary, in mid-epoch."""
-        self.kept: Sequence[OwnState] = ()
-        """DataLoaders that the guard keeps by their own state."""
         self._thread = threading.get_ident()
         self._boundaries = 0
         self._fetched = 0  # by the first named loader up to the last boundary
         self._crossing = ""
         self._endless: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.has_named = bool(adopted)
         self.is_outside = self.ends_epoch = False
         """The latter: the last boundary ends an epoch that is a number of steps, whatever the loaders say."""
         self._active = False
@@ -78,7 +82,7 @@ class LoaderWatch:
             first(iterator, loader, *args, **kwargs)
             if self._active:
                 iterator.__dict__[_MADE] = self
-                for kept in self.kept:
+                for kept in self._kept:
                     if kept.loader is loader:
                         iterator.__dict__[_KEPT] = kept
                         kept.begin_iteration()
@@ -136,7 +140,7 @@ class LoaderWatch:
 
     def _cross(self, described: str) -> None:
         """Steps on both sides of a boundary have batches of the same iterator of that loader."""
-        already = "beside the named ones" if self.has_named else "and no loader is named"
+        already = "beside the named ones" if self._has_named else "and no loader is named"
         self._crossing = self._crossing or f"steps use batches of {described}, {already}: its position is not kept"
 
     def _see_older(self, iterator: Any) -> None:

@@ -121,10 +121,8 @@ class Loaders:
                 loader.worker_grace_s = worker_grace_s
         adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
         self._unmanaged = unmanaged
-        self.watch = LoaderWatch(unmanaged, adopted, self._now)
+        self.watch = LoaderWatch(unmanaged, self._now, adopted=adopted, kept=self.own, has_named=bool(self.named))
         """Sees batches of loaders that are not named."""
-        self.watch.kept = self.own
-        self.watch.has_named = bool(self.named)
         self.watch.enter(stack)
         self._has_ended = False
         modules = [target for target in targets if isinstance(target, nn.Module)]
