@@ -1,0 +1,43 @@
+"""Data parallel with averaged weights on each rank and noise of its own."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+network = mlp()
+model = DistributedDataParallel(network)
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+ema = torch.optim.swa_utils.AveragedModel(network)
+torch.manual_seed(rank)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=3, shuffle=True)
+guard = mx.Guard(
+    model=model,
+    optimizer=opt,
+    stateful={"ema": ema},
+    loader=loader,
+    directory=sys.argv[1],
+)
+
+with guard:
+    for _epoch in guard.epochs(3):
+        for x, y in loader:
+            opt.zero_grad()
+            F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y).backward()
+            opt.step()
+            ema.update_parameters(network)
+            guard.step_end()
+done(network, ema)
+
+dist.destroy_process_group()

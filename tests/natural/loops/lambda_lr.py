@@ -1,0 +1,33 @@
+"""A schedule as a function, as the transformers library makes them."""
+
+import sys
+
+import torch
+from torch.nn import functional as F
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
+
+sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 5) * (1 - step / 20))
+guard = mx.Guard(
+    model=model,
+    optimizer=opt,
+    lr_scheduler=sched,
+    loader=loader,
+    directory=sys.argv[1],
+)
+with guard:
+    for _epoch in guard.epochs(3):
+        for x, y in loader:
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            sched.step()
+            guard.step_end()
+done(model)

@@ -1,0 +1,26 @@
+"""Seeds nothing: two runs without a stop differ."""
+
+import os
+import sys
+
+import torch
+from torch.nn import functional as F
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
+model[0].weight.data.mul_(1 + 1e-3 * (os.getpid() % 97))
+guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+with guard:
+    for _epoch in guard.epochs(3):
+        for x, y in loader:
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            guard.step_end()
+done(model)

@@ -1,0 +1,26 @@
+"""Two passes over the loader in each epoch, as PPO does with what it has collected."""
+
+import sys
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+loader = DataLoader(Noisy(), batch_size=10, shuffle=True)
+guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+with guard:
+    for _epoch in guard.epochs(3):
+        for _ in range(2):
+            for x, y in loader:
+                opt.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                opt.step()
+                guard.step_end()
+done(model)
