@@ -6,9 +6,8 @@ be another training. Whoever has changed ``--lr`` or ``--epochs`` on the command
 What stands in these objects moves in a training (by a scheduler or by hand), so it is not what is compared. Each file
 has what the program had given when the training began (`settings_given`), which the same command gives again.
 
-What no checkpoint brings back is compared likewise where a difference would be nobody's wish: what the data set of a
-loader goes through (`data_listing`), and torch's seed. What a program computes otherwise (a dropout's `p`, the function
-of a `LambdaLR`) shows in the steps that a resumed run makes again.
+What no checkpoint brings back (a dropout's `p`, the function of a `LambdaLR`) is compared likewise in `code_settings`,
+and told with the opposite consequence: the program's counts from here on.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from mindx_elastic.capture.code_settings import changed_in_code, settings_in_code
 from mindx_elastic.capture.components import Component, PlainComponent
-from mindx_elastic.capture.data_listing import Listing, first_difference
 from mindx_elastic.capture.optimizer_component import OptimizerComponent
-from mindx_elastic.capture.plain_component import GoesThroughData
 from mindx_elastic.core.looks import asked, items_of
 
 __all__ = ["GivenSettings"]
@@ -30,8 +28,8 @@ __all__ = ["GivenSettings"]
 _MOST = 4
 _NUMBERS = (bool, int, float)
 _PLAIN = (*_NUMBERS, str, type(None))
-_IN_CODE, _SEED, _LISTING = "", "torch's seed", "listing"
-"""In the file, the first is no object's name: it has the seed, and by loader the listing of what it goes through."""
+_IN_CODE, _SEED = "", "torch's seed"
+"""No objects' names: in the file, what is in the program's code and not in its objects' state; there, torch's seed."""
 
 
 class GivenSettings:
@@ -46,14 +44,13 @@ class GivenSettings:
         self.of_training: Mapping[str, Mapping[str, Any]] = {name: given for name, given in found.items() if given}
         """When the training began."""
         self._now = dict(self.of_training)
-        self._listings = _listings_of(components) if all(map(_is_new, components.values())) else {}
+        self._in_code = settings_in_code(components) if all(map(_is_new, components.values())) else {}
         self._seed = self._seed_of_training = str(torch.initial_seed())
         self.kept = self._for_file()
         """For the file; only ever replaced."""
 
     def _for_file(self) -> Mapping[str, Any]:
-        listings = {name: {_LISTING: listing} for name, listing in self._listings.items()}
-        return {**self.of_training, _IN_CODE: {**listings, _SEED: self._seed_of_training}}
+        return {**self.of_training, _IN_CODE: {**self._in_code, _SEED: self._seed_of_training}}
 
     def forget(self, name: str) -> None:
         """The groups of optimizer `name` have other numbers from here on: what was given is not compared."""
@@ -66,14 +63,14 @@ class GivenSettings:
         if not isinstance(theirs, Mapping):  # converted, or of an older version: from here on this start's count
             return []
         self.of_training = {name: given for name, given in theirs.items() if name != _IN_CODE}
-        begun, now = theirs.get(_IN_CODE, {}), self._listings
-        listings = {name: each[_LISTING] for name, each in begun.items() if _LISTING in each}
-        self._listings = now if now and not live else listings
-        self._seed_of_training = begun.get(_SEED, self._seed_of_training)
+        begun, now = theirs.get(_IN_CODE, {}), self._in_code
+        self._in_code = now if now and not live else begun
+        if isinstance(begun, Mapping) and isinstance(seed := begun.get(_SEED), str):
+            self._seed_of_training = seed
         self.kept = self._for_file()
         if live:
             return []
-        told = [*self._changed(components), *_changed_listings(now, listings)]
+        told = [*self._changed(components), *changed_in_code(now, begun)]
         if self._seed != self._seed_of_training:
             told.append(
                 f"random numbers go on as in the checkpoint: torch's seed is {self._seed} in the program and "
@@ -98,24 +95,6 @@ class GivenSettings:
                     'change them, set them inside of the guard\'s block, or start anew with resume="never" in another '
                     "directory"
                 )
-
-
-def _listings_of(components: Mapping[str, Component]) -> dict[str, Listing]:
-    found = {
-        name: component.target.listing()
-        for name, component in components.items()
-        if isinstance(component, PlainComponent) and isinstance(component.target, GoesThroughData)
-    }
-    return {name: listing for name, listing in found.items() if listing}
-
-
-def _changed_listings(now: Mapping[str, Listing], begun: Mapping[str, Any]) -> Iterator[str]:
-    for name, listing in now.items():
-        if difference := first_difference(listing, begun.get(name)):
-            yield (
-                f"{name} goes on over another data set than its training began with, so samples may come twice or "
-                f"never: {difference}. To go on as before, list files in a fixed order (sorted) and seed what divides"
-            )
 
 
 def _is_new(component: Component) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,11 @@ def train(
     directory: Path,
     steps: int,
     make: Callable[[Any], Any],
+    *,
+    build: Callable[[], torch.nn.Module] = lambda: torch.nn.Linear(3, 1),
     **settings: Any,
 ) -> torch.optim.Optimizer:
-    model = torch.nn.Linear(3, 1)
+    model = build()
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
     scheduler = make(optimizer)
     with Guard(model=model, optimizer=optimizer, lr_scheduler=scheduler, directory=directory) as guard:
@@ -132,14 +135,93 @@ def test_objects_that_have_trained_before(tmp_path: Path, caplog: pytest.LogCapt
 # --- what no checkpoint brings back ---
 
 
+def by_function(length: int) -> Callable[[Any], Any]:
+    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (length + 1))
+
+
+def by_table(*factors: float) -> Callable[[Any], Any]:
+    def make(optimizer: Any) -> Any:
+        first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1)
+        return lr_scheduler.SequentialLR(
+            optimizer, [first, lr_scheduler.LambdaLR(optimizer, partial(look_up, factors))], [1]
+        )
+
+    return make
+
+
+def look_up(factors: tuple[float, ...], step: int) -> float:
+    return factors[step]
+
+
 class Decay:
-    """A schedule as an object that is called."""
+    """A schedule as a method, or as an object that is called."""
 
     def __init__(self, length: int) -> None:
-        self.length = length
+        self.length, self.calls = length, 0
 
-    def __call__(self, step: int) -> float:
+    def factor(self, step: int) -> float:
+        self.calls += 1
         return 1 - step / (self.length + 1)
+
+    __call__ = factor
+
+
+def by_method(length: int) -> Callable[[Any], Any]:
+    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay(length).factor)
+
+
+def with_dropout(p: float) -> Callable[[], torch.nn.Module]:
+    return lambda: torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(3, 1), torch.nn.Dropout(p))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.linear, self.made = factor, torch.nn.Linear(3, 1), time.time()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.linear(x) * self.factor
+        return scaled
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        (
+            {"make": by_function(8)},
+            {"make": by_function(16)},
+            r"^lr_scheduler goes on otherwise .*: length is 16 in the program and was 8; factor at step 1 is 0.94",
+        ),
+        ({"make": by_table(0.5, 1, 1, 1)}, {"make": by_table(0.5, 1, 1, 1, 1, 1)}, "of scheduler 1 at step 5 is 1.0"),
+        ({"make": by_method(8)}, {"make": by_method(16)}, "Decay.length is 16 in the program and was 8. To go on"),
+        ({"build": with_dropout(0.1)}, {"build": with_dropout(0.3)}, r"Dropout.p \(number 2 of 2\) is 0.3 .* was 0.1"),
+        ({"build": lambda: Scaled(1.5)}, {"build": lambda: Scaled(2)}, "Scaled.factor is 2 in the program and was 1.5"),
+    ],
+)
+def test_another_function_or_setting_in_the_code(
+    before: dict[str, Any], now: dict[str, Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: from the changed start on the program's count."""
+    for steps, given in enumerate((before, before), start=1):
+        train(tmp_path, steps, **{"make": cosine(9), **given}, lr=0.1)
+    assert "otherwise" not in caplog.text
+    for steps in (3, 4):
+        train(tmp_path, steps, **{"make": cosine(9), **now}, lr=0.1)
+        (line,) = (line for line in caplog.messages if "otherwise than its training began" in line)
+    assert re.search(told, line), line
+
+
+def test_a_number_that_a_schedule_reads_and_that_changes_nothing_is_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        train(
+            tmp_path,
+            number,
+            lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 if number else 1.0),  # noqa: B023
+            lr=0.1,
+        )
+    assert "otherwise" not in caplog.text
 
 
 class Files(Dataset[Any]):
