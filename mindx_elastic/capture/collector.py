@@ -24,7 +24,7 @@ from mindx_elastic.capture.components import (
     component_for,
     unwrap_optimizer,
 )
-from mindx_elastic.capture.copying import copy_tree, same_tree, tensors_in
+from mindx_elastic.capture.copying import copy_tree, equal_tensors, same_tree, tensors_in
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters
@@ -38,10 +38,12 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import MismatchError
 
-__all__ = ["Collector"]
+__all__ = ["BufferLook", "Collector"]
 
 _MOST_KEPT = 64 << 20
 _SMALL_BUFFER = 1 << 20
+BufferLook = tuple[torch.Tensor, int, torch.Tensor | None]
+"""A buffer, its version counter, and a copy of a small one."""
 
 
 class Collector:
@@ -125,21 +127,28 @@ class Collector:
         found += [o for _, c in self._plain if isinstance(c, WrapperComponent) for o in c.optimizers]
         return list({id(o): o for o in found}.values())
 
-    def look_at_buffers(self) -> dict[str, Any]:
+    @torch.no_grad()
+    def look_at_buffers(self) -> dict[str, BufferLook]:
         """The saved buffers of all modules, by place, as they are now: for `changed_buffers`. Of small ones a copy."""
         return {
-            place: (buffer, buffer._version, buffer.detach().clone() if buffer.nbytes <= _SMALL_BUFFER else None)
+            place: (buffer, _version_of(buffer), buffer.clone() if buffer.nbytes <= _SMALL_BUFFER else None)
             for place, buffer in self._saved_buffers()
         }
 
-    def changed_buffers(self, before: Mapping[str, Any]) -> list[str]:
+    @torch.no_grad()
+    def changed_buffers(self, before: Mapping[str, BufferLook]) -> list[str]:
         """The places of buffers that have other values now than at `before`; of large ones, that have been written."""
-        found = []
+        found: list[str] = []
+        small: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for place, now in self._saved_buffers():
-            buffer, version, copy = before.get(place, (now, now._version, None))
-            is_same = now is buffer and now._version == version if copy is None else same_tree(copy, now)
-            if not is_same:
+            buffer, version, copy = before.get(place, (now, _version_of(now), None))
+            if copy is not None:
+                small[place] = copy, now
+            elif now is not buffer or _version_of(now) != version:
                 found.append(place)
+        copies, live = [copy for copy, _ in small.values()], [now for _, now in small.values()]
+        if not equal_tensors(copies, live):  # which waits for a device once
+            found += [place for place, (copy, now) in small.items() if not same_tree(copy, now)]
         return found
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -640,6 +649,10 @@ class Collector:
             for name, module in self._modules.items():
                 module.flags.put_back(flags[name])
             self.broadcasts.put_back(broadcasts)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _inside(target: object) -> Iterator[object]:

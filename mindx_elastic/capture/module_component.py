@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, DeviceRun, is_on_device, view_of
-from mindx_elastic.capture.copying import copy_state, equal_tensors
+from mindx_elastic.capture.copying import copy_state
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
 from mindx_elastic.capture.loose_buffers import LooseBuffers
@@ -275,25 +275,6 @@ class ModuleComponent:
             return False
         ahead, block = self._ahead, self._block
         return (ahead.slices is block.slices or ahead.slices == block.slices) and ahead.raw == block.raw
-
-    @property
-    def saves_buffers(self) -> bool:
-        """Whether there are any, as of the last boundary."""
-        return bool(self._slots)
-
-    def copy_buffers(self, block: BufferBlock | None) -> BufferBlock:
-        """A copy of the saved buffers as they are now. `block`: an earlier one that is not needed any more."""
-        live = [slots[key] for slots, key in self._slots]
-        reader = self._reader
-        if len(reader.slices) != len(live) or not reader.fits(live):
-            reader = BufferReader(live)
-        return reader.read(block)
-
-    def has_buffers(self, block: BufferBlock) -> bool:
-        """Whether the boundary's copies are those of `block`, which `copy_buffers` has made."""
-        if block.slices != self._block.slices or block.raw != self._block.raw:
-            return False
-        return equal_tensors(block.outside, self._block.outside)
 
     @torch.no_grad()
     def look(self) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.capture.buffer_block import BufferBlock
-from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.collector import BufferLook, Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.graph_replays import is_capturing
 from mindx_elastic.capture.rng import capture_rng, equal_rng
@@ -55,7 +54,7 @@ class _Middle:
 
     rng: dict[str, Any]
     parts: dict[str, Any]
-    buffers: dict[str, BufferBlock]
+    buffers: Mapping[str, BufferLook]
     sample: Mapping[str, WeightSample] | None
 
 
@@ -86,7 +85,6 @@ class UpdateWindow:
         """How many were looked at."""
         self._boundaries = 0
         self._middle: _Middle | None = None
-        self._blocks: dict[str, BufferBlock] = {}
         self._names = list(collector.components)
         self._broken: str | None = None
         # These copies are never changed in place, so the last two boundaries' are kept without another copy.
@@ -125,9 +123,8 @@ class UpdateWindow:
             found.append("parameters are not changed in place equally often in every step")
         if learned.draws:
             found.append("random numbers are drawn between the last optimizer.step() and step_end()")
-        found += [
-            f"{name}: buffers change between the last optimizer.step() and step_end()" for name in learned.buffers
-        ]
+        if learned.buffers:
+            found.append(f"{_some(learned.buffers)} changes between the last optimizer.step() and step_end()")
         if learned.hidden:
             found.append(
                 f"{learned.hidden} parameters are changed between the last optimizer.step() and step_end() without "
@@ -203,12 +200,8 @@ class UpdateWindow:
     def _look(self) -> None:
         """Right after the last update of a step."""
         try:
-            buffers: dict[str, BufferBlock] = {}
-            for name, component in self._collector.components.items():
-                if isinstance(component, ModuleComponent) and component.saves_buffers:
-                    buffers[name] = component.copy_buffers(self._blocks.get(name))
-            self._blocks = buffers
             sample = None if self._learned.hidden or is_capturing() else self._samples.take()
+            buffers = self._collector.look_at_buffers()
             self._middle = _Middle(capture_rng(self._collector.rng), self._parts(), buffers, sample)
         except Exception as error:  # a `state_dict` of the program's that raises
             self._middle, self._broken = None, f"the state cannot be looked at ({type(error).__name__}: {error})"
@@ -219,16 +212,13 @@ class UpdateWindow:
         learned.draws |= not equal_rng(middle.rng, collector.rng)
         if middle.sample is not None:
             learned.hidden = self._samples.num_hidden(middle.sample, sample)
-        for name, block in middle.buffers.items():
-            component = collector.components[name]
-            assert isinstance(component, ModuleComponent)
-            if not component.has_buffers(block):
-                learned.buffers.add(name)
+        learned.buffers.update(collector.changed_buffers(middle.buffers))
         for name, part in middle.parts.items():
-            if moved := _changes(part, base[name]):
+            here = _leaves(part)
+            if moved := _differing(here, _leaves(base[name])):
                 learned.moved.setdefault(name, set()).update(moved)
                 learned.num_moves[name] = learned.num_moves.get(name, 0) + 1
-                if both := moved.intersection(_changes(before[name], part)):
+                if both := moved & _differing(_leaves(before[name]), here):
                     learned.both.setdefault(name, set()).update(both)
 
     def _by_name(self, copies: Sequence[Any]) -> dict[str, Any]:
@@ -265,11 +255,6 @@ def _leaves(value: Any) -> _Leaves:
         for key, each in items:
             waiting.append((f"{place}.{key}" if place else str(key), each))
     return found
-
-
-def _changes(one: Any, other: Any) -> set[str]:
-    """The leaves in which they differ."""
-    return _differing(_leaves(one), _leaves(other))
 
 
 def _differing(one: _Leaves, other: _Leaves) -> set[str]:
