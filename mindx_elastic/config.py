@@ -185,8 +185,9 @@ class Settings:
 
 
 def mpirun_grace_s(env: Mapping[str, str]) -> float | None:
-    """Seconds from SIGTERM to SIGKILL under Open MPI's mpirun; None: it has not started this process."""
-    if not env.get("OMPI_COMM_WORLD_SIZE", "").strip():
+    """Seconds from SIGTERM to SIGKILL under the mpirun of Open MPI 4; None: it has not started this process. That of
+    Open MPI 5, which is PRRTE, hands no SIGTERM on (`platforms.launchers`)."""
+    if env.get("PRTE_LAUNCHED", "").strip() or not env.get("OMPI_COMM_WORLD_SIZE", "").strip():
         return None
     return _number(env, "OMPI_MCA_odls_base_sigkill_timeout", 1.0, low=0.0, high=_MAX_GRACE_S)
 

@@ -100,6 +100,7 @@ def test_mpirun_leaves_less_time() -> None:
     ranks = {"OMPI_COMM_WORLD_SIZE": "2"}
     assert Settings.from_env(ranks).grace_s == 1
     assert Settings.from_env({**ranks, "OMPI_MCA_odls_base_sigkill_timeout": "20"}).grace_s == 20
+    assert Settings.from_env({**ranks, "PRTE_LAUNCHED": "1"}).grace_s == 30
     assert Settings.from_env({**ranks, "MINDX_GRACE_S": "40"}).grace_s == 40
     assert Settings.from_env({**ranks, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12"}).grace_s == 12  # torchrun's worker
 

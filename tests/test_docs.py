@@ -193,7 +193,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
     }
     assert len(defaults) + 1 == sum(len(fields(cls)) for cls in SETTINGS)  # GROUP_RANK is in two of them
     defaults |= dict.fromkeys(("RANK_ID", "RANK_SIZE", "DEVICE_ID"))  # instead of the first three
-    defaults["OMPI_COMM_WORLD_SIZE"] = None
+    defaults |= dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED"))  # of both versions of Open MPI
     defaults |= {"RANK_TABLE_FILE": faults.rank_table, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": None}  # a second choice each
     shown = {name: cells[0] for name, cells in rows(section("environment.md", "Read by the package")).items()}
     as_text = {

@@ -159,6 +159,11 @@ def at_a_stop(env: Mapping[str, str], parent: str | None = None) -> Iterator[tup
             f"mpirun kills this process {grace_s:g} s after its SIGTERM: a stop has {grace_s:g} s",
             "mpirun --mca odls_base_sigkill_timeout 30 (MINDX_GRACE_S, where a parameter file of Open MPI says it)",
         )
+    if env.get("OMPI_COMM_WORLD_SIZE", "").strip() and env.get("PRTE_LAUNCHED", "").strip():
+        yield (
+            "a SIGTERM, SIGINT or SIGHUP to the mpirun of Open MPI 5 kills this process unheard",
+            "kill -USR1 with mpirun's process ID: it hands that on, and all ranks stop and save",
+        )
     if env.get("SLURM_STEP_ID", "").strip() and "slurmstepd" in parent:
         yield (
             "a SIGTERM to the srun client kills this process unheard",

@@ -120,6 +120,7 @@ def test_the_local_rank_is_the_launcher_s_where_the_group_agrees(
         ({}, "python -m deepspeed.launcher.launch --world_info=e", "deepspeed dies of a SIGTERM"),
         ({"SUPERVISOR_ENABLED": "1"}, "supervisord", "kills it 10 s later"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "MINDX_GRACE_S": "20"}, "", ""),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "PRTE_LAUNCHED": "1", "MINDX_GRACE_S": "20"}, "", "kills this process unheard"),
         ({"SLURM_STEP_ID": "0"}, "python mindx-elastic run", ""),
         ({}, "bash", ""),
     ],
