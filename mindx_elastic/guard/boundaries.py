@@ -6,6 +6,8 @@ exception it says whether the updates since are a boundary too.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -36,6 +38,7 @@ __all__ = ["Boundaries"]
 _CLEAN = GateState.CLEAN
 _LONG_WINDOW = 64
 _FIRST_LOOKS = 4
+_STEPS = 5
 
 
 class Boundaries:
@@ -60,6 +63,8 @@ class Boundaries:
         """A boundary was passed since the start."""
         self.number = 0
         """So many steps have ended with a boundary."""
+        self.times = deque([time.monotonic()], maxlen=_STEPS + 1)
+        """When the last of them were reached, by `time.monotonic`; the first one is the entry."""
         self.is_look = False
         """The last one is one of those where the program is looked at: 1, 2, 3, 4, 8, 16, ..."""
         gate = self.gate = UpdateGate()
@@ -127,6 +132,7 @@ class Boundaries:
             self._unreduced.at_boundary()
         self.copy(position)
         number = self.number = self.number + 1
+        self.times.append(time.monotonic())
         self.is_look = number <= _FIRST_LOOKS or not number & (number - 1)
         if self.is_look and self._hooks.watched:
             self._hooks.look()

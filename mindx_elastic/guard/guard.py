@@ -488,7 +488,9 @@ class Guard(LayeredGuard):
         """Snapshots, the stop, periodic saves. `at_tail`: behind the code that follows the step, at an epoch's end."""
         step, tail, around, overlap = self._loops.step, self._loops.tail, self._around, self._overlap
         self._log_filter.step = step
-        overlap.arrive(is_cut=self._cut, at_tail=at_tail, loss=loss)
+        overlap.is_at_tail = at_tail
+        if overlap.kept_steps is not None and self._cut and not (at_tail or overlap.is_playing):
+            overlap.kept_steps.at_boundary(self._loops.position, loss)
         if overlap.is_playing:
             overlap.at_boundary(self._loops.position, is_cut=self._cut)
             return

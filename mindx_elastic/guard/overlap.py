@@ -13,7 +13,6 @@ import signal
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
@@ -44,7 +43,6 @@ _COMES_OUT_S = 1.5
 """How long an interrupted training thread may take to come out of what it waits in."""
 _HEARD_S = 60.0
 """How long a boundary waits until the stop that an observer has sent is heard."""
-_STEPS = 5
 _ALARMS = ("signal", "flag", "fault", "request", REHEARSAL)
 
 
@@ -80,8 +78,6 @@ class Overlap:
         """The step that is made now is played on."""
         self.is_at_tail = False
         """The last boundary was reached behind the code that follows its epoch."""
-        self.times = deque([time.monotonic()], maxlen=_STEPS + 1)
-        """When the last boundaries were reached, by `time.monotonic`; the first one is the entry."""
         self._began, self._interrupts = 0.0, False
         stopper.play_on, stopper.end_play = self._begin, self._end_for_signal
         if proof is not None and not opening.evaluates:
@@ -159,11 +155,11 @@ class Overlap:
             return "this boundary is not on disk"
         if alarm.kind not in _ALARMS or (alarm.kind == "request" and alarm.exit_code == 0):
             return f"the stop is of kind {alarm.kind}"  # with code 0 the program's own end, and no restart
-        if not self._boundaries.has_passed:
+        if not self._boundaries.number:
             return "no step was made"
         if loops.is_at_end(is_tail_over=self.is_at_tail):
             return "code after the epoch, or the end of the training, comes next"
-        step_s = statistics.median(after - before for before, after in itertools.pairwise(self.times))
+        step_s = statistics.median(after - before for before, after in itertools.pairwise(self._boundaries.times))
         if step_s > budget_s:
             return f"a step takes {step_s:.2f} s, and {max(0.0, budget_s):.2f} s are left for it"
         return ""
@@ -177,15 +173,6 @@ class Overlap:
     def copy(self) -> None:
         """Copy the small state at a boundary that is played on, as the observer looks at it; nothing else is kept."""
         self._boundaries.gate.pass_boundary(self._collector.copy, self._loops.position)
-
-    def arrive(self, *, is_cut: bool, at_tail: bool, loss: object) -> None:
-        """A step has ended; `at_tail`: so has the code behind its epoch. Notes what a kill must leave of it."""
-        self.is_at_tail = at_tail
-        if at_tail:
-            return
-        self.times.append(time.monotonic())
-        if self.kept_steps is not None and is_cut and not self.is_playing:
-            self.kept_steps.at_boundary(self._loops.position, loss)
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> None:
         """A step has ended, or the code behind an epoch (`is_at_tail`). Raises GracefulExit where it was played on, but
