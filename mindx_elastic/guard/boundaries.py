@@ -26,7 +26,6 @@ from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.observer import NotKept
@@ -88,7 +87,7 @@ class Boundaries:
             replays = GraphReplays(collector, gate)
             replays.watch()
             stack.callback(replays.unwatch)
-        self._changes, self._hooks = Changes(targets, collector, unmanaged), CommHooks(targets, ddp, unmanaged)
+        self._hooks = CommHooks(targets, ddp, unmanaged)
         self._trial = TrialPacking(collector, unmanaged)
         self._window = UpdateWindow(collector, gate)
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
@@ -176,12 +175,24 @@ class Boundaries:
                 position.step,
             )
         if self._collector.structure_is_new:
-            self._changes.tell()
+            self._refuse_new_structure()
         if self._collector.at_first_boundary is not None:
             self._collector.leave_head()
         hidden = self.hidden
         if hidden.sample is not None or position.step >= hidden.next_look:
             hidden.at_boundary(position.step)
+
+    def _refuse_new_structure(self) -> None:
+        """The program has changed what it has built. Flags, masks and groups are made again from the checkpoint; the
+        rest is refused when it happens, not when somebody needs the checkpoint."""
+        self._collector.structure_is_new = False
+        for problem in self._collector.problems:
+            self._unmanaged.certain(
+                f"{problem} since the guard was entered",
+                "A resumed program builds the first model again and cannot load this. Build all parts before the guard "
+                "is entered and switch them on by requires_grad or a flag of your own, or train the next phase under a "
+                "guard with its own directory",
+            )
 
     # --- an exception between the last update and step_end() ---
 

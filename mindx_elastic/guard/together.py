@@ -37,6 +37,7 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.weight_samples import sample_of
 from mindx_elastic.config import RankInfo, RedundancySettings, SavingSettings
 from mindx_elastic.core.division import MAX_PARTS, Division, parts_of_member
 from mindx_elastic.core.events import logger
@@ -66,7 +67,6 @@ WORTH_BYTES = 64 << 20
 _LEAST_BYTES = 1024  # smaller tensors are in every file
 _MOST_SMALL_BYTES = 1 << 20  # larger small states stay at home
 _SAMPLES = 256  # tensors that are compared
-_PLACES = 64  # elements of each, about
 _ROUND, _PERIODIC = "share", "periodic"
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
 
@@ -365,16 +365,10 @@ def _divisible(tree: Tree, tensors: Mapping[str, torch.Tensor], layout: Mapping[
 
 def _sample(shared: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> str:
     """A digest of a few elements of many tensors: replicas that have gone apart differ almost everywhere."""
-    digest = xxhash.xxh3_128()
     names = sorted(shared)
-    for name in names[:: max(1, len(names) // _SAMPLES)]:
-        tensor = tensors[name]
-        if tensor.is_contiguous():
-            flat = tensor.detach().view(-1)
-            some = torch.cat([flat[:: max(1, len(flat) // _PLACES)], flat[-1:]])
-        else:
-            some = tensor.detach()[:1]
-        digest.update(memory_of(flat_bytes(some.contiguous())))
+    digest = xxhash.xxh3_128()
+    for group in sample_of([tensors[name] for name in names[:: max(1, len(names) // _SAMPLES)]]).groups:
+        digest.update(memory_of(flat_bytes(group.cpu())))
     return digest.hexdigest()
 
 

@@ -67,7 +67,6 @@ class _Watched:
     """Some cannot be referred to weakly, so they are held, as small as they are, until a search does not find them."""
 
     found: Found
-    remedy: str
     look: _Look | None = None
     epoch: int = 0
     moves: int = 0
@@ -81,18 +80,17 @@ class Generators:
         self.watched: dict[int, _Watched] = {}
         """`compare` has something to do."""
         self._global = _global_generators()
-        self._told: list[str] = []
 
     def watch(self, seen: Seen, kept: Kept) -> None:
         """Watch those of `seen` that are not kept. The next comparison is the first look at a new one."""
         before, self.watched = self.watched, {}
         own = [(k, f) for k, f in seen.generators.items() if k not in self._global and not kept.has_object(f.value)]
         for key, found in own[:_MOST]:
-            self.watched[key] = before.get(key) or _Watched(found, self._remedies.how_to_keep(found))
+            self.watched[key] = before.get(key) or _Watched(found)
 
     def compare(self, epoch: int, *, tells: bool) -> None:
         """With the look before. Raises UnmanagedStateError."""
-        often = []
+        often: list[Found] = []
         for watched in self.watched.values():
             old, old_epoch = watched.look, watched.epoch
             watched.look, watched.epoch = _look_at(watched.found.value), epoch
@@ -100,33 +98,25 @@ class Generators:
                 continue
             if old.shows_draws(watched.look):
                 watched.moves += 1
-                if watched.moves >= _MOVES:
-                    often.append(watched)
+                if watched.moves == _MOVES:
+                    often.append(watched.found)
         if often:
             self._tell(often)
 
-    def _tell(self, often: Sequence[_Watched]) -> None:
-        """Once for all of them. What is said to be named is not told again."""
-        new = [w for w in often if not any(_is_in(w.found.name, name) for name in self._told)]
-        if not new:
-            return
-        first, names = new[0].found, [w.found.name for w in new]
-        if len(new) == 1:
-            what, remedy = f"generator {first} draws numbers in the training and is not kept", new[0].remedy
+    def _tell(self, often: Sequence[Found]) -> None:
+        first, names = often[0], [found.name for found in often]
+        if len(names) > _MOST_NAMES:
+            names = list(dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names))
+        if len(often) == 1:
+            what, remedy = f"generator {first} draws numbers in the training and is not kept", "seed it"
+            line = self._remedies.how_to_keep(first)
         else:
-            if len(names) > _MOST_NAMES:
-                names = list(dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names))
-            what = f"generator {first} and {len(new) - 1} more draw numbers in the training and are not kept"
-            remedy = f"Write {self._remedies.stateful_line(names)}"
-        remedy += ", or seed it anew in each step" if len(new) == 1 else ", or seed them anew in each step"
+            what = f"generator {first} and {len(often) - 1} more draw numbers in the training and are not kept"
+            remedy, line = "seed them", f"Write {self._remedies.stateful_line(names)}"
+        remedy = f"{line}, or {remedy} anew in each step"
         if owner := names[0].rpartition(".")[0]:
             remedy += f". Name whatever else of {owner} changes in the training, too"
-        self._told += names
         self._unmanaged.certain(what, remedy)
-
-
-def _is_in(name: str, holder: str) -> bool:
-    return name.startswith(holder) and name[len(holder) :][:1] in ("", ".", "[")
 
 
 def _global_generators() -> set[int]:
