@@ -76,6 +76,8 @@ class DataSettings:
         self._all = list(self._tables.values())
         self._has_slots = len(self._tables) < len(self.parts)  # where nothing shows that a value is another one
         self._start = self._values()
+        self._now = dict(self._start)
+        """The values at the last look."""
         self._own: set[_Key] = set()
         self._made: set[_Key] = set()
         self._begun: Mapping[_Key, Any] = {}
@@ -83,7 +85,6 @@ class DataSettings:
         self._epoch_loaded = 0
         self._see()  # what the attributes hold
         self._contents: list[tuple[dict[str, Any], _Key, Any]] = []  # of what may change in place, at the last look
-        self._long: dict[_Key, tuple[Any, int, Any]] = {}  # a long list or a tensor, its mark, and a copy
         self._state: dict[str, Any] | None = None
         self._is_stale = True
         """Something has changed since `_state` was made."""
@@ -100,17 +101,17 @@ class DataSettings:
     def state(self) -> dict[str, Any] | None:
         """What to save, not to be changed; None: nothing is set. At each boundary."""
         if [*map(id, chain.from_iterable(map(dict.values, self._all)))] != self._seen_ids or (
-            self._contents and self._are_other_contents()
+            self._has_slots or (self._contents and self._are_other_contents())
         ):
             self._look()
-        if self._is_stale or self._has_slots:
+        if self._is_stale:
             self._state, self._is_stale = self._make_state(), False
         return self._state
 
     def _make_state(self) -> dict[str, Any] | None:
         if not self._own:
             return None
-        now = {key: value for key in self._own if (value := self._value_of(key)) is not _OTHER}
+        now = {key: value for key in self._own if (value := self._now.get(key, _OTHER)) is not _OTHER}
         begun = {key: self._begun[key] for key in now.keys() & self._begun.keys()}
         begun = {key: value for key, value in begun.items() if not _same(value, now[key])}
         state: dict[str, Any] = {"num_ranks": self._num_ranks, "now": _by_path(now)}
@@ -126,11 +127,11 @@ class DataSettings:
         self._put(now)
         self._loaded, self._epoch_loaded = state, epoch
 
-    def _look(self) -> dict[_Key, Any]:
-        """Find what the program has set. Returns all values."""
+    def _look(self) -> None:
+        """Find what the program has set."""
         self._see()
         self._is_stale = True
-        values = self._values()
+        values = self._now = self._values()
         for key in values.keys() - self._own - self._made:
             if not _same(self._start.get(key, _OTHER), values[key]):
                 self._own.add(key)
@@ -140,7 +141,6 @@ class DataSettings:
             for name, held in table.items()
             if (path, name) in values and type(held) in (list, dict, set, torch.Tensor, np.ndarray)
         ]
-        return values
 
     def _see(self) -> None:
         self._seen = {path: table.copy() for path, table in self._tables.items()}
@@ -154,7 +154,8 @@ class DataSettings:
         if loaded is not None and epoch == self._epoch_loaded and self._is_own(loaded):
             # The head of the epoch has run a second time: what it has done to them is undone.
             self._put({**_flat(loaded.get("now")), **_flat(loaded.get("begun"))})
-        begun = {key: value for key, value in self._look().items() if key != _AT_ONCE}
+        self._look()
+        begun = {key: value for key, value in self._now.items() if key != _AT_ONCE}
         if goes_on_with_workers:
             begun = {**self._begun, **{key: value for key, value in begun.items() if _is_of_sampler(key[0])}}
         self._begun = begun
@@ -172,11 +173,13 @@ class DataSettings:
         before = self._seen
         self._see()
         for path, held in self._seen.items():
-            made = {name for name, value in held.items() if before[path].get(name, _OTHER) is not value}
+            made = {(path, name) for name, value in held.items() if before[path].get(name, _OTHER) is not value}
             if made and _is_of_sampler(path):
-                self._own |= {(path, name) for name in made & _settable(self.parts[path]).keys()}
+                settable = _settable(self.parts[path])
+                self._own |= {key for key in made if key[1] in settable}
             else:
-                self._made |= {(path, name) for name in made}
+                self._made |= made
+            self._now.update({key: _plain(held[key[1]], _most_of(path)) for key in made & self._own})
         self._is_stale = True
 
     def at_opened(self, epoch: int) -> None:
@@ -217,17 +220,8 @@ class DataSettings:
             if (value := held if type(held) in _SCALARS else _plain(held, _most_of(path))) is not _OTHER
         }
 
-    def _value_of(self, key: _Key) -> Any:
-        held = attributes_of(self.parts.get(key[0])).get(key[1], _OTHER)
-        if (mark := _mark(held)) is None:
-            return _plain(held, _most_of(key[0]))
-        known = self._long.get(key)
-        if known is None or known[0] is not held or known[1] != mark:
-            known = self._long[key] = held, mark, _plain(held, _most_of(key[0]))
-        return known[2]
-
     def _put(self, values: Mapping[_Key, Any]) -> None:
-        self._is_stale = True
+        self._seen_ids = []  # what is put back is looked at again
         for (path, name), value in values.items():
             part = self.parts.get(path)
             if part is not None:  # else the program's code has changed: `at_opened` tells it
