@@ -49,15 +49,15 @@ class Control:
     fault: Mapping[str, Any] | None = None
     """What `drill` breaks; see `drill.faults`."""
 
-    def is_last(self, series: int, step: int, passed: int, num_batches: int, *, in_all: int) -> bool:
-        """Whether the run ends at the boundary `step`, number `passed` of this guard in the process, number `in_all` of
-        all guards. `num_batches`: of an epoch; 0: unknown."""
+    def is_last(self, series: int, step: int, num_batches: int, *, passed: int) -> bool:
+        """Whether the run ends at the boundary `step`, number `passed` of all guards in the process. `num_batches`: of
+        an epoch; 0: unknown."""
         if self.last is not None:
             return (series, step) >= self.last
         if self.steps >= 0:
-            return 0 < self.steps <= in_all
-        into_the_second = num_batches + _INTO_THE_NEXT_EPOCH if num_batches else 0
-        return passed >= (max(_STEPS, into_the_second) if into_the_second <= _MOST_STEPS else _STEPS)
+            return 0 < self.steps <= passed
+        wanted = num_batches + _INTO_THE_NEXT_EPOCH if num_batches else _STEPS
+        return passed >= (wanted if _STEPS < wanted <= _MOST_STEPS else _STEPS)
 
     def write(self, path: Path) -> Path:
         """Write it to `path`; returns that."""

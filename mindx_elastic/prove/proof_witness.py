@@ -71,9 +71,8 @@ class ProofWitness(Witness):
     def __init__(self, control: Control, ranks: RankInfo) -> None:
         super().__init__()
         self._control, self._ranks = control, ranks
-        self._file = -1
+        self._path: Path | None = None
         self._series = 0
-        self._passed = 0
         self._is_ended = False
         self._has_finished = False
         self._injector = _open_injector(control, ranks)
@@ -102,8 +101,6 @@ class ProofWitness(Witness):
         signals = [number for policy in seen.policies for number in policy.signals]
         self._signal = signal.SIGTERM if signal.SIGTERM in signals or not signals else signals[0]
         self._path = self._control.folder / f"rank_{self._ranks.rank}.{time.monotonic_ns()}.jsonl"
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        stack.callback(self._close)
         if not _entered:
             atexit.register(_at_exit, os.getpid())
         _entered[self._series] = self
@@ -123,25 +120,20 @@ class ProofWitness(Witness):
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
         """The block is over. `notes`: what the guard knows against an exact resume."""
-        if self._file >= 0:
+        if self._path is not None:
             self.write("now", outcome="ended" if self._is_ended else outcome, notes=list(notes))
         self._has_finished = outcome == "finished" and not self._is_ended
 
     def at_exit(self) -> None:
         """The script is over: note the weights that it ends with, which may be others than those of the last step."""
         weights = of_kinds(self._now(), "weights")
-        found = {f"exit|{split_kind(key)[1]}": value for key, value in weights.items()}
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self.write("now", exit=found)
-        self._close()
-
-    def _close(self) -> None:
-        os.close(self._file)
-        self._file = -1
+        self.write("now", exit={f"exit|{split_kind(key)[1]}": value for key, value in weights.items()})
 
     def write(self, event: str, **content: Any) -> None:
         """One line, see `records.parse_life`."""
-        os.write(self._file, json.dumps({"event": event, **content}).encode() + b"\n")
+        assert self._path is not None
+        with open(self._path, "ab", buffering=0) as file:
+            file.write(json.dumps({"event": event, **content}).encode() + b"\n")
 
     def at_forward(self) -> None:
         if self._injector is not None:
@@ -150,7 +142,6 @@ class ProofWitness(Witness):
     # --- one step ---
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
-        self._passed += 1
         self.write("step", **vars(self.made_step(position, is_cut=is_cut, series=self._series)))
         return self._act(position)
 
@@ -162,8 +153,7 @@ class ProofWitness(Witness):
         control, alarm = self._control, self._control.alarm
         if self._is_ended:
             return False
-        place = self._series, position.step, self._passed, position.batch_num
-        if control.is_last(*place, in_all=next(_passed)):
+        if control.is_last(self._series, position.step, position.batch_num, passed=next(_passed)):
             self._is_ended = True
             save = self._stopper.save
             save.policies = tuple(replace(policy, save=False) for policy in save.policies)

@@ -20,7 +20,7 @@ def test_the_control_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_the_length_of_a_run(tmp_path: Path) -> None:
     def last(num_batches: int, *, before: int = 0, **more: object) -> int:
         control = Control(folder=tmp_path, directories=tmp_path, **more)  # type: ignore[arg-type]
-        return next(n for n in range(1, 1000) if control.is_last(0, n, n, num_batches, in_all=n + before))
+        return next(n for n in range(1, 1000) if control.is_last(0, n, num_batches, passed=n + before))
 
     assert last(0, steps=7) == 7
     assert last(0, last=(0, 9)) == 9
@@ -29,8 +29,8 @@ def test_the_length_of_a_run(tmp_path: Path) -> None:
     assert last(500, steps=-1) == 30, "which is too far"
     assert last(6, steps=-1) == 30
     assert last(6, steps=40) == 40
-    assert last(6, before=5, steps=40) == 35, "a number that is given counts the steps of all guards"
-    assert last(6, before=5, steps=-1) == 30
+    assert last(6, before=5, steps=40) == 35, "the steps of all guards count"
+    assert last(6, before=5, steps=-1) == 25
 
 
 def test_a_control_file_that_is_not_one(tmp_path: Path) -> None:
@@ -42,6 +42,6 @@ def test_a_control_file_that_is_not_one(tmp_path: Path) -> None:
 
 def test_where_the_last_boundary_is_counts_the_guards_of_the_program(tmp_path: Path) -> None:
     control = Control(folder=tmp_path, directories=tmp_path, last=(1, 4))
-    assert not control.is_last(0, 9, 9, 0, in_all=9)
-    assert not control.is_last(1, 3, 3, 0, in_all=9)
-    assert control.is_last(1, 4, 4, 0, in_all=9) and control.is_last(2, 1, 1, 0, in_all=9)
+    assert not control.is_last(0, 9, 0, passed=9)
+    assert not control.is_last(1, 3, 0, passed=9)
+    assert control.is_last(1, 4, 0, passed=9) and control.is_last(2, 1, 0, passed=9)
