@@ -119,7 +119,6 @@ class Difference:
     """In causal order; never empty."""
     one: Step | None = None
     """The step in the reference; None: it does not exist there."""
-    other: Step | None = None
     lost: tuple[Lost, ...] = ()
     """Variables that the process did not get back."""
 
@@ -192,7 +191,7 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
             more = "and more" * (life.outcome != "finished")
             parts = [Part(where="place", kind="too many", first=str(life.steps[-1].number - last), second=more)]
         if parts:
-            return Difference(life=life, step=step.number, parts=tuple(parts), one=one, other=step, lost=lost)
+            return Difference(life=life, step=step.number, parts=tuple(parts), one=one, lost=lost)
     parts = list(_at_exit(reference, life)) if life.steps else entry  # resumed at the very end: nothing else shows it
     number = life.steps[-1].number if life.steps else life.resumed or 0
     return Difference(life=life, step=number, parts=tuple(parts), lost=lost) if parts else None
@@ -227,11 +226,14 @@ def _at_exit(reference: Reference, life: Life) -> Iterator[Part]:
 
 
 def _unequal(where: str, one: Sample, other: Sample, varying: Collection[str]) -> Iterator[Part]:
+    by_kind: dict[str, list[str]] = {}
+    for key in {**one, **other}:
+        if one.get(key) != other.get(key) and key not in varying:
+            by_kind.setdefault(split_kind(key)[0], []).append(key)
+    both = [key for key in by_kind.get("stream", ()) if key in one and key in other]  # one run may use no device
+    by_kind["stream"] = sorted(both, key=lambda key: key != "stream|torch")
     for kind in (kind for place, kind in _ORDER if place == where):
-        keys = [key for key in {**one, **other} if split_kind(key)[0] == kind and one.get(key) != other.get(key)]
-        if kind == "stream":  # a device may have been used in one of the runs only
-            keys = sorted((key for key in keys if key in one and key in other), key=lambda key: key != "stream|torch")
-        if keys := [key for key in keys if key not in varying]:
+        if keys := by_kind.get(kind):
             names = tuple(split_kind(key)[1] for key in keys)
             first, second = (sample.get(keys[0], "nothing") for sample in (one, other))
             yield Part(where=where, kind=kind, names=names, first=first, second=second)
