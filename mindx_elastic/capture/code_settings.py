@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mindx_elastic.capture.components import Component, ModuleComponent, PlainComponent
 from mindx_elastic.capture.data_listing import first_difference
 from mindx_elastic.capture.plain_component import GoesThroughData
-from mindx_elastic.core.looks import attributes_of, items_of
+from mindx_elastic.core.looks import askable, attributes_of, items_of
 
 __all__ = ["changed_in_code", "settings_in_code"]
 
@@ -104,7 +104,7 @@ def _of_modules(module: nn.Module) -> dict[str, Any]:
     for each in module.modules():
         kind = type(each)
         if not kind.__module__.startswith(_WRAPPERS):
-            for key, value in vars(each).items():
+            for key, value in askable(vars(each).items()):
                 if key != "training" and not key.startswith("_") and _is_setting(value):
                     found.setdefault(f"{kind.__name__}.{key}", []).append(value)
     made = {key: _in_runs([list(v) if isinstance(v, tuple) else v for v in values]) for key, values in found.items()}
@@ -148,7 +148,7 @@ def _numbers_read(function: Any, inner: FunctionType) -> Iterator[tuple[str, Any
         except ValueError:  # not set yet
             continue
     read |= {name: inner.__globals__[name] for name in code.co_names if name in inner.__globals__}
-    yield from ((name, value) for name, value in read.items() if _is_number(value))
+    yield from ((name, value) for name, value in askable(read.items()) if _is_number(value))
 
 
 def _given(function: Any, step: int) -> float | None:

@@ -224,6 +224,23 @@ PARTS = (
         "loader = DataLoader(data, batch_size=8, sampler=MPerClassSampler(data.tensors[1], m=2, batch_size=8, length_before_new_iter=64))",
     ),
     Part(
+        package="torchsampler",
+        name="ImbalancedDatasetSampler",
+        make="from torchsampler import ImbalancedDatasetSampler\n"
+        "loader = DataLoader(data, batch_size=8, sampler=ImbalancedDatasetSampler(data, labels=data.tensors[1].tolist()))",
+    ),
+    *(
+        Part(
+            package="pytorch-multilabel-balanced-sampler",
+            name=kind,
+            make=f"from pytorch_multilabel_balanced_sampler.samplers import {kind}\n"
+            f"loader = DataLoader(data, batch_size=8, sampler={kind}(F.one_hot(data.tensors[1], 4)), drop_last=True)",
+            note="without drop_last an epoch never ends with torch 2.13, also without a guard"
+            * (kind == "RandomClassSampler"),
+        )
+        for kind in ("RandomClassSampler", "ClassCycleSampler", "LeastSampledClassSampler")
+    ),
+    Part(
         package="timm",
         name="RepeatAugSampler's order, one process",
         make="from timm.data.distributed_sampler import RepeatAugSampler\n"

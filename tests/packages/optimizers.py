@@ -210,4 +210,36 @@ PARTS = (
     _plain("omnimuon", "from omnimuon import OmniMuon"),
     _plain("optimuon", "from optimuon import Muon; [p for p in model.parameters() if p.ndim > 1], lr=1e-2"),
     _plain("lightly", "from lightly.utils.lars import LARS; model.parameters(), lr=1e-2"),
+    _plain("adamod", "from adamod import AdaMod"),
+    _plain("relativistic-adam", "from relativistic_adam import RelativisticAdam"),
+    _plain("topological-adam", "from topological_adam import TopologicalAdam"),
+    _plain("topological-adam", "from topological_adam import TopologicalAdamV4"),
+    Part(
+        package="agc-optims",
+        name="AGC(AdamW)",
+        make="from agc_optims.clipper import AGC\nopt = AGC(torch.optim.AdamW(model.parameters(), lr=1e-2))",
+        want="refused: Write Guard(optimizer=[opt, opt.optimizer], ...)",
+    ),
+    Part(
+        package="agc-optims",
+        name="AGC(AdamW), both named",
+        make="from agc_optims.clipper import AGC\nopt = AGC(torch.optim.AdamW(model.parameters(), lr=1e-2))",
+        named="model=model, optimizer=[opt, opt.optimizer], loader=loader",
+    ),
+    Part(
+        package="salsa-optimizer",
+        name="SaLSA",
+        make="from salsa.SaLSA import SaLSA\nopt = SaLSA(model.parameters())",
+        backward="pass",
+        update="opt.step(lambda backwards=False: F.cross_entropy(model(x), y))",
+        note="it seeds numpy by the clock, which the steps show; the weights do not",
+    ),
+    Part(
+        package="efficient-polling-lr-scheduler",
+        name="EfficientPollingSGD",
+        make="from efficient_polling_lr_scheduler import EfficientPollingSGD, make_closure\n"
+        "opt = EfficientPollingSGD(model, lr=1e-2)",
+        backward="pass",
+        update="opt.step(make_closure(model, F.cross_entropy, x, y))",
+    ),
 )

@@ -122,4 +122,15 @@ PARTS = (
         name="Novograd",
         make="from monai.optimizers import Novograd\nopt = Novograd(model.parameters(), lr=1e-2)",
     ),
+    Part(
+        package="anyschedule",
+        name="AnySchedule of rate and decay",
+        make=f"from anyschedule import AnySchedule\n{_OPT}"
+        "sched = AnySchedule(opt, config={\n"
+        "    'lr': {'mode': 'cosine', 'end': 24, 'warmup': 6, 'min_value': 0.01},\n"
+        "    'weight_decay': {'mode': 'cosine', 'end': 24, 'min_value': 0.1}})",
+        named="lr_scheduler=sched",
+        step="sched.step()",
+        result=_RATE,
+    ),
 )
