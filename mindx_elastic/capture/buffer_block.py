@@ -15,12 +15,13 @@ moving their ``_version`` (torch 2.13), and ``.data`` and numpy arrays of the sa
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
+
+from mindx_elastic.core.tensor_memory import memory_of
 
 __all__ = ["BufferBlock", "BufferReader", "DeviceRun", "is_on_device", "view_of"]
 
@@ -86,7 +87,7 @@ class BufferReader:
             self.slices.append((size, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
             if _is_plain(tensor):
                 plain.append(i)
-                self._pieces.append(_memory_of(tensor))
+                self._pieces.append(memory_of(tensor))
             else:
                 self._uneven.append((i, len(self._pieces)))
                 self._pieces.append(b"")
@@ -213,17 +214,9 @@ def view_of(flat: torch.Tensor, part: _Slice | list[object]) -> torch.Tensor:
     return piece.view(dtype).view(torch.Size(shape))  # type: ignore[arg-type]
 
 
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's memory, live. Not by way of numpy, which keeps torch from ever resizing the tensor."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
-
-
 @torch.no_grad()
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    even = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return ctypes.string_at(even.data_ptr(), even.nbytes) if even.nbytes else b""
+    return bytes(memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous()))
 
 
 def _getter(indices: Sequence[int]) -> Any:
