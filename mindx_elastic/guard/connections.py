@@ -233,7 +233,7 @@ class Connections:
 
     def stay_open(self) -> None:
         """The guard is about to be left, and entered again in this process: what is costly to open stays."""
-        self._stays = self._saver.reenters = True
+        self._stays = True
         if self.link is not None:
             self.link.stays = True
 

@@ -37,7 +37,6 @@ from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.observer import observers
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.persist.direct_io import keep_reserve, take_reserve
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.rejoin import ahead, groups, nccl, spare, trial
@@ -337,8 +336,6 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     open_ahead(_CONNECTIONS)
     for name in _IMPORTED_LATER:
         importlib.import_module(name)
-    parameters = [p for t in targets.values() if isinstance(t, nn.Module) for p in t.parameters()]
-    keep_reserve(take_reserve(len(parameters)))
     capture_rng()
     observers().own_variables(None, ())  # judges a thousand modules once, whether they are the program's
     look(None, targets)

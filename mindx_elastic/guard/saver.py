@@ -31,7 +31,7 @@ from mindx_elastic.guard.together import Together
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries
-from mindx_elastic.persist.direct_io import Reserve, keep_reserve, take_reserve
+from mindx_elastic.persist.direct_io import Reserve
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, Held
@@ -97,8 +97,6 @@ class Saver:
         self.reserve: Reserve | None = None
         """Memory and a thread for a dying save in a process that can get no more."""
         self._page_cache = SavingSettings.from_env().page_cache
-        self.reenters = False
-        """The guard is left to be entered again in a moment."""
         self.together: Together | None = None
         """Saves with the other ranks at an agreed stop; None: each writes all it has."""
         self._mirror: Mirror | None = None
@@ -329,7 +327,7 @@ class Saver:
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they are available."""
         try:
-            self.reserve = take_reserve(len(self.collector.parameters), device=self.collector.devices.device)
+            self.reserve = Reserve(len(self.collector.parameters), device=self.collector.devices.device)
             if asynchronous:
                 self._queue.start()
         except (OSError, RuntimeError, MemoryError) as error:
@@ -343,10 +341,8 @@ class Saver:
         """Wait for the background saves and for copies, `timeout_s` seconds at most, and end their thread."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._queue.close(timeout_s)
-        if self.reserve is not None and not self.reenters:
+        if self.reserve is not None:
             self.reserve.close()
-        elif self.reserve is not None:
-            keep_reserve(self.reserve)
         if self._mirror is not None:
             self._mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
 

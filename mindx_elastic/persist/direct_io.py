@@ -34,7 +34,7 @@ from mindx_elastic.core.pinned import PinnedMemory
 from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.persist.packed import flat_bytes
 
-__all__ = ["ALIGNMENT", "BlockWriter", "Reserve", "keep_reserve", "preallocate", "take_reserve"]
+__all__ = ["ALIGNMENT", "BlockWriter", "Reserve", "preallocate"]
 
 ALIGNMENT = 4096
 BLOCK_BYTES = 4 << 20
@@ -47,7 +47,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _LEAST_ROOM_BYTES = 4 << 20
 _BYTES_PER_PARAMETER = 12 << 10  # measured with AdamW: a peak of 7 to 10 KiB, whatever the size of the tensors
 _TOUCH_S = 5.0  # it takes milliseconds; in a forked child, where the thread is missing, for ever
-_kept: list[Reserve] = []
 
 
 def preallocate(fd: int, nbytes: int) -> bool:
@@ -275,21 +274,6 @@ def _set_direct(fd: int, wanted: bool) -> bool:
     return wanted and flag != 0
 
 
-def take_reserve(num_parameters: int, *, device: torch.device | None = None) -> Reserve:
-    """The reserve that was kept for this moment, or a new one. Main thread; raises what `Reserve` raises."""
-    while _kept:
-        found = _kept.pop()
-        if found.num_parameters >= num_parameters and found.device == device and found.is_whole:
-            return found
-        found.close()
-    return Reserve(num_parameters, device=device)
-
-
-def keep_reserve(reserve: Reserve) -> None:
-    """Keep it for `take_reserve`: getting its memory anew takes as long as entering a guard. Main thread."""
-    _kept.append(reserve)
-
-
 class Reserve:
     """What the last save of a dying process needs, reserved at the start. One per guard, for one save at a time. Any
     thread.
@@ -304,7 +288,6 @@ class Reserve:
         """`device`: a CUDA device that the state is on; the ring is page-locked then. To get such memory may wait for
         the device, which need not come to an end when the process dies. Raises OSError or RuntimeError when there is no
         room already at the start."""
-        self.num_parameters, self.device = num_parameters, device
         ring = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
         self._room: mmap.mmap | None = mmap.mmap(-1, _LEAST_ROOM_BYTES + _BYTES_PER_PARAMETER * num_parameters)
         for memory in (ring, self._room):
@@ -323,11 +306,6 @@ class Reserve:
         self._pin: PinnedMemory | None = None
         if device is not None and self._touched.done.wait(_TOUCH_S):
             self._pin = PinnedMemory(self._blocks.data_ptr(), len(ring), device)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no save has used its room."""
-        return self._room is not None
 
     @property
     def nbytes(self) -> int:
