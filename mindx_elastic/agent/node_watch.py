@@ -48,7 +48,8 @@ class NodeWatch:
         self.lost: dict[int, str] = {}
         """The nodes that are lost and whose places are free, and the words for it."""
         self._first_agent: Agent | None = None
-        self._has_first_gone = False
+        self.has_first_gone = False
+        """The first node is lost, and the workers' store with it; this is taken care of."""
         handler.standby = Standby(handler.inner, self._claim_place, self._why_not, stand_by)
 
     @property
@@ -77,7 +78,7 @@ class NodeWatch:
         node is not seen."""
         handler = self._handler
         self.server, self.node, self.num_nodes = handler.server, node, num_nodes
-        self._first_agent, self._has_first_gone, self.job, self.lost = None, False, "", {}
+        self._first_agent, self.has_first_gone, self.job, self.lost = None, False, "", {}
         with suppress(Exception):  # any of torch's
             self.job = self._ask(identify)
         if self.place is None and not self._open_heartbeat(ranks):
@@ -124,7 +125,7 @@ class NodeWatch:
     def close(self, *, is_out: bool = False) -> None:
         """The attempt has ended. is_out: because this node was taken for lost."""
         if self.heartbeat is not None:  # a first node that was lost must not go on, in case that it ever wakes up
-            self.heartbeat.close(says_out=self._has_first_gone)
+            self.heartbeat.close(says_out=self.has_first_gone)
         if self.server is not None:
             self.server.close(says_bye=not is_out)
         self.heartbeat = self.server = self._handler.server = None
@@ -186,7 +187,7 @@ class NodeWatch:
         found: list[Lost] = []
         if self.server is not None and self.node == FIRST:
             found = self.server.lost()
-        if self.heartbeat is not None and not self._has_first_gone and (first := self.heartbeat.lost()) is not None:
+        if self.heartbeat is not None and not self.has_first_gone and (first := self.heartbeat.lost()) is not None:
             agent = self._first_agent  # rank 0 is on the first node, also where that has not said who it is
             name, count = ("its agent", 1) if agent is None else (agent.name, agent.count)
             found.append(replace(first, name=name, ranks=tuple(range(count))))
@@ -207,8 +208,8 @@ class NodeWatch:
         return found | ({FIRST} if self.heartbeat is not None and self.heartbeat.is_connected else set())
 
     def note_first_lost(self) -> None:
-        """It is taken care of."""
-        self._has_first_gone = True
+        """The loss of the first node is taken care of."""
+        self.has_first_gone = True
 
     def keeper(self) -> dict[str, Any] | None:
         """For the board: where this node's agent hears ranks; None: it keeps no small records."""

@@ -104,9 +104,10 @@ class NodesRecovery(Recovery):
         super().close()
         if self.is_active and not self.is_out:  # a stop: the others need not wait for this node
             self._call_off("a node has been stopped during the recovery")
-        elif not self.is_out and {meaning(end) for end in self._workers.exits} == {Meaning.FINISHED}:
+        elif not (self.is_out or self._nodes.has_first_gone):  # a node that stands still may begin it when it wakes up
+            has_finished = {meaning(end) for end in self._workers.exits} == {Meaning.FINISHED}
             ranks = rank_list(list(self._workers.processes))
-            self._refuse_next(f"{ranks} of another node have finished the training")
+            self._refuse_next(f"{ranks} of another node {'finished the training' if has_finished else 'ended'}")
         self._watch.stop()
         if isinstance(self._board_of, Boards):
             self._board_of.close()
@@ -137,10 +138,13 @@ class NodesRecovery(Recovery):
         return begins
 
     def _refuse_next(self, reason: str, generation: int = 0) -> None:
-        """The recovery with this number (the next one) comes to nothing, whoever begins it."""
+        """The recovery with this number (the next one) comes to nothing, whoever begins it, unless it is one without
+        this node."""
         generation = generation or self._machine.generation + 1
         with suppress(*ERRORS):
-            self._board_of(generation).write(f"{generation}/over", {"refusal": reason})
+            board = self._board_of(generation)
+            if not self._names_this_node(board.read([f"{generation}/plan"]).get(f"{generation}/plan", {})):
+                board.write(f"{generation}/over", {"refusal": reason})
 
     def join(self, place: NodePlace) -> None:
         """This node has taken the place of a lost one: take part in the recovery under way."""
@@ -258,7 +262,9 @@ class NodesRecovery(Recovery):
     def _hear_lost(self, lost: Lost) -> News | None:
         """A node gives no sign of life. One that is silent may only have an agent that stands still."""
         statuses = list(self._workers.statuses().values())
-        can_do_without = bool(statuses) and all(status.in_place == NODES_REPLACED for status in statuses)
+        # In a recovery all of them may be new processes, which have no pages yet.
+        can_do_without = self.is_active or bool(statuses)
+        can_do_without = can_do_without and all(status.in_place == NODES_REPLACED for status in statuses)
         left = [status for status in statuses if status.finished and status.phase == WorkerPhase.LEFT]
         if not can_do_without or len(left) == len(self._workers.live):
             return None
@@ -304,20 +310,20 @@ class NodesRecovery(Recovery):
             return reason
 
     def _answer(self, lost: Lost) -> str:
-        machine, board, opens = self._machine, self._board, self._opens_now()
-        if any(each.place.node == lost.node and not each.is_taken for each in opens):
+        machine = self._machine
+        if any(each.place.node == lost.node and not each.is_taken for each in self._opens_now()):
             return ""
-        has_joined = False
-        if self.is_active and board is not None:
-            has_joined = bool(board.read([f"{machine.generation}/joins/{rank}" for rank in lost.ranks]))
-        now = answer(machine, lost.ranks, has_joined=has_joined, is_open=bool(opens))
-        if now is Answer.CALL_OFF:
-            self._call_off(f"{lost.words}, during the recovery")
-        if now is Answer.BEGIN and (reason := self._begin_without(lost)):
+        if machine.phase is Phase.RUN and (reason := self._begin_without(lost)):
             self.refuse(lost.ranks, lost.words, reason, stuck_s=lost.for_s)
             return f"{lost.words}; no recovery in place: {reason}"
-        if now in (Answer.BEGIN, Answer.OPEN):
-            self._open_place(lost)
+        has_joined = False
+        if self.is_active and self._board is not None:  # the plan may be the lost agent's own, for a rank of its own
+            has_joined = bool(self._board.read([f"{machine.generation}/joins/{rank}" for rank in lost.ranks]))
+        match answer(machine, lost.ranks, has_joined=has_joined, is_open=bool(self._opens_now())):
+            case Answer.CALL_OFF:
+                self._call_off(f"{lost.words}, during the recovery")
+            case Answer.OPEN:
+                self._open_place(lost)
         return ""
 
     def _begin_without(self, lost: Lost) -> str:
@@ -384,12 +390,13 @@ class NodesRecovery(Recovery):
     def _look_at_offer(self, free: Sequence[_Open], now: Generation, board: Notes, *, is_late: bool) -> None:
         """Has an agent taken the place that is offered, the first of those that are `free`?"""
         node, ranks, generation = free[0].place.node, free[0].lost.ranks, self._machine.generation
+        if reason := why_in_vain(self._machine, [rank for each in free for rank in each.lost.ranks]):
+            self._call_off(reason)
+            return
         key = f"{generation}/taken/{node}"
         note = board.read([key]).get(key)
         if note is None:
-            if reason := why_in_vain(self._machine, [rank for each in free for rank in each.lost.ranks]):
-                self._call_off(reason)
-            elif is_late:
+            if is_late:
                 self._call_off(self._why_late(now))
             return
         assert self._nodes.server is not None

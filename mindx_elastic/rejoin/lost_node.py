@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum
 
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.rejoin.protocol import Coordinator, Phase, Report, decide
 
 __all__ = ["FIRST", "Answer", "answer", "keepers", "why_in_vain"]
@@ -24,21 +25,17 @@ class Answer(Enum):
 
     NOTHING = "nothing"
     """The job is being restarted already."""
-    BEGIN = "begin"
-    """A recovery begins, and its place is open."""
     OPEN = "open"
-    """Its place is open in the recovery that is under way."""
+    """Its place is open in the recovery that is under way, or begins because of it."""
     CALL_OFF = "call off"
     """The recovery under way cannot do without this node: the job is restarted."""
 
 
 def answer(machine: Coordinator, ranks: Collection[int], *, has_joined: bool, is_open: bool) -> Answer:
-    """`ranks`: of the lost node. has_joined: a new process for one of them has begun to connect to the others.
-    is_open: another node's place is open already, or was taken."""
+    """In a recovery, or behind one that has come to nothing. `ranks`: of the lost node. has_joined: a new process for
+    one of them has begun to connect to the others. is_open: another node's place is open already, or was taken."""
     if machine.phase is Phase.FALLBACK:
         return Answer.NOTHING
-    if machine.phase is Phase.RUN:
-        return Answer.BEGIN
     if has_joined or machine.has_state:
         return Answer.CALL_OFF
     if machine.phase is Phase.CUT:  # a rank that has reported counts as a survivor in every rank's verdict
@@ -51,8 +48,10 @@ def answer(machine: Coordinator, ranks: Collection[int], *, has_joined: bool, is
 
 
 def why_in_vain(machine: Coordinator, ranks: Collection[int]) -> str:
-    """Once all but `ranks` have reported: why new processes for them would not help; empty: they would, or it is not
-    known yet."""
+    """Why new processes for `ranks`, of lost nodes, would not help; empty: they would, or it is not known yet."""
+    counted = [rank for rank in ranks if machine.reports.get(rank) is not None]
+    if counted:
+        return f"{rank_list(counted)} had come out of the training before the node was lost, and the others count on it"
     if machine.phase is not Phase.CUT or set(machine.missing) - set(ranks):
         return ""
     reports: dict[int, Report | None] = {**machine.reports, **dict.fromkeys(ranks)}

@@ -1,295 +1,46 @@
 """Agents of several nodes in one process, on a simulated clock, network and store. One seed is one story.
 
-What decides is the code that runs: `NodesRecovery` with its `Coordinator`, `Board` and the rules of `lost_node`, and a
-`FailureDetector` on both ends of each connection. Simulated are what is around it: time, the store, the connections
-between agents, the processes of ranks, and agents that wait for a place. A node may crash, stand still, or be cut off
-from the first one; a rank may die at any moment; connections end and come back, words come late.
+What decides is the code that runs (`nodes`). Simulated are what is around it: time, the store, the connections between
+agents, the processes of ranks, and agents that wait for a place. A node may crash, stand still, or be cut off
+from the first one; a rank may be killed or fail by itself at any moment; connections end and come back, words come
+late; what threads of one agent do comes in any order.
+
+What must hold at every moment: two processes of a rank never train in one generation; only a node that was out of
+reach, or stood still, is taken for lost, and told so once; a place is offered once, when it can be filled, and given
+once; a node that a plan has put out writes nothing; when one node restarts the job, all others do soon. And in the end
+(`Job.check_end`): all nodes that go on have the same recoveries behind them and one process for each rank.
+
+    python -m tests.simulation.agents [--schedules 1000] [--first 0] [--seed 7]
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 from mindx_elastic.agent import nodes_recovery, recovery
-from mindx_elastic.agent.failure_detector import FailureDetector, Lost
-from mindx_elastic.agent.nodes_recovery import NodesRecovery
-from mindx_elastic.agent.recovery import ERRORS, NewProcess
+from mindx_elastic.agent.failure_detector import BACK_S, SILENCE_S
+from mindx_elastic.agent.recovery import ERRORS
 from mindx_elastic.agent.standby import NodePlace
-from mindx_elastic.agent.workers import WorkerExit
-from mindx_elastic.core.status_page import NODES_REPLACED, Status, WorkerPhase
-from mindx_elastic.rejoin.board import Board
-from mindx_elastic.rejoin.protocol import Phase, Report, decide
+from tests.simulation.nodes import TIMEOUT_S, Clock, Node
 
-__all__ = ["Job"]
+__all__ = ["TICK_S", "TIMEOUT_S", "Job", "play", "play_any", "play_mildly"]
 
 TICK_S = 0.25
-TIMEOUT_S = 30.0
-_STEP, _NOTICED_S = 7, 5.0
-
-
-class Clock:
-    """In the place of the module `time` where the decisions are taken."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    time = monotonic
-
-    def monotonic_ns(self) -> int:
-        return int(self.now * 1e9)
-
-
-class Store:
-    """Of the workers, on the first node; one view for each node."""
-
-    def __init__(self, job: Job, node: Node) -> None:
-        self._job, self._node, self._content = job, node, job.content
-
-    def _reach(self) -> None:
-        first = self._job.nodes[0]
-        if first.is_crashed or first.is_still or self._node.is_cut:
-            raise OSError("the store does not answer")
-
-    def check(self, keys: list[str]) -> bool:
-        self._reach()
-        return all(key in self._content for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self._reach()
-        return [self._content[key] for key in keys]
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self._reach()
-        return self._content.setdefault(key, desired.encode())
-
-
-@dataclass
-class Rank:
-    """One process of a rank."""
-
-    number: int
-    pid: int
-    generation: int = 0
-    """The last recovery that it has taken part in."""
-    told: int = 0
-    """The recovery that it knows of."""
-    is_new: bool = False
-    has_left: bool = False
-    """It has saved what it had, and ends."""
-
-
-@dataclass
-class Connection:
-    """Between a node's agent and the first one's. Words come late, and in order."""
-
-    words: list[tuple[float, str, bytes]] = field(default_factory=list)
-    """When it comes, to which side (``first`` or ``other``), and what."""
-    numbers: tuple[int, int] = (0, 0)
-    """For the first agent's detector and for the other's."""
-    stands: bool = False
-    retry_at: float = 0.0
-    beat_at: float = 0.0
-
-
-class Node:
-    """A machine with its agent; what `NodeWatch` is to the recovery."""
-
-    def __init__(self, job: Job, node: int, token: str) -> None:
-        self.job, self.node, self.token, self.num_nodes = job, node, token, job.num_nodes
-        self.name = f"machine of {token}"
-        self.is_crashed = self.is_still = self.is_cut = self.is_out = False
-        self.outcome = ""
-        """How its attempt has ended; empty: it goes on."""
-        self.own = range(node * job.ranks, (node + 1) * job.ranks)
-        self.live = {rank: Rank(rank, job.new_pid()) for rank in self.own}
-        self.exits: list[WorkerExit] = []
-        self.agents = FailureDetector(job.clock.now)
-        self.connection = Connection()
-        self.server: Any = SimpleNamespace(
-            put_out=self._put_out,
-            expect=lambda node, token: self.agents.expect(node, token, job.clock.now),
-            records_of=lambda rank: None,
-            ranks_kept=[],
-            wakeup=SimpleNamespace(fd=0),
-        )
-        self.heartbeat: Any = None
-        self.has_first_gone = False
-        processes: Any = dict(self.live)
-        self.workers: Any = SimpleNamespace(
-            processes=processes, live=self.live, statuses=self.statuses, replace=self._replace, exits=[]
-        )
-        watch: Any = SimpleNamespace(newest=0, wakeup=SimpleNamespace(fd=0, drain=lambda: None), stop=lambda: None)
-        self.watch = watch
-        nodes: Any = self
-        place = NodePlace("none", 0, job.num_nodes, 0, 0, "first", 1, 1, "s", 0, 0)
-        self.recovery = NodesRecovery(
-            self.workers,
-            self.board,
-            self._start,
-            watch=watch,
-            nodes=nodes,
-            place=place,
-            timeout_s=TIMEOUT_S,
-            most=10,
-            note=lambda record: None,
-            world_size=job.world_size,
-        )
-
-    # --- what the recovery asks for -----------------------------------------------------------------------------------
-
-    def board(self, generation: int) -> Board:
-        store: Any = Store(self.job, self)
-        return Board(store, key=None, scope=f"s/{generation}", writer=self.job.world_size + self.node)
-
-    def statuses(self) -> dict[int, Status]:
-        return {rank: self._page(process) for rank, process in self.live.items() if not process.is_new}
-
-    def _page(self, process: Rank) -> Status:
-        phase = WorkerPhase.STOPPING if process.has_left else WorkerPhase.TRAINING
-        boundary_ns = 0 if self.recovery.is_active else self.job.clock.monotonic_ns()
-        return Status(pid=process.pid, phase=phase, step=_STEP, in_place=NODES_REPLACED, boundary_ns=boundary_ns)
-
-    def _replace(self, rank: int, process: Rank) -> None:
-        self.live[rank] = process
-
-    def _start(self, rank: int, generation: int, *, can_wait: bool) -> NewProcess:
-        process: Any = Rank(rank, self.job.new_pid(), told=generation, is_new=True)
-        return NewProcess(process, "zygote")
-
-    def _put_out(self, lost: Lost) -> None:
-        self.agents.put_out(lost.node, lost.token)
-        other = self.job.agent_of(lost.token)
-        if other.connection.stands:
-            self.job.send(other, "other", b"out")
-
-    def keeper(self) -> None:
-        return None
-
-    def drain(self) -> None:
-        pass
-
-    def note_lost(self, lost: object) -> None:
-        pass
-
-    def note_whole(self) -> None:
-        pass
-
-    def note_first_lost(self) -> None:
-        self.has_first_gone = True
-
-    def offer(self, place: NodePlace | None) -> None:
-        self.job.offered = place
-
-    def lost_now(self) -> list[Lost]:
-        lost = self.agents.lost(self.job.clock.now)
-        if self.node == 0:
-            return lost
-        first = Lost(0, "machine of the first", "", tuple(range(self.job.ranks)), False)
-        return [first] if lost and not self.has_first_gone else []
-
-    # --- its life -----------------------------------------------------------------------------------------------------
-
-    def kill(self, rank: int) -> None:
-        if rank in self.live:
-            status = self._page(self.live[rank])
-            process = self.live.pop(rank)
-            self.exits.append(WorkerExit(rank=rank, pid=process.pid, code=-9, status=status))
-
-    def end(self, outcome: str) -> None:
-        self.outcome = outcome
-        self.live.clear()
-        self.recovery.close()
-        if self.node and self.connection.stands:
-            self.job.send(self, "first", b"out" if self.has_first_gone else b"bye")
-
-    def step(self) -> None:
-        """What the main thread of its agent does when it wakes up; see `Attempt`."""
-        self.agents.look(self.job.clock.now)
-        if self.outcome:
-            return
-        with_store = Store(self.job, self)
-        try:
-            while with_store.check([f"{self.watch.newest + 1}/plan"]):
-                self.watch.newest += 1
-        except OSError:
-            pass
-        if self.recovery.is_out:
-            self.end("out")
-            return
-        ends, self.exits = self.exits, []
-        for end in ends:
-            if self.recovery.is_active:
-                self.recovery.hear_end(end)
-            elif not self.recovery.begin(end, "killed by SIGKILL"):
-                self.end("out" if self.recovery.is_out else "restart")
-                return
-        for news in self.recovery.hear_others(is_stopping=False):
-            if news.words and news.about is None:
-                self.end("restart")
-                return
-        phase = self.recovery.look()
-        if phase is Phase.FALLBACK or (phase is Phase.RUN and len(self.live) < len(self.own)):
-            self.end("out" if self.recovery.is_out else "restart")
-            return
-        generation = self.recovery._machine.generation
-        for process in self.live.values():
-            if self.recovery.is_active:
-                process.told = generation
-
-    def step_ranks(self) -> None:
-        """What its ranks do, each when it comes to it."""
-        for process in list(self.live.values()):
-            if self.job.dice.random() < 0.5 and process.told > process.generation and not process.has_left:
-                try:
-                    self._take_part(process)
-                except ERRORS:
-                    process.has_left = True  # its store is gone: it saves and ends
-            elif self.job.is_broken and not self.recovery.is_active:
-                process.has_left = True  # its collectives fail, and nobody has told it of a recovery
-        if any(process.has_left for process in self.live.values()) and not self.recovery.is_active:
-            self.end("restart")
-
-    def _take_part(self, process: Rank) -> None:
-        """As `rejoin.member`: report, agree, give the state, say that it is ready."""
-        board, g, world = self.board(process.told), process.told, range(self.job.world_size)
-        if process.is_new:
-            if board.write(f"{g}/joins/{process.number}", {"process": process.pid}).get("process") != process.pid:
-                process.has_left = True
-                return
-        else:
-            facts: dict[str, Any] = {"run_id": "run", "attempt": 0, "step": _STEP, "clean": True, "groups": "g"}
-            note = {**Report(rank=process.number, **facts).to_json(), "pid": process.pid}
-            if board.write(f"{g}/out/{process.number}", note).get("pid") != process.pid:
-                process.has_left = True  # taken for dead, or the recovery is over
-                return
-        notes = board.read([f"{g}/out/{rank}" for rank in world])
-        if any("refusal" in note for note in notes.values()) or "refusal" in board.read([f"{g}/state"]).get(
-            f"{g}/state", {}
-        ):
-            process.has_left = True
-            return
-        if len(notes) < len(world):
-            return
-        read = {rank: notes[f"{g}/out/{rank}"] for rank in world}
-        reports = {rank: None if note.get("dead") else Report.from_json(rank, note) for rank, note in read.items()}
-        verdict = decide(reports, world_size=len(world))
-        if verdict.refusal:
-            board.write(f"{g}/refusal", {"rank": process.number, "refusal": verdict.refusal})
-            return
-        if not board.has([f"{g}/joins/{rank}" for rank in verdict.dead]):
-            return
-        if process.number == verdict.donor:
-            board.write(f"{g}/state", {"path": "/dev/shm/slot"})
-        if "path" in board.read([f"{g}/state"]).get(f"{g}/state", {}):
-            board.write(f"{g}/ready/{process.number}", {"ready": self.job.clock.now, "pid": process.pid})
-            process.generation, process.is_new = g, False
+_NOTICED_S = 5.0
+_BEAT_S = 1.0
+_LATE_S = (0.0, 0.0, 0.0, TICK_S, 3 * TICK_S)
+_TOGETHER_S = 15.0
+"""So soon a job that one node restarts is restarted by all that can hear it."""
+_CALM_S = 4 * TIMEOUT_S
+_QUIET_S = SILENCE_S + 3.0
 
 
 class Job:
@@ -302,8 +53,15 @@ class Job:
         self.story: list[str] = []
         self.offered: NodePlace | None = None
         self.num_standby = self.dice.randrange(3)
+        self.out: set[str] = set()
+        """The tokens of the agents that the first one has put out."""
+        self._offers: set[tuple[int, int]] = set()
+        self._given: dict[tuple[int, int], Node] = {}
+        """By generation and node: offered, and given to."""
         self.is_broken = False
         """A rank has had no process for so long that all others have noticed."""
+        self.step, self.trained_at = 7, self.clock.now
+        """The last boundary that all ranks have passed, and when."""
         self._whole_at = self.clock.now
         self._pid = 100
         self.nodes = [Node(self, node, f"t{node}") for node in range(num_nodes)]
@@ -323,60 +81,68 @@ class Job:
     # --- the network --------------------------------------------------------------------------------------------------
 
     def send(self, node: Node, to: str, word: bytes) -> None:
-        delay_s = self.dice.choice((0.0, 0.0, 0.0, TICK_S, 3 * TICK_S))
         last = max((at for at, side, _ in node.connection.words if side == to), default=0.0)
-        node.connection.words.append((max(last, self.clock.now + delay_s), to, word))
+        node.connection.words.append((max(last, self.clock.now + self.dice.choice(_LATE_S)), to, word))
 
     def _connect(self, node: Node) -> None:
         """The first machine takes the connection also where its agent stands still, and has not read the greeting."""
-        theirs = node.agents.greet(0, "", self.clock.now, name="", ranks=())
         line = node.connection
-        line.stands, line.numbers, line.words = True, (0, theirs), [(self.clock.now, "first", b"hello")]
+        line.theirs = node.agents.greet(0, "", self.clock.now, name="", ranks=())
+        line.stands = True
+        line.words.append((self.clock.now, "first", b"hello"))
 
     def break_connection(self, node: Node, retry_s: float) -> None:
+        """What was under way is lost. Each side reads of its end when it comes to it."""
         line, now = node.connection, self.clock.now
         if line.stands:
-            if line.numbers[0]:
-                self.nodes[0].agents.end(node.node, node.token, now, connection=line.numbers[0])
-            node.agents.end(0, "", now, connection=line.numbers[1])
-        line.stands, line.words, line.retry_at = False, [], now + retry_s
+            was_heard = all(word != b"hello" for _, _, word in line.words)
+            line.words = [each for each in line.words if not each[2]] + [(now, "other", b"")]
+            if was_heard:
+                line.words.append((now, "first", b""))
+        line.stands, line.retry_at = False, now + retry_s
 
-    def _carry(self, node: Node) -> None:
+    def _keep_up(self, node: Node) -> None:
+        """What the machines do with a connection, and the node's own thread."""
         line, first, now = node.connection, self.nodes[0], self.clock.now
         if node.is_crashed or first.is_crashed or node.is_cut:
-            if line.stands:
-                self.break_connection(node, 0.0)
-            return
-        if not line.stands:
-            if now >= line.retry_at and not (node.is_still or node.outcome or first.outcome):
+            self.break_connection(node, 0.0)
+        elif node.is_still or node.outcome:
+            pass
+        elif not line.stands:
+            has_read_its_end = all(side == "first" for _, side, _ in line.words)
+            if now >= line.retry_at and has_read_its_end and not first.outcome:
                 self._connect(node)
-            return
-        if now >= line.beat_at and not (node.is_still or node.outcome):
-            line.beat_at = now + 1.0
+        elif now >= line.beat_at:
+            line.beat_at = now + _BEAT_S
             self.send(node, "first", b".")
-        for word in [each for each in line.words if each[0] <= now]:
-            to, what = word[1:]
-            side = first if to == "first" else node
-            if side.is_still:
-                continue
+
+    def _hear(self, node: Node, to: str) -> None:
+        """What the thread of one side does that reads the connection of `node`."""
+        line, first, now = node.connection, self.nodes[0], self.clock.now
+        side = first if to == "first" else node
+        if side.is_still or side.is_crashed:
+            return
+        side.agents.look(now)
+        for word in [each for each in line.words if each[0] <= now and each[1] == to]:
             line.words.remove(word)
-            if what == b"hello":
-                first.agents.look(now)
-                ranks = tuple(node.own)
-                mine = first.agents.greet(node.node, node.token, now, name=node.name, ranks=ranks)
-                line.numbers = mine, line.numbers[1]
+            what = word[2]
+            if to == "other":
+                node.is_out = node.is_out or what == b"out"
+                if what:
+                    node.agents.hear(0, "", now, goodbye=what == b"bye")
+                else:
+                    node.agents.end(0, "", now, connection=line.theirs)
+            elif what == b"hello":
+                line.mine = first.agents.greet(node.node, node.token, now, name=node.name, ranks=tuple(node.own))
                 if first.agents.is_out(node.node, node.token):
                     self.send(node, "other", b"out")
-            elif to == "first":
-                first.agents.look(now)
+            elif not what:
+                first.agents.end(node.node, node.token, now, connection=line.mine)
+            else:
                 first.agents.hear(node.node, node.token, now, goodbye=what == b"bye")
                 first.is_out = first.is_out or what == b"out"
-                if not first.outcome:
+                if not first.outcome and line.stands:
                     self.send(node, "other", b".")
-            else:
-                node.agents.look(now)
-                node.is_out = node.is_out or what == b"out"
-                node.agents.hear(0, "", now, goodbye=what == b"bye")
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -397,17 +163,46 @@ class Job:
         with self._patched():
             while self.clock.now < end:
                 self.clock.now += TICK_S
-                for node in self.nodes[1:]:
-                    self._carry(node)
+                self._note_state()
                 self._take_place()
-                there = {rank for node in self.going() for rank in node.live}
-                self._whole_at = self.clock.now if len(there) == self.world_size else self._whole_at
-                self.is_broken = self.clock.now - self._whole_at > _NOTICED_S
-                for node in self.dice.sample(self.nodes, len(self.nodes)):
-                    if not (node.is_crashed or node.is_still):
-                        node.step()
-                        node.step_ranks()
+                acts: list[Callable[[], None]] = []
+                for node in self.nodes:
+                    if node.node:
+                        acts += [partial(self._hear, node, "first"), partial(self._hear, node, "other")]
+                        self._keep_up(node)
+                    if not (node.is_crashed or node.is_still or node.outcome):
+                        acts += [node.watch_plans, node.step, node.step_ranks]
+                self.dice.shuffle(acts)
+                for act in acts:
+                    act()
                 self.check()
+
+    def calm_down(self) -> None:
+        """Go on until nothing has happened for a while."""
+        end, quiet_at, before = self.clock.now + _CALM_S, self.clock.now, ""
+        while self.clock.now < min(end, quiet_at + _QUIET_S):
+            self.run(1.0)
+            now = str([(n.outcome, n.recovery._machine.generation, len(n.live)) for n in self.nodes])
+            is_busy = any(node.recovery.is_active or node.leaves_at is not None for node in self.going())
+            if now != before or is_busy:
+                before, quiet_at = now, self.clock.now
+
+    def _note_state(self) -> None:
+        now, first = self.clock.now, self.nodes[0]
+        for node in self.nodes:
+            node.still.note(now, is_so=node.is_still)
+            is_away = not node.connection.stands or node.is_cut or node.is_crashed or first.is_crashed
+            node.connection.away.note(now, is_so=is_away)
+        world, going = set(range(self.world_size)), self.going()
+        self._whole_at = now if {rank for node in going for rank in node.live} == world else self._whole_at
+        self.is_broken = now - self._whole_at > _NOTICED_S
+        well = [node for node in going if node.is_well and not node.recovery.is_active]
+        if {rank for node in well for rank, each in node.live.items() if not each.has_left} == world:
+            self.step, self.trained_at = self.step + 1, now
+        ends = not first.goes_on or any(node.is_end_heard and node.token not in self.out for node in self.nodes)
+        for node in going:
+            is_alone = ends and node.leaves_at is None and node.is_well and not first.is_still
+            node.alone_s = node.alone_s + TICK_S if is_alone else 0.0
 
     def _take_place(self) -> None:
         """An agent that waits claims what is offered."""
@@ -423,8 +218,10 @@ class Job:
         except ERRORS:
             return
         if note.get("token") == node.token:
+            assert (place.generation, place.node) not in self._given, self.tale(f"place {place.node} is given twice")
+            self._given[place.generation, place.node] = node
             self.num_standby -= 1
-            self.tell(f"{node.name} takes the place of node {place.node}")
+            self.tell(f"{node.token} takes the place of node {place.node}")
             for process in node.live.values():
                 process.told, process.is_new = place.generation, True
             node.recovery.join(place)
@@ -433,14 +230,14 @@ class Job:
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
-    def fault(self) -> None:
+    def fault(self, what: str = "", node: Node | None = None) -> None:
         """Something bad, at this moment."""
-        node = self.dice.choice(self.nodes)
-        what = self.dice.choice(("kill", "kill", "crash", "still", "cut", "reset", "wake"))
+        node = node or self.dice.choice(self.nodes)
+        what = what or self.dice.choice(("kill", "kill", "fail", "crash", "still", "still", "cut", "reset", "wake"))
         self.tell(f"{what} {node.token}")
         with self._patched():
-            if what == "kill" and not node.is_crashed and not node.outcome:
-                node.kill(self.dice.choice(list(node.own)))
+            if what in ("kill", "fail") and node.goes_on:
+                node.kill(self.dice.choice(list(node.own)), by_itself=what == "fail")
             elif what == "crash":
                 node.is_crashed = True
                 node.live.clear()
@@ -461,11 +258,9 @@ class Job:
     # --- what must hold -----------------------------------------------------------------------------------------------
 
     def going(self) -> list[Node]:
-        return [node for node in self.nodes if not (node.is_crashed or node.outcome)]
+        return [node for node in self.nodes if node.goes_on]
 
     def check(self) -> None:
-        """Never do two processes of a rank train in one generation, and never two agents have one place that are both
-        heard."""
         newest: dict[tuple[int, int], int] = {}
         for node in self.going():
             for process in node.live.values():
@@ -473,6 +268,36 @@ class Job:
                     key = (process.generation, process.number)
                     assert key not in newest, self.tale(f"two processes of rank {process.number} train in {key[0]}")
                     newest[key] = process.pid
+            assert node.alone_s <= _TOGETHER_S, self.tale(f"{node.token} goes on alone: another node restarts the job")
+
+    def check_loss(self, lost: Node, other: Node) -> None:
+        """`lost` is taken for lost, by the first agent, or is the first one, and taken so by `other`."""
+        now = self.clock.now
+        is_away = other.connection.away.seconds(now) >= BACK_S - 2 * TICK_S
+        is_still = lost.still.seconds(now) >= SILENCE_S - _BEAT_S - max(_LATE_S) - TICK_S
+        assert not lost.goes_on or is_away or is_still, self.tale(f"{lost.name} is taken for lost, and is well")
+
+    def check_offer(self, first: Node, place: NodePlace) -> None:
+        key, machine = (place.generation, place.node), first.recovery._machine
+        holders = [node for node in self.nodes if node.node == place.node]
+        ranks = holders[0].own
+        what = f"the place of node {place.node} is offered"
+        assert all(node.token in self.out for node in holders), self.tale(f"{what}, and its agent was not put out")
+        assert key not in self._offers, self.tale(f"{what} twice in recovery {place.generation}")
+        self._offers.add(key)
+        joins = [f"{place.generation}/joins/{rank}" for rank in ranks]
+        in_vain = machine.has_state or any(machine.reports.get(rank) is not None for rank in ranks)
+        in_vain = in_vain or any(key in self.content for key in joins)
+        assert not in_vain, self.tale(f"{what}, and nobody could fill it")
+
+    def check_write(self, node: Node, key: str) -> None:
+        """A node that a plan has put out takes no part in that recovery."""
+        generation = int(key.partition("/")[0])
+        plan = json.loads(self.content.get(f"{generation}/plan", b"{}"))
+        holder = self._given.get((generation, node.node))
+        is_named = plan.get("node") == node.node and holder is not node and "/taken/" not in key
+        assert not is_named, self.tale(f"{node.token} writes {key}, and the plan has put it out")
+        assert holder in (None, node), self.tale(f"{node.token} writes {key}, and another one has its place")
 
     def check_end(self) -> None:
         """All are healed, and much time has passed: who goes on, goes on with the same generation and all ranks."""
@@ -480,6 +305,8 @@ class Job:
         if not going:
             return
         assert not any(node.recovery.is_active for node in going), self.tale("a recovery never ends")
+        assert not any(node.token in self.out for node in going), self.tale("a node that was put out goes on")
+        assert self.offered is None, self.tale("a place is still offered")
         generations = {node.recovery._machine.generation for node in going}
         assert len(generations) == 1, self.tale(f"nodes go on in generations {generations}")
         ranks = sorted(rank for node in going for rank in node.live)
@@ -487,3 +314,86 @@ class Job:
 
     def tale(self, words: str) -> str:
         return "\n".join([f"seed {self.seed}: {words}", *self.story])
+
+
+def play(seed: int, *, num_nodes: int = 3, ranks: int = 1) -> Job:
+    """One story: up to six faults, seconds apart or at once, and then all that stands still or is cut off comes
+    back."""
+    job = Job(seed, num_nodes=num_nodes, ranks=ranks)
+    job.run(2.0)
+    for _ in range(job.dice.randint(1, 6)):
+        job.fault()
+        job.run(job.dice.choice((0.0, 0.25, 0.5, 1.0, 3.0, 12.0)))
+    job.heal()
+    job.calm_down()
+    job.check_end()
+    return job
+
+
+def play_mildly(seed: int) -> Job:
+    """A story of faults that a job outlives, one after the other: it goes on."""
+    job = Job(seed)
+    job.run(2.0)
+    for _ in range(job.dice.randint(1, 4)):
+        others = [node for node in job.going() if node.node]
+        what = job.dice.choice(("kill", "reset", "still", "crash", "stall"))
+        if what == "reset":
+            node = job.dice.choice(others)
+            job.tell(f"a short reset of {node.token}")
+            job.break_connection(node, job.dice.choice((0.0, TICK_S)))
+        elif what == "kill":
+            job.fault("kill", job.dice.choice(job.going()))
+        elif what == "still":  # for a moment; a connection may be reset meanwhile
+            node = job.dice.choice(job.going())
+            if node.node == 0 and job.dice.random() < 0.5:  # the news of it is the last that the first agent hears
+                job.break_connection(job.dice.choice(others), job.dice.choice((0.0, 0.5)))
+                job.run(TICK_S)
+            job.fault("still", node)
+            job.run(job.dice.choice((3.0, 6.0)))  # after 1 s it counts the others' time
+            if job.dice.random() < 0.5:
+                job.break_connection(job.dice.choice(others), job.dice.choice((0.0, 0.5)))
+                job.run(3.0 if node.node == 0 else 0.0)
+            job.heal()
+        elif job.num_standby:
+            job.fault("crash" if what == "crash" else "still", job.dice.choice(others))
+            job.run(SILENCE_S + 5.0)
+            job.heal()
+        job.run(TIMEOUT_S / 2)
+    job.calm_down()
+    job.check_end()
+    ends = [f"{node.token}: {node.outcome}" for node in job.nodes if node.outcome not in ("", "out")]
+    assert not ends and len(job.going()) == job.num_nodes, job.tale(f"the job could have gone on ({', '.join(ends)})")
+    return job
+
+
+def play_any(seed: int) -> Job:
+    return play_mildly(seed) if seed % 4 == 3 else play(seed)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--until-wrong", action="store_true", help="end with the first story that is wrong")
+    parser.add_argument("--seed", type=int, help="tell the story of this one")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.CRITICAL)
+    if options.seed is not None:
+        print("\n".join(play_any(options.seed).story))
+        return 0
+    failed = 0
+    for seed in range(options.first, options.first + options.schedules):
+        try:
+            play_any(seed)
+        except Exception as error:  # of the package: a broken rule, too
+            failed += 1
+            words = str(error).partition("\n")[0] or type(error).__name__
+            print(words if words.startswith("seed ") else f"seed {seed}: {type(error).__name__}: {words}", flush=True)
+            if options.until_wrong:
+                break
+    print(f"{options.schedules} stories, {failed} wrong")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

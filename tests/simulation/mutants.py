@@ -1,4 +1,4 @@
-"""Puts defects of a stop back, one at a time: after how many schedules does the simulation find each?
+"""Puts defects of stops and of agents back, one at a time: after how many schedules does the simulation find each?
 
     python -m tests.simulation.mutants [--most 20000]
 
@@ -28,6 +28,8 @@ class Mutant:
     file: str
     old: str
     new: str
+    of: str = "stops"
+    """The simulation that is to find it: `stops` or `agents`."""
 
 
 MUTANTS = (
@@ -80,13 +82,159 @@ MUTANTS = (
         "lambda: not self._paused or self._step < self._limit)",
         "lambda: self._step < self._limit)",
     ),
+    *(
+        Mutant(what, file, old, new, of="agents")
+        for what, file, old, new in (
+            (
+                "each agent has an opinion of its own on how a recovery has ended",
+                "agent/recovery.py",
+                'note = self._board.write(f"{self._machine.generation}/over", opinion)',
+                "note = opinion",
+            ),
+            (
+                "a lost node is not put out",
+                "agent/nodes_recovery.py",
+                "        self._nodes.server.put_out(lost)\n",
+                "",
+            ),
+            (
+                "the first agent forgets whom it has put out",
+                "agent/failure_detector.py",
+                "        self._peers[node, token].is_out = True\n",
+                "        pass\n",
+            ),
+            (
+                "a node that has just woken up does not read that a plan has put it out",
+                "agent/nodes_recovery.py",
+                'self._is_named or ("node" in plan and plan.get("rank") in self._workers.processes)',
+                "self._is_named",
+            ),
+            (
+                "time in which an agent stood still counts against the others",
+                "agent/failure_detector.py",
+                "                peer.since = max(peer.since, now)\n",
+                "                pass\n",
+            ),
+            (
+                "an agent that has stood still judges before it has read what has come",
+                "agent/failure_detector.py",
+                "        if now - self._looked > STANDSTILL_S:\n            return found",
+                "        if False:\n            return found",
+            ),
+            (
+                "a connection may not be away for a moment",
+                "agent/failure_detector.py",
+                "BACK_S = 1.0",
+                "BACK_S = 0.0",
+            ),
+            (
+                "a silent node is lost while the job trains on",
+                "agent/nodes_recovery.py",
+                "if lost.is_silent and any(",
+                "if False and any(",
+            ),
+            (
+                "an agent that begins no recovery lets another one wait for it",
+                "agent/nodes_recovery.py",
+                'self._refuse_next(f"rank {end.rank} cannot be replaced", generation)',
+                "pass",
+            ),
+            (
+                "an agent that restarts the job leaves no word for one that stood still",
+                "agent/nodes_recovery.py",
+                "elif not (self.is_out or self._nodes.has_first_gone):",
+                "elif False:",
+            ),
+            (
+                "a node that was put out calls the recovery off that goes on without it",
+                "agent/nodes_recovery.py",
+                '                board.write(f"{generation}/over", {"refusal": reason})',
+                '                pass\n            board.write(f"{generation}/over", {"refusal": reason})',
+            ),
+            (
+                "a place is offered that nobody may take any more",
+                "agent/nodes_recovery.py",
+                "                self._nodes.offer(None)\n",
+                "                pass\n",
+            ),
+            (
+                "a place is offered twice",
+                "agent/nodes_recovery.py",
+                "if any(each.place.node == lost.node and not each.is_taken for each in self._opens_now()):",
+                "if False:",
+            ),
+            (
+                "a place is offered that cannot be filled",
+                "rejoin/lost_node.py",
+                "    if has_joined or machine.has_state:\n        return Answer.CALL_OFF\n",
+                "",
+            ),
+            (
+                "a lost node that has reported is replaced in the recovery under way",
+                "rejoin/lost_node.py",
+                "        return Answer.CALL_OFF if has_reported else Answer.OPEN",
+                "        return Answer.OPEN",
+            ),
+            (
+                "a report that comes from a lost node is waited for in vain",
+                "rejoin/lost_node.py",
+                "    if counted:\n",
+                "    if False:\n",
+            ),
+            (
+                "a lost node that has already begun to replace its own rank is replaced",
+                "agent/nodes_recovery.py",
+                "        if self.is_active and self._board is not None:  # the plan may",
+                "        if False:  # the plan may",
+            ),
+            (
+                "the loss of a node is not heard while all of an agent's ranks are new",
+                "agent/nodes_recovery.py",
+                "        can_do_without = self.is_active or bool(statuses)\n",
+                "        can_do_without = bool(statuses)\n",
+            ),
+            (
+                "the agent that has taken a place is lost, and the others wait",
+                "agent/nodes_recovery.py",
+                "any(each.is_taken and each.place.node == lost.node for each in self._opens)",
+                "False",
+            ),
+            (
+                "the agent that has taken a place is not expected",
+                "agent/nodes_recovery.py",
+                '        self._nodes.server.expect(node, str(note["token"])[:64])\n',
+                "",
+            ),
+            (
+                "nobody comes for a place, and the others wait for ever",
+                "agent/nodes_recovery.py",
+                "            if is_late:\n                self._call_off(self._why_late(now))\n            return",
+                "            return",
+            ),
+            (
+                "the loss of the first node is waited out",
+                "agent/nodes_recovery.py",
+                "        reason = self._lose_first(lost) if lost.node == FIRST else self._lose(lost)",
+                '        reason = "" if lost.node == FIRST else self._lose(lost)',
+            ),
+            (
+                "ranks that wait are not told that a recovery has come to nothing",
+                "agent/recovery.py",
+                '                self._board.write(f"{generation}/out/{rank}", refusal)',
+                "                pass",
+            ),
+        )
+    ),
 )
 
 
-def _schedules_until_found(root: Path, most: int) -> tuple[int, str]:
+def _schedules_until_found(root: Path, simulation: str, most: int) -> tuple[int, str]:
     """How many schedules it took, and what was found; 0: nothing."""
-    for first in range(0, most, _AT_ONCE):
-        command = [sys.executable, "-m", "tests.simulation.stops", "--schedules", str(_AT_ONCE), "--first", str(first)]
+    at_once = {"stops": _AT_ONCE, "agents": most}[simulation]
+    for first in range(0, most, at_once):
+        arguments = ["--schedules", str(at_once), "--first", str(first)]
+        arguments += ["--until-wrong"] if simulation == "agents" else []
+        command = [sys.executable, "-m", f"tests.simulation.{simulation}", *arguments]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         found = sorted(
             (int(line.split()[1].rstrip(":")), line) for line in done.stdout.splitlines() if line.startswith("seed ")
@@ -101,14 +249,16 @@ def _schedules_until_found(root: Path, most: int) -> tuple[int, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=20_000, help="schedules for each")
-    most = parser.parse_args().most
+    parser.add_argument("--of", choices=("stops", "agents"), help="of this simulation only")
+    options = parser.parse_args()
+    most = options.most
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for part in ("mindx_elastic", "tests/simulation"):
             shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
         (root / "tests/__init__.py").touch()
-        for mutant in MUTANTS:
+        for mutant in [each for each in MUTANTS if options.of in (None, each.of)]:
             path = root / "mindx_elastic" / mutant.file
             text = path.read_text()
             if text.count(mutant.old) != 1:
@@ -116,7 +266,7 @@ def main() -> int:
                 missed += 1
                 continue
             path.write_text(text.replace(mutant.old, mutant.new))
-            took, found = _schedules_until_found(root, most)
+            took, found = _schedules_until_found(root, mutant.of, most)
             path.write_text(text)
             missed += not took
             print(f"| {mutant.what} | {took or 'not found'} | {found[:120]} |", flush=True)

@@ -1,0 +1,355 @@
+"""The machines of a simulated job of several nodes, and what is on them: clock, store, processes of ranks, agents.
+
+What decides in an agent is the code that runs: `NodesRecovery` with its `Coordinator` and `Board`, and a
+`FailureDetector`. What happens to the machines, and what must hold, is in `agents`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from mindx_elastic.agent.failure_detector import FailureDetector, Lost
+from mindx_elastic.agent.nodes_recovery import NodesRecovery
+from mindx_elastic.agent.recovery import ERRORS, NewProcess
+from mindx_elastic.agent.standby import NodePlace
+from mindx_elastic.agent.workers import WorkerExit
+from mindx_elastic.core.status_page import NODES_REPLACED, Status, WorkerPhase
+from mindx_elastic.rejoin.board import Board
+from mindx_elastic.rejoin.protocol import Phase, Report, decide
+
+if TYPE_CHECKING:
+    from tests.simulation.agents import Job
+
+__all__ = ["TIMEOUT_S", "Clock", "Connection", "Node", "Rank", "Spell", "Store"]
+
+TIMEOUT_S = 30.0
+_RECENT_S, _SAVE_S = 1.0, 25.0
+
+
+class Clock:
+    """In the place of the module `time` where the decisions are taken."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+    def monotonic_ns(self) -> int:
+        return int(self.now * 1e9)
+
+
+class Spell:
+    """How long something has been so, or was until a moment ago."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._ended, self._lasted = 0.0, 0.0
+
+    def note(self, now: float, *, is_so: bool) -> None:
+        if is_so and self._since is None:
+            self._since = now
+        elif not is_so and self._since is not None:
+            self._ended, self._lasted, self._since = now, now - self._since, None
+
+    def seconds(self, now: float) -> float:
+        if self._since is not None:
+            return now - self._since
+        return self._lasted if now - self._ended <= _RECENT_S else 0.0
+
+
+class Store:
+    """Of the workers, on the first node; one view for each node."""
+
+    def __init__(self, job: Job, node: Node) -> None:
+        self._job, self._node, self._content = job, node, job.content
+
+    def _reach(self) -> None:
+        first = self._job.nodes[0]
+        if first.is_crashed or first.is_still or self._node.is_cut:
+            raise OSError("the store does not answer")
+
+    def check(self, keys: list[str]) -> bool:
+        self._reach()
+        return all(key in self._content for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._reach()
+        return [self._content[key] for key in keys]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._reach()
+        if key not in self._content:
+            self._job.check_write(self._node, key)
+        return self._content.setdefault(key, desired.encode())
+
+
+@dataclass
+class Rank:
+    """One process of a rank."""
+
+    number: int
+    pid: int
+    generation: int = 0
+    """The last recovery that it has taken part in."""
+    told: int = 0
+    """The recovery that it knows of."""
+    is_new: bool = False
+    has_left: bool = False
+    """It has saved what it had, and ends."""
+
+
+@dataclass
+class Connection:
+    """Between a node's agent and the first one's. Words come late, and in order."""
+
+    words: list[tuple[float, str, bytes]] = field(default_factory=list)
+    """When it comes, to which side (``first`` or ``other``), and what; empty: its end."""
+    mine: int = 0
+    """Its number in the first agent's detector; 0: the greeting was not read."""
+    theirs: int = 0
+    stands: bool = False
+    retry_at: float = 0.0
+    beat_at: float = 0.0
+    away: Spell = field(default_factory=Spell)
+    """There is no way between the two."""
+
+
+class Node:
+    """A machine with its agent; what `NodeWatch` is to the recovery."""
+
+    def __init__(self, job: Job, node: int, token: str) -> None:
+        self.job, self.node, self.token, self.num_nodes = job, node, token, job.num_nodes
+        self.name = f"machine of {token}"
+        self.is_crashed = self.is_still = self.is_cut = self.is_out = False
+        self.still = Spell()
+        self.outcome = ""
+        """How its attempt has ended; empty: it goes on."""
+        self.leaves_at: float | None = None
+        """It restarts the job, and its ranks save until then; None: it does not."""
+        self.is_end_heard = False
+        """The others could hear that it ends, or read so later."""
+        self.alone_s = 0.0
+        """How long it has gone on while another one restarts the job, and it could hear so."""
+        self.own = range(node * job.ranks, (node + 1) * job.ranks)
+        self.live = {rank: Rank(rank, job.new_pid()) for rank in self.own}
+        self.exits: list[WorkerExit] = []
+        self.agents = FailureDetector(job.clock.now)
+        self.connection = Connection()
+        self.server: Any = SimpleNamespace(
+            put_out=self._put_out,
+            expect=lambda node, token: self.agents.expect(node, token, job.clock.now),
+            records_of=lambda rank: None,
+            ranks_kept=[],
+            wakeup=SimpleNamespace(fd=0),
+        )
+        self.heartbeat: Any = None
+        self.has_first_gone = False
+        processes: Any = dict(self.live)
+        self.workers: Any = SimpleNamespace(
+            processes=processes, live=self.live, statuses=self.statuses, replace=self._replace, exits=[]
+        )
+        watch: Any = SimpleNamespace(newest=0, wakeup=SimpleNamespace(fd=0, drain=lambda: None), stop=lambda: None)
+        self.watch = watch
+        nodes: Any = self
+        self.recovery = NodesRecovery(
+            self.workers,
+            self.board,
+            self._start,
+            watch=watch,
+            nodes=nodes,
+            place=NodePlace("none", 0, job.num_nodes, 0, 0, "first", 1, 1, "s", 0, 0),
+            timeout_s=TIMEOUT_S,
+            most=10,
+            note=lambda record: None,
+            world_size=job.world_size,
+        )
+
+    # --- what the recovery asks for -----------------------------------------------------------------------------------
+
+    def board(self, generation: int) -> Board:
+        store: Any = Store(self.job, self)
+        return Board(store, key=None, scope=f"s/{generation}", writer=self.job.world_size + self.node)
+
+    def statuses(self) -> dict[int, Status]:
+        return {rank: self._page(process) for rank, process in self.live.items() if not process.is_new}
+
+    def _page(self, process: Rank) -> Status:
+        phase = WorkerPhase.STOPPING if process.has_left else WorkerPhase.TRAINING
+        boundary_ns = int(self.job.trained_at * 1e9)
+        facts: dict[str, Any] = {"step": self.job.step, "in_place": NODES_REPLACED, "boundary_ns": boundary_ns}
+        return Status(pid=process.pid, phase=phase, **facts)
+
+    def _replace(self, rank: int, process: Rank) -> None:
+        self.live[rank] = process
+
+    def _start(self, rank: int, generation: int, *, can_wait: bool) -> NewProcess:
+        process: Any = Rank(rank, self.job.new_pid(), told=generation, is_new=True)
+        return NewProcess(process, "zygote")
+
+    def _put_out(self, lost: Lost) -> None:
+        other = self.job.agent_of(lost.token)
+        self.job.check_loss(other, other)
+        assert other.token not in self.job.out, self.job.tale(f"{other.name} is put out twice")
+        self.job.out.add(other.token)
+        self.agents.put_out(lost.node, lost.token)
+        if other.connection.stands:
+            self.job.send(other, "other", b"out")
+
+    def keeper(self) -> None:
+        return None
+
+    def drain(self) -> None:
+        pass
+
+    def note_lost(self, lost: object) -> None:
+        pass
+
+    def note_whole(self) -> None:
+        pass
+
+    def note_first_lost(self) -> None:
+        self.job.check_loss(self.job.nodes[0], self)
+        self.has_first_gone = True
+
+    def offer(self, place: NodePlace | None) -> None:
+        if place is not None:
+            self.job.check_offer(self, place)
+        self.job.offered = place
+
+    def lost_now(self) -> list[Lost]:
+        lost = self.agents.lost(self.job.clock.now)
+        if self.node == 0:
+            return lost
+        first = Lost(0, "machine of the first", "", tuple(range(self.job.ranks)), lost[0].is_silent if lost else False)
+        return [first] if lost and not self.has_first_gone else []
+
+    # --- its life -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_well(self) -> bool:
+        return not (self.is_crashed or self.is_still or self.is_cut)
+
+    @property
+    def goes_on(self) -> bool:
+        return not (self.is_crashed or self.outcome)
+
+    def kill(self, rank: int, *, by_itself: bool = False) -> None:
+        """`by_itself`: it fails, and has left its guard."""
+        if rank in self.live:
+            process = self.live.pop(rank)
+            process.has_left = process.has_left or by_itself
+            code = 1 if by_itself else -9
+            self.exits.append(WorkerExit(rank=rank, pid=process.pid, code=code, status=self._page(process)))
+
+    def leave(self) -> None:
+        """Its ranks are told to save and to end, which may take a while."""
+        if self.recovery.is_out:
+            self.end("out")
+        elif self.leaves_at is None:
+            first = self.job.nodes[0]
+            self.is_end_heard = self.is_well and ((self.connection.stands and first.is_well) or self is first)
+            self.leaves_at = self.job.clock.now + self.job.dice.choice((0.0, 0.0, _SAVE_S))
+            self.job.tell(f"{self.token} restarts the job")
+
+    def end(self, outcome: str) -> None:
+        self.outcome = outcome
+        self.job.tell(f"{self.token} ends: {outcome}")
+        self.live.clear()
+        self.recovery.close()
+        line_ends = [self] if self.node else self.job.nodes[1:]
+        for each in line_ends:
+            if each.connection.stands:
+                side = "first" if self.node else "other"
+                if self.node or not self.is_out:
+                    self.job.send(each, side, b"out" if self.has_first_gone else b"bye")
+                self.job.send(each, side, b"")
+
+    def step(self) -> None:
+        """What the main thread of its agent does when it wakes up; see `Attempt`."""
+        if self.outcome:
+            return
+        if self.recovery.is_out:
+            self.end("out")
+            return
+        ends, self.exits = self.exits, []
+        for end in ends:
+            if self.recovery.is_active:
+                self.recovery.hear_end(end)
+            elif self.leaves_at is None and not self.recovery.begin(end, "killed by SIGKILL"):
+                self.leave()
+        if self.outcome:
+            return
+        for news in self.recovery.hear_others(is_stopping=self.leaves_at is not None):
+            if news.words and news.about is None:
+                self.leave()
+        if self.leaves_at is not None:
+            if self.job.clock.now >= self.leaves_at:
+                self.end("restart")
+            return
+        phase = self.recovery.look()
+        if phase is Phase.FALLBACK or (phase is Phase.RUN and len(self.live) < len(self.own) and not self.exits):
+            self.leave()
+            return
+        generation = self.recovery._machine.generation
+        for process in self.live.values():
+            if self.recovery.is_active:
+                process.told = generation
+
+    def watch_plans(self) -> None:
+        try:
+            if Store(self.job, self).check([f"{self.watch.newest + 1}/plan"]):
+                self.watch.newest += 1
+        except OSError:
+            pass
+
+    def step_ranks(self) -> None:
+        """What its ranks do, each when it comes to it."""
+        for process in list(self.live.values()):
+            if self.job.dice.random() < 0.5 and process.told > process.generation and not process.has_left:
+                try:
+                    self._take_part(process)
+                except ERRORS:
+                    process.has_left = True  # its store is gone: it saves and ends
+            elif self.job.is_broken and not self.recovery.is_active:
+                process.has_left = True  # its collectives fail, and nobody has told it of a recovery
+        if any(process.has_left for process in self.live.values()) and not self.recovery.is_active:
+            self.leave()
+
+    def _take_part(self, process: Rank) -> None:
+        """As `rejoin.member`: report, agree, give the state, say that it is ready."""
+        board, g, world = self.board(process.told), process.told, range(self.job.world_size)
+        if process.is_new:
+            if board.write(f"{g}/joins/{process.number}", {"process": process.pid}).get("process") != process.pid:
+                process.has_left = True
+                return
+        else:
+            facts: dict[str, Any] = {"run_id": "run", "attempt": 0, "step": self.job.step, "clean": True, "groups": "g"}
+            note = {**Report(rank=process.number, **facts).to_json(), "pid": process.pid}
+            if board.write(f"{g}/out/{process.number}", note).get("pid") != process.pid:
+                process.has_left = True  # taken for dead, or the recovery is over
+                return
+        notes = board.read([f"{g}/out/{rank}" for rank in world])
+        if any("refusal" in note for note in notes.values()) or "refusal" in board.read([f"{g}/state"]).get(
+            f"{g}/state", {}
+        ):
+            process.has_left = True
+            return
+        if len(notes) < len(world):
+            return
+        read = {rank: notes[f"{g}/out/{rank}"] for rank in world}
+        reports = {rank: None if note.get("dead") else Report.from_json(rank, note) for rank, note in read.items()}
+        verdict = decide(reports, world_size=len(world))
+        if verdict.refusal:
+            board.write(f"{g}/refusal", {"rank": process.number, "refusal": verdict.refusal})
+            return
+        if not board.has([f"{g}/joins/{rank}" for rank in verdict.dead]):
+            return
+        if process.number == verdict.donor:
+            board.write(f"{g}/state", {"path": "/dev/shm/slot"})
+        if "path" in board.read([f"{g}/state"]).get(f"{g}/state", {}):
+            board.write(f"{g}/ready/{process.number}", {"ready": self.job.clock.now, "pid": process.pid})
+            process.generation, process.is_new = g, False
