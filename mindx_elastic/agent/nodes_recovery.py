@@ -105,6 +105,8 @@ class NodesRecovery(Recovery):
         if self.is_active and not self.is_out:  # a stop: the others need not wait for this node
             self._call_off("a node has been stopped during the recovery")
         elif not (self.is_out or self._nodes.has_first_gone):  # a node that stands still may begin it when it wakes up
+            if self._machine.phase is Phase.FALLBACK:  # it may have begun that one, and the store did not answer then
+                self._refuse_next(self._machine.reason, self._machine.generation)
             has_finished = {meaning(end) for end in self._workers.exits} == {Meaning.FINISHED}
             ranks = rank_list(list(self._workers.processes))
             self._refuse_next(f"{ranks} of another node {'finished the training' if has_finished else 'ended'}")
@@ -127,7 +129,7 @@ class NodesRecovery(Recovery):
         if not self.is_out:  # a node that has just woken up finds its dead before it hears what it is itself
             with suppress(*ERRORS):
                 board = self._board_of(generation)
-                if not self._names_this_node(board.read([f"{generation}/plan"]).get(f"{generation}/plan", {})):
+                if not self._is_put_out(board, generation):
                     self._tell_of_keeper(board, generation)
         if self.is_out:
             return False
@@ -143,7 +145,7 @@ class NodesRecovery(Recovery):
         generation = generation or self._machine.generation + 1
         with suppress(*ERRORS):
             board = self._board_of(generation)
-            if not self._names_this_node(board.read([f"{generation}/plan"]).get(f"{generation}/plan", {})):
+            if not self._is_put_out(board, generation):
                 board.write(f"{generation}/over", {"refusal": reason})
 
     def join(self, place: NodePlace) -> None:
@@ -190,6 +192,11 @@ class NodesRecovery(Recovery):
         return news
 
     def _hear_plan(self, generation: int, *, is_stopping: bool) -> list[News]:
+        if (
+            self._machine.phase is not Phase.RUN
+        ):  # for this node the last one has come to nothing, for others it has not
+            self._refuse_next(self._machine.reason, generation)
+            return []
         board = self._board_of(generation)
         plan = board.read([f"{generation}/plan"])[f"{generation}/plan"]
         if "refusal" in plan:
@@ -216,6 +223,16 @@ class NodesRecovery(Recovery):
             return [News()]
         logger.warning("rank %d of another node is gone; this node's ranks live on", rank)
         return [News(f"rank {rank} is gone", rank)]
+
+    def _is_put_out(self, board: Notes, generation: int) -> bool:
+        """Whether the notes of a recovery say that this node is lost; then it is out. Raises `ERRORS`."""
+        node = self._nodes.node
+        plan, opened, taken = f"{generation}/plan", f"{generation}/open", f"{generation}/taken/{node}"
+        notes = board.read([plan, opened, taken])
+        if notes.get(taken, {}).get("name") == self._nodes.name:
+            return False  # this node has come in the place of the lost one
+        self._is_named = self._is_named or taken in notes or notes.get(opened, {}).get("node") == node
+        return self._names_this_node(notes.get(plan, {}))
 
     def _names_this_node(self, plan: Mapping[str, Any]) -> bool:
         """Whether a plan says that this node is lost; then it is out."""

@@ -54,9 +54,10 @@ class Agent:
         )
         watch: Any = Plans(store)
         nodes: Any = SimpleNamespace(
-            server=None, heartbeat=None, node=node, num_nodes=num_nodes, name=f"machine {node}", is_out=False
+            server=None, heartbeat=None, node=node, num_nodes=num_nodes, name=f"machine {node}", has_first_gone=False
         )
         nodes.keeper = nodes.note_first_lost = nodes.note_whole = nodes.drain = lambda: None
+        nodes.is_out = False
         nodes.note_lost, nodes.lost_now = lambda lost: None, list
         place: Any = None
         self.recovery = NodesRecovery(

@@ -148,8 +148,8 @@ MUTANTS = (
             (
                 "a node that was put out calls the recovery off that goes on without it",
                 "agent/nodes_recovery.py",
-                '                board.write(f"{generation}/over", {"refusal": reason})',
-                '                pass\n            board.write(f"{generation}/over", {"refusal": reason})',
+                "            if not self._is_put_out(board, generation):\n                board.write",
+                "            if True:\n                board.write",
             ),
             (
                 "a place is offered that nobody may take any more",

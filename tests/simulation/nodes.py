@@ -245,18 +245,23 @@ class Node:
             code = 1 if by_itself else -9
             self.exits.append(WorkerExit(rank=rank, pid=process.pid, code=code, status=self._page(process)))
 
-    def leave(self) -> None:
-        """Its ranks are told to save and to end, which may take a while."""
+    def leave(self, *, has_told: bool = True) -> None:
+        """Its ranks save and end, which may take a while. `has_told`: the other agents, if it can reach the board."""
         if self.recovery.is_out:
             self.end("out")
         elif self.leaves_at is None:
-            first = self.job.nodes[0]
-            self.is_end_heard = self.is_well and ((self.connection.stands and first.is_well) or self is first)
+            self.is_end_heard = has_told and self._is_heard
             self.leaves_at = self.job.clock.now + self.job.dice.choice((0.0, 0.0, _SAVE_S))
             self.job.tell(f"{self.token} restarts the job")
 
+    @property
+    def _is_heard(self) -> bool:
+        first = self.job.nodes[0]
+        return self.is_well and ((self.connection.stands and first.is_well) or self is first)
+
     def end(self, outcome: str) -> None:
         self.outcome = outcome
+        self.is_end_heard = self.is_end_heard or (outcome == "restart" and self._is_heard)
         self.job.tell(f"{self.token} ends: {outcome}")
         self.live.clear()
         self.recovery.close()
@@ -317,7 +322,7 @@ class Node:
             elif self.job.is_broken and not self.recovery.is_active:
                 process.has_left = True  # its collectives fail, and nobody has told it of a recovery
         if any(process.has_left for process in self.live.values()) and not self.recovery.is_active:
-            self.leave()
+            self.leave(has_told=False)
 
     def _take_part(self, process: Rank) -> None:
         """As `rejoin.member`: report, agree, give the state, say that it is ready."""
