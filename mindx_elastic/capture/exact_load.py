@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.capture.nested import rebuilt
+from mindx_elastic.capture.nested import leaves_of, rebuilt
 from mindx_elastic.core.looks import attributes_of
 
 __all__ = ["exact_loads", "keep_objects", "other_types", "restore_types"]
@@ -110,16 +110,13 @@ def _as_saved(saved: Any, loaded: Any, near: Any) -> Any:
     return copy_tree(saved)
 
 
-def other_types(saved: Any, now: Any, place: str = "") -> Iterator[str]:
+def other_types(saved: Any, now: Any) -> Iterator[str]:
     """The numbers and tensors of `saved` that are of another type in `now`, in words."""
-    if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        for key in saved.keys() & now.keys():
-            yield from other_types(saved[key], now[key], f"{place}.{key}" if place else str(key))
-    elif isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)):
-        for number, (one, other) in enumerate(zip(saved, now, strict=False)):
-            yield from other_types(one, other, f"{place}.{number}")
-    elif isinstance(saved, _NUMBERS) and isinstance(now, _NUMBERS) and _kind(saved) != _kind(now):
-        yield f"{place} was {_kind(saved)} and is {_kind(now)}"
+    found = dict(leaves_of(now))
+    for place, one in leaves_of(saved):
+        other = found.get(place)
+        if isinstance(one, _NUMBERS) and isinstance(other, _NUMBERS) and _kind(one) != _kind(other):
+            yield f"{place[1:]} was {_kind(one)} and is {_kind(other)}"
 
 
 def _kind(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.capture.plain_component import AdaptedComponent, BeginsEpochs, PlainComponent
+from mindx_elastic.capture.plain_component import AdaptedComponent, GoesThroughData, PlainComponent
 
 __all__ = ["Forecast"]
 
@@ -29,7 +29,7 @@ class Forecast:
     def __init__(self, components: Iterable[PlainComponent]) -> None:
         known = list(components)
         self._foreseen = {component.name: component for component in known if isinstance(component, AdaptedComponent)}
-        self._loaders = [(c.name, c.target) for c in known if isinstance(c.target, BeginsEpochs) and c.target.draws]
+        self._loaders = [(c.name, c.target) for c in known if isinstance(c.target, GoesThroughData) and c.target.draws]
         self._seen: dict[str, Any] = {}
         self._beginnings: dict[str, object] = dict.fromkeys(name for name, _ in self._loaders)
         """What the epoch of each loader arises from, as of the last boundary."""

@@ -26,7 +26,6 @@ from mindx_elastic.errors import UnsupportedStateError
 
 __all__ = [
     "AdaptedComponent",
-    "BeginsEpochs",
     "GivesCopies",
     "GoesThroughData",
     "InParts",
@@ -77,8 +76,8 @@ class InParts(ABC):
     def state_dict(self) -> dict[str, Any]: ...
 
 
-class BeginsEpochs(ABC):
-    """Base of classes of ours that go through data in epochs."""
+class GoesThroughData(ABC):
+    """Base of classes of ours that go through a data set in epochs."""
 
     draws: bool
     """Each epoch's order arises from random numbers that its beginning draws."""
@@ -89,15 +88,11 @@ class BeginsEpochs(ABC):
         """What has been drawn for this epoch: another object in each one."""
 
     @abstractmethod
-    def state_dict(self) -> Any: ...
-
-
-class GoesThroughData(ABC):
-    """Base of classes of ours with a data set."""
+    def listing(self) -> Mapping[str, Any]:
+        """Some of what it goes through: see `data_listing`."""
 
     @abstractmethod
-    def listing(self) -> Mapping[str, Any]:
-        """Some of what that goes through: see `data_listing`."""
+    def state_dict(self) -> Any: ...
 
 
 class PlainComponent:

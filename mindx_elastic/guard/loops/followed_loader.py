@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mindx_elastic.capture.data_listing import Listing, listing_of
-from mindx_elastic.capture.plain_component import BeginsEpochs, GivesCopies, GoesThroughData
+from mindx_elastic.capture.plain_component import GivesCopies, GoesThroughData
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, length_of
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
@@ -86,7 +86,7 @@ def _give_nothing_once(loader: Any) -> None:
     )
 
 
-class FollowedLoader(GivesCopies, BeginsEpochs, GoesThroughData):
+class FollowedLoader(GivesCopies, GoesThroughData):
     """A loader of ours, as a checkpoint sees it: its state is that of the batches that were used."""
 
     def __init__(self, name: str, loader: _Ours, adoption: Adoption | None) -> None:
