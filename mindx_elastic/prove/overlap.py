@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -30,8 +31,10 @@ from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import ResumeDiffersError
+from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.observer import Observed
 from mindx_elastic.persist.format import read_header
+from mindx_elastic.prove.carried import carried, loops_around
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
 from mindx_elastic.prove.records import Life, Step
@@ -154,17 +157,24 @@ class Comparison(_Notes):
         names = read_header(seen.resumed_path).info.not_kept.split(", ")
         self._went_on = {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
         """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
+        self._counts: set[str] = set()
+        """What a ``for`` around the boundary binds and no iteration hands on, as the number of an `enumerate`."""
         super().__init__(stack, seen)
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         if position.step > self._from:  # else the second half of the resumed boundary
             self._harmless(self._note_boundary, position, is_cut=is_cut)
+            self._harmless(self._note_counts)
             if self.is_over or position.step >= self._last:
                 explained = self._harmless(self._compare, position.step)
                 self._close()
                 if self._on_difference == "stop":
                     self._stop_if_different(position.step, explained)
         return False
+
+    def _note_counts(self) -> None:
+        for frame in program_frames(sys._getframe(1)):
+            self._counts |= {name for loop in loops_around(frame) for name in loop.targets} - carried(frame)
 
     def _compare(self, step: int) -> Explained | None:
         """Tells how the step differs, and returns that; None: it does not."""
@@ -186,8 +196,8 @@ class Comparison(_Notes):
 
     def _not_got_back(self) -> tuple[list[str], list[str], int]:
         """As the step began, or ended where it had no forward: those that were not got back and that later steps read
-        as far as one can see (what has changed in the step, or went on in the first steps of the stopped process,
-        containers, attributes of kept objects), others, and how many are equal."""
+        as far as one can see (what has changed in the step and is no loop's count, or went on in the first steps of the
+        stopped process, containers, attributes of kept objects), others, and how many are equal."""
         before, first = self._steps[:2]  # at the stop's boundary, and the step that was played on
         changed = {key for key, value in before.end.items() if first.end.get(key) != value}
         found, num_equal = compare_variables(*pair_of(first, self.life.steps[0]))
@@ -195,7 +205,8 @@ class Comparison(_Notes):
         others: dict[str, None] = {}
         for each in found:
             names = root_of(each.name), each.short, each.whole, f"{each.whole.rpartition('.')[0]}.*"
-            goes_on = f"variable|{each.name}" in changed or not self._went_on.isdisjoint(names)
+            goes_on = f"variable|{each.name}" in changed and self._counts.isdisjoint(names)
+            goes_on = goes_on or not self._went_on.isdisjoint(names)
             goes_on = goes_on and not each.is_same_count(self._last - self._from)
             is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
             (lost if is_read else others)[str(each)] = None

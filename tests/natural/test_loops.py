@@ -39,7 +39,7 @@ _RESUMED: list[tuple[Loop, Cut | None]] = [
 ]
 _STOP = 7
 """In the middle of an epoch."""
-_LISTS = {"accumulate_own_count"}
+_LISTS = {"accumulate_own_count", "stock_workers"}
 """Exact loops with a variable that a resumed run has otherwise, which the line says."""
 _TOLD = [(loop, cut) for loop, cut in _CUTS if isinstance(cut.verdict, (Refused, Warned))]
 

@@ -20,6 +20,7 @@ import xxhash
 
 from mindx_elastic.core.certificate import WITNESS_SUFFIX
 from mindx_elastic.errors import ResumeDiffersError
+from mindx_elastic.guard import boundaries as guard_boundaries
 from mindx_elastic.guard import overlap as guard_overlap
 from mindx_elastic.prove import overlap
 from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
@@ -281,7 +282,7 @@ def test_no_time_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_step_that_takes_too_long_is_not_played_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what is left of 30 s, less 5 s, is no place for a step of 20 s."""
     clock = itertools.count(0.0, 20.0)
-    monkeypatch.setattr(guard_overlap, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(guard_boundaries, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     job = stop(tmp_path)
     assert job.steps[-1] == STOP and not list(tmp_path.glob(f"*{WITNESS_SUFFIX}"))
 

@@ -1,4 +1,4 @@
-"""A stock DataLoader with two workers, random augmentation and a short last batch."""
+"""A stock DataLoader with two workers, random augmentation, a short last batch, and a count of batches for the log."""
 
 import sys
 
@@ -17,9 +17,12 @@ loader = DataLoader(Noisy(), batch_size=7, shuffle=True, num_workers=2)
 guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
 with guard:
     for _epoch in guard.epochs(3):
-        for x, y in loader:
+        for i, (x, y) in enumerate(loader):
             opt.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
             opt.step()
             guard.step_end()
+            if i % 2 == 0:
+                print(f"batch {i}: loss {loss.item():.3f}")
 done(model)
