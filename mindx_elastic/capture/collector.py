@@ -139,6 +139,8 @@ class Collector:
     def changed_buffers(self, before: Mapping[str, BufferLook]) -> list[str]:
         """The places of buffers that have other values now than at `before`; of large ones, that have been written."""
         found: list[str] = []
+        if not before:
+            return found
         small: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for place, now in self._saved_buffers():
             buffer, version, copy = before.get(place, (now, _version_of(now), None))

@@ -367,7 +367,7 @@ def _with_local_parts(state: dict[str, Any]) -> dict[str, Any]:
     if type(tables) is dict and _are_of_tensors(tables):
         # Of most optimizers, and they are thousands: asked and copied without a call for each.
         copies = dict(zip(tables, map(dict.copy, tables.values()), strict=True))
-        rest = _with_local_parts({**state, "state": None})
+        rest = map_containers({**state, "state": None})
         return {**rest, "state": copies}
     has_dtensor = any(isinstance(tensor, DTensor) for _, tensor in tensors_in(state))
     return dict(map_containers(map_tensors(state, local_part) if has_dtensor else state))

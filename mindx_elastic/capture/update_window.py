@@ -214,6 +214,8 @@ class UpdateWindow:
             learned.hidden = self._samples.num_hidden(middle.sample, sample)
         learned.buffers.update(collector.changed_buffers(middle.buffers))
         for name, part in middle.parts.items():
+            if not part and not base[name]:
+                continue
             here = _leaves(part)
             if moved := _differing(here, _leaves(base[name])):
                 learned.moved.setdefault(name, set()).update(moved)
