@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mindx_elastic.core.printable import listed
-from mindx_elastic.prove.compare import Difference, Lost, Part, Reference
+from mindx_elastic.prove.compare import Difference, Lost, Part, Reference, is_digest
 from mindx_elastic.prove.records import MOST_FORWARDS, Sample
 
 __all__ = ["NOT_GOT_BACK", "Explained", "explain", "explain_chance", "in_words"]
@@ -177,7 +177,8 @@ def _in_words(reference: Reference, difference: Difference, part: Part) -> str:
         return f"the optimizer's state differs {where}: {first}{more}"
     if kind == "exit":
         return f"every step is equal, and the weights differ with which the script ends: {listed(part.names, _NAMED)}"
-    return f"{first}{more} differs at step {step}: {both}"
+    # A digest says nothing to a person, and each rank would say another one.
+    return f"{first}{more} differs at step {step}" + ("" if is_digest(part.first, part.second) else f": {both}")
 
 
 def _stream_in_words(reference: Reference, difference: Difference, part: Part) -> str:

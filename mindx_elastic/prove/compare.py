@@ -22,6 +22,7 @@ __all__ = [
     "compare_steps",
     "compare_variables",
     "earliest",
+    "is_digest",
     "lost_variables",
     "pair_of",
     "root_of",
@@ -74,7 +75,7 @@ class Lost:
     def __str__(self) -> str:
         """``passed (5, now 0)``, ``rows (length 2, now 0)``; of a value that is a digest the name alone, of one in a
         container the container's."""
-        if _HASHED.fullmatch(self.first) or _HASHED.fullmatch(self.second):
+        if is_digest(self.first, self.second):
             return printable(self.whole, 120)
         return printable(f"{self.short} ({'length ' * self.is_length}{self.first}, now {self.second})", 120)
 
@@ -97,6 +98,11 @@ class Lost:
         with the same batch of it (``if n % 3 == 0``)."""
         is_count = self.first.isdecimal() and self.second.isdecimal()
         return window > 1 and is_count and (int(self.first) - int(self.second)) % window == 0
+
+
+def is_digest(*values: str) -> bool:
+    """Whether one of them stands for a value that is not shown."""
+    return any(map(_HASHED.fullmatch, values))
 
 
 def root_of(name: str) -> str:
