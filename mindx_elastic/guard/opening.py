@@ -317,14 +317,7 @@ class Opening:
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self.saver.save_restored(self.policies, info)
         if info.kind == "final":
-            if "epoch_is_over" in self.collector.loop:
-                logger.info(
-                    "that training had ended: its loop over the epochs has nothing left; what follows runs again"
-                )
-            else:
-                logger.info(
-                    "that training had ended: its last epoch comes once more without batches, for what follows it"
-                )
+            logger.info("that training had ended: only what follows its last step runs again")
         return start
 
 

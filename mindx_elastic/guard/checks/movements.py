@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.weight_samples import WeightSample, same_elements, sample_of
+from mindx_elastic.guard.checks.strangers import storage_of
 
 __all__ = ["TensorsLook", "is_sharded_in_part"]
 
@@ -27,11 +27,11 @@ class TensorsLook:
     """Some tensors as they are now."""
 
     sample: WeightSample
-    places: Sequence[int]
+    places: Sequence[int | None]
 
     @classmethod
     def at(cls, tensors: Sequence[torch.Tensor]) -> TensorsLook:
-        return cls(sample_of(tensors), [_place(local_part(tensor)) for tensor in tensors])
+        return cls(sample_of(tensors), list(map(storage_of, tensors)))
 
     def has_moved(self, now: TensorsLook) -> bool:
         """Whether they have changed. A version counter that moved with the tensor (`to` another device) does not count:
@@ -42,10 +42,3 @@ class TensorsLook:
         after = zip(now.places, now.sample.versions, strict=True)
         written = any(b[0] == a[0] and b[1] != a[1] for b, a in zip(before, after, strict=True))
         return written or not same_elements(self.sample, now.sample)
-
-
-def _place(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # no storage of its own
-        return 0
