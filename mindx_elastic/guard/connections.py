@@ -207,7 +207,10 @@ class Connections:
     def leave(self, stopper: Stopper) -> None:
         """The job stops. Release the memory once every rank has reported that the agreed step is on its disk."""
         saved = None if stopper.save.path is None else stopper.save.step
-        if self._ranks.world_size > 1 and stopper.agreed_step is None:
+        if self._ranks.world_size == 1:
+            self.keep_memory = saved is None
+            return
+        if stopper.agreed_step is None:
             return  # a rank is gone, or each has acted alone
         try:
             self.exchange.publish("durable", str(saved))  # also if nothing was saved, so that no rank waits for it
