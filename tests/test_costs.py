@@ -182,9 +182,9 @@ def test_the_counters_count() -> None:
     assert any(name.endswith(":work") for name in calls.python)
 
 
-_MOST = {"entry": 3000, "step 1": 880, "step 2": 150, "step 3": 150, "step 4": 150, "stop": 800}
+_MOST = {"entry": 3000, "step 1": 900, "step 2": 150, "step 3": 150, "step 4": 150, "stop": 850}
 """Calls of the package's own Python functions in all threads, in the README's loop; `stop`: from SIGTERM to the end,
-778 to 795 by how often waiting threads look."""
+about 780, and some 20 more where threads that wait look again on a busy machine."""
 
 
 def test_the_calls_of_a_start_of_the_first_steps_and_of_a_stop(tmp_path: Path) -> None:
