@@ -439,8 +439,18 @@ class NodesRecovery(Recovery):
             return super()._why_late(now)
         return f"no other node has taken the place of node {free[0]} within {self._timeout_s:g} s (--rejoin-timeout)"
 
+    def _call_off(self, reason: str) -> None:
+        with suppress(*ERRORS):
+            if self._board is not None and self._is_put_out(self._board, self._machine.generation):
+                self._machine.note_refusal(reason)  # the others go on without this node
+                return
+        super()._call_off(reason)
+
     def _give_up(self) -> None:
-        super()._give_up()
+        if self.is_out:
+            self._has_given_up = True
+        else:
+            super()._give_up()
         self._withdraw_places()
 
     def _withdraw_places(self, *, keeps: bool = False) -> None:
