@@ -28,6 +28,7 @@ def saved(directory: Path) -> list[str]:
     return sorted(path.parent.name for path in directory.rglob("*.safetensors"))
 
 
+@drill
 def test_cut_off_in_the_very_first_save_the_job_begins_anew(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     for number in range(2):  # the second time with the first one's files beside it
         job = stop_at_4(tmp_path, "--kill-in-save", "written:1")
