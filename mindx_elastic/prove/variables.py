@@ -10,6 +10,7 @@ texts only a hash is noted, because one may be a password.
 from __future__ import annotations
 
 import gc
+import io
 import operator
 import os
 import queue
@@ -53,6 +54,7 @@ _BEGUN, _DAY_S = time.perf_counter() - 60, 86_400.0  # a program may import this
 _SHORT = frozenset((bool, float, type(None)))
 _TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
+_FILES = (io.BufferedReader, io.TextIOWrapper)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, tuple, set, deque, *_DICTS)
 _OF_LIBRARY = (float, *_TENSORS)
@@ -74,10 +76,11 @@ def own_variables(
     without_epoch: Collection[int] = (),
     quick: bool = False,
 ) -> dict[str, str]:
-    """``"best_loss" (train.py)`` -> the value where it is short, else a digest. `frame` and its callers have the local
-    variables. `kept`: `id` of what the guard keeps, which is left out. `positions`: also where iterators stand, and how
-    many items queues have. `without_epoch`: `id` of objects of which all but the ``epoch`` is noted. `quick`: of
-    tensors and arrays only what changes with each assignment, for comparisons within a process."""
+    """``"best_loss" (train.py)`` -> the value where it is short, else a digest; of a file that is read where it stands.
+    `frame` and its callers have the local variables. `kept`: `id` of what the guard keeps, which is left out.
+    `positions`: also where iterators stand, and how many items queues have. `without_epoch`: `id` of objects of which
+    all but the ``epoch`` is noted. `quick`: of tensors and arrays only what changes with each assignment, for
+    comparisons within a process."""
     walk = _Walk(kept, positions=positions, without_epoch=without_epoch, quick=quick)
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
@@ -179,6 +182,8 @@ class _Walk:
             return None
         if kind in _TENSORS:
             return None if (shown := self._shown_tensor(value)) is None else ("", shown)
+        if kind in _FILES:
+            return None if value.writable() else ("the position of ", str(_place_in_file(value)))
         if not self._positions:
             return None
         if kind in _QUEUES:
@@ -226,7 +231,7 @@ _treatments: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 def _treatment_of(kind: type) -> str:
     """How to treat the objects of a class; empty: leave them alone."""
-    if kind in _PLAIN or kind in _TENSORS or kind in _QUEUES or issubclass(kind, np.generic):
+    if kind in _PLAIN or kind in _TENSORS or kind in _QUEUES or kind in _FILES or issubclass(kind, np.generic):
         return "value"
     if _iterates(kind):
         return "value"
@@ -299,6 +304,14 @@ def _noted(value: Any) -> str:
 def _iterates(kind: type) -> bool:
     """Whether it is the class of generators, or of an iterator of Python itself."""
     return kind.__module__ in _MODULES and hasattr(kind, "__next__")
+
+
+def _place_in_file(file: Any) -> int:
+    """Bytes. Of a text file that is gone through line by line, which tells no place, those that were read ahead."""
+    try:
+        return int(file.tell())
+    except OSError:
+        return int(file.buffer.tell())
 
 
 def _position(value: Any, depth: int = 0) -> str:

@@ -154,6 +154,19 @@ def test_of_queues_the_length_is_noted_where_ranks_are_compared() -> None:
     assert compared(waiting=waiting)["the length of \"kept['waiting']\""] == "1"
 
 
+def test_of_files_that_are_read_the_position_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.txt"
+    path.write_text("one\ntwo\n")
+    with path.open() as text, path.open() as lines, path.open("rb") as data, path.open("a") as log:
+        text.read(3)
+        next(lines)
+        data.read(2)
+        log.write("three")
+        found = noted(text=text, lines=lines, data=data, log=log)
+    stands = {name: place for name, place in found.items() if "position" in name}
+    assert [*stands.values()] == ["3", "8", "2"]
+
+
 def test_what_the_guard_keeps_is_left_out() -> None:
     trainer, centre = Trainer(), torch.zeros(3)
     found = noted(trainer, centre, trainer=trainer, centre=centre, count=1)
