@@ -43,6 +43,7 @@ from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.movements import TensorsLook, is_sharded_in_part
 from mindx_elastic.guard.checks.rebound import ReboundState
+from mindx_elastic.guard.checks.refreshed import RefreshedModules
 from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
@@ -104,6 +105,7 @@ class Checks:
         self._is_outside, self._is_stale = False, True
         self.has_news = False
         """`at_boundary` has something to do though it is no look."""
+        self.refreshed = RefreshedModules()
         self._remedies, self._rebound = Remedies(targets, self._own), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies)
 
@@ -135,11 +137,13 @@ class Checks:
             self._check_strangers(sys._getframe(1))
         if self._schedulers:
             self._check_steps_of_schedulers()
+        if self.refreshed.steps:
+            self.refreshed.at_boundary()
         if self._uneven and number == 1:
             self._check_join()
         if is_look:
             self._look_again(sys._getframe(1))
-        self.has_news = bool(self._schedulers)
+        self.has_news = bool(self._schedulers or self.refreshed.steps)
 
     def hear_not_kept(self, names: Sequence[str]) -> None:
         """What goes on from step to step and is not kept: see `observer.NotKept`."""
@@ -154,6 +158,7 @@ class Checks:
         count = self._evaluations = self._evaluations + 1
         # A program may have such a block in every step: it is not to cost a look each time.
         closely = self._boundaries > 0 and (count <= _FIRST_LOOKS or count & (count - 1) == 0)
+        self.refreshed.leave()
         if closely:
             self._compare()
         self._is_outside = True
@@ -188,6 +193,8 @@ class Checks:
         self._compare()
         if self._boundaries > _FIRST_LOOKS or (self._own and self._boundaries == 1):  # callbacks begin after the guard
             self._search(frame)
+        if self._modules:
+            self.refreshed.watch([one.reference() for one in self._modules.values()], self._targets.values())
 
     def _optimizer_ids(self) -> set[int]:
         components = self._collector.components
@@ -329,7 +336,7 @@ class Checks:
                 continue
             before, epoch = watched.look, watched.epoch
             watched.look, watched.epoch = tuple(map(TensorsLook.at, kept.missing(module))), self._epoch()
-            if before is None or not tells:
+            if before is None or not tells or self.refreshed.is_set(module):
                 continue
             trained, other = (old.has_moved(new) for old, new in zip(before, watched.look, strict=True))
             if trained and epoch == watched.epoch:
