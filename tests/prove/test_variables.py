@@ -163,7 +163,7 @@ def test_of_files_that_are_read_the_position_is_noted(tmp_path: Path) -> None:
         data.read(2)
         log.write("three")
         found = noted(text=text, lines=lines, data=data, log=log)
-    stands = {name: place for name, place in found.items() if name.startswith("the position of \"values[")}
+    stands = {name: place for name, place in found.items() if name.startswith('the position of "values[')}
     assert [*stands.values()] == ["3", "8", "2"]
 
 
