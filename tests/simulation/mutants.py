@@ -104,12 +104,6 @@ MUTANTS = (
                 "        pass\n",
             ),
             (
-                "a node that has just woken up does not read that a plan has put it out",
-                "agent/nodes_recovery.py",
-                'self._is_named or ("node" in plan and plan.get("rank") in self._workers.processes)',
-                "self._is_named",
-            ),
-            (
                 "time in which an agent stood still counts against the others",
                 "agent/failure_detector.py",
                 "                peer.since = max(peer.since, now)\n",
@@ -158,12 +152,6 @@ MUTANTS = (
                 "                pass\n",
             ),
             (
-                "a place is offered twice",
-                "agent/nodes_recovery.py",
-                "if any(each.place.node == lost.node and not each.is_taken for each in self._opens_now()):",
-                "if False:",
-            ),
-            (
                 "a place is offered that cannot be filled",
                 "rejoin/lost_node.py",
                 "    if has_joined or machine.has_state:\n        return Answer.CALL_OFF\n",
@@ -194,34 +182,10 @@ MUTANTS = (
                 "        can_do_without = bool(statuses)\n",
             ),
             (
-                "the agent that has taken a place is lost, and the others wait",
-                "agent/nodes_recovery.py",
-                "any(each.is_taken and each.place.node == lost.node for each in self._opens)",
-                "False",
-            ),
-            (
                 "the agent that has taken a place is not expected",
                 "agent/nodes_recovery.py",
                 '        self._nodes.server.expect(node, str(note["token"])[:64])\n',
                 "",
-            ),
-            (
-                "nobody comes for a place, and the others wait for ever",
-                "agent/nodes_recovery.py",
-                "            if is_late:\n                self._call_off(self._why_late(now))\n            return",
-                "            return",
-            ),
-            (
-                "the loss of the first node is waited out",
-                "agent/nodes_recovery.py",
-                "        reason = self._lose_first(lost) if lost.node == FIRST else self._lose(lost)",
-                '        reason = "" if lost.node == FIRST else self._lose(lost)',
-            ),
-            (
-                "ranks that wait are not told that a recovery has come to nothing",
-                "agent/recovery.py",
-                '                self._board.write(f"{generation}/out/{rank}", refusal)',
-                "                pass",
             ),
         )
     ),
