@@ -183,10 +183,13 @@ class NodesRecovery(Recovery):
         news = [] if is_stopping else list(filter(None, map(self._hear_lost, self._nodes.lost_now())))
         generation = self._machine.generation + 1
         if not self.is_active and self._seen < generation <= self._watch.newest:
-            self._seen = generation
             try:
                 news += self._hear_plan(generation, is_stopping=is_stopping)
+                self._seen = generation
+            except OSError as error:  # its host may only stand still: the plan counts, and is read at the next look
+                logger.info("the plan of recovery %d cannot be read yet: %s", generation, error)
             except ERRORS as error:
+                self._seen = generation
                 what = f"{type(error).__name__}: {error}"
                 logger.warning("the plan of recovery %d cannot be used: %s", generation, what)
         return news

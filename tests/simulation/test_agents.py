@@ -84,6 +84,22 @@ def test_a_first_node_that_only_stood_still_puts_nobody_out(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_a_plan_that_could_not_be_read_is_read_again(seed: int) -> None:
+    """The first agent has written it, and then it and its store stand still for a moment."""
+    job = Job(seed)
+    job.run(2.0)
+    job.fault("kill", job.nodes[0])
+    with job._patched():
+        job.nodes[0].step()
+        for node in job.nodes:
+            node.watch_plans()
+    job.fault("still", job.nodes[0])
+    job.run(TICK_S)
+    end_of(job)
+    assert [node.recovery._machine.generation for node in job.going()] == [1, 1, 1], job.tale("the job is restarted")
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_an_agent_that_wakes_up_with_a_dead_rank_does_not_wait_for_those_that_restart(seed: int) -> None:
     job = Job(seed)
     job.run(2.0)
