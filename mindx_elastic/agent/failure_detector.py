@@ -3,8 +3,9 @@
 An agent that another one hears has a *token*, new in each attempt: the agent that takes the place of a lost node has
 another one. What is heard are events: a greeting, a word, a goodbye, the end of a connection. An agent is lost when its
 connection has ended without a goodbye and is not there again within `BACK_S`. One whose connection stands and that says
-nothing for `SILENCE_S` may be lost (`Lost.is_silent`): the caller knows whether the job trains on. Time in which the
-listener itself stood still counts against nobody.
+nothing for `SILENCE_S` may be lost (`Lost.is_silent`): the caller knows whether the job trains on. All are judged as of
+the moment up to which the listener has read what has come (`look`): where it stood still, more may be unread. Time in
+which it stood still for long counts against nobody.
 
 What is lost is *put out* by the caller, for good: it is told so when it is heard again, and has no place any more.
 """
@@ -22,7 +23,7 @@ BACK_S = 1.0
 EXPECTED_S = 5.0
 """So long an agent that has taken a place may take to greet."""
 STANDSTILL_S = 2.0
-"""A listener that looks later than this has stood still."""
+"""A listener that looks later than this has stood still for long."""
 _MOST = 1 << 16
 
 
@@ -38,7 +39,7 @@ class Lost:
     is_silent: bool
     """Its connection is still there, and nothing comes over it."""
     for_s: float = 0.0
-    """Seconds since its last word, or since its connection has ended."""
+    """Seconds from its last word, or the end of its connection, to the last look."""
 
     @property
     def words(self) -> str:
@@ -80,7 +81,7 @@ class FailureDetector:
         return [node for node, token in self._current.items() if self._peers[node, token].connection]
 
     def look(self, now: float) -> None:
-        """The listener is about to take in what has come. It is to call this every `STANDSTILL_S` at least."""
+        """The listener has read all that had come by `now`. It is to call this every `STANDSTILL_S` at least."""
         if now - self._looked > STANDSTILL_S:
             for peer in self._peers.values():
                 peer.since = max(peer.since, now)
@@ -125,14 +126,12 @@ class FailureDetector:
     def is_out(self, node: int, token: str) -> bool:
         return self._peers[node, token].is_out
 
-    def lost(self, now: float) -> list[Lost]:
-        """Who gives no sign of life now, and has not been put out."""
+    def lost(self) -> list[Lost]:
+        """Who gave no sign of life at the last look, and has not been put out."""
         found: list[Lost] = []
-        if now - self._looked > STANDSTILL_S:
-            return found  # what has come meanwhile is still unread
         for node, token in self._current.items():
             peer = self._peers[node, token]
-            for_s, is_silent = now - peer.since, peer.connection > 0
+            for_s, is_silent = self._looked - peer.since, peer.connection > 0
             if not (peer.has_left or peer.is_out) and for_s >= (SILENCE_S if is_silent else BACK_S):
                 found.append(Lost(node, peer.name, token, peer.ranks, is_silent, for_s))
         return found

@@ -40,7 +40,7 @@ from mindx_elastic.rejoin.small_records import MOST_MESSAGE_BYTES, Kept
 __all__ = ["Heartbeat", "HeartbeatServer"]
 
 _BEAT_S, _POLL_S = 1.0, 0.2
-_CONNECT_S, _AGAIN_S, _LATER_S, _PAUSE_S = 5.0, 0.2, 1.0, 0.05
+_CONNECT_S, _TRY_S, _AGAIN_S, _LATER_S, _PAUSE_S = 5.0, 2.0, 0.2, 1.0, 0.05
 _MANY_TRIES = 150
 _MOST_BYTES, _PIECE_BYTES = 8192, 1 << 18
 _BEAT, _BYE, _OUT = b".", b"bye", b"out"
@@ -107,7 +107,7 @@ class HeartbeatServer:
     def lost(self) -> list[Lost]:
         """The nodes that give no sign of life now, and have not been put out. Any thread."""
         with self._lock:
-            return self._agents.lost(time.monotonic())
+            return self._agents.lost()
 
     @property
     def connected(self) -> list[int]:
@@ -153,19 +153,20 @@ class HeartbeatServer:
         with selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ)
             while not self._stopping.is_set():
-                ready = selector.select(_POLL_S)
-                with self._lock:
-                    self._agents.look(time.monotonic())
-                for event, _ in ready:
-                    connection = event.fileobj
-                    assert isinstance(connection, socket.socket)
-                    if connection is self._server:
-                        if (new := self._accept()) is not None:
-                            self._talks[new] = _Talk()
-                            selector.register(new, selectors.EVENT_READ)
-                    elif not self._read(connection, self._talks[connection]):
+                began = time.monotonic()  # what had come by now is ready, also where this process stops in `select`
+                ready: list[Any] = [event.fileobj for event, _ in selector.select(_POLL_S)]
+                if self._server in ready:
+                    ready.remove(self._server)
+                    for new in iter(self._accept, None):  # each may have sent its greeting already
+                        self._talks[new] = _Talk()
+                        selector.register(new, selectors.EVENT_READ)
+                        ready.append(new)
+                for connection in ready:
+                    if not self._read(connection, self._talks[connection]):
                         selector.unregister(connection)
                         self._end(connection)
+                with self._lock:
+                    self._agents.look(began)
                 if self.lost():
                     self.wakeup.ring()
             for connection, talk in self._talks.items():
@@ -306,7 +307,7 @@ class Heartbeat:
     def lost(self) -> Lost | None:
         """The first node, where its agent gives no sign of life; of its name and ranks nothing is known here."""
         with self._lock:
-            found = self._first.lost(time.monotonic())
+            found = self._first.lost()
         return found[0] if found and not self.is_out else None
 
     @property
@@ -331,7 +332,7 @@ class Heartbeat:
             tries += 1
             began, number = math.inf, 0
             try:
-                with socket.create_connection(self._address, _CONNECT_S) as connection:
+                with socket.create_connection(self._address, _TRY_S) as connection:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     connection.sendall(self._hello)
                     began = time.monotonic()
@@ -348,14 +349,14 @@ class Heartbeat:
                 self._first.go_on(now)  # a machine that is gone does not answer for some seconds
                 if number:
                     self._first.end(FIRST, "", now, connection=number)
-            self._look()
+            self._look(now)
             if tries > 1:
                 self._stopping.wait(_AGAIN_S if tries < _MANY_TRIES else _LATER_S)
 
-    def _look(self) -> None:
-        """Is the other side lost?"""
+    def _look(self, now: float) -> None:
+        """Is the other side lost, as of what had come by `now`?"""
         with self._lock:
-            self._first.look(time.monotonic())
+            self._first.look(now)
         was, self._was_lost = self._was_lost, self.lost() is not None
         if self._was_lost and not was:
             self.wakeup.ring()
@@ -368,23 +369,24 @@ class Heartbeat:
             selector.register(self.wakeup.fd, selectors.EVENT_READ)
             beat = 0.0
             while not self._stopping.is_set():
-                if time.monotonic() >= beat:
+                began = time.monotonic()
+                if began >= beat:
                     connection.sendall(frame(_BEAT))
                     beat = time.monotonic() + _BEAT_S
                 ready = [event.fileobj for event, _ in selector.select(max(0.0, beat - time.monotonic()))]
-                self._look()
-                if connection not in ready:
-                    self._stopping.wait(_PAUSE_S if ready else 0.0)  # it stays readable until it is drained
-                    continue
-                piece = connection.recv(_MOST_BYTES)
-                if not piece:
-                    return
-                words = list(frames.feed(piece))
-                if _OUT in words:
-                    self.is_out = True
-                    self.wakeup.ring()
-                    return
-                with self._lock:
-                    self._first.hear(FIRST, "", time.monotonic(), goodbye=_BYE in words)
+                if connection in ready:
+                    piece = connection.recv(_MOST_BYTES)
+                    if not piece:
+                        return
+                    words = list(frames.feed(piece))
+                    if _OUT in words:
+                        self.is_out = True
+                        self.wakeup.ring()
+                        return
+                    with self._lock:
+                        self._first.hear(FIRST, "", time.monotonic(), goodbye=_BYE in words)
+                elif ready:
+                    self._stopping.wait(_PAUSE_S)  # the wakeup stays readable until it is drained
+                self._look(began)
             if self._last_word:
                 connection.sendall(frame(self._last_word))

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.agent import failure_detector, heartbeat
+from mindx_elastic.agent.failure_detector import Lost
 from mindx_elastic.agent.heartbeat import Heartbeat, HeartbeatServer
 from mindx_elastic.core.frames import Frames, frame
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, BoundaryRing, read_ring
@@ -71,6 +72,40 @@ def test_a_connection_that_was_reset_comes_back(server: HeartbeatServer) -> None
     wait_until(lambda: first not in server._talks and server.connected == [1], "a new connection")
     assert not server.lost() and not one.is_out
     one.close()
+
+
+def test_an_agent_that_stood_still_reads_all_that_has_come_before_it_judges(
+    server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections have ended; two are back, which its thread has not read when the main thread asks who is lost."""
+    ahead, stands, goes_on, found = [0.0], threading.Event(), threading.Event(), list[Lost]()
+    monkeypatch.setattr(failure_detector, "BACK_S", 1.0)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
+    agents = [beat_to(server, node, f"t{node}") for node in (1, 2)]
+
+    def end(connection: socket.socket) -> None:
+        HeartbeatServer._end(server, connection)
+        stands.set()
+        goes_on.wait(60)
+
+    def lost() -> list[Lost]:
+        found.extend(HeartbeatServer.lost(server))
+        return found
+
+    monkeypatch.setattr(server, "_end", end)
+    monkeypatch.setattr(server, "lost", lost)
+    before = list(server._talks)
+    for connection in before:
+        connection.shutdown(socket.SHUT_RDWR)
+    assert stands.wait(60)
+    wait_until(lambda: all(each._first._num_connections == 2 for each in agents), "their new connections")
+    ahead[0] = 1.5
+    assert not server.lost()
+    goes_on.set()
+    wait_until(lambda: not set(before) & set(server._talks) and len(server.connected) == 2, "what they have sent")
+    assert not found
+    for each in agents:
+        each.close()
 
 
 def test_the_others_see_that_the_first_nodes_agent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,13 +116,16 @@ class Job:
             line.beat_at = now + _BEAT_S
             self.send(node, "first", b".")
 
-    def _hear(self, node: Node, to: str) -> None:
-        """What the thread of one side does that reads the connection of `node`."""
-        line, first, now = node.connection, self.nodes[0], self.clock.now
-        side = first if to == "first" else node
+    def _listen(self, side: Node) -> None:
+        """What the thread of this node's agent does that reads its connections."""
         if side.is_still or side.is_crashed:
             return
-        side.agents.look(now)
+        for node in [side] if side.node else self.nodes[1:]:
+            self._hear(node, "other" if side.node else "first")
+        side.agents.look(self.clock.now)
+
+    def _hear(self, node: Node, to: str) -> None:
+        line, first, now = node.connection, self.nodes[0], self.clock.now
         for word in [each for each in line.words if each[0] <= now and each[1] == to]:
             line.words.remove(word)
             what = word[2]
@@ -167,8 +170,8 @@ class Job:
                 self._take_place()
                 acts: list[Callable[[], None]] = []
                 for node in self.nodes:
+                    acts.append(partial(self._listen, node))
                     if node.node:
-                        acts += [partial(self._hear, node, "first"), partial(self._hear, node, "other")]
                         self._keep_up(node)
                     if not (node.is_crashed or node.is_still or node.outcome):
                         acts += [node.watch_plans, node.step, node.step_ranks]
@@ -351,10 +354,10 @@ def play_mildly(seed: int) -> Job:
                 job.break_connection(job.dice.choice(others), job.dice.choice((0.0, 0.5)))
                 job.run(TICK_S)
             job.fault("still", node)
-            job.run(job.dice.choice((3.0, 6.0)))  # after 1 s it counts the others' time
+            job.run(job.dice.choice((1.0, 1.5, 2.0, 3.0, 6.0)))
             if job.dice.random() < 0.5:
                 job.break_connection(job.dice.choice(others), job.dice.choice((0.0, 0.5)))
-                job.run(3.0 if node.node == 0 else 0.0)
+                job.run(job.dice.choice((1.0, 3.0)) if node.node == 0 else 0.0)
             job.heal()
         elif job.num_standby:
             job.fault("crash" if what == "crash" else "still", job.dice.choice(others))

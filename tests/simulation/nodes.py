@@ -221,7 +221,7 @@ class Node:
         self.job.offered = place
 
     def lost_now(self) -> list[Lost]:
-        lost = self.agents.lost(self.job.clock.now)
+        lost = self.agents.lost()
         if self.node == 0:
             return lost
         first = Lost(0, "machine of the first", "", tuple(range(self.job.ranks)), lost[0].is_silent if lost else False)

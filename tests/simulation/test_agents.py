@@ -83,6 +83,21 @@ def test_a_first_node_that_only_stood_still_puts_nobody_out(seed: int) -> None:
     assert [node.recovery._machine.generation for node in job.going()] == [0, 0, 0], job.tale("a node was put out")
 
 
+@pytest.mark.parametrize("still_s", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_first_node_that_stood_still_for_a_moment_reads_before_it_judges(seed: int, still_s: float) -> None:
+    """The end of two connections is the last that it has read; they are back, and it has not read that yet."""
+    job = Job(seed)
+    job.run(2.0)
+    for node in job.nodes[1:]:
+        job.break_connection(node, 2 * TICK_S)
+    job.run(TICK_S)
+    job.fault("still", job.nodes[0])
+    job.run(still_s)
+    end_of(job)
+    assert [node.recovery._machine.generation for node in job.going()] == [0, 0, 0], job.tale("a node was put out")
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_plan_that_could_not_be_read_is_read_again(seed: int) -> None:
     """The first agent has written it, and then it and its store stand still for a moment."""
