@@ -17,7 +17,7 @@ it is where the store of the rendezvous, in which places are offered, is lost wi
 Keys of the board, beside those of `rejoin.board` and `recovery`:
 
 ==========================  ============================================================================================
-``{g}/open``                a place is offered in this recovery, which therefore lasts longer
+``{g}/open/{node}``         the node is lost, and its place is offered in this recovery, which therefore lasts longer
 ``{g}/taken/{node}``        the agent that has the node's place now
 ``{g}/keeper/{node}``       where that node's agent hears ranks of others
 ``{g}/records/{rank}/{n}``  what of a lost rank's ring has come to node n (`rejoin.small_records`)
@@ -77,7 +77,7 @@ class NodesRecovery(Recovery):
         self._seen = 0
         """The last generation whose plan was read, or written."""
         self._is_named = False
-        """A plan says that this node is lost."""
+        """A note of a recovery says that this node is lost."""
         self._has_lost = False
         self._home: Path | None = None
         """The checkpoint directory, from the loss of a node until the recovery has succeeded."""
@@ -106,10 +106,11 @@ class NodesRecovery(Recovery):
             self._call_off("a node has been stopped during the recovery")
         elif not (self.is_out or self._nodes.has_first_gone):  # a node that stands still may begin it when it wakes up
             if self._machine.phase is Phase.FALLBACK:  # it may have begun that one, and the store did not answer then
-                self._refuse_next(self._machine.reason, self._machine.generation)
+                self._refuse_for_all(self._machine.generation, self._machine.reason)
             has_finished = {meaning(end) for end in self._workers.exits} == {Meaning.FINISHED}
             ranks = rank_list(list(self._workers.processes))
-            self._refuse_next(f"{ranks} of another node {'finished the training' if has_finished else 'ended'}")
+            reason = f"{ranks} of another node {'finished the training' if has_finished else 'ended'}"
+            self._refuse_for_all(self._machine.generation + 1, reason)
         self._watch.stop()
         if isinstance(self._board_of, Boards):
             self._board_of.close()
@@ -129,23 +130,21 @@ class NodesRecovery(Recovery):
         if not self.is_out:  # a node that has just woken up finds its dead before it hears what it is itself
             with suppress(*ERRORS):
                 board = self._board_of(generation)
-                if not self._is_put_out(board, generation):
+                if not self._note_if_put_out(board, generation):
                     self._tell_of_keeper(board, generation)
         if self.is_out:
             return False
         self._seen = max(self._seen, generation)
         begins = super().begin(end, cause, stuck_s=stuck_s)
         if not begins and not self.is_out:  # another agent may have planned one at this very moment, and would wait
-            self._refuse_next(f"rank {end.rank} cannot be replaced", generation)
+            self._refuse_for_all(generation, f"rank {end.rank} cannot be replaced")
         return begins
 
-    def _refuse_next(self, reason: str, generation: int = 0) -> None:
-        """The recovery with this number (the next one) comes to nothing, whoever begins it, unless it is one without
-        this node."""
-        generation = generation or self._machine.generation + 1
+    def _refuse_for_all(self, generation: int, reason: str) -> None:
+        """The recovery with this number comes to nothing, whoever begins it, unless it is one without this node."""
         with suppress(*ERRORS):
             board = self._board_of(generation)
-            if not self._is_put_out(board, generation):
+            if not self._note_if_put_out(board, generation):
                 board.write(f"{generation}/over", {"refusal": reason})
 
     def join(self, place: NodePlace) -> None:
@@ -195,10 +194,9 @@ class NodesRecovery(Recovery):
         return news
 
     def _hear_plan(self, generation: int, *, is_stopping: bool) -> list[News]:
-        if (
-            self._machine.phase is not Phase.RUN
-        ):  # for this node the last one has come to nothing, for others it has not
-            self._refuse_next(self._machine.reason, generation)
+        if self._machine.phase is not Phase.RUN:
+            # For this node the last one has come to nothing, for others it has not.
+            self._refuse_for_all(generation, self._machine.reason)
             return []
         board = self._board_of(generation)
         plan = board.read([f"{generation}/plan"])[f"{generation}/plan"]
@@ -206,7 +204,7 @@ class NodesRecovery(Recovery):
             logger.info("no recovery in place: %s", _text(plan["refusal"]))
             return []
         rank, cause, node = int(plan["rank"]), _text(plan["cause"]), int(plan.get("node", -1))
-        if self._names_this_node(plan):
+        if self._note_if_named(plan):
             return []
         if not 0 <= rank < self._machine.world_size or rank in self._workers.processes:
             raise ValueError(f"a plan for rank {rank}")
@@ -227,23 +225,23 @@ class NodesRecovery(Recovery):
         logger.warning("rank %d of another node is gone; this node's ranks live on", rank)
         return [News(f"rank {rank} is gone", rank)]
 
-    def _is_put_out(self, board: Notes, generation: int) -> bool:
-        """Whether the notes of a recovery say that this node is lost; then it is out. Raises `ERRORS`."""
+    def _note_if_put_out(self, board: Notes, generation: int) -> bool:
+        """This node is out if the notes of a recovery say that it is lost. Whether they do. Raises `ERRORS`."""
         node = self._nodes.node
-        plan, opened, taken = f"{generation}/plan", f"{generation}/open", f"{generation}/taken/{node}"
+        plan, opened, taken = f"{generation}/plan", f"{generation}/open/{node}", f"{generation}/taken/{node}"
         notes = board.read([plan, opened, taken])
         if notes.get(taken, {}).get("name") == self._nodes.name:
             return False  # this node has come in the place of the lost one
-        self._is_named = self._is_named or taken in notes or notes.get(opened, {}).get("node") == node
-        return self._names_this_node(notes.get(plan, {}))
+        self._is_named = self._is_named or opened in notes or taken in notes
+        return self._note_if_named(notes.get(plan, {}))
 
-    def _names_this_node(self, plan: Mapping[str, Any]) -> bool:
-        """Whether a plan says that this node is lost; then it is out."""
+    def _note_if_named(self, plan: Mapping[str, Any]) -> bool:
+        """This node is out if a plan says that it is lost. Whether that, or a note before it, does."""
         self._is_named = self._is_named or ("node" in plan and plan.get("rank") in self._workers.processes)
         return self._is_named
 
     def _why_not_plan(self, plan: Mapping[str, Any]) -> str:
-        return "this node was taken for lost" if self._names_this_node(plan) else ""
+        return "this node was taken for lost" if self._note_if_named(plan) else ""
 
     def _tell(self, *, trains: bool = False) -> None:
         now = self._now
@@ -381,7 +379,7 @@ class NodesRecovery(Recovery):
         now.node = "; ".join(filter(None, (now.node, lost.name)))
         is_next = all(each.is_taken for each in self._opens)
         self._opens.append(_Open(place, lost))
-        self._board.write(f"{generation}/open", {"node": lost.node, "name": lost.name})
+        self._board.write(f"{generation}/open/{lost.node}", {"name": lost.name})
         if is_next:
             self._nodes.offer(place)
         logger.warning(
@@ -401,11 +399,11 @@ class NodesRecovery(Recovery):
                 self._look_due = moment + _LOOK_S
                 self._look_at_offer(free, now, board, is_late=is_late)
         elif is_late and not self._opens_now() and self._longer != generation:
-            note = board.read([f"{generation}/open"]).get(f"{generation}/open")
-            if note is not None:  # the first node's agent has opened one
+            notes = board.read([f"{generation}/open/{node}" for node in range(self._nodes.num_nodes)])
+            if notes:  # the first node's agent has opened them
                 self._longer = generation
                 now.deadline = moment + self._timeout_s + _LATER_S
-                now.node = now.node or _text(note.get("name", ""))
+                now.node = now.node or _text("; ".join(str(note["name"]) for note in notes.values()))
 
     def _look_at_offer(self, free: Sequence[_Open], now: Generation, board: Notes, *, is_late: bool) -> None:
         """Has an agent taken the place that is offered, the first of those that are `free`?"""
@@ -444,7 +442,7 @@ class NodesRecovery(Recovery):
 
     def _call_off(self, reason: str) -> None:
         with suppress(*ERRORS):
-            if self._board is not None and self._is_put_out(self._board, self._machine.generation):
+            if self._board is not None and self._note_if_put_out(self._board, self._machine.generation):
                 self._machine.note_refusal(reason)  # the others go on without this node
                 return
         super()._call_off(reason)

@@ -208,6 +208,35 @@ def test_a_node_that_hears_the_plan_of_its_own_loss_is_out() -> None:
     assert woken.recovery.is_out and not first.recovery.is_out and not woken.told
 
 
+def test_the_second_of_two_lost_nodes_calls_nothing_off_when_it_wakes_up() -> None:
+    """The plan names the first one only; nobody has its place yet."""
+    store: Any = dist.HashStore()
+    first, _, woken = (Agent(store, node, 3, 1) for node in range(3))
+    board = first.board(1)
+    board.write("1/plan", {"generation": 1, "rank": 1, "cause": "node 1 is lost", "node": 1, "name": "m, pid 5"})
+    for node in (1, 2):
+        board.write(f"1/open/{node}", {"name": f"m, pid {node}"})
+    woken.kill(2)
+    assert woken.recovery.is_out and not woken.started
+    woken.recovery.close()
+    assert not board.read(["1/over", "1/out/2", "2/over"])
+
+
+def test_a_node_that_is_put_out_during_a_recovery_releases_nobody(agents: list[Agent]) -> None:
+    agents[0].kill(0)
+    for agent in agents[1:]:
+        agent.hear()
+    agents[1].reports(1)
+    agents[0].board(1).write("1/open/2", {"name": "m, pid 5"})
+    agents[2].kill(2)
+    agents[2].pages[2] = replace(agents[2].pages[2], pid=202)
+    agents[2].live[2] = SimpleNamespace(pid=202)
+    agents[2].kill(2)  # the new one: for this node the recovery has come to nothing
+    assert agents[2].recovery.look() is Phase.FALLBACK and agents[2].recovery.is_out
+    assert not agents[0].board(1).read(["1/over", "1/state"])
+    assert agents[0].recovery.look() is Phase.AGREED
+
+
 # --- the parts ---
 
 
