@@ -466,6 +466,8 @@ class Recovery:
         assert self._board is not None
         self._call_off(self._machine.reason)
         self._has_given_up = True
+        if self.is_out:  # the board has just said so: the others go on without this node
+            return
         generation = self._machine.generation
         refusal: dict[str, Any] = {"refusal": self._machine.reason}
         try:

@@ -7,8 +7,9 @@ late; what threads of one agent do comes in any order.
 
 What must hold at every moment: two processes of a rank never train in one generation; only a node that was out of
 reach, or stood still, is taken for lost, and told so once; a place is offered once, when it can be filled, and given
-once; a node that a plan has put out writes nothing; when one node restarts the job, all others do soon. And in the end
-(`Job.check_end`): all nodes that go on have the same recoveries behind them and one process for each rank.
+once; a node that a plan has put out writes nothing, and none that was put out ends a recovery; when one node restarts
+the job, all others do soon. And in the end (`Job.check_end`): all nodes that go on have the same recoveries behind them
+and one process for each rank.
 
     python -m tests.simulation.agents [--schedules 1000] [--first 0] [--seed 7]
 """
@@ -20,7 +21,7 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -294,15 +295,18 @@ class Job:
         in_vain = in_vain or any(key in self.content for key in joins)
         assert not in_vain, self.tale(f"{what}, and nobody could fill it")
 
-    def check_write(self, node: Node, key: str) -> None:
-        """A node that a plan has put out takes no part in that recovery."""
-        generation = int(key.partition("/")[0])
+    def check_write(self, node: Node, key: str, note: Mapping[str, Any]) -> None:
+        """A node that a plan has put out takes no part in that recovery, and none that was put out ends one."""
+        generation, _, what = key.partition("/")
         plan = json.loads(self.content.get(f"{generation}/plan", b"{}"))
-        holder = self._given.get((generation, node.node))
+        holder = self._given.get((int(generation), node.node))
         is_named = plan.get("node") == node.node and holder is not node and "/taken/" not in key
         assert not is_named, self.tale(f"{node.token} writes {key}, and the plan has put it out")
-        is_called_off = holder not in (None, node) and key.endswith("/over")
-        assert not is_called_off, self.tale(f"{node.token} writes {key}, and another one has its place")
+        # Its ranks cannot know yet, and report. Once a recovery has come to nothing there is no other one to end.
+        ends_it = what == "over" or ("refusal" in note and (what == "state" or what.startswith("out/")))
+        goes_on = not any(each.endswith("/over") and b"refusal" in said for each, said in self.content.items())
+        is_out = node.token in self.out and ends_it and goes_on
+        assert not is_out, self.tale(f"{node.token} writes {key}, and was put out")
 
     def check_end(self) -> None:
         """All are healed, and much time has passed: who goes on, goes on with the same generation and all ranks."""

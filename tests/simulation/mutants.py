@@ -130,7 +130,7 @@ MUTANTS = (
             (
                 "an agent that begins no recovery lets another one wait for it",
                 "agent/nodes_recovery.py",
-                'self._refuse_next(f"rank {end.rank} cannot be replaced", generation)',
+                'self._refuse_for_all(generation, f"rank {end.rank} cannot be replaced")',
                 "pass",
             ),
             (
@@ -142,8 +142,21 @@ MUTANTS = (
             (
                 "a node that was put out calls the recovery off that goes on without it",
                 "agent/nodes_recovery.py",
-                "            if not self._is_put_out(board, generation):\n                board.write",
+                "            if not self._note_if_put_out(board, generation):\n                board.write",
                 "            if True:\n                board.write",
+            ),
+            (
+                "of two lost nodes only the one that the plan names learns it from the board",
+                "agent/nodes_recovery.py",
+                "self._is_named or opened in notes or taken in notes",
+                "self._is_named or taken in notes",
+            ),
+            (
+                "a node that has just read that it was put out releases all ranks",
+                "agent/recovery.py",
+                "        if self.is_out:  # the board has just said so",
+                "        if False:  # the board has just said so",
+                "",
             ),
             (
                 "a place is offered that nobody may take any more",

@@ -6,6 +6,7 @@ What decides in an agent is the code that runs: `NodesRecovery` with its `Coordi
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ class Store:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self._reach()
         if key not in self._content:
-            self._job.check_write(self._node, key)
+            self._job.check_write(self._node, key, json.loads(desired))
         return self._content.setdefault(key, desired.encode())
 
 
