@@ -156,7 +156,6 @@ MUTANTS = (
                 "agent/recovery.py",
                 "        if self.is_out:  # the board has just said so",
                 "        if False:  # the board has just said so",
-                "",
             ),
             (
                 "a place is offered that nobody may take any more",
