@@ -1,7 +1,7 @@
 """The board of a recovery (`rejoin.board`) where it is in a store on another machine, which may be gone.
 
-Each question to it is asked in a thread, and waits for a few seconds at most (`BoundedBoard`). `PlanWatch` looks for
-the next plan in a thread of its own.
+Each question to it is asked in a thread, and waits for a few seconds at most; while one has no answer, no other one is
+asked (`Boards.ask`). `PlanWatch` looks for the next plan in a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, TCPStore
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.rejoin.board import Board, board_key
 
-__all__ = ["Boards", "BoundedBoard", "PlanWatch", "connect"]
+__all__ = ["Boards", "PlanWatch", "connect"]
 
 _ANSWER_S = 5.0
 _AGAIN_S = 1.0
@@ -36,44 +36,30 @@ def connect(address: str, port: int, scope: str) -> PrefixStore:
     return PrefixStore(f"mindx/rejoin/{scope}", own)
 
 
-class BoundedBoard:
-    """Asks a board in a thread. A call that gets no answer in time raises TimeoutError, and each later one does so at
-    once. Main thread."""
-
-    def __init__(self, thread: ReadyThread, board: Callable[[], Board]) -> None:
-        """`board` is called in `thread`, as all that it is asked."""
-        self._thread, self._board = thread, functools.cache(board)
-        self._lost = False
-
-    def write(self, key: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Board.write`."""
-        return self._ask(lambda: self._board().write(key, content))
-
-    def read(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """As `Board.read`."""
-        return self._ask(lambda: self._board().read(keys))
-
-    def _ask(self, work: Callable[[], _T]) -> _T:
-        if self._lost:
-            raise TimeoutError("the store of the job does not answer")
-        try:
-            return self._thread.call(work, _ANSWER_S)
-        except TimeoutError:
-            self._lost = True
-            raise TimeoutError(f"the store of the job has not answered in {_ANSWER_S:g} s") from None
-
-
 class Boards:
-    """The boards of an attempt's generations, over one connection."""
+    """The boards of an attempt's generations, over one connection. Main thread."""
 
     def __init__(self, connection: Callable[[], Any], scope: str, writer: int) -> None:
         self._connection, self._scope, self._writer = connection, scope, writer
         self._thread, self._store = ReadyThread("mindx-board"), functools.cache(connection)
+        self._question: Job[Any] | None = None
+        """The last one."""
 
     def __call__(self, generation: int) -> BoundedBoard:
         """The board of `generation`. Raises UsageError for a job key that cannot be used."""
         key, scope = board_key(), f"{self._scope}/{generation}"
-        return BoundedBoard(self._thread, lambda: Board(self._store(), key=key, scope=scope, writer=self._writer))
+        return BoundedBoard(self, lambda: Board(self._store(), key=key, scope=scope, writer=self._writer))
+
+    def ask(self, work: Callable[[], _T]) -> _T:
+        """Do `work` with the store in the thread. Raises TimeoutError where it takes too long, and at once where the
+        question before it, to whichever board, has no answer yet."""
+        if self._question is not None and not self._question.done.is_set():
+            raise TimeoutError("the store of the job does not answer")
+        self._question = question = self._thread.submit(work)
+        try:
+            return question.wait(_ANSWER_S)
+        except TimeoutError:
+            raise TimeoutError(f"the store of the job has not answered in {_ANSWER_S:g} s") from None
 
     def open(self) -> None:
         """Connect now, without waiting for it. A connection that fails is opened again when it is needed."""
@@ -83,6 +69,22 @@ class Boards:
     def close(self) -> None:
         """End the thread; left behind where it waits for a store that does not answer."""
         self._thread.close(0.1)
+
+
+class BoundedBoard:
+    """A board whose questions wait for an answer for a few seconds at most (`Boards.ask`)."""
+
+    def __init__(self, boards: Boards, board: Callable[[], Board]) -> None:
+        """`board` is called in the thread, as all that it is asked."""
+        self._boards, self._board = boards, functools.cache(board)
+
+    def write(self, key: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Board.write`."""
+        return self._boards.ask(lambda: self._board().write(key, content))
+
+    def read(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """As `Board.read`."""
+        return self._boards.ask(lambda: self._board().read(keys))
 
 
 class PlanWatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindx_elastic.agent.boards import BoundedBoard, PlanWatch
+from mindx_elastic.agent.boards import Boards, PlanWatch
 from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.recovery import NewProcess
 from mindx_elastic.agent.workers import WorkerExit
-from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Phase, Report
@@ -240,26 +240,29 @@ def test_a_node_that_is_put_out_during_a_recovery_releases_nobody(agents: list[A
 # --- the parts ---
 
 
-def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each board: the agent's main thread waits. It is asked again once it has answered."""
     monkeypatch.setattr("mindx_elastic.agent.boards._ANSWER_S", 0.05)
-    thread = ReadyThread("test")
-    asked: list[int] = []
+    asked: list[str] = []
+    goes_on = threading.Event()
 
-    def board() -> Any:
-        asked.append(1)
-        return SimpleNamespace(read=lambda keys: thread_waits.wait(60.0), write=None)
+    def check(keys: list[str]) -> bool:
+        asked.extend(keys)
+        return not goes_on.wait(60.0)
 
-    import threading
-
-    thread_waits = threading.Event()
-    bounded = BoundedBoard(thread, board)
+    store = SimpleNamespace(check=check, multi_get=lambda keys: [])
+    boards = Boards(lambda: store, "s", 2)
     with pytest.raises(TimeoutError, match="has not answered"):
-        bounded.read(["x"])
-    with pytest.raises(TimeoutError, match="does not answer"):
-        bounded.write("x", {})
-    assert asked == [1]
-    thread_waits.set()
-    thread.close()
+        boards(1).read(["first"])
+    for generation in (1, 2):
+        with pytest.raises(TimeoutError, match="does not answer"):
+            boards(generation).read(["second"])
+    assert asked == ["first"]
+    goes_on.set()
+    assert boards._question is not None and boards._question.done.wait(60.0)
+    monkeypatch.setattr("mindx_elastic.agent.boards._ANSWER_S", 60.0)
+    assert boards(2).read(["third"]) == {} and asked == ["first", "third"]
+    boards.close()
 
 
 def test_a_plan_is_seen_by_the_watch() -> None:
