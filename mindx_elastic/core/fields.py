@@ -14,8 +14,8 @@ in it, and `read` makes the object or says which field is wrong::
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
@@ -55,7 +55,8 @@ class Words:
     most: int
 
 
-_NATURAL, _FINITE, _TEXT = Between(0, 1 << 60), Between(-math.inf, math.inf), Text(2000)
+_NATURAL, _TEXT = Between(0, 1 << 60), Text(2000)
+_FINITE = Between(-sys.float_info.max, sys.float_info.max)
 _MOST_PARTS = 1 << 20
 _WORDS = {bool: "true or false", str: "text", Path: "path"}
 
@@ -130,7 +131,7 @@ def _key(hint: Any, key: str, name: str) -> Any:
 def _number(kind: type, value: Any, name: str, bounds: Between | None) -> Any:
     bounds = bounds or (_NATURAL if kind is int else _FINITE)
     is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    if is_number and bounds.low <= value <= bounds.high and (kind is int or math.isfinite(value)):
+    if is_number and bounds.low <= value <= bounds.high:
         return kind(value)
     raise ValueError(f"its {name} is no {'whole ' * (kind is int)}number from {bounds.low:g} to {bounds.high:g}")
 

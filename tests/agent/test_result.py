@@ -125,6 +125,7 @@ GOOD = {"version": 1, "outcome": "stopped", "exit_code": 143, "retry": True}
         json.dumps({**GOOD, "progressed": 1}),
         json.dumps({**GOOD, "fruitless": -3}),
         json.dumps({**GOOD, "time": "now"}),
+        json.dumps({**GOOD, "time": 10**400}),
     ],
 )
 def test_half_written_and_foreign_files_are_none(tmp_path: Path, content: str) -> None:

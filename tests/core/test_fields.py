@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -41,6 +42,7 @@ class Whole:
     by_rank: Mapping[int, list[Part]]
     folder: Path
     why: Annotated[str, Words(20)] = ""
+    score: float = 0.0
 
 
 PARTS = st.builds(Part, st.text("abc", max_size=8), st.integers(0, 1 << 60))
@@ -58,6 +60,7 @@ WHOLES = st.builds(
     by_rank=st.dictionaries(st.integers(0, 1 << 20), st.lists(PARTS)),
     folder=st.just(Path("/a/b")),
     why=st.text("abc", max_size=20),
+    score=st.floats(allow_nan=False, allow_infinity=False),
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -95,6 +98,8 @@ def test_anything_in_a_field_is_a_value_of_its_type_or_an_error(whole: Whole, da
         ({"code": True}, "its code is no whole number from -3 to 255"),
         ({"code": 256}, "its code is no whole number from -3 to 255"),
         ({"seconds": float("nan")}, "its seconds is no number from 0 to 10"),
+        *(({"score": value}, "its score is no number from -1.79769e") for value in (10**400, math.inf, math.nan)),
+        ({"seconds": 10**400}, "its seconds is no number from 0 to 10"),
         ({"part": {"name": "A"}}, "its name 'A' is no such text of at most 8 characters"),
         ({"part": {}}, "it has no name"),
         ({"how": ["done"]}, "its how is none of done, left"),
