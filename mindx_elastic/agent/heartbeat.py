@@ -51,7 +51,7 @@ _SHARE_OF_RANKS, _SHARE_OF_ALL = 0.5, 0.75  # of the descriptors that this proce
 
 @dataclass(frozen=True)
 class _Greeting:
-    """An agent's first line."""
+    """An agent's first frame."""
 
     node: int
     token: Annotated[str, Text(64)]
@@ -261,8 +261,10 @@ class HeartbeatServer:
 
 
 def _say(connection: socket.socket, word: bytes) -> None:
+    message = frame(word)
     with suppress(OSError):  # full: it does not read, and the answer is one of many
-        connection.send(frame(word))
+        if connection.send(message) < len(message):  # the next frame would not be found behind a part of this one
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _raise_limit() -> int:

@@ -227,6 +227,15 @@ def test_ranks_leave_descriptors_for_the_agents(descriptors: list[tuple[int, int
     server.close()
 
 
+def test_a_word_that_is_sent_in_part_ends_the_connection() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        nearly_full: Any = SimpleNamespace(send=lambda message: one.send(message[:5]), shutdown=one.shutdown)
+        heartbeat._say(nearly_full, b"out")
+        assert other.recv(100) == frame(b"out")[:5] and other.recv(100) == b""
+        assert one.recv(100) == b"", "and the server sees so, too"
+
+
 def test_connections_that_cannot_be_accepted_do_not_keep_the_thread_busy() -> None:
     def accept() -> Any:
         raise OSError(errno.EMFILE, "too many open files")
