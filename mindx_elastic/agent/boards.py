@@ -20,7 +20,7 @@ from mindx_elastic.core.ready_thread import Job, ReadyThread
 from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.rejoin.board import Board, board_key
 
-__all__ = ["Boards", "PlanWatch", "connect"]
+__all__ = ["Boards", "BoundedBoard", "PlanWatch", "connect"]
 
 _ANSWER_S = 5.0
 _AGAIN_S = 1.0
