@@ -48,7 +48,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from types import FrameType
+from types import CodeType
 
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.deadline import Deadline
@@ -56,20 +56,24 @@ from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.stopper import Stopper
 
-__all__ = ["LastResort"]
+__all__ = ["LastResort", "is_program_over"]
 
 _UNHEARD_S = 5.0  # on a busy machine the watcher may be seconds late
 _AGAIN_S = 0.1
 _LEAVE_S = 0.2  # before the deadline
 _BEGIN_S = 0.45  # before the deadline: save now if no thread has begun to
+_WAITS_FOR_THREADS: CodeType = vars(threading)["_shutdown"].__code__
 
 
-def _outermost_frame() -> FrameType | None:
-    """Of the main thread: the program's. Once that is over, there is none, or one of the interpreter's own end."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def is_program_over() -> bool:
+    """Whether the interpreter is at its own end: it waits for pools and threads, and then runs the ``atexit`` code."""
+    main = threading.main_thread()
+    if not main.is_alive():
+        return True
+    frame = sys._current_frames().get(main.ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
-    return frame
+    return frame is not None and frame.f_code is _WAITS_FOR_THREADS
 
 
 def _say_what_is_left(exit_code: int) -> None:
@@ -94,7 +98,6 @@ class LastResort:
         self._why_leave = "the training thread does not come back"
         self._unread_since: float | None = None
         self._closed = False
-        self._program: FrameType | None = None
         self._receiver, self._sender = socket.socketpair()
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
@@ -141,7 +144,6 @@ class LastResort:
         self._wake()
         if self._lingers:
             self._thread.name = "lingering-last-resort"
-            self._program = _outermost_frame()
             return
         if self._thread.ident is not None:
             self._thread.join()
@@ -156,7 +158,7 @@ class LastResort:
     def _linger(self) -> None:
         assert self._alarm is not None
         time.sleep(max(0.0, self._alarm.deadline.at - _LEAVE_S - time.monotonic()))
-        if _outermost_frame() is self._program:
+        if not is_program_over():
             return  # it goes on after the stop
         with suppress(RuntimeError):  # no thread can be started any more
             last_words = threading.Thread(target=_say_what_is_left, args=(self._alarm.exit_code,), daemon=True)

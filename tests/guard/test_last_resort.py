@@ -7,10 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from greenlet import greenlet
 
 from mindx_elastic.alarm.alarm import Alarm
+from mindx_elastic.guard.last_resort import is_program_over
 from mindx_elastic.guard.stop_state import StopPhase
 from tests.guard.stopper_parts import Parts
 from tests.harness import wait_until
@@ -84,3 +87,10 @@ def test_without_an_alarm_it_sleeps(stuck: Parts) -> None:
     stuck.last_resort.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "mindx-last-resort"]
     assert (stuck.stopper.phase, stuck.files()) == (StopPhase.TRAINING, [])
+
+
+def test_a_program_that_goes_on_in_a_greenlet_is_not_over() -> None:
+    """Its outermost frame is another one than at the stop."""
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(is_program_over).result()
+        assert not greenlet(lambda: pool.submit(is_program_over).result()).switch()
