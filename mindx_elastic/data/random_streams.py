@@ -7,8 +7,9 @@ for each sample by the libraries' own functions, with a number that is a functio
 Many data sets draw nothing, or a few numbers from one stream, and loading a small sample takes 2 us. So in the training
 process only those streams are seeded that the data set has drawn from so far, and the streams are looked at around each
 batch, which takes about 3 us a batch. A batch that has moved another one is loaded again, with all seeds, and from then
-on that one is seeded, too. The same goes for the collate function. So what a sample draws does not depend on it. All
-streams are always seeded for data sets that have generators of their own.
+on that one is seeded, too. The same goes for the collate function. So what a sample is does not depend on it. All
+streams are always seeded for data sets that have generators of their own, or whose code names functions that read a
+stream without moving it (`generators.may_read_streams`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mindx_elastic.core.mersenne import (
     python_state,
     torch_state,
 )
-from mindx_elastic.data.generators import find_generators, seed_generators, set_state, state_of
+from mindx_elastic.data.generators import find_generators, may_read_streams, seed_generators, set_state, state_of
 from mindx_elastic.data.permutation import mix
 
 __all__ = [
@@ -181,6 +182,8 @@ class StreamUse:
     def __init__(self) -> None:
         self.drawn: frozenset[int] = frozenset()
         """The streams that a sample or the collate function has drawn from."""
+        self.may_read: bool | None = None
+        """Their code may use a stream without moving it; None: it was not looked through yet."""
 
 
 def as_collated(batch: Any) -> Any:
@@ -247,7 +250,7 @@ class SeededDataset(Dataset[Any]):
         if use is None or self._is_watched is False or get_worker_info() is not None:
             return self._kept(self._load_batch, keys)
         if self._is_watched is None:
-            return self._load_first_batch(keys)
+            return self._load_first_batch(keys, use)
         last, drawn = self._last, use.drawn  # what has not moved since is taken over, not copied
         before = python_state(last[0]), numpy_state(last[1]), torch_state()
         self._last = before
@@ -284,7 +287,7 @@ class SeededDataset(Dataset[Any]):
             seed_streams(mix(first_seed, _COLLATE), drawn)
         return self.collate_fn(samples)
 
-    def _load_first_batch(self, keys: list[tuple[int, Any]]) -> Any:
+    def _load_first_batch(self, keys: list[tuple[int, Any]], use: StreamUse) -> Any:
         """With all seeds, and find out which streams have moved after they were seeded."""
         with preserved_streams(self._generators()):
             self._notes = True
@@ -293,8 +296,10 @@ class SeededDataset(Dataset[Any]):
                 self._note_draws()
             finally:
                 self._notes, self._seeded_to = False, None
+        if use.may_read is None:
+            use.may_read = may_read_streams([self.wrapped, self.collate_fn])
         self._last = _now()
-        self._is_watched = not self._generators() if self._complete else None
+        self._is_watched = not (use.may_read or self._generators()) if self._complete else None
         self._loads_batches = _loads_batches(self.wrapped)
         return batch
 

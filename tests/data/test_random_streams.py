@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 from collections.abc import Callable, Collection, Iterable
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from mindx_elastic.data import random_streams
+from mindx_elastic.data.generators import may_read_streams
 from mindx_elastic.data.random_streams import (
     SeededDataset,
     StreamUse,
@@ -125,6 +127,23 @@ class QuietBatches(Quiet):
         return [self[index] for index in indices]
 
 
+class InitialSeed(Quiet):
+    """Reads a stream's seed, which moves nothing."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        own = torch.Generator().manual_seed(self._seed() + index)
+        return torch.cat([super().__getitem__(index), torch.rand(1, generator=own, dtype=torch.float64)])
+
+    def _seed(self) -> int:
+        return torch.initial_seed()
+
+
+class Forks(Quiet):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return super().__getitem__(index) + torch.rand(1, dtype=torch.float64)
+
+
 class DrawsAndFails(Quiet):
     """Whether it fails is drawn, so a seed may make it go well."""
 
@@ -179,7 +198,7 @@ def batches_of(dataset: SeededDataset) -> list[Any]:
     return found
 
 
-KINDS = [Quiet, QuietBatches, DrawsAndFails, OneStream, Greedy, SeedsItself]
+KINDS = [Quiet, QuietBatches, InitialSeed, Forks, DrawsAndFails, OneStream, Greedy, SeedsItself]
 
 
 @pytest.mark.parametrize("noisy", [(), (0,), (2,), (5,), (3, 4, 5), (11,)])
@@ -197,8 +216,9 @@ def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
         restore_streams(before)
         again = SeededDataset(kind(12, noisy), collate_fn, use)
         assert repr(batches_of(again)) == repr(expected), "another epoch"
-        draws = noisy or kind not in (Quiet, QuietBatches) or collate_fn is not default_collate
-        assert dataset._is_watched and bool(use.drawn) is bool(draws), "or the test is empty"
+        draws = noisy or kind not in (Quiet, QuietBatches, InitialSeed, Forks) or collate_fn is not default_collate
+        assert dataset._is_watched is (kind not in (InitialSeed, Forks))
+        assert not dataset._is_watched or bool(use.drawn) is bool(draws), "or the test is empty"
 
     stopped_by(default_collate)
     stopped_by(noisy_collate)
@@ -305,3 +325,39 @@ def test_streams_are_put_back_when_loading_is_broken_off() -> None:
     with pytest.raises(KeyboardInterrupt):
         dataset.__getitems__([(index, index) for index in range(6, 9)])
     assert_same_streams(before)
+
+
+@pytest.mark.parametrize("kind", [InitialSeed, Forks])
+def test_what_reads_a_stream_without_moving_it_is_never_quiet(kind: type[Quiet]) -> None:
+    use = StreamUse()
+    dataset = SeededDataset(kind(12), default_collate, use)
+    dataset.__getitems__([(1, 1)])
+    assert use.may_read
+    assert not dataset._is_watched
+    wrapped = SeededDataset(Subset(kind(12), range(12)), default_collate, StreamUse())
+    wrapped.__getitems__([(1, 1)])
+    assert not wrapped._is_watched
+
+
+def test_readers_are_found_behind_functions_and_classes() -> None:
+    def inner() -> int:
+        return torch.initial_seed()
+
+    class Transform:
+        def __call__(self, x: Any) -> Any:
+            return self.helper(x)
+
+        @staticmethod
+        def helper(x: Any) -> Any:
+            return {"x": x, "then": lambda: [torch.random.get_rng_state() for _ in range(2)]}
+
+    class Plain:
+        def __call__(self, x: Any) -> Any:
+            return x + 1
+
+    assert may_read_streams([inner])
+    assert may_read_streams([functools.partial(lambda f: f(), inner)])
+    assert may_read_streams([Transform()])
+    assert may_read_streams([Transform().__call__])
+    assert may_read_streams([{"transforms": [Plain(), Transform()]}])
+    assert not may_read_streams([Plain(), default_collate, Quiet(3), TENSORS])
