@@ -24,9 +24,11 @@ from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
+from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.observer import NotKept
 from mindx_elastic.guard.trial_packing import TrialPacking
@@ -38,6 +40,12 @@ _CLEAN = GateState.CLEAN
 _LONG_WINDOW = 64
 _FIRST_LOOKS = 4
 _STEPS = 5
+
+
+def _num_functions_of(target: Any) -> int:
+    """Those of a LambdaLR, one a group."""
+    found = attributes_of(target).get("lr_lambdas")
+    return len(found) if type(found) is list else 0
 
 
 class Boundaries:
@@ -94,6 +102,8 @@ class Boundaries:
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self._num_without_update = 0  # steps in front of the first boundary
+        self._weights: TensorsLook | None = None  # one of those steps before the last that is waited for
+        self._num_functions = [(name, t, count) for name, t in targets.items() if (count := _num_functions_of(t))]
         self._not_kept: NotKept | None = None
         self._hear_not_kept = hear_not_kept
 
@@ -115,13 +125,17 @@ class Boundaries:
         """A step has ended inside of an accumulation window, and none with a boundary yet. Without torch's knowledge
         (``p.data -= ...``, C++) updates show nowhere: each step looks like a part of one window that never ends."""
         self._num_without_update += 1
-        if self._num_without_update == _LONG_WINDOW:
-            self._unmanaged.hint(
-                f"{_LONG_WINDOW} steps have left gradients, and no optimizer has stepped: they count as parts of one "
-                "accumulation, and none of them can be saved",
-                "Where weights are updated in each of them, change them in a torch.optim.Optimizer, or under "
-                "torch.no_grad() without .data (p.sub_(...)) and clear the gradients",
-            )
+        if self._num_without_update == _LONG_WINDOW - 1:
+            self._weights = TensorsLook.at(self._collector.parameters)
+        elif self._weights is not None:
+            before, self._weights = self._weights, None
+            if before.has_moved(TensorsLook.at(self._collector.parameters)):
+                self._unmanaged.hint(
+                    f"{_LONG_WINDOW} steps have left gradients, and no optimizer has stepped: they count as parts of "
+                    "one accumulation, and none of them can be saved",
+                    "Where weights are updated in each of them, change them in a torch.optim.Optimizer, or under "
+                    "torch.no_grad() without .data (p.sub_(...)) and clear the gradients",
+                )
 
     def cut(self, position: Position) -> None:
         """A step has ended at `position` with a state to resume from. Raises UnmanagedStateError."""
@@ -193,6 +207,13 @@ class Boundaries:
                 "is entered and switch them on by requires_grad or a flag of your own, or train the next phase under a "
                 "guard with its own directory",
             )
+        for name, scheduler, count in self._num_functions:
+            if _num_functions_of(scheduler) != count:
+                self._unmanaged.certain(
+                    f"{name} has got a function for a new parameter group in mid-run, and functions are not saved",
+                    "Give the scheduler one function for each group when it is made, with an empty group "
+                    '({"params": []}) for those to come, or set that group\'s lr by hand',
+                )
 
     # --- an exception between the last update and step_end() ---
 

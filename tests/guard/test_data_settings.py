@@ -364,6 +364,15 @@ def test_going_back_to_a_boundary_before_it_was_set() -> None:
     assert data.mosaic and data.shifts == []
 
 
+def test_what_changes_inside_of_a_tuple_is_seen() -> None:
+    data: Any = Pictures()
+    settings = settings_of(data)
+    data.scale = ([3.0], [2.0])
+    assert at_boundary(settings)["now"] == {"dataset": {"scale": ([3.0], [2.0])}}
+    data.scale[0][0] = 5.0
+    assert at_boundary(settings)["now"] == {"dataset": {"scale": ([5.0], [2.0])}}
+
+
 def test_a_list_stays_the_programs_own() -> None:
     data = Pictures()
     shifts = data.shifts

@@ -70,6 +70,16 @@ def test_a_moving_average_that_is_made_anew(tmp_path: Path, told: Told) -> None:
     told(train, "centre.copy_((...).detach()) where the loop has centre = ...")
 
 
+def test_a_dict_of_the_program_that_names_it_goes_on_with_the_first_one(tmp_path: Path, told: Told) -> None:
+    def train() -> None:
+        centre = torch.zeros(3)
+        state = {"centre": centre}
+        for out in steps(Job(tmp_path, loader=None, stateful=state)):
+            centre = 0.9 * centre + 0.1 * out.mean(0)
+
+    told(train, "centre.copy_((...).detach()) where the loop has centre = ...")
+
+
 def test_what_a_model_gives_back_for_the_next_step(tmp_path: Path, told: Told) -> None:
     def train() -> None:
         memories = [torch.zeros(5, 3)]

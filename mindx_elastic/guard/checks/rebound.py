@@ -41,7 +41,9 @@ class ReboundState:
     def tell(self, names: Iterable[str], frame: FrameType | None) -> None:
         """`names`: of what goes on from step to step and is not kept."""
         held = {name: self._held[name] for name in names if name in self._held}
-        still = look(frame, {}, [id(target) for _, target in held.values()]).asked if held else {}
+        found = look(frame, {}, [id(target) for _, target in held.values()]).asked if held else {}
+        # An item is no name that the loop works with: the dict that was given as `stateful` has it for ever.
+        still = {address for address, seen in found.items() if any("[" not in each.name for each in seen)}
         for name, (key, target) in held.items():
             if id(target) not in still:
                 self._unmanaged.risk(

@@ -139,7 +139,7 @@ class DataSettings:
             (table, (path, name), values[path, name] if (mark := _mark(held)) is None else mark)
             for path, table in self._tables.items()
             for name, held in table.items()
-            if (path, name) in values and type(held) in (list, dict, set, torch.Tensor, np.ndarray)
+            if (path, name) in values and type(held) in (list, tuple, dict, set, torch.Tensor, np.ndarray)
         ]
 
     def _see(self) -> None:

@@ -157,8 +157,9 @@ def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -
     for at in program_frames(frame):
         for scope, variables in ((_function_of(at), at.f_locals), (_globals_of(at), at.f_globals)):
             owners = dict(left.pop(scope, {}))
-            missing += _put_back(owners.pop("", {}), variables)
-            if variables is not at.f_globals and sys.version_info < (3, 13):  # there `f_locals` is a copy
+            own = owners.pop("", {})
+            missing += _put_back(own, variables)
+            if own and variables is not at.f_globals and sys.version_info < (3, 13):  # there `f_locals` is a copy
                 ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(at), ctypes.c_int(0))
             for name, attributes in owners.items():
                 table = table_of(variables.get(name))
