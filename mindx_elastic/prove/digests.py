@@ -101,7 +101,7 @@ def _of_tensor(tensor: torch.Tensor) -> str:
             return head
         try:
             if local.dim() == 0:
-                return digest(local.item())
+                return f"{local.dtype} {digest(local.item())}"
             if local.layout is not torch.strided:
                 local = local.to_dense()
             flat = local.cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)

@@ -62,7 +62,7 @@ class NotKept:
             return None
         try:
             frames = list(program_frames(sys._getframe(1)))
-            while len(frames) > 1 and not carried(frames[0]):  # called by an iteration: its variables end with it
+            while len(frames) > 1 and not loops_around(frames[0]):  # called by an iteration: its variables end with it
                 frames.pop(0)
             if self._number == _FIRST:
                 self._before = self._look(frames)

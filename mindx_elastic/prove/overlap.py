@@ -158,6 +158,7 @@ class Comparison(_Notes):
         self._went_on = {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
         """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
         self._counts: set[str] = set()
+        self._carried: set[str] = set()
         """What a ``for`` around the boundary binds and no iteration hands on, as the number of an `enumerate`."""
         super().__init__(stack, seen)
 
@@ -174,7 +175,9 @@ class Comparison(_Notes):
 
     def _note_counts(self) -> None:
         for frame in program_frames(sys._getframe(1)):
-            self._counts |= {name for loop in loops_around(frame) for name in loop.targets} - carried(frame)
+            goes_on = carried(frame)
+            self._carried |= goes_on
+            self._counts |= {name for loop in loops_around(frame) for name in loop.targets} - goes_on
 
     def _compare(self, step: int) -> Explained | None:
         """Tells how the step differs, and returns that; None: it does not."""
@@ -206,7 +209,7 @@ class Comparison(_Notes):
         for each in found:
             names = root_of(each.name), each.short, each.whole, f"{each.whole.rpartition('.')[0]}.*"
             goes_on = f"variable|{each.name}" in changed and self._counts.isdisjoint(names)
-            goes_on = goes_on or not self._went_on.isdisjoint(names)
+            goes_on = goes_on or not (self._went_on | self._carried).isdisjoint(names)
             goes_on = goes_on and not each.is_same_count(self._last - self._from)
             is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
             (lost if is_read else others)[str(each)] = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import operator
 import os
 import queue
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindx_elastic.core.looks import attributes_of, is_comparable
 from mindx_elastic.core.tensor_memory import memory_of
@@ -195,7 +197,7 @@ class _Walk:
             if value.dtype.hasobject:
                 return None
         elif self._quick:  # what a forward has left is none of the step's state
-            return None if value.grad_fn is not None else f"{id(value)} {value._version}"
+            return None if value.grad_fn is not None else f"{_number_of(value)} {value._version}"
         elif value.layout is not torch.strided or value.is_nested:  # no plain bytes
             return None
         if value.nbytes > min(self._left, _MOST_BYTES) and (value := _sample(value)) is None:
@@ -226,6 +228,8 @@ def is_clock(value: float) -> bool:
     return _BEGUN < value <= time.perf_counter() or 0 <= time.time() - value < _DAY_S
 
 
+_numbers: Any = WeakTensorKeyDictionary()
+_next_number = itertools.count()
 _treatments: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
@@ -274,6 +278,13 @@ def _parts(kind: str, value: Any) -> list[tuple[str, Any]]:
     if type(value) is deque or len(value) > _MOST_ITEMS:  # a full one has the same length for ever
         return [("[0]", value[0]), ("[-1]", value[-1])]
     return [(f"[{number}]", item) for number, item in enumerate(value)]
+
+
+def _number_of(tensor: torch.Tensor) -> int:
+    """Its own in this process: an address is soon that of another one, and two tensors in turn have two of them."""
+    if (number := _numbers.get(tensor)) is None:
+        _numbers[tensor] = number = next(_next_number)
+    return int(number)
 
 
 def _has_tensors(value: Any) -> bool:

@@ -166,6 +166,34 @@ def test_a_count_that_is_not_kept_is_told(
     assert not lines(caplog, "is not compared"), caplog.text
 
 
+def test_a_variable_that_goes_on_and_rests_in_the_played_step_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in front of the fifth boundary, where nothing is known yet of what is not kept."""
+
+    def train(job: Job) -> None:
+        best = 9.0
+        with job.guard as guard:
+            for _ in guard.epochs(1):
+                for x, y in job.loader:
+                    scale = 2.0 if best > 100 else 1.0
+                    (scale * torch.nn.functional.cross_entropy(job.network(x), y)).backward()
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+                    if guard.step == 1:
+                        best = 0.125
+                    if guard.step == 2 and guard.resumed_from_step is None:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                        wait_until(lambda: job.guard.stopper.agreed_step == 3, "the agreement")
+                    guard.step_end()
+
+    with pytest.raises(SystemExit):
+        train(Quiet(tmp_path))
+    train(Quiet(tmp_path, seed=1))
+    assert lines(caplog, "not got back: best (0.125, now 9.0)"), caplog.text
+    assert outcomes(tmp_path) == ["variables differ"]
+
+
 def test_tensors_in_a_container_that_goes_on_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def train(job: Job) -> None:
         ema = SimpleNamespace(shadow={n: p.detach().clone() for n, p in job.network.named_parameters()})
