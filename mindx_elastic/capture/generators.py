@@ -54,6 +54,7 @@ class _TorchGenerator(_Generator):
         return {**super().state_dict(), "device": self._device}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_kind(self._name, state, self._kind)
         if (there := state.get("device", self._device)) != self._device:
             raise MismatchError(
                 f"{self._name}: the checkpoint holds a generator on {there}, this one is on {self._device}; make it "

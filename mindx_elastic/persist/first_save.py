@@ -87,12 +87,9 @@ class FirstSave:
         """Remove the note, durably, before a file is published. Raises OSError: the file must not be published then."""
         if self._is_gone:
             return
-        try:
-            self.path.unlink()
-        except FileNotFoundError:
-            pass
-        else:
-            fsync_dir(self.path.parent)
+        self.path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            fsync_dir(self.path.parent)  # also where another thread has removed it: that one may not have come so far
         self._is_gone = True
 
     def _remove_old(self) -> None:

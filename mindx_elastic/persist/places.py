@@ -52,7 +52,8 @@ class SharedPlaces:
     def parts_of(self, tree: Tree) -> list[tuple[Places, bool]]:
         """Of each component, in the tree's order; True: the same object for all trees that have it in common."""
         if not isinstance(tree, dict) or any(key.startswith("$") for key in tree):
-            return [(places_in(tree), False)]
+            whole = places_in(tree)
+            return [({place: whole[place] for place in whole if place.split(".")[0] not in self._without}, False)]
         parts: list[tuple[Places, bool]] = []
         for key, node in tree.items():
             if key in self._without or not isinstance(node, (dict, list)):

@@ -236,7 +236,7 @@ def verify_file(
 def _for_each(entries: Collection[TensorEntry], work: Callable[[TensorEntry], None]) -> None:
     """Call `work` for all; the first error is raised after all have ended."""
     large = [entry for entry in entries if entry.nbytes >= _LARGE_BYTES]
-    if len(large) < _NUM_THREADS:
+    if len(large) < 2:
         for entry in entries:
             work(entry)
         return

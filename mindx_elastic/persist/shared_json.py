@@ -41,7 +41,7 @@ class SharedJson:
         members: dict[str, Any] = {}
         position = 0
         try:
-            while (key := _KEY.match(text, position)) is not None and (text[position] == "{") is not bool(position):
+            while (key := _KEY.match(text, position)) is not None and text[position] == ("," if position else "{"):
                 members[key[1]], position = self._member((kind, key[1]), text, key.end(), check)
         except json.JSONDecodeError:  # white space where we write none, or damage
             position = 0

@@ -50,7 +50,7 @@ def test_it_is_gone_for_good_before_a_file_is_published(folder: Path, monkeypatc
 
 
 def test_a_note_that_cannot_be_taken_away_fails_the_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "no")
 
     monkeypatch.setattr(Path, "unlink", refuse)
