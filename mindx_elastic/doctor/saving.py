@@ -75,7 +75,7 @@ def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Find
     if disk.other_bytes_per_s > _CLEARLY * disk.bytes_per_s:
         yield warning(
             "disk speed",
-            f"{gib(disk.bytes_per_s)}/s by {disk.way}, and {gib(disk.other_bytes_per_s)}/s the other way",
+            f"{gib(disk.bytes_per_s)}/s through {disk.way}, and {gib(disk.other_bytes_per_s)}/s the other way",
             f"MINDX_PAGE_CACHE={disk.other_setting} makes saves go that way",
         )
     left_s = max(0.0, grace_s - _AGREEMENT_S)

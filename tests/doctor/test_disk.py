@@ -18,8 +18,9 @@ from mindx_elastic.doctor.saving import Disk, judge_time
     [
         (1.0, 2.0, False, "direct I/O", (100, 50), "always"),
         (1.0, 0.5, False, "direct I/O", (100, 200), "always"),
-        (1.0, 0.5, True, "through the page cache", (200, 100), "never"),
-        (None, 0.5, False, "through the page cache", (200, 200), "always"),
+        (1.0, 0.5, True, "the page cache", (200, 100), "never"),
+        (None, 0.5, False, "the page cache", (200, 200), "always"),
+        (None, 0.5, True, "the page cache", (200, 200), "never"),
     ],
 )
 def test_the_way_of_saves_and_the_other_one_are_measured(

@@ -3,7 +3,7 @@
     python -m tests.simulation.mutants [--most 20000]
 
 Each is a change of a few lines that a good engineer could make, and most of them were made here once. The table names
-the first seed that shows it and what is wrong then. Exit code 1: one was not found.
+after how many schedules it shows, and what is wrong then. Exit code 1: one was not found.
 """
 
 from __future__ import annotations
