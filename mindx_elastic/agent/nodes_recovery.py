@@ -186,7 +186,7 @@ class NodesRecovery(Recovery):
                 news += self._hear_plan(generation, is_stopping=is_stopping)
                 self._seen = generation
             except OSError as error:  # its host may only stand still: the plan counts, and is read at the next look
-                logger.info("the plan of recovery %d cannot be read yet: %s", generation, error)
+                logger.debug("the plan of recovery %d cannot be read yet: %s", generation, error)
             except ERRORS as error:
                 self._seen = generation
                 what = f"{type(error).__name__}: {error}"
