@@ -200,6 +200,8 @@ class _Walk:
             return None if value.grad_fn is not None else f"{_number_of(value)} {value._version}"
         elif value.layout is not torch.strided or value.is_nested:  # no plain bytes
             return None
+        elif value.dim() == 0:  # people read it as a number
+            return digest(value.item())
         if value.nbytes > min(self._left, _MOST_BYTES) and (value := _sample(value)) is None:
             return None
         self._left -= value.nbytes
