@@ -136,17 +136,20 @@ class Collector:
         }
 
     @torch.no_grad()
-    def changed_buffers(self, before: Mapping[str, BufferLook]) -> list[str]:
-        """The places of buffers that have other values now than at `before`; of large ones, that have been written."""
+    def changed_buffers(self, before: Mapping[str, BufferLook], *, if_written: bool = False) -> list[str]:
+        """The places of buffers that have other values now than at `before`; of large ones, that have been written.
+        if_written: small ones only where torch has counted a change, which it does not of DDP's broadcasts."""
         found: list[str] = []
         if not before:
             return found
         small: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for place, now in self._saved_buffers():
             buffer, version, copy = before.get(place, (now, _version_of(now), None))
+            is_written = now is not buffer or _version_of(now) != version
             if copy is not None:
-                small[place] = copy, now
-            elif now is not buffer or _version_of(now) != version:
+                if is_written or not if_written:
+                    small[place] = copy, now
+            elif is_written:
                 found.append(place)
         copies, live = [copy for copy, _ in small.values()], [now for _, now in small.values()]
         if not equal_tensors(copies, live):  # which waits for a device once

@@ -243,3 +243,16 @@ def test_a_periodic_save_does_not_copy_the_streams(tmp_path: Path, monkeypatch: 
 
     Job(tmp_path, periodic=[EachStep()]).run(1)
     assert list(tmp_path.glob("each-1_5.safetensors"))
+
+
+def test_a_broadcast_of_buffers_that_torch_does_not_count_is_no_change_of_the_programs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DDP's forward in an evaluation gives a rank the first one's."""
+    job = Job(tmp_path)
+    with job.guard as guard:
+        for _ in guard.steps(1):
+            guard.step_end()
+        with guard.outside_step():
+            job.network[1].running_mean.data.add_(1.0)
+    assert "changed inside guard.outside_step()" not in caplog.text
