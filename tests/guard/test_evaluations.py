@@ -254,5 +254,5 @@ def test_a_broadcast_of_buffers_that_torch_does_not_count_is_no_change_of_the_pr
         for _ in guard.steps(1):
             guard.step_end()
         with guard.outside_step():
-            job.network[1].running_mean.data.add_(1.0)
+            dict(job.network.named_buffers())["1.running_mean"].data.add_(1.0)
     assert "changed inside guard.outside_step()" not in caplog.text
