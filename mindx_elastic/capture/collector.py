@@ -41,9 +41,9 @@ from mindx_elastic.errors import MismatchError
 __all__ = ["BufferLook", "Collector"]
 
 _MOST_KEPT = 64 << 20
-_SMALL_BUFFER = 1 << 20
+_MOST_COPIED = 1 << 24
 BufferLook = tuple[torch.Tensor, int, torch.Tensor | None]
-"""A buffer, its version counter, and a copy of a small one."""
+"""A buffer, its version counter, and a copy; None: there would be too much to copy."""
 
 
 class Collector:
@@ -129,31 +129,34 @@ class Collector:
 
     @torch.no_grad()
     def look_at_buffers(self) -> dict[str, BufferLook]:
-        """The saved buffers of all modules, by place, as they are now: for `changed_buffers`. Of small ones a copy."""
-        return {
-            place: (buffer, _version_of(buffer), buffer.clone() if buffer.nbytes <= _SMALL_BUFFER else None)
-            for place, buffer in self._saved_buffers()
-        }
+        """The saved buffers of all modules, by place, as they are now: for `changed_buffers`. With copies of up to
+        16 MiB, which BatchNorm's have room in."""
+        looks, left = dict[str, BufferLook](), _MOST_COPIED
+        for place, buffer in self._saved_buffers():
+            is_copied = buffer.nbytes <= left
+            left -= buffer.nbytes if is_copied else 0
+            looks[place] = buffer, _version_of(buffer), buffer.clone() if is_copied else None
+        return looks
 
     @torch.no_grad()
     def changed_buffers(self, before: Mapping[str, BufferLook], *, if_written: bool = False) -> list[str]:
-        """The places of buffers that have other values now than at `before`; of large ones, that have been written.
-        if_written: small ones only where torch has counted a change, which it does not of DDP's broadcasts."""
+        """The places of buffers that have other values now than at `before`; without a copy, that have been written.
+        if_written: others only where torch has counted a change, which it does not of DDP's broadcasts."""
         found: list[str] = []
         if not before:
             return found
-        small: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        copied: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for place, now in self._saved_buffers():
             buffer, version, copy = before.get(place, (now, _version_of(now), None))
             is_written = now is not buffer or _version_of(now) != version
             if copy is not None:
                 if is_written or not if_written:
-                    small[place] = copy, now
+                    copied[place] = copy, now
             elif is_written:
                 found.append(place)
-        copies, live = [copy for copy, _ in small.values()], [now for _, now in small.values()]
+        copies, live = [copy for copy, _ in copied.values()], [now for _, now in copied.values()]
         if not equal_tensors(copies, live):  # which waits for a device once
-            found += [place for place, (copy, now) in small.items() if not same_tree(copy, now)]
+            found += [place for place, (copy, now) in copied.items() if not same_tree(copy, now)]
         return found
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp_order import DdpModules
@@ -27,6 +28,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.checks import FIRST_LOOKS
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
@@ -38,7 +40,6 @@ __all__ = ["Boundaries"]
 
 _CLEAN = GateState.CLEAN
 _LONG_WINDOW = 64
-_FIRST_LOOKS = 4
 _STEPS = 5
 
 
@@ -102,7 +103,7 @@ class Boundaries:
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self._num_without_update = 0  # steps in front of the first boundary
-        self._weights: TensorsLook | None = None  # one of those steps before the last that is waited for
+        self._weights: TensorsLook | None = None  # as the last but one of those that are waited for has left them
         self._num_functions = [(name, t, count) for name, t in targets.items() if (count := _num_functions_of(t))]
         self._not_kept: NotKept | None = None
         self._hear_not_kept = hear_not_kept
@@ -125,17 +126,18 @@ class Boundaries:
         """A step has ended inside of an accumulation window, and none with a boundary yet. Without torch's knowledge
         (``p.data -= ...``, C++) updates show nowhere: each step looks like a part of one window that never ends."""
         self._num_without_update += 1
-        if self._num_without_update == _LONG_WINDOW - 1:
-            self._weights = TensorsLook.at(self._collector.parameters)
-        elif self._weights is not None:
-            before, self._weights = self._weights, None
-            if before.has_moved(TensorsLook.at(self._collector.parameters)):
-                self._unmanaged.hint(
-                    f"{_LONG_WINDOW} steps have left gradients, and no optimizer has stepped: they count as parts of "
-                    "one accumulation, and none of them can be saved",
-                    "Where weights are updated in each of them, change them in a torch.optim.Optimizer, or under "
-                    "torch.no_grad() without .data (p.sub_(...)) and clear the gradients",
-                )
+        if self._num_without_update not in (_LONG_WINDOW - 1, _LONG_WINDOW):
+            return
+        weights = [p for p in self._collector.parameters if not isinstance(p, DTensor)]  # FSDP2 has them whole at times
+        self._collector.devices.wait_for_update()  # a look reads from them
+        before, self._weights = self._weights, TensorsLook.at(weights)
+        if before is not None and before.has_moved(self._weights):
+            self._unmanaged.hint(
+                f"{_LONG_WINDOW} steps have left gradients, and no optimizer has stepped: they count as parts of one "
+                "accumulation, and none of them can be saved",
+                "Where weights are updated in each of them, change them in a torch.optim.Optimizer, or under "
+                "torch.no_grad() without .data (p.sub_(...)) and clear the gradients",
+            )
 
     def cut(self, position: Position) -> None:
         """A step has ended at `position` with a state to resume from. Raises UnmanagedStateError."""
@@ -146,11 +148,11 @@ class Boundaries:
         self.copy(position)
         number = self.number = self.number + 1
         self.times.append(time.monotonic())
-        self.is_look = number <= _FIRST_LOOKS or not number & (number - 1)
+        self.is_look = number <= FIRST_LOOKS or not number & (number - 1)
         if self.is_look and self._hooks.watched:
             self._hooks.look()
-        if self._trial.num_empty or (self.is_look and number > _FIRST_LOOKS):
-            self._trial.at_boundary(is_later=number > _FIRST_LOOKS)
+        if self._trial.num_empty or (self.is_look and number > FIRST_LOOKS):
+            self._trial.at_boundary(is_later=number > FIRST_LOOKS)
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
         self._window.at_boundary(position.step, self.hidden.sample)

@@ -62,7 +62,9 @@ _UNHEARD_S = 5.0  # on a busy machine the watcher may be seconds late
 _AGAIN_S = 0.1
 _LEAVE_S = 0.2  # before the deadline
 _BEGIN_S = 0.45  # before the deadline: save now if no thread has begun to
-_WAITS_FOR_THREADS: CodeType = vars(threading)["_shutdown"].__code__
+# Pools are waited for in it, before the main thread counts as ended. Where a Python has no such function, the process
+# lives as long as such a pool does.
+_WAITS_FOR_THREADS: CodeType | None = getattr(vars(threading).get("_shutdown"), "__code__", None)
 
 
 def is_program_over() -> bool:

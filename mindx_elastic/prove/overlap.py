@@ -157,15 +157,16 @@ class Comparison(_Notes):
         names = read_header(seen.resumed_path).info.not_kept.split(", ")
         self._went_on = {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
         """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
-        self._counts: set[str] = set()
         self._carried: set[str] = set()
+        """What an iteration of a loop around the boundary hands on to the next one."""
+        self._counts: set[str] = set()
         """What a ``for`` around the boundary binds and no iteration hands on, as the number of an `enumerate`."""
         super().__init__(stack, seen)
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         if position.step > self._from:  # else the second half of the resumed boundary
             self._harmless(self._note_boundary, position, is_cut=is_cut)
-            self._harmless(self._note_counts)
+            self._harmless(self._note_loops)
             if self.is_over or position.step >= self._last:
                 explained = self._harmless(self._compare, position.step)
                 self._close()
@@ -173,7 +174,7 @@ class Comparison(_Notes):
                     self._stop_if_different(position.step, explained)
         return False
 
-    def _note_counts(self) -> None:
+    def _note_loops(self) -> None:
         for frame in program_frames(sys._getframe(1)):
             goes_on = carried(frame)
             self._carried |= goes_on

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from mindx_elastic import Guard
 from mindx_elastic.data import ReplayLoader, ResumableLoader
 from mindx_elastic.errors import GracefulExit, UsageError
 from tests.capture.round_trip import assert_same
@@ -256,3 +257,20 @@ def test_a_broadcast_of_buffers_that_torch_does_not_count_is_no_change_of_the_pr
         with guard.outside_step():
             dict(job.network.named_buffers())["1.running_mean"].data.add_(1.0)
     assert "changed inside guard.outside_step()" not in caplog.text
+
+
+def test_a_buffer_that_is_too_large_to_copy_is_told_of_once_it_was_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = nn.Linear(2, 2)
+    network.register_buffer("table", torch.zeros(5 << 20))  # 20 MiB
+    guard = Guard(model=network, directory=tmp_path)
+    with guard:
+        for _ in guard.steps(1):
+            guard.step_end()
+        with guard.outside_step():
+            pass
+        assert "changed inside guard.outside_step()" not in caplog.text
+        with guard.outside_step():
+            dict(network.named_buffers())["table"].add_(1.0)
+    assert "table changed inside guard.outside_step()" in caplog.text

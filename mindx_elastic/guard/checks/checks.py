@@ -55,9 +55,9 @@ from mindx_elastic.guard.checks.surroundings import (
 )
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["Checks"]
+__all__ = ["FIRST_LOOKS", "Checks"]
 
-_FIRST_LOOKS = 4
+FIRST_LOOKS = 4
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Checks:
             return
         count = self._evaluations = self._evaluations + 1
         # A program may have such a block in every step: it is not to cost a look each time.
-        closely = self._boundaries > 0 and (count <= _FIRST_LOOKS or count & (count - 1) == 0)
+        closely = self._boundaries > 0 and (count <= FIRST_LOOKS or count & (count - 1) == 0)
         self.refreshed.leave()
         if closely:
             self._compare()
@@ -191,7 +191,7 @@ class Checks:
         if self._collector.devices.is_used:
             self._collector.devices.wait_for_update()  # a look reads from them
         self._compare()
-        if self._boundaries > _FIRST_LOOKS or (self._own and self._boundaries == 1):  # callbacks begin after the guard
+        if self._boundaries > FIRST_LOOKS or (self._own and self._boundaries == 1):  # callbacks begin after the guard
             self._search(frame)
         if self._modules:
             self.refreshed.watch([one.reference() for one in self._modules.values()], self._targets.values())
