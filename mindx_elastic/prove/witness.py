@@ -117,8 +117,8 @@ class Witness:
     def state(self) -> dict[str, str]:
         """What `_now` has, and what else the guard saves, as it would save it now."""
         found = self._now()
-        names = {id(p): n for c in self._collector.components.values() if isinstance(c, ModuleComponent)
-                 for n, p in c.module.named_parameters()}  # fmt: skip
+        modules = [c.module for c in self._collector.components.values() if isinstance(c, ModuleComponent)]
+        names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
         for target, state in self._collector.state().items():
             component = self._collector.components.get(target)
             if target in RESERVED_NAMES or component is None or target not in self._kept:
