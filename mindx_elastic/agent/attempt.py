@@ -307,7 +307,8 @@ class Attempt:
         now = time.monotonic()
         stuck, since = self._stuck.pop(end.rank, ("", now))
         why, recovery = stuck or describe(end), self._recovery if self._deadline is None else None
-        is_recovering = recovery is not None and recovery.is_active
+        # All ranks may train again since the last look: then this death is the next failure, and not one in a recovery.
+        is_recovering = recovery is not None and recovery.is_active and recovery.look() is not Phase.RUN
         if stuck or (failed and (end.code == -signal.SIGKILL or not is_recovering)):
             self.own_failures.append(end)
         if recovery is not None and is_recovering:

@@ -12,6 +12,7 @@ __all__ = [
     "VALUES",
     "changes_weights",
     "front_of",
+    "names_of_tail_values",
     "tail_values_in",
     "with_tail_values",
     "without_end",
@@ -47,6 +48,16 @@ def tail_values_in(loop: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """What `loop` has for a tail that comes without a batch, see `tail_values.EpochValues`."""
     found = loop.get(VALUES)
     return dict(found) if isinstance(found, Mapping) and OVER not in loop else {}
+
+
+def names_of_tail_values(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of what `tail_values_in` has found: variables, and attributes of objects."""
+    return [
+        f"{owner}.{name}" if owner else name
+        for owners in values.values()
+        for owner, names in owners.items()
+        for name in names
+    ]
 
 
 def with_tail_values(loop: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
 from mindx_elastic.capture.copying import map_tensors, same_tree
 from mindx_elastic.capture.loop_head import LoopHead
-from mindx_elastic.capture.loop_tail import front_of, tail_values_in, with_tail_values
+from mindx_elastic.capture.loop_tail import front_of, names_of_tail_values, tail_values_in, with_tail_values
 from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
@@ -335,8 +335,8 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
     donated, loop = tail_values_in(state["progress"].get("loop", {})), made["progress"].get("loop", {})
     if donated and not (is_whole and tail_values_in(loop)):
         made["progress"] = {**made["progress"], "loop": with_tail_values(loop, donated)}
-        names_read = [name for values in donated.values() for name in values]
-        doubts.setdefault(f"the code behind the epoch reads it; rank {found.donor}'s is used", []).extend(names_read)
+        words = f"the code behind the epoch may read it; rank {found.donor}'s is used"
+        doubts.setdefault(words, []).extend(names_of_tail_values(donated))
     step = found.checkpoint.info.step
     for doubt, theirs in doubts.items():
         risks.risk(

@@ -252,6 +252,33 @@ def test_a_new_process_has_the_time_of_its_recovery_to_come_to_its_guard(run: Ca
     assert workers.sent[1] == []
 
 
+def test_a_death_right_after_a_recovery_is_the_next_failure_though_the_agent_has_not_looked_since(
+    run: Callable[..., Ending],
+) -> None:
+    begun: list[int] = []
+
+    class Fast(Replacing):
+        def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
+            begun.append(end.rank)
+            return super().begin(end, cause, stuck_s=stuck_s)
+
+        def hear_end(self, end: WorkerExit) -> None:
+            super().hear_end(end)
+            if len(self.replaced) == 1:
+                self.workers.end(end.rank, -KILL)  # its new process, in its first step
+
+        def look(self) -> Phase:
+            if len(self.replaced) == 1:  # all ranks have said that they train
+                self.is_active = False
+                return Phase.RUN
+            return super().look()
+
+    workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
+    workers.end(1, -KILL)
+    assert run(workers, recovery=Fast).outcome == "finished"
+    assert begun == [1, 1]
+
+
 @pytest.mark.parametrize(("second", "own"), [(-6, [1]), (-KILL, [1, 2])])
 def test_the_failures_of_replaced_processes_are_known_but_not_those_of_whom_they_took_along(
     run: Callable[..., Ending], second: int, own: list[int]

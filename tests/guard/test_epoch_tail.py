@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from mindx_elastic.capture.loop_tail import names_of_tail_values, tail_values_in
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.loops.tail_values import EpochValues
@@ -305,6 +306,18 @@ def is_kept_of(frame: FrameType) -> bool:
 )
 def test_long_lists_are_not_walked_through(value: Any, is_kept: bool) -> None:
     assert is_kept_of(sys._getframe()) is is_kept
+
+
+def test_what_is_kept_for_a_tail_has_names_that_a_message_can_say() -> None:
+    class Averages:
+        total = 0.0
+
+    averages = Averages()
+    loss = 1.0
+    values = EpochValues(sys._getframe(), ())
+    loss, averages.total = loss / 2, 2.0
+    found = tail_values_in({"tail_values": values.changed(sys._getframe())})
+    assert {"loss", "averages.total"} <= set(names_of_tail_values(found))
 
 
 def test_what_contains_itself_is_not_kept() -> None:

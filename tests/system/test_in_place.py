@@ -408,7 +408,7 @@ def test_fifty_recoveries_in_one_job_and_what_they_leave_behind(runs: Runs) -> N
     assert last[0] <= first[0] + 50 * 3 + 10, found
     assert last[1] <= first[1] + 50 * 6, found
     assert last[2] <= first[2] + 60_000, found
-    # The first count is made before the ranks have written the order of their gradients for spares.
-    assert max(each[3] for each in found) <= first[3] + 5, "shared memory does not grow"
+    # The first count is made before the slots of snapshots and the order of the gradients, for spares, are there.
+    assert max(each[3] for each in found) <= found[1][3] + 2, [each[3] for each in found]
     assert after[0] < first[0] + 10 and after[1] < first[1] + 20, found
     assert not any((folder / "shm").rglob("*.safetensors"))
