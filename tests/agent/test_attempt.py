@@ -260,6 +260,7 @@ def test_a_death_right_after_a_recovery_is_the_next_failure_though_the_agent_has
     class Fast(Replacing):
         def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
             begun.append(end.rank)
+            self.began = clock.now
             return super().begin(end, cause, stuck_s=stuck_s)
 
         def hear_end(self, end: WorkerExit) -> None:
@@ -268,10 +269,10 @@ def test_a_death_right_after_a_recovery_is_the_next_failure_though_the_agent_has
                 self.workers.end(end.rank, -KILL)  # its new process, in its first step
 
         def look(self) -> Phase:
-            if len(self.replaced) == 1:  # all ranks have said that they train
-                self.is_active = False
-                return Phase.RUN
-            return super().look()
+            if len(self.replaced) > 1:
+                return super().look()
+            self.is_active = clock.now == self.began  # since then all ranks have said that they train
+            return self.phase
 
     workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
     workers.end(1, -KILL)
