@@ -1,6 +1,6 @@
 """Every environment variable that the package reads, in frozen dataclasses.
 
-Read once, when a `Guard` is entered; nothing is read at import. The table in ``docs/environment.md`` lists the same
+Read once, when a `Guard` is entered; nothing is read at import. The table in ``docs/reference.md`` lists the same
 names, values and defaults.
 """
 

@@ -97,7 +97,7 @@ def test_every_variable_that_the_package_reads_is_on_the_page() -> None:
     recorder = Recorder()
     for cls in SETTINGS:
         cls.from_env(recorder)
-    page = section("environment.md", "Read by the package")
+    page = section("reference.md", "Read by the package")
     assert set(rows(page)) == recorder.asked
     for name in variables_in_source() - recorder.asked:
         assert f"`{name}`" in page, f"{name} is read and not on the page"
@@ -114,7 +114,7 @@ def variables_set_by_the_agent() -> set[str]:
 
 
 def test_the_variables_that_the_agent_sets_are_on_the_page() -> None:
-    assert set(rows(section("environment.md", "Set by the agent"))) == variables_set_by_the_agent()
+    assert set(rows(section("reference.md", "Set by the agent"))) == variables_set_by_the_agent()
 
 
 def test_the_options_of_the_agent_are_on_the_page() -> None:
@@ -195,7 +195,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
     defaults |= dict.fromkeys(("RANK_ID", "RANK_SIZE", "DEVICE_ID"))  # instead of the first three
     defaults |= dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED"))  # of both versions of Open MPI
     defaults |= {"RANK_TABLE_FILE": faults.rank_table, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": None}  # a second choice each
-    shown = {name: cells[0] for name, cells in rows(section("environment.md", "Read by the package")).items()}
+    shown = {name: cells[0] for name, cells in rows(section("reference.md", "Read by the package")).items()}
     as_text = {
         name: "not set" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for name, v in defaults.items()
     }
@@ -206,10 +206,10 @@ def test_the_variables_of_the_start_script_are_on_the_page() -> None:
     script = (ROOT / "ma_pre_start.sh").read_text(encoding="utf-8")
     header = script.split("\n\n")[0]
     read, exported = header.split("# Reads\n")[1].split("# Exports\n")
-    ours = set(rows(section("environment.md", "Read by `ma_pre_start.sh`")))
+    ours = set(rows(section("reference.md", "Read by `ma_pre_start.sh`")))
     assert set(re.findall(r"^#   ([A-Z_]+)", read, re.MULTILINE)) <= ours
     assert all(name in script for name in ours)
-    page = section("environment.md", "Set by `ma_pre_start.sh`")
+    page = section("reference.md", "Set by `ma_pre_start.sh`")
     assert all(f"`{name}`" in page for name in re.findall(r"^#   ([A-Z_]{3,})", exported, re.MULTILINE))
 
 
@@ -217,7 +217,7 @@ def test_the_variables_of_the_porting_page_are_on_the_page_of_variables() -> Non
     names = re.findall(
         r"`((?:MS|RANK|MINDIO|GROUP)_[A-Z_]+)\b", (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
     )
-    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert len(set(names)) > 10
     assert not [name for name in names if f"`{name}" not in page]
 
@@ -233,7 +233,7 @@ def emitted_events() -> Iterator[tuple[str, set[str]]]:
 
 
 def test_every_event_and_its_fields_are_on_the_page() -> None:
-    table = rows(section("format.md", "`events.jsonl`"))
+    table = rows(section("reference.md", "`events.jsonl`"))
     common = {"step", "reason", "duration_s", "nbytes", "outcome"}
     attempt = {field.name for field in fields(AttemptRecord)} - {"attempt", "cause", "step_reached"}
     expanded: dict[str, set[str]] = {
@@ -254,8 +254,8 @@ def test_every_event_and_its_fields_are_on_the_page() -> None:
 def test_metadata_keys_and_tree_nodes_are_on_the_page() -> None:
     source = (ROOT / "mindx_elastic" / "persist" / "format.py").read_text(encoding="utf-8")
     keys = set(re.findall(r'metadata\[?"(mindx\.\w+)"|"(mindx\.\w+)":', source))
-    assert {a or b for a, b in keys} <= set(rows(section("format.md", "The checkpoint file")))
-    page = section("format.md", "The tree")
+    assert {a or b for a, b in keys} <= set(rows(section("reference.md", "The checkpoint file")))
+    page = section("reference.md", "The tree")
     tags = {*unflatten._PLAIN, *unflatten._CONTAINERS, "$tensor", "$ndarray", "$blob"}
     assert set(re.findall(r"\$[a-z]+", page)) - {"$"} == tags
 
@@ -268,19 +268,19 @@ def first_cells(page: str) -> set[str]:
 
 def test_the_keys_of_a_layout_record_are_on_the_page() -> None:
     record = LayoutRecorder({}, ParallelSetup()).record().json
-    page = section("format.md", "The layout record")
+    page = section("reference.md", "The layout record")
     assert first_cells(page) == set(record)
     assert f"| `version` | {record['version']}. " in page
 
 
 def test_the_keys_of_a_plan_are_on_the_page() -> None:
-    page = section("format.md", "`resume_plan.json`")
+    page = section("reference.md", "`resume_plan.json`")
     assert first_cells(page) == set(plan_to_json(Refusal((), found_anything=False)))
 
 
 def test_the_variables_of_a_plan_are_on_both_pages() -> None:
     exported = {line.partition("=")[0].removeprefix("export ") for line in env_lines(Refusal((), found_anything=False))}
-    page = section("environment.md", "Written by `mindx-elastic plan --emit-env FILE`")
+    page = section("reference.md", "Written by `mindx-elastic plan --emit-env FILE`")
     assert first_cells(page) == exported
     start_script = section("planning.md", "In a container's start script")
     assert all(f"`{name}`" in start_script for name in exported)

@@ -198,11 +198,11 @@ def test_commands_and_options() -> None:
 # --- environment, events, files ---
 
 
-def table(page: str, title: str) -> list[list[str]]:
-    """The rows of the table under one heading of docs/`page`; tests/test_docs.py compares the page with the code."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+def table(title: str) -> list[list[str]]:
+    """The rows of the table under a heading of docs/reference.md; tests/test_docs.py compares it with the code."""
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", text, re.DOTALL | re.MULTILINE)
-    assert found, f"docs/{page} has no section {title!r}"
+    assert found, f"docs/reference.md has no section {title!r}"
     rows = [line.strip("|").split(" | ") for line in found[1].splitlines() if line[:3] == "| `"]
     return [[cell.strip() for cell in row] for row in rows]
 
@@ -211,7 +211,7 @@ def test_environment_variables() -> None:
     lines = []
     for title in ("Read by the package", "Set by the agent", "Written by `mindx-elastic plan --emit-env FILE`"):
         lines += [f"# {title}"]
-        rows = [(name, row[1]) for row in table("environment.md", title) for name in re.findall(r"`(\w+)`", row[0])]
+        rows = [(name, row[1]) for row in table(title) for name in re.findall(r"`(\w+)`", row[0])]
         lines += [f"{name}, default {value}" if "Read" in title else name for name, value in sorted(rows)]
     compare("environment", lines)
 
@@ -220,7 +220,7 @@ def test_events() -> None:
     lines = []
     for title in ("`events.jsonl`", "In the run directory"):
         lines += [f"# {title}"]
-        for row in table("format.md", title):
+        for row in table(title):
             fields = sorted(set(re.findall(r"`([a-z_]+)`", row[-1])))
             lines += [f"{row[0].strip('`')}: {' '.join(fields)}".rstrip(": ")]
     compare("events", lines)
@@ -241,7 +241,7 @@ def test_files_on_disk() -> None:
     """The keys in headers and JSON files, and the numbers of protobuf fields: what older and newer versions read."""
     lines = []
     for title in ("The checkpoint file", "The tree", "The layout record", "`resume_plan.json`"):
-        lines += [f"# {title}", *sorted({f"    {name}" for row in table("format.md", title) for name in names_in(row)})]
+        lines += [f"# {title}", *sorted({f"    {name}" for row in table(title) for name in names_in(row)})]
     for path in sorted((ROOT / "mindx_elastic").rglob("*.proto"), key=lambda path: path.name):
         lines += [f"# {path.name}", *proto_fields(path)]
     compare("files", lines)

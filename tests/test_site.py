@@ -38,7 +38,7 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
     done = finish(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stderr
     pages = sorted(site.rglob("*.html"))
-    assert {"index.html", "api.html", "operating.html", "changelog.html"} <= {page.name for page in pages}
+    assert {"index.html", "reference.html", "operating.html", "changelog.html"} <= {page.name for page in pages}
     loaded = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
     outside = {found for page in pages for found in loaded.findall(page.read_text(encoding="utf-8"))}
     assert not outside
@@ -61,8 +61,8 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not [page.name for page in DOCS.glob("*.md") if page.name not in navigation]
 
 
-def test_the_api_page_has_every_public_name() -> None:
-    page = set(re.findall(r"^::: (\S+)$", text_of("api.md"), re.MULTILINE))
+def test_the_reference_has_every_public_name() -> None:
+    page = set(re.findall(r"^::: (\S+)$", text_of("reference.md"), re.MULTILINE))
     for line in page:
         module, _, name = line.rpartition(".")
         assert re.search(rf"^(class|def) {name}\b", source_of(module), re.MULTILINE), line

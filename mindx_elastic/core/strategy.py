@@ -302,7 +302,7 @@ class LaidOut(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutRecord:
-    """Which ranks hold what, as one rank's file records it: ``mindx.layout``, see docs/format.md."""
+    """Which ranks hold what, as one rank's file records it: ``mindx.layout``, see docs/reference.md."""
 
     rank: int
     world_size: int

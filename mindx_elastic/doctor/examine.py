@@ -100,7 +100,7 @@ def _state(wish: Wish) -> tuple[State | None, list[Finding]]:
             text = f"{printable(wish.directory)} cannot be read: {error.strerror or error}"
             findings = [problem("directory", text, "run as the user who trains, or give another directory")]
         except UsageError as error:
-            findings = [problem("variables", printable(error), "docs/environment.md says what it may be")]
+            findings = [problem("variables", printable(error), "docs/reference.md says what it may be")]
     if wish.state_bytes is not None:
         replicated = state is None or state.is_replicated
         ranks = wish.ranks or (state.ranks if state is not None else 1)

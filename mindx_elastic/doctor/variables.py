@@ -21,6 +21,7 @@ _OTHER_NAMES = {
     *("MINDX_RESUME_RUN_ID", "MINDX_RESUME_ATTEMPT", "MINDX_RESUME_STEP"),  # for shell scripts
     *("MINDX_WHEEL_DIR", "MINDX_INSTALL_DIR"),  # of ma_pre_start.sh
     "MINDX_CLUSTER_ANEW",  # of the dynamic cluster, for itself
+    "MINDX_DEBUG",  # of the commands: tracebacks
     *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
 }
@@ -73,7 +74,7 @@ def _unknown(env: Mapping[str, str]) -> Iterator[Finding]:
         alike = difflib.get_close_matches(name, known, 1, _ALIKE)
         if not alike and not name.startswith("MINDX_"):
             continue
-        remedy = f"{alike[0]}?" if alike else "unset it; docs/environment.md has them all"
+        remedy = f"{alike[0]}?" if alike else "unset it; docs/reference.md has them all"
         yield warning("variables", f"{printable(name)} is read by nothing", remedy)
 
 
@@ -86,7 +87,7 @@ def _wrong(env: Mapping[str, str]) -> Iterator[Finding]:
         except UsageError as error:
             if (text := printable(error)) not in said:
                 said.add(text)
-                yield problem("variables", text, "docs/environment.md says what it may be; unset it for the default")
+                yield problem("variables", text, "docs/reference.md says what it may be; unset it for the default")
 
 
 def _launcher(env: Mapping[str, str]) -> Iterator[Finding]:

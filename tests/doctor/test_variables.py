@@ -12,7 +12,7 @@ from mindx_elastic.doctor.variables import judge_variables, known_names
 
 WRONG = [
     ({"MINDX_GRACE": "30"}, Level.WARNING, "MINDX_GRACE is read by nothing", "MINDX_GRACE_S?"),
-    ({"MINDX_NONSENSE_XYZ": "1"}, Level.WARNING, "read by nothing", "environment.md"),
+    ({"MINDX_NONSENSE_XYZ": "1"}, Level.WARNING, "read by nothing", "reference.md"),
     ({"MS_ENABLE_GRACEFULL_EXIT": "1"}, Level.WARNING, "read by nothing", "MS_ENABLE_GRACEFUL_EXIT?"),
     ({"MINDX_GRACE_S": "soon"}, Level.PROBLEM, "not a number", ""),
     ({"MINDX_GRACE_S": "60", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}, Level.PROBLEM, "kills after 30 s", "--grace 60"),
@@ -55,7 +55,7 @@ def test_the_environment_of_a_living_agent_is_good(tmp_path: Path) -> None:
 
 
 def test_all_documented_variables_are_known() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8")
     named = {word.strip("`,") for word in page.split() if word.startswith("`MINDX_") and word.strip("`,").isupper()}
     assert len(named) > 20
     assert {name for name in named if name.replace("_", "").isalnum()} <= known_names()
