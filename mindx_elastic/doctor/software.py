@@ -78,7 +78,7 @@ def judge_devices(devices: Devices) -> Iterator[Finding]:
 
 
 def _in_place() -> Iterator[Finding]:
-    remedy = "the job is restarted instead; in place: one of the versions of torch in docs/in-place.md"
+    remedy = "the job is restarted instead; in place: one of the versions of torch in docs/agent.md"
     if missing := groups.missing_calls():
         text = f"torch {torch.__version__} lacks {listed(missing, 6)}: --recover in-place is not possible"
         yield warning("in place", text, remedy)

@@ -392,7 +392,7 @@ def test_a_stop_at_the_moment_of_a_death_does_not_wait_for_the_dead_rank(runs: R
 
 @drill
 def test_fifty_recoveries_in_one_job_and_what_they_leave_behind(runs: Runs) -> None:
-    """As docs/in-place.md says: 3 threads and about 5 descriptors each, in the survivor. Then the cap is reached."""
+    """As docs/agent.md says: 3 threads and about 5 descriptors each, in the survivor. Then the cap is reached."""
     orders = [f"1:{step}:{('start', 'forward', 'mid', 'backward', 'update')[step % 5]}" for step in range(3, 54)]
     words = ["--epochs", 5, "--resources", *faults(*orders)]
     job, folder = runs.run(2, *words, env={"MINDX_REJOIN_MOST": "50"}, options=("--rejoin-timeout", "100"))
