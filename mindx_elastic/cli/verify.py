@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,10 +13,12 @@ from rich.text import Text
 
 from mindx_elastic.cli.common import (
     EXIT_BAD,
+    EXIT_GOOD,
     EXIT_NOTHING,
     JSON_SCHEMA,
     JsonOption,
     PathArgument,
+    fail,
     human_size,
     is_folder,
     nothing_found,
@@ -36,6 +38,9 @@ __all__ = ["check_entries", "entries_at", "verify_command"]
 def verify_command(
     path: PathArgument,
     as_json: JsonOption = False,
+    certificate: Annotated[
+        bool, typer.Option("--certificate", help="Check what the resumes of the job have proved; reads headers only.")
+    ] = False,
 ) -> None:
     """Read every checkpoint file completely and compare its digests.
 
@@ -43,10 +48,13 @@ def verify_command(
     symbolic link (never followed), a foreign file under a name of ours. Other foreign files are skipped.
     Changes nothing; the next start of the job moves damaged files into quarantine.
 
+    With --certificate: checks the chain of comparisons in the newest complete step, and says which resumes are joined
+    by compared steps, which are not, and why. It claims the compared steps and no more, and is no signature.
+
     \b
     [bold]Exit code[/bold]
-    0  every file is good
-    1  at least one is bad
+    0  every file is good; with --certificate: the chain is sound, whatever it says
+    1  at least one is bad; with --certificate: the chain is broken, or no step can be used
     2  wrong usage, for example no such path
     3  no checkpoint was found
 
@@ -55,11 +63,14 @@ def verify_command(
     mindx-elastic verify ckpt
     mindx-elastic verify ckpt/rank_0
     mindx-elastic verify ckpt/rank_0/resnet-2_17_breakpoint.safetensors
+    mindx-elastic verify ckpt --certificate
     mindx-elastic verify ckpt --json | jq '.files[] | select(.ok | not)'
     """
     import mindx_elastic.persist.reader  # noqa: F401  # torch: seconds on a busy machine, and none of them verifies
     from mindx_elastic.start.findings import reader_trust
 
+    if certificate:
+        raise typer.Exit(_check_certificate(path, as_json=as_json))
     started = time.monotonic()
     entries = entries_at(path)
     in_quarantine = 0
@@ -86,6 +97,20 @@ def verify_command(
         raise typer.Exit(EXIT_NOTHING)
     if bad:
         raise typer.Exit(EXIT_BAD)
+
+
+def _check_certificate(path: Path, *, as_json: bool) -> int:
+    """Prints what the certificate of the newest complete step says; returns the exit code."""
+    from mindx_elastic.start.certificates import certificate_in
+
+    if not is_folder(path):
+        fail(f"{path} is a file: give the checkpoint directory")
+    found = certificate_in(path)
+    lines = [*found["spans"], *found["problems"], found["conclusion"]]
+    show({"schema": JSON_SCHEMA, "path": str(path), **found}, as_json, lambda console, _: say(console, *lines))
+    if found["step"] is None:
+        return EXIT_BAD if found["problems"] else EXIT_NOTHING
+    return EXIT_BAD if found["problems"] else EXIT_GOOD
 
 
 def entries_at(path: Path) -> list[CatalogEntry]:

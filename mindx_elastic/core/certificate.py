@@ -1,25 +1,47 @@
-"""The certificate of a run: an entry for each resume, with what its comparison has shown.
+"""The certificate of a run: a chain with one entry for each resume, and what its comparison has shown.
 
-Each entry is a JSON text in the header of every later file. It claims the compared steps and no more, and is no
-signature. The last `MOST` are kept. Pure.
+Each entry is a JSON text in the header of every later file. It has the digest of the entry before, so that none can be
+changed or left out unseen by accident; it is no signature. An entry claims the compared steps and no more. The last
+`MOST` are kept, in front of them the number and the last digest of those before. Pure.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
+
+import xxhash
 
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.values import real, text, whole
 
-__all__ = ["COMPARED", "MOST", "NOT_COMPARED", "Entry", "Proof", "added", "date_of", "entries_of", "proof_of"]
+__all__ = [
+    "COMPARED",
+    "MOST",
+    "MOST_WITNESS_BYTES",
+    "NOT_COMPARED",
+    "WITNESS_SUFFIX",
+    "Entry",
+    "Proof",
+    "added",
+    "date_of",
+    "digest_of",
+    "proof_of",
+    "read_chain",
+    "said_of",
+]
 
 MOST = 64
 COMPARED = ("verified", "variables differ", "differs")
 NOT_COMPARED = "not compared"
+WITNESS_SUFFIX = ".witness.jsonl"
+"""After the name of a checkpoint: what the stopped process has left of its next step (`prove.overlap`)."""
+MOST_WITNESS_BYTES = 1 << 26
+_DIGEST = re.compile(r"[0-9a-f]{32}|")
 _MOST_CHARACTERS = 200
 """Of a text in an entry: a header takes an entry of 1024."""
 
@@ -36,34 +58,71 @@ class Entry:
     """One of `COMPARED`, or `NOT_COMPARED`."""
     why: str = ""
     """What differs, or why nothing was compared."""
+    boundary: str = ""
+    """Digest of the header of the boundary's file."""
+    witness: str = ""
+    """xxh3-128 of the file that the stopped process has left of its next step."""
+    version: str = ""
+    """Of this package."""
+    torch: str = ""
+    device: str = ""
     ranks: int
     date: float
     """Unix seconds."""
+    before: str
+    """Digest of the entry before; empty: it is the first."""
 
     @property
     def span(self) -> str:
         return f"step {self.last}" if self.last <= self.after + 1 else f"steps {self.after + 1} to {self.last}"
 
-    @property
-    def words(self) -> str:
-        """Its outcome."""
-        before = f"{self.span} equal, and not got back" if self.outcome == COMPARED[1] else self.outcome
-        return f"{before}: {self.why}" if self.why else before
+
+def digest_of(entry: str) -> str:
+    """Of the text of an entry."""
+    return xxhash.xxh3_128_hexdigest(entry.encode("utf-8", "surrogatepass"))
 
 
-def added(chain: Sequence[str], entry: Entry) -> tuple[str, ...]:
+def added(chain: Sequence[str], *, after: int, why: str = "", **facts: Any) -> tuple[str, ...]:
     """`chain` with one entry more. It takes the place of a last one after the same boundary: no step lies between."""
     texts = list(chain)
-    if texts and _object(texts[-1]).get("after") == entry.after:
+    if texts and _object(texts[-1]).get("after") == after:
         texts.pop()
-    why = printable(entry.why)[:_MOST_CHARACTERS]
-    texts.append(json.dumps({**asdict(entry), "why": why}, ensure_ascii=False))
-    return tuple(texts[-MOST:])
+    entry = {"after": after, "why": printable(why)[:_MOST_CHARACTERS], **facts}
+    texts.append(json.dumps({**entry, "before": _link(texts[-1]) if texts else ""}, ensure_ascii=False))
+    is_cut = "left_out" in _object(texts[0])
+    if (more := len(texts) - is_cut - MOST) > 0:
+        left_out = whole(_object(texts[0])["left_out"]) or 0 if is_cut else 0
+        start = more + is_cut
+        texts[:start] = [json.dumps({"left_out": left_out + more, "digest": digest_of(texts[start - 1])})]
+    return tuple(texts)
 
 
-def entries_of(chain: Sequence[str]) -> list[Entry]:
-    """Those that are sound, the oldest first."""
-    return [entry for each in chain if (entry := _entry(_object(each))) is not None]
+def read_chain(chain: Sequence[str]) -> tuple[list[Entry], int]:
+    """The entries, the oldest first, and how many were left out in front of them. Raises ValueError where the chain is
+    broken, with the place."""
+    entries: list[Entry] = []
+    before, left_out, step = "", 0, 0
+    for number, each in enumerate(chain):
+        content = _object(each)
+        if number == 0 and "left_out" in content:
+            before, left_out = text(content.get("digest")), whole(content["left_out"]) or 0
+            continue
+        where = f"entry {left_out + len(entries) + 1}"
+        entry = _entry(content)
+        if entry is None:
+            raise ValueError(f"{where} is no entry of a certificate")
+        if entry.before != before:
+            raise ValueError(f"{where} does not follow the one before it: one of them was changed, or is missing")
+        if entry.after < step or entry.last < entry.after:
+            raise ValueError(f"{where} goes back: from step {step} to {entry.after}")
+        entries.append(entry)
+        before, step = digest_of(each), entry.after
+    return entries, left_out
+
+
+def _link(last: str) -> str:
+    content = _object(last)
+    return text(content.get("digest")) if "left_out" in content else digest_of(last)
 
 
 def _object(entry: str) -> dict[str, Any]:
@@ -76,11 +135,17 @@ def _object(entry: str) -> dict[str, Any]:
 
 def _entry(content: dict[str, Any]) -> Entry | None:
     numbers = {name: whole(content.get(name)) for name in ("after", "last", "ranks")}
-    date, outcome = real(content.get("date")), text(content.get("outcome"))
-    if date is None or outcome not in (*COMPARED, NOT_COMPARED) or any(n is None or n < 0 for n in numbers.values()):
-        return None
-    known: dict[str, Any] = {**numbers, "outcome": outcome, "why": text(content.get("why")), "date": date}
-    return Entry(**known)
+    texts = {name: text(content.get(name)) for name in ("outcome", "why", "boundary", "witness", "version", "torch")}
+    texts |= {name: text(content.get(name)) for name in ("device", "before")}
+    date = real(content.get("date"))
+    is_sound = (
+        all(number is not None and number >= 0 for number in numbers.values())
+        and date is not None
+        and texts["outcome"] in (*COMPARED, NOT_COMPARED)
+        and all(_DIGEST.fullmatch(texts[name]) for name in ("boundary", "witness", "before"))
+    )
+    made: dict[str, Any] = {**numbers, **texts, "date": date}
+    return Entry(**made) if is_sound else None
 
 
 # --- what it says of a job ---
@@ -100,7 +165,10 @@ def proof_of(chains: Sequence[Sequence[str]], against: Sequence[str]) -> Proof:
     """`chains`: of the files of all ranks of a step. `against`: what is known against an exact resume."""
     if against:
         return Proof(False, f"no: {against[0]}")
-    ranks = [entries_of(chain) for chain in chains]
+    try:
+        ranks = [read_chain(chain)[0] for chain in chains]
+    except ValueError as error:
+        return Proof(None, f"not proved yet: the certificate is broken: {error}")
     joined, open_ends = [], []
     for after in sorted({entry.after for entries in ranks for entry in entries}):
         found = [entry for entries in ranks for entry in entries if entry.after == after]
@@ -108,7 +176,7 @@ def proof_of(chains: Sequence[Sequence[str]], against: Sequence[str]) -> Proof:
         if worst is None and len(found) >= len(ranks):
             joined.append(found[0])
         else:
-            open_ends.append(f"after step {after}: {'not on all ranks' if worst is None else worst.words}")
+            open_ends.append(f"after step {after}: {'not on all ranks' if worst is None else said_of(worst)}")
     if not joined:
         return Proof(None, f"not proved yet: {open_ends[-1] if open_ends else 'the job was not resumed yet'}")
     newest = joined[-1]
@@ -117,6 +185,12 @@ def proof_of(chains: Sequence[Sequence[str]], against: Sequence[str]) -> Proof:
     rest = f"; {open_ends[-1]}" if open_ends else ""
     s = "s" * (newest.ranks != 1)
     return Proof(True, f"proved: {spans}{earlier} ({newest.ranks} rank{s}, {date_of(newest.date)}){rest}")
+
+
+def said_of(entry: Entry) -> str:
+    """Its outcome in words."""
+    before = f"{entry.span} equal, and not got back" if entry.outcome == COMPARED[1] else entry.outcome
+    return f"{before}: {entry.why}" if entry.why else before
 
 
 def date_of(seconds: float) -> str:

@@ -312,7 +312,7 @@ class Opening:
         if resumed.plan.resharded:
             self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
         self.unmanaged.inherit(start.notes)
-        self.unmanaged.certificate, self.unmanaged.not_kept = tuple(info.certificate), info.not_kept
+        self.unmanaged.certificate = tuple(info.certificate)
         if start.is_new_on_disk(self.around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self.saver.save_restored(self.policies, info)

@@ -300,6 +300,8 @@ class Header:
     """Bytes."""
     held: Held | None = None
     """None: the file holds all of its state."""
+    digest: str = ""
+    """Of itself, as it says."""
 
     @property
     def tensor_types(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -536,7 +538,7 @@ def _checked(
     held = None
     if metadata["mindx.schema"] == SCHEMA_DIVIDED:
         held = _held(json.loads(metadata["mindx.division"]), entries)
-    return Header(info, tree, entries, digests, layout, data_start, size, held)
+    return Header(info, tree, entries, digests, layout, data_start, size, held, metadata["mindx.header_digest"])
 
 
 def _loads(text: str, kind: str, deepest: int, shared: SharedJson | None) -> Any:

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from mindx_elastic.agreement.stop_step import CANNOT
-from mindx_elastic.core.certificate import NOT_COMPARED
+from mindx_elastic.core.certificate import MOST_WITNESS_BYTES, NOT_COMPARED, WITNESS_SUFFIX, digest_of
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.position import Position
@@ -33,6 +33,7 @@ from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard.checks.surroundings import program_frames
 from mindx_elastic.guard.observer import Observed
+from mindx_elastic.persist.format import read_header
 from mindx_elastic.prove.carried import carried, loops_around
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
@@ -49,9 +50,6 @@ __all__ = [
 
 _T = TypeVar("_T")
 _VERSION = 3
-WITNESS_SUFFIX = ".witness.jsonl"
-"""After the name of a checkpoint."""
-_MOST_BYTES = 1 << 26
 _MOST_FILES = 64
 _MOST_TOLD = 8
 _DECIDE_S = 60.0
@@ -141,9 +139,9 @@ class Played(_Notes):
 class Comparison(_Notes):
     """In the resumed process. An `Observer`."""
 
-    def __init__(self, stack: ExitStack, seen: Observed, text: str, on_difference: str) -> None:
-        """`text`: of the witness. Raises ValueError, KeyError, TypeError, AttributeError for anything but a whole
-        file."""
+    def __init__(self, stack: ExitStack, seen: Observed, path: Path, text: str, on_difference: str) -> None:
+        """`text`: of the witness `path`. Raises ValueError, KeyError, TypeError, AttributeError for anything but a
+        whole file, OSError, CheckpointError."""
         lines = text.splitlines(keepends=True)
         if json.loads(lines[-1]).get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
             raise ValueError("it is torn, or was changed")
@@ -154,8 +152,9 @@ class Comparison(_Notes):
         if len(self._steps) < 2:
             raise ValueError("it has no whole step")
         self._last = self._steps[-1].number
-        self._on_difference = on_difference
-        names = seen.unmanaged.not_kept.split(", ")
+        self._on_difference, self._digests = on_difference, _digests(path, text, seen)
+        assert seen.resumed_path is not None
+        names = read_header(seen.resumed_path).info.not_kept.split(", ")
         self._went_on = {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
         """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
         self._carried: set[str] = set()
@@ -196,7 +195,7 @@ class Comparison(_Notes):
         self._tell(step, explained, lost, others, num_equal)
         reason = explained.what if explained is not None else ", ".join([*lost, *others])
         why = reason if explained is not None else ", ".join(lost)
-        note_comparison(self._seen, step, outcome, reason=reason, why=why)
+        note_comparison(self._seen, step, outcome, reason=reason, why=why, **self._digests)
         return explained
 
     def _not_got_back(self) -> tuple[list[str], list[str], int]:
@@ -262,15 +261,19 @@ def _software() -> dict[str, str]:
     return {"torch": str(torch.__version__), "threads": str(torch.get_num_threads()), "device": device}
 
 
-def note_comparison(seen: Observed, step: int, outcome: str, *, reason: str, why: str) -> None:
+def note_comparison(seen: Observed, step: int, outcome: str, *, reason: str, why: str, **digests: str) -> None:
     """What steps of a resumed run have shown up to `step`: in the event log, and in later files."""
     assert seen.resumed is not None
-    unmanaged, ranks = seen.unmanaged, seen.ranks.world_size
-    unmanaged.certify(seen.resumed, outcome, ranks=ranks, last=step, why=why)
+    unmanaged, ranks, software = seen.unmanaged, seen.ranks.world_size, _software()
+    facts = {"torch": software["torch"], "device": printable(software["device"])[:60], **digests}
+    unmanaged.certify(seen.resumed, outcome, ranks=ranks, last=step, why=why, **facts)
     reason = printable(reason, 300)
     if outcome == "differs":
         unmanaged.inherit([f"since step {step}, which is not the one of the stopped process: {reason}"])
-    seen.stopper.events.emit("compared", step=step, reason=reason, outcome=outcome, ranks=ranks)
+    certificate = digest_of(unmanaged.certificate[-1])
+    seen.stopper.events.emit(
+        "compared", step=step, reason=reason, outcome=outcome, certificate=certificate, ranks=ranks
+    )
 
 
 def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> Comparison | None:
@@ -286,7 +289,7 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
             if (head["run"], head["rank"], head["step"]) != (seen.run_id, seen.ranks.rank, seen.resumed):
                 continue
             if head["version"] == _VERSION and head["world_size"] == seen.ranks.world_size:
-                return Comparison(stack, seen, text, on_difference)
+                return Comparison(stack, seen, path, text, on_difference)
             other = printable(f"version {head['version']}, {head['world_size']} ranks")
             logger.info("step %d is not compared: %s is of %s", seen.resumed + 1, path.name, other)
             why = f"what it left is of {other}"
@@ -297,11 +300,20 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
     return None
 
 
+def _digests(path: Path, text: str, seen: Observed) -> dict[str, str]:
+    """Of the witness, and of the header of its boundary's file, where that is still there and good."""
+    digests = {"witness": digest_of(text)}
+    with suppress(OSError, ValueError):
+        file = path.with_name(path.name.removesuffix(WITNESS_SUFFIX))
+        digests["boundary"] = read_header(file, seen.stopper.saver.trust.of(path.parent)).digest
+    return digests
+
+
 def _read(path: Path, seen: Observed) -> str:
     with open(open_trusted(path, seen.stopper.saver.trust.of(path.parent)), "rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        content = file.read(MOST_WITNESS_BYTES + 1)
+    if len(content) > MOST_WITNESS_BYTES:
+        raise ValueError(f"it has more than {MOST_WITNESS_BYTES} bytes")
     return content.decode()
 
 

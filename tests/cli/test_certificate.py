@@ -1,8 +1,9 @@
-"""What the resumes of a job have shown: in the headers of its files, and in what `peek` and the commands say of it."""
+"""The chain of comparisons in the headers of a job's files, and what the commands say of it."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import pytest
 
 import mindx_elastic as mx
-from mindx_elastic.core.certificate import MOST, NOT_COMPARED, Entry, added, entries_of, proof_of
+from mindx_elastic.core.certificate import MOST, NOT_COMPARED, added, digest_of, proof_of, read_chain
+from mindx_elastic.start.certificates import certificate_in
 from mindx_elastic.start.remains import proof_in_events
 from tests.guarded import no_traces, plain_environment, stop_at, stopped
-from tests.prove.test_overlap import STOP, Quiet, scaled_by, stop
+from tests.harness import run_command, start_job
+from tests.prove.test_overlap import STOP, Quiet, scaled_by, stop, witness_in
+
+FACTS: dict[str, Any] = {"ranks": 2, "date": 1e9}
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +28,10 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def entry(after: int, outcome: str = "verified", why: str = "") -> Entry:
-    return Entry(after=after, last=after + 1, outcome=outcome, why=why, ranks=2, date=1e9)
-
-
 def chain_of(number: int) -> tuple[str, ...]:
     chain: tuple[str, ...] = ()
     for step in range(10, 10 * (number + 1), 10):
-        chain = added(chain, entry(step))
+        chain = added(chain, after=step, last=step + 1, outcome="verified", **FACTS)
     return chain
 
 
@@ -45,35 +46,58 @@ def resume_until(directory: Path, step: int, *, middle: Callable[[Any, int], obj
     assert stopped(Quiet(directory, seed=1), middle=both).step == step
 
 
-def test_entries_are_bounded_and_what_is_none_is_left_out() -> None:
-    assert [each.after for each in entries_of(chain_of(MOST + 3))][:: MOST - 1] == [40, 10 * (MOST + 3)]
-    odd = added((), entry(1, NOT_COMPARED, '"\\\ud800\n\U0001f600' * 400))
-    assert len(odd[0]) < 1024 and len(entries_of(odd)) == 1, "whatever the words are, a header takes it"
-    of_older_version = ['{"left_out": 3, "digest": ""}', chain_of(1)[0].replace("{", '{"before": "", "torch": "2", ')]
-    assert entries_of([*of_older_version, "{", "[]", '{"after": -1}']) == [entry(10)]
-    assert added(chain_of(2), entry(20, "differs"))[:1] == chain_of(1), "no step lies between"
+def test_a_chain_is_bounded_and_stays_sound() -> None:
+    chain = chain_of(MOST + 3)
+    entries, left_out = read_chain(chain)
+    assert (len(entries), left_out, entries[0].after) == (MOST, 3, 40)
+    left_out_digest = digest_of(chain_of(3)[-1])
+    assert json.loads(chain[0]) == {"left_out": 3, "digest": left_out_digest} and entries[0].before == left_out_digest
+    odd = added((), after=1, last=1, outcome=NOT_COMPARED, why='"\\\ud800\n\U0001f600' * 400, **FACTS)
+    assert len(odd[0]) < 1024 and read_chain(odd), "whatever the words are, a header takes it"
+
+
+@pytest.mark.parametrize(
+    ("forge", "place"),
+    [
+        (lambda chain: [*chain[:1], *chain[2:]], "entry 2 does not follow"),
+        (lambda chain: [chain[0].replace('"last": 11', '"last": 19'), *chain[1:]], "entry 2 does not follow"),
+        (lambda chain: [*chain[:2], chain[2][:40]], "entry 3 is no entry"),
+        (lambda chain: [*chain, added(chain[:1], after=5, last=6, outcome="verified", **FACTS)[1]], "entry 4 does not"),
+        (lambda chain: added(chain, after=5, last=6, outcome="verified", **FACTS), "entry 4 goes back"),
+    ],
+)
+def test_a_forged_or_torn_chain_is_named(forge: Callable[[Any], Any], place: str) -> None:
+    chain = forge(chain_of(3))
+    with pytest.raises(ValueError, match=place):
+        read_chain(chain)
+    assert proof_of([chain], ()).exact is None and place in proof_of([chain], ()).words
 
 
 def test_ranks_prove_together() -> None:
-    bad = added(chain_of(1), entry(20, "differs", "weights"))
+    bad = added(chain_of(1), after=20, last=21, outcome="differs", why="weights", **FACTS)
     assert proof_of([chain_of(1), chain_of(1)], ()).words == "proved: step 11 (2 ranks, 2001-09-09)"
     assert proof_of([chain_of(1), ()], ()).exact is None
     assert "after step 20: differs: weights" in proof_of([chain_of(2), bad], ()).words
 
 
-def test_a_resume_is_proved_and_one_that_was_not_compared_is_said(tmp_path: Path) -> None:
+def test_a_resume_is_proved_and_a_kill_of_nothing_is_said(tmp_path: Path) -> None:
     stop(tmp_path)
     fresh = mx.peek(tmp_path)
     assert fresh is not None and fresh.exact is None and fresh.proof.startswith("not proved yet")
     resume_until(tmp_path, 12)
-    proved, words = mx.peek(tmp_path), f"proved: step {STOP + 1} (1 rank, "
+    proved = mx.peek(tmp_path)
     assert proved is not None and proved.exact is True
-    assert proved.proof.startswith(words) and proof_in_events(tmp_path).startswith(words)
-    max(tmp_path.glob("*.witness.jsonl"), key=lambda path: path.stat().st_mtime_ns).unlink()
+    assert proved.proof.startswith(f"proved: step {STOP + 1} (1 rank, ") == proof_in_events(tmp_path).startswith(
+        "proved"
+    )
+    witness_in_newest = max(tmp_path.glob("*.witness.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    witness_in_newest.unlink()
     resume_until(tmp_path, 13)
-    again = mx.peek(tmp_path)
-    assert again is not None
-    assert again.proof.endswith("; after step 12: not compared: it left no step to compare with")
+    found = certificate_in(tmp_path)
+    assert found["step"] == 13 and found["sound"] and "1 of 2 resumes" in found["conclusion"]
+    first, second = found["spans"]
+    assert first.startswith(f"resumed after step {STOP}: joined: step {STOP + 1}")
+    assert second == "resumed after step 12: NOT joined: not compared: it left no step to compare with"
 
 
 def test_a_difference_is_against_all_later_files(tmp_path: Path, run: Callable[..., Any]) -> None:
@@ -85,3 +109,52 @@ def test_a_difference_is_against_all_later_files(tmp_path: Path, run: Callable[.
     assert f"no: since step {STOP + 1}" in run("plan", tmp_path).stdout.replace("\n", " ")
     document = json.loads(run("plan", tmp_path, "--json").stdout)
     assert document["exact"] is False and "weights differ" in document["inexact"][0]
+    resume_until(tmp_path, 14)
+    assert f"after step {STOP}: NOT joined: differs" in run("verify", "--certificate", tmp_path).stdout
+
+
+def test_a_witness_that_was_changed_since_breaks_it(tmp_path: Path, run: Callable[..., Any]) -> None:
+    stop(tmp_path)
+    witness = witness_in(tmp_path)
+    resume_until(tmp_path, 12)
+    assert run("verify", "--certificate", tmp_path).exit_code == 0
+    witness.write_text(witness.read_text().replace("verified", "") + "\n")
+    outcome = run("verify", "--certificate", tmp_path)
+    assert outcome.exit_code == 1 and "BROKEN" in outcome.stdout and "not the one that step" in outcome.stdout
+    assert run("verify", "--certificate", tmp_path / "rank_9").exit_code in (2, 3)
+
+
+JOB = """
+import os, signal, sys
+import torch
+import mindx_elastic as mx
+
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = [(torch.randn(4), 1) for _ in range(32)]
+loader = mx.data.ResumableLoader(data, batch_size=2, shuffle=True, seed=3)
+with mx.Guard(model=model, optimizer=optimizer, loader=loader, directory=sys.argv[1]) as guard:
+    for epoch in guard.epochs(3):
+        for x, y in loader:
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if guard.step + 1 == int(sys.argv[2]) and os.environ["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGTERM)
+            guard.step_end()
+"""
+
+
+def test_two_ranks_prove_a_resume_and_the_command_says_so(tmp_path: Path) -> None:
+    script, directory = tmp_path / "job.py", tmp_path / "ckpt"
+    script.write_text(JOB, encoding="utf-8")
+    for step in (5, 11):
+        with start_job("ranks.py", 2, script, directory, step, env={"MINDX_OVERLAP": "1"}) as job:
+            assert job.wait() != 0, job.report()
+    said = run_command("verify", "--certificate", directory)
+    joined, conclusion = said.splitlines()  # the ranks agree on the step of a stop: that of the signal, or later
+    found = re.match(r"resumed after step (\d+): joined: step (\d+) .*\(2 ranks, ", joined)
+    assert found is not None and int(found[2]) == int(found[1]) + 1 > 5, said
+    assert re.match(r"certificate of step \d+: sound; 1 of 1 resumes are joined", conclusion)

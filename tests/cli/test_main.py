@@ -45,7 +45,7 @@ def test_the_option_set() -> None:
             "--timeout",
         ],
         "inspect": ["--json", "--verify", "path"],
-        "verify": ["--json", "path"],
+        "verify": ["--certificate", "--json", "path"],
         "status": ["--interval", "--json", "--watch", "path"],
         "top": ["--interval", "path"],
         "report": ["--checkpoints", "--json", "--output", "-o", "path"],

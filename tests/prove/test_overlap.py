@@ -18,11 +18,11 @@ import pytest
 import torch
 import xxhash
 
+from mindx_elastic.core.certificate import WITNESS_SUFFIX
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard import boundaries as guard_boundaries
 from mindx_elastic.guard import overlap as guard_overlap
 from mindx_elastic.prove import overlap
-from mindx_elastic.prove.overlap import WITNESS_SUFFIX
 from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import wait_until
 
