@@ -505,8 +505,6 @@ class FaultPaths:
     """``MINDX_FAULT_DIR``: folder with the key files ``fault-npus`` and ``checkCode``."""
     reset_dir: Path = Path("/user/restore/reset/config")
     """``MINDX_RESET_DIR``: folder with ``reset.json``."""
-    rank_table: Path | None = None
-    """``MINDX_RANK_TABLE``, else ``RANK_TABLE_FILE``: the file ``hccl.json``; None: there is none."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> FaultPaths:
@@ -521,7 +519,6 @@ class FaultPaths:
         return cls(
             fault_dir=path("MINDX_FAULT_DIR") or cls.fault_dir,
             reset_dir=path("MINDX_RESET_DIR") or cls.reset_dir,
-            rank_table=path("MINDX_RANK_TABLE") or path("RANK_TABLE_FILE"),
         )
 
 

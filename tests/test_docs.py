@@ -182,7 +182,6 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "GROUP_RANK": copies.node or None,
         "MINDX_FAULT_DIR": faults.fault_dir,
         "MINDX_RESET_DIR": faults.reset_dir,
-        "MINDX_RANK_TABLE": faults.rank_table,
         "MS_ENABLE_TFT": TftSettings().enabled or None,
         "MINDIO_FOR_MINDSPORE": TftSettings().for_mindspore or None,
         "MINDX_AGENT_DIR": None,
@@ -194,7 +193,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
     assert len(defaults) + 1 == sum(len(fields(cls)) for cls in SETTINGS)  # GROUP_RANK is in two of them
     defaults |= dict.fromkeys(("RANK_ID", "RANK_SIZE", "DEVICE_ID"))  # instead of the first three
     defaults |= dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED"))  # of both versions of Open MPI
-    defaults |= {"RANK_TABLE_FILE": faults.rank_table, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": None}  # a second choice each
+    defaults |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": None}  # a second choice
     shown = {name: cells[0] for name, cells in rows(section("reference.md", "Read by the package")).items()}
     as_text = {
         name: "not set" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for name, v in defaults.items()

@@ -111,7 +111,7 @@ def test_no_file_of_the_set_is_left_out() -> None:
     names = " ".join(path.relative_to(FILES).as_posix() for path in FILES.rglob("*") if path.is_file())
     kinds = ["_breakpoint.safetensors", "_train.safetensors", "_eval.safetensors", "ttp_rank_1", "/memory-", "net-1_2."]
     kinds += ["quarantine/", ".reason.txt", "boundaries.mindx.gz", "ckpt/events.jsonl", "run/events.jsonl"]
-    kinds += ["strategy.proto", "resume_plan.json", "resume_plan.pb", "group_info.pb", "restore.env"]
+    kinds += ["strategy.proto", "resume_plan.json", "group_info.pb", "restore.env"]
     assert [kind for kind in kinds if kind not in names] == []
 
 

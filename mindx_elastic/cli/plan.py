@@ -46,12 +46,6 @@ def plan_command(
         typer.Option(metavar="FILE", help="The fault report; default: the mounted one, if any. none: read no report."),
     ] = None,
     fault_ranks: Annotated[str | None, typer.Option(metavar="RANKS", help="Faulty ranks: 1,3 or 0-7.")] = None,
-    fault_node: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A faulty node; may be repeated.")
-    ] = None,
-    rank_table: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The rank table (hccl.json): which ranks a node has.")
-    ] = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, max=1 << 18, metavar="N", help="Ranks of the new start; default: as before.")
     ] = None,
@@ -64,14 +58,11 @@ def plan_command(
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Read the files that the plan uses and compare their digests.")
     ] = True,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Also show each layout's parts and the replica groups.")
-    ] = False,
     as_json: JsonOption = False,
     emit_env: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write RESTORE_RANKS and others as export lines for a shell.")
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write resume_plan.json and resume_plan.pb into DIR.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write resume_plan.json into DIR.")] = False,
 ) -> None:
     """Show the plan of the next start: which step it would load and why, which rank reads which file, what is lost.
 
@@ -92,7 +83,7 @@ def plan_command(
     \b
     [bold]Examples[/bold]
     mindx-elastic plan ckpt
-    mindx-elastic plan ckpt --fault-ranks 1,3 --explain
+    mindx-elastic plan ckpt --fault-ranks 1,3
     mindx-elastic plan ckpt --mesh dp=2,tp=2
     mindx-elastic plan ckpt --emit-env resume.sh && . ./resume.sh
     mindx-elastic plan ckpt --json | jq '.step'
@@ -106,7 +97,7 @@ def plan_command(
     sizes = None if mesh is None else parse_mesh(mesh)
     found = find(path, strategy, run)
     largest = max((fact.world_size for fact in found.facts), default=None)
-    report = gather_faults(faults, fault_ranks, fault_node or [], rank_table, largest)
+    report = gather_faults(faults, fault_ranks, largest)
     if world_size is None and sizes is None:
         _refuse_if_only_claimed(found)
     result = _plan(found, report, new_world(found, world_size, sizes), step, verify=verify)
@@ -114,7 +105,7 @@ def plan_command(
         write_plan(path, result.plan)
     if emit_env is not None:
         write_env_file(emit_env, result.plan)
-    document = {**_document(path, result, explain=explain), "asked_step": step}
+    document = {**_document(path, result), "asked_step": step}
     show(document, as_json, lambda console, _: _print(console, result, document))
     if isinstance(result.plan, ResumePlan):
         raise typer.Exit(EXIT_GOOD)
@@ -143,9 +134,8 @@ def _refuse_if_only_claimed(found: Found) -> None:
         )
 
 
-def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
+def _document(path: Path, result: _Result) -> dict[str, Any]:
     """What ``--json`` prints: `plan_files.plan_to_json`, and what this command adds. The screen shows the same."""
-    from mindx_elastic.cli.plan_table import explain as explain_plan
     from mindx_elastic.core.certificate import proof_of
     from mindx_elastic.platforms.plan_files import plan_to_json
     from mindx_elastic.start.facts import ResumePlan
@@ -157,7 +147,7 @@ def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
         "reasons": [],
         "proof": None,
         "faults_from": result.faults.source,
-        "faults_problems": [*_initializing(result.faults), *map(str, result.faults.problems)],
+        "faults_problems": [*_initializing(result.faults), *result.faults.problems],
         "digests_checked": checked is not None,
         "checked_files": 0 if checked is None else checked.files,
         "checked_bytes": 0 if checked is None else checked.nbytes,
@@ -168,8 +158,6 @@ def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
         document["reasons"] = list(dict.fromkeys(info.reason for info in infos))
         proof = proof_of([info.certificate for info in infos], document["inexact"])
         document |= {"exact": proof.exact, "proof": proof.words}
-        if explain:
-            document["explanation"] = explain_plan(plan)
     return document
 
 
@@ -178,7 +166,7 @@ def _initializing(faults: Faults) -> list[str]:
 
 
 def _print(console: Console, result: _Result, document: dict[str, Any]) -> None:
-    from mindx_elastic.cli.plan_table import print_explanation, print_nothing, print_plan, print_refusal
+    from mindx_elastic.cli.plan_table import print_nothing, print_plan, print_refusal
     from mindx_elastic.start.facts import Refusal, ResumePlan
 
     said = remarks(document, result.plan.step if isinstance(result.plan, ResumePlan) else None)
@@ -188,6 +176,4 @@ def _print(console: Console, result: _Result, document: dict[str, Any]) -> None:
         print_refusal(console, result.plan, document)
     else:
         print_plan(console, result.plan, document, now=time.time())
-        if "explanation" in document:
-            print_explanation(console, document["explanation"])
     say(console, *said)

@@ -16,7 +16,6 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
-from mindx_elastic.platforms.nodes import NodeMap, default_node_map, read_node_map
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.start.planner import newest_world_size, order_of_moments
 from mindx_elastic.start.targets import remesh
@@ -164,51 +163,22 @@ def _is_silent(fact: FileFact) -> bool:
 # --- faults ---
 
 
-def gather_faults(
-    report: str | None,
-    ranks: str | None,
-    node_names: Sequence[str],
-    rank_table: Path | None,
-    world_size: int | None,
-) -> Faults:
+def gather_faults(report: str | None, ranks: str | None, world_size: int | None) -> Faults:
     """All that is said to be faulty. `report`: a path, or ``none``; None: what the platform has mounted, if anything.
 
     Raises UsageError for whatever is not understood in full, and for ranks that a job of `world_size` does not have.
     """
-    nodes = _nodes(rank_table, needed=bool(node_names))
     if report is None:
         sources: Sequence[Path] = default_fault_sources(FaultPaths.from_env())
     else:
         sources = () if report == "none" else (Path(report),)
-    faults = Faults.none()
+    faults = Faults()
     for source in sources:
-        faults = merge(faults, read_faults(source, world_size=world_size, nodes=nodes))
+        faults = merge(faults, read_faults(source, world_size=world_size))
     if ranks is not None:
         typed = Faults(parse_rank_list(ranks, world_size=world_size), source="--fault-ranks")
         faults = merge(faults, typed)
-    if node_names:
-        if nodes is None:
-            raise UsageError("--fault-node: which ranks a node has is not known; give --rank-table FILE")
-        named = {rank for name in node_names for rank in nodes.ranks(name)}
-        typed = Faults(frozenset(named), tuple(node_names), source="--fault-node")
-        faults = merge(faults, typed)
-    if world_size is not None and max(faults.ranks, default=0) >= world_size:
-        raise UsageError(
-            f"{faults.source} names rank {max(faults.ranks)}, but no step here is of more than {world_size} ranks: it "
-            "is about another job"
-        )
     return faults
-
-
-def _nodes(rank_table: Path | None, *, needed: bool) -> NodeMap | None:
-    if rank_table is not None:
-        return read_node_map(rank_table)
-    try:
-        return default_node_map()
-    except UsageError:  # somebody else's variable is no reason to fail where no node is named
-        if needed:
-            raise
-        return None
 
 
 # --- the new world ---

@@ -19,10 +19,9 @@ from mindx_elastic.cli.common import human_age, human_size, print_table, say
 from mindx_elastic.core.moment import moment_name
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list, rank_ranges
-from mindx_elastic.core.strategy import LayoutClass
 from mindx_elastic.start.facts import RankPlan, Refusal, Rejected, ResumePlan
 
-__all__ = ["explain", "print_explanation", "print_nothing", "print_plan", "print_refusal", "rank_ranges"]
+__all__ = ["print_nothing", "print_plan", "print_refusal"]
 
 _MAX_ROWS = 12
 _KEY_WIDTH = 9
@@ -231,65 +230,3 @@ def print_nothing(console: Console, directory: str, *, is_fresh: bool) -> None:
     if is_fresh:
         line += ": there is nothing to restore, the job starts from the beginning"
     say(console, line)
-
-
-# --- --explain ---
-
-
-def explain(plan: ResumePlan) -> dict[str, Any]:
-    """For each layout which parts come from where; and the replica groups."""
-    groups = plan.source.replica_groups()
-    return {
-        "layouts": [_explain_class(plan, group) for group in plan.source.classes],
-        "replica_groups": [{"ranks": list(g), "with_files": [r for r in g if r in plan.files]} for g in groups],
-    }
-
-
-def _explain_class(plan: ResumePlan, group: LayoutClass) -> dict[str, Any]:
-    layout, reduced = group.layout, []
-    for shard, ranks in enumerate(layout.holders):
-        there = [rank for rank in ranks if rank in plan.files]
-        if len(there) < len(ranks):
-            reduced.append({"part": shard, "held_by": list(ranks), "read_from": there})
-    return {
-        "layout": str(layout),
-        "tensors": len(group.tensors),
-        "examples": [spec.name for spec in group.tensors[:3]],
-        "parts": layout.num_shards,
-        "copies": layout.size // layout.num_shards,
-        "reduced": reduced,
-    }
-
-
-def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
-    """What `explain` gave."""
-    console.print()
-    console.print("layouts:", style="bold")
-    for each in explanation["layouts"]:
-        say(console, *_class_lines(each))
-    console.print("replica groups:", style="bold")
-    groups = explanation["replica_groups"]
-    for group in groups[:_MAX_ROWS]:
-        lost = sorted(set(group["ranks"]) - set(group["with_files"]))
-        note = f", no usable file of {_of_ranks(lost)}" if lost else ""
-        say(console, f"  {rank_ranges(group['ranks'])}{note}")
-    if len(groups) > _MAX_ROWS:
-        console.print(f"  and {len(groups) - _MAX_ROWS} more (--json lists them)")
-
-
-def _class_lines(each: dict[str, Any]) -> list[str]:
-    names = ", ".join(name or "everything in the file" for name in each["examples"])
-    more = f" and {each['tensors'] - len(each['examples'])} more" if each["tensors"] > len(each["examples"]) else ""
-    parts = f"{each['parts']} part{'s' * (each['parts'] > 1)}"
-    copies = f"{each['copies']} cop{'ies' if each['copies'] > 1 else 'y'} of each"
-    lines = [f"  {each['layout']}: {names}{more}", f"    {parts}, {copies}"]
-    reduced = each["reduced"]
-    if not reduced:
-        lines[-1] += ", and a file of every rank that holds one"
-    for part in reduced[:_MAX_ROWS]:
-        lost = [rank for rank in part["held_by"] if rank not in part["read_from"]]
-        source = f"read from {_of_ranks(part['read_from'])}" if part["read_from"] else "not needed by any rank"
-        lines.append(f"    part {part['part'] + 1}: no usable file of {_of_ranks(lost)}, {source}")
-    if len(reduced) > _MAX_ROWS:
-        lines.append(f"    and {len(reduced) - _MAX_ROWS} parts more with fewer copies (--json lists them)")
-    return lines

@@ -139,7 +139,7 @@ def _ranks(env: Mapping[str, str]) -> list[Finding]:
     if env.get("RANK", "").strip() and not env.get("WORLD_SIZE", "").strip():
         text = f"RANK={env['RANK']} without WORLD_SIZE: this process takes itself for the whole job"
         found.append(problem("variables", printable(text), "start with mindx-elastic run or torchrun, or unset RANK"))
-    for one, other in (("RANK", "RANK_ID"), ("WORLD_SIZE", "RANK_SIZE"), ("MINDX_RANK_TABLE", "RANK_TABLE_FILE")):
+    for one, other in (("RANK", "RANK_ID"), ("WORLD_SIZE", "RANK_SIZE")):
         values = [env.get(name, "").strip() for name in (one, other)]
         if all(values) and values[0] != values[1]:
             text = f"{one}={values[0]} and {other}={values[1]} differ; {one} is taken"

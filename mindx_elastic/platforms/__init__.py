@@ -5,8 +5,7 @@ file                     what it reads or writes                           sourc
 =======================  ================================================  =========================================
 ``faults.py``            fault reports, once, for a plan                   MindCluster: Volcano, NodeD, ClusterD
 ``fault_watch.py``       the same while the job runs                       MindCluster
-``config_map.py``        ConfigMaps: mounts, check codes, YAML             Kubernetes; check codes: MindCluster
-``nodes.py``             which ranks a node has: rank table, environment   HCCL's ``hccl.json``; torchrun
+``config_map.py``        ConfigMaps: mounts, check codes                   Kubernetes; check codes: MindCluster
 ``launchers.py``         the rank of this process; launchers not read      MindSpore, Slurm, MPI, Horovod
 ``flag_file.py``         ``{"GracefulExit": 1}``                           MindSpore, ``OnRequestExit``
 ``tft_tree.py``          the tree of TTP checkpoints                       MindSpore and MindIO, ``TFTRegister``
@@ -19,6 +18,6 @@ file                     what it reads or writes                           sourc
 =======================  ================================================  =========================================
 
 A further platform (Slurm, Kubernetes without MindCluster, notices of a spot instance's end) is a file here that tells
-what it hears in the engine's words: `faults.Faults` for ranks a plan may not rely on, `nodes.NodeMap` for which ranks
-share a node, `fault_watch.FaultEvent` for a wish that the job stop.
+what it hears in the engine's words: `faults.Faults` for ranks a plan may not rely on, `fault_watch.FaultEvent` for a
+wish that the job stop.
 """

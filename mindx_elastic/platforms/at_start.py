@@ -19,7 +19,6 @@ from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import MindxError
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, read_faults
 from mindx_elastic.platforms.flag_file import AnsweredFlags
-from mindx_elastic.platforms.nodes import default_node_map
 from mindx_elastic.start.facts import KnownFaults, ResumePlan
 from mindx_elastic.start.start import STRATEGY_FILE
 
@@ -140,10 +139,10 @@ class AnsweredFlagsPart(Part):
 
 
 def _read_faults() -> Faults:
-    found = Faults.none()
+    found = Faults()
     for source in default_fault_sources(FaultPaths.from_env()):
         try:
-            found = merge(found, read_faults(source, world_size=None, nodes=default_node_map()))
+            found = merge(found, read_faults(source, world_size=None))
         except MindxError as error:
             logger.warning("%s; the plan for this start is made without it", error)
     return found
@@ -154,11 +153,11 @@ def _write_plan(directory: Path, strategy: Strategy, plan: ResumePlan | None) ->
     depend on these files."""
     # Only the rank that writes them pays for importing protobuf.
     try:
-        from mindx_elastic.platforms.plan_files import PLAN_JSON, PLAN_PB, write_plan
+        from mindx_elastic.platforms.plan_files import PLAN_JSON, write_plan
         from mindx_elastic.platforms.strategy_file import save_strategy
 
-        for name in (PLAN_JSON, PLAN_PB):  # a start script must not take the plan of an earlier start for this one's
-            (directory / name).unlink(missing_ok=True)
+        # A start script must not take the plan of an earlier start for this one's.
+        (directory / PLAN_JSON).unlink(missing_ok=True)
         save_strategy(directory / STRATEGY_FILE, strategy)
         if plan is not None:
             write_plan(directory, plan)

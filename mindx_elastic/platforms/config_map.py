@@ -1,4 +1,4 @@
-"""ConfigMaps of Kubernetes: as a mounted folder, as one object in JSON or YAML, and the values that they hold.
+"""ConfigMaps of Kubernetes: as a mounted folder, as one object in JSON, and the values that they hold.
 
 Kubernetes mounts a ConfigMap as symbolic links into a dated folder and updates it by renaming the link ``..data``
 (``pkg/volume/util/atomic_writer.go``). These files are the platform's: links are followed, and the content may be of
@@ -25,12 +25,9 @@ __all__ = [
     "check_data",
     "data_of",
     "did_you_mean",
-    "load_json",
     "parse_json_object",
-    "parse_yaml_object",
     "read_mounted",
     "read_text",
-    "sha256",
     "time_stamp",
     "whole_number",
 ]
@@ -41,7 +38,6 @@ CHECK_KEY = "checkCode"
 """The key under which MindCluster's writers store a SHA-256 of the rest."""
 _MAX_RANK = 1 << 24
 _MILLISECONDS_FROM = 1e11  # in seconds that would be the year 5138
-_MAX_EVENTS, _MAX_DEPTH = 20_000, 16  # of YAML
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -84,69 +80,33 @@ def read_text(path: Path) -> tuple[str, float]:
 # --- one object as text -----------------------------------------------------------------------------------------------
 
 
-def load_json(text: str, twice: list[str] | None = None) -> Any:
-    """The value in `text`. Keys that an object has twice are appended to `twice`; the last one counts.
+def parse_json_object(text: str) -> dict[str, Any]:
+    """The object in `text`. Raises ValueError, with what is wrong, for anything else, and for an object with one key
+    twice: which of the two values counts is not known."""
 
-    Raises ValueError with what is wrong.
-    """
+    twice: list[str] = []
 
     def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
-        if twice is not None and len(found) != len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            twice.extend(key for key, count in counts.items() if count > 1)
+        if len(found) != len(pairs):
+            twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         return found
 
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"is larger than {MAX_BYTES >> 20} MiB")
     try:
-        return json.loads(text, object_pairs_hook=keep)
+        content = json.loads(text, object_pairs_hook=keep)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not readable JSON yet ({error})") from None
-
-
-def parse_json_object(text: str, twice: list[str] | None = None) -> dict[str, Any]:
-    """As `load_json`, and ValueError for anything but an object."""
-    content = load_json(text, twice)
+    if twice:
+        raise ValueError(f"has the key {twice[0][:60]!r} twice")
     if not isinstance(content, dict):
         raise ValueError(f"holds {content!r:.60} where an object {{...}} is expected")
     return content
 
 
-def parse_yaml_object(text: str) -> dict[str, Any]:
-    """Bounded, without anchors (a small file could become a huge value) and without tags (they ask for types)."""
-    import yaml  # not for `import mindx_elastic`
-
-    try:
-        depth = 0
-        for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if number > _MAX_EVENTS or depth > _MAX_DEPTH:
-                raise ValueError("is YAML with too many or too deeply nested values for a ConfigMap")
-            if isinstance(event, yaml.NodeEvent) and (event.anchor or getattr(event, "tag", None)):
-                raise ValueError("is YAML with anchors or tags, which a ConfigMap does not need")
-        _refuse_double_keys(yaml.compose(text, Loader=yaml.SafeLoader), yaml.MappingNode)
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, OverflowError, RecursionError) as error:
-        raise ValueError(f"is neither JSON nor readable YAML ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ValueError(f"holds {content!r:.60} where a ConfigMap is expected")
-    return content
-
-
-def _refuse_double_keys(node: Any, mapping: type) -> None:
-    """In the document and its sections: in ``data`` a second value would replace the first."""
-    if not isinstance(node, mapping):
-        return
-    seen = set()
-    for key, value in node.value:  # type: ignore[attr-defined]
-        name = str(key.value)
-        if name in seen:
-            raise ValueError(f"has the key {name[:60]!r} twice")
-        seen.add(name)
-        _refuse_double_keys(value, mapping)
-
-
-def data_of(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """The ``data`` and the name of a ConfigMap, or of a list of one; None for an object of another shape.
+def data_of(content: dict[str, Any]) -> dict[str, Any] | None:
+    """The ``data`` of a ConfigMap, or of a list of one; None for an object of another shape.
 
     Raises ValueError for an object of another kind and for a list of several.
     """
@@ -159,11 +119,10 @@ def data_of(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
         raise ValueError(f"holds {len(items)} objects; give the ConfigMap of this job alone")
     if kind != "ConfigMap":
         raise ValueError(f"is of the kind {kind!r:.40}, expected a ConfigMap")
-    data, metadata = content.get("data"), content.get("metadata")
+    data = content.get("data")
     if not isinstance(data, dict):
         raise ValueError(f"has a data section that is no object but {data!r:.60}")
-    name = metadata.get("name") if isinstance(metadata, dict) else None
-    return data, name if isinstance(name, str) else ""
+    return data
 
 
 def check_data(data: Mapping[str, str], keys: Iterable[str]) -> None:
@@ -179,13 +138,8 @@ def check_data(data: Mapping[str, str], keys: Iterable[str]) -> None:
     if all(isinstance(value, str) for value in rest.values()):
         encoded = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         texts.append(encoded.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}))
-    if code not in map(sha256, texts):
+    if code not in (hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() for text in texts):
         raise ValueError(f"does not fit its {CHECK_KEY}: half-written, or changed by hand; wait, or remove that key")
-
-
-def sha256(text: str) -> str:
-    """In hexadecimal, lower case."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

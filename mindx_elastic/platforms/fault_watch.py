@@ -105,7 +105,7 @@ class FaultWatch:
                 if state.exit_requested or state.unrecovered:
                     logger.info("what %s asks for is from before this start: done, until it changes", path)
                 return None
-            known = Faults.none()
+            known = Faults()
         if state.unrecovered - known.unrecovered:
             return FaultEvent("fault", f"{path}: {rank_list(state.unrecovered)} not recovered", state.unrecovered, path)
         if state.exit_requested and not known.exit_requested:
@@ -119,7 +119,7 @@ class FaultWatch:
             found, *others = read_mounted(path.parent, path.name, *companions)
             if found is None:
                 # No report is a state too, but only at the start: some writers delete the file before they write it.
-                self._known.setdefault(path, Faults.none())
+                self._known.setdefault(path, Faults())
                 return None
             data = {name: file[0] for name, file in zip(companions, others, strict=True) if file is not None}
             text, written = found
@@ -132,7 +132,7 @@ class FaultWatch:
         except (OSError, ValueError) as error:
             self._warn_of_file(path, error)
             return None
-        problems = "; ".join(map(str, faults.serious_problems[:_MAX_PROBLEMS]))
+        problems = "; ".join(faults.problems[:_MAX_PROBLEMS])
         if problems:
             self._warn(path, problems, "the rest of it counts")
         else:

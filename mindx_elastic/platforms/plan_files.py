@@ -1,6 +1,6 @@
-"""A plan for other programs: ``resume_plan.json``, ``resume_plan.pb``, and exports for a start script's shell.
+"""A plan for other programs: ``resume_plan.json``, and exports for a start script's shell.
 
-All three say the same, and the same plan gives the same bytes. A refusal is written, too: a start script must never
+Both say the same, and the same plan gives the same bytes. A refusal is written, too: a start script must never
 find yesterday's plan. Paths under the checkpoint directory are relative to it, so that a directory that is mounted
 elsewhere tomorrow keeps its plan. This package writes these files and never reads them: each start plans anew.
 
@@ -28,18 +28,16 @@ from mindx_elastic.start.facts import DYING_KINDS, RankPlan, Refusal, ResumePlan
 
 __all__ = [
     "PLAN_JSON",
-    "PLAN_PB",
     "env_lines",
     "export_restore_ranks",
     "mesh_of",
-    "plan_to_bytes",
     "plan_to_json",
     "restore_ranks",
     "write_env_file",
     "write_plan",
 ]
 
-PLAN_JSON, PLAN_PB = "resume_plan.json", "resume_plan.pb"
+PLAN_JSON = "resume_plan.json"
 _SCHEMA = 1
 _MAX_VARIABLE = 131_000  # bytes; Linux takes no string of 128 KiB or more in an environment
 _NOTHING: dict[str, Any] = {
@@ -144,7 +142,7 @@ def _plan_values(plan: ResumePlan, shown: Callable[[str], str]) -> dict[str, Any
 
 
 def _of_divided(each: RankPlan, shown: Callable[[str], str]) -> dict[str, Any]:
-    """Further files, where replicas have divided their state or keep each other's small one. Not in the .pb."""
+    """Further files, where replicas have divided their state or keep each other's small one."""
     found: dict[str, Any] = {}
     if each.others:
         found["parts_from"] = [shown(fact.path) for fact in each.others]
@@ -174,58 +172,13 @@ def _relative(path: str, directory: StrPath) -> str:
     return path[len(prefix) :] if path.startswith(prefix) and len(path) > len(prefix) else path
 
 
-# --- protobuf ---
-
-_RANK_FIELDS = ("rank", "path", "donor", "assembled", "bytes")
-
-
-def plan_to_bytes(document: Mapping[str, Any]) -> bytes:
-    """resume_plan.pb (the message ``ResumePlan`` of resume_plan.proto), from what `plan_to_json` gives."""
-    from mindx_elastic.platforms import resume_plan_pb2
-
-    pb2: Any = resume_plan_pb2
-    message = pb2.ResumePlan()
-    renamed = {"inexact": "inexact", "kinds": "kind", "faults": "fault", "other_worlds": "other_world"}
-    for key, name in renamed.items():
-        getattr(message, name).extend(map(_text, document[key]))
-    for key in ("schema", "restorable", "restore_ranks", "found_anything", "total_bytes", *_NOTHING):
-        if document[key] is not None and not isinstance(document[key], (list, dict)):
-            setattr(message, key, _text(document[key]))
-    message.exact = bool(document["restorable"]) and not document["inexact"]
-    for key in ("old_mesh", "new_mesh"):
-        for name, size in (document[key] or {}).items():
-            getattr(message, key).add(name=_text(name), size=size)
-    for each in document["ranks"]:
-        known = {name: each[name] for name in _RANK_FIELDS}
-        message.rank.add(**{**known, "path": each["path"].encode("utf-8", "surrogatepass")})
-    for each in document["replica_groups"]:
-        message.replica_group.add(rank=each["ranks"], donor=each["donor"])
-    for key, donor in document["restore_ranks_map"].items():
-        message.restore_ranks_map.add(rank=map(int, key.split(",")), donor=donor)
-    for each in document["rejected"]:
-        message.rejected.add(what=_text(each["what"]), reason=_text(each["reason"]))
-    data: bytes = message.SerializeToString(deterministic=True)
-    return data
-
-
-def _text(value: Any) -> Any:
-    """Text that protobuf can hold: header fields and file names may have halves of characters."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
 # --- files ---
 
 
-def write_plan(directory: StrPath, plan: ResumePlan | Refusal) -> tuple[Path, Path]:
-    """Write resume_plan.json and resume_plan.pb into `directory`, each in one step; returns their paths.
-
-    Raises SaveError when they cannot be written.
-    """
-    document = plan_to_json(plan, directory)
-    folder = Path(directory)
-    write_whole(folder / PLAN_JSON, (json.dumps(document, indent=1) + "\n").encode())
-    write_whole(folder / PLAN_PB, plan_to_bytes(document))
-    return folder / PLAN_JSON, folder / PLAN_PB
+def write_plan(directory: StrPath, plan: ResumePlan | Refusal) -> Path:
+    """Write resume_plan.json into `directory`, in one step; returns its path. Raises SaveError when that fails."""
+    text = json.dumps(plan_to_json(plan, directory), indent=1)
+    return write_whole(Path(directory) / PLAN_JSON, f"{text}\n".encode())
 
 
 def env_lines(plan: ResumePlan | Refusal) -> list[str]:

@@ -61,8 +61,8 @@ def test_the_option_set() -> None:
             *("--restarts", "--run-options", "--state", "command", "kind"),
         ],
         "plan": [
-            *("--emit-env", "--explain", "--fault-node", "--fault-ranks", "--faults", "--json", "--mesh"),
-            *("--no-verify", "--rank-table", "--run", "--step", "--strategy", "--verify", "--world-size", "--write"),
+            *("--emit-env", "--fault-ranks", "--faults", "--json", "--mesh"),
+            *("--no-verify", "--run", "--step", "--strategy", "--verify", "--world-size", "--write"),
             "path",
         ],
         "convert": [

@@ -256,7 +256,7 @@ def test_retention_leaves_everything_else_alone(tmp_path: Path) -> None:
         "every-3_5.safetensors",
         "notes.txt",
         "events.jsonl",
-        *("resume_plan.json", "resume_plan.pb", "strategy.proto"),
+        *("resume_plan.json", "strategy.proto"),
     }
 
 

@@ -17,7 +17,6 @@ from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import SaveError
 from mindx_elastic.platforms.plan_files import (
     PLAN_JSON,
-    PLAN_PB,
     env_lines,
     export_restore_ranks,
     mesh_of,
@@ -28,7 +27,6 @@ from mindx_elastic.platforms.plan_files import (
 )
 from mindx_elastic.start.facts import FileFact, Refusal, Rejected, ResumePlan, World, single_rank_strategy
 from mindx_elastic.start.planner import plan_resume
-from tests.platforms.plan_pb import read_plan_pb
 from tests.start.strategies import replicated
 
 MESH = ("dp", "tp")
@@ -95,23 +93,14 @@ def test_a_refusal_has_the_same_keys(tmp_path: Path) -> None:
     assert plan_to_json(refusal, tmp_path)["ranks"] == []
 
 
-def test_both_files_say_the_same(tmp_path: Path) -> None:
+def test_the_same_plan_is_the_same_file(tmp_path: Path) -> None:
     (tmp_path / "rank_2").mkdir()
-    plan = make(tmp_path, faults=(1,))
-    paths = write_plan(tmp_path, plan)
-    assert [path.name for path in paths] == [PLAN_JSON, PLAN_PB]
-    assert sorted(os.listdir(tmp_path)) == ["rank_2", PLAN_JSON, PLAN_PB]
-    assert json.loads(paths[0].read_text()) == plan_to_json(plan, tmp_path) == read_plan_pb(paths[1])
-    assert read_plan_pb(paths[1])["faults"] == [1]
-    before = [path.read_bytes() for path in paths]
-    write_plan(tmp_path, plan)
-    assert [path.read_bytes() for path in paths] == before
-
-
-def test_the_same_document_from_both_forms(tmp_path: Path) -> None:
-    for plan in (make(tmp_path), make(tmp_path, world=World(2)), Refusal((), False)):
-        one, other = write_plan(tmp_path, plan)
-        assert json.loads(one.read_text()) == read_plan_pb(other) == plan_to_json(plan, tmp_path)
+    for plan in (make(tmp_path, faults=(1,)), make(tmp_path, world=World(2)), Refusal((), False)):
+        path = write_plan(tmp_path, plan)
+        assert sorted(os.listdir(tmp_path)) == ["rank_2", PLAN_JSON]
+        before = path.read_bytes()
+        assert json.loads(before) == plan_to_json(plan, tmp_path)
+        assert write_plan(tmp_path, plan).read_bytes() == before
 
 
 def test_paths_outside_stay_whole(tmp_path: Path) -> None:
@@ -126,9 +115,8 @@ def test_text_that_is_none(tmp_path: Path) -> None:
     first = FileFact(f"{tmp_path}/a\udce9.safetensors", 0, (odd, 0, 1), 1, replicated(1, {"w": (2,)}))
     plan = plan_resume([first], World(1), rejected=[Rejected("a\udce9", odd)])
     assert isinstance(plan, ResumePlan)
-    one, other = write_plan(tmp_path, plan)
-    for saved in (json.loads(one.read_text()), read_plan_pb(other)):
-        assert saved["ranks"][0]["path"] == "a\udce9.safetensors"
+    saved = json.loads(write_plan(tmp_path, plan).read_text())
+    assert saved["ranks"][0]["path"] == "a\udce9.safetensors"
     write_env_file(tmp_path / "env.sh", plan)
     script = '. ./env.sh; printf %s "$MINDX_RESUME_RUN_ID"'
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -51,7 +51,6 @@ def theirs():
     found = descriptor_pool.Default().FindMessageTypeByName("mindspore.straspb.ParallelStrategyMap")
     assert [field.name for field in found.fields] == ["theirs"]
 def ours():
-    importlib.import_module("mindx_elastic.platforms.resume_plan_pb2")
     module = importlib.import_module("mindx_elastic.platforms.strategy_pb2")
     found = module.ParallelStrategyMap.FromString(b"\\x08\\x01")
     assert found.current_stage == 1

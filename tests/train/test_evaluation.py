@@ -14,7 +14,7 @@ from mindx_elastic.memory.folders import job_folder, rank_folders
 from tests.guarded import Job, no_traces, plain_environment, stop_and_wait
 from tests.harness import run_job
 
-START_FILES = ("strategy.proto", "resume_plan.json", "resume_plan.pb")
+START_FILES = ("strategy.proto", "resume_plan.json")
 
 
 @pytest.fixture(autouse=True)
