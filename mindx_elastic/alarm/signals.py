@@ -256,10 +256,6 @@ class SignalHandlers:
             with suppress(OSError):  # its owner is gone; or the buffer is full, and it is awake anyway
                 os.write(self._previous_fd, bytes([signum]))
 
-    def has(self, signum: int) -> bool:
-        """Whether this object handles the signal now. Any thread."""
-        return not self._closed and signum in self._previous
-
     def hear(self, signum: int) -> bool:
         """Watcher thread: note that `signum` has arrived. Returns whether this object handles it."""
         with self._lock:

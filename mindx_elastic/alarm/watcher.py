@@ -24,7 +24,6 @@ from mindx_elastic.core.events import logger
 
 __all__ = ["Watcher"]
 
-_HANGS_S = 60.0
 _POST = 0  # not a signal number: a callback was posted
 
 
@@ -35,8 +34,11 @@ class Watcher:
     without it the process would hear no alarm.
     """
 
-    def __init__(self, on_signal: Callable[[int], None]) -> None:
-        self._on_signal = on_signal
+    def __init__(
+        self, on_signal: Callable[[int], None], *, name: str = "mindx-watcher", patience_s: float = 60.0
+    ) -> None:
+        """`name`: of the thread. `patience_s`: how long `stop` waits for a callback that hangs."""
+        self._on_signal, self._patience_s = on_signal, patience_s
         self._receiver, self._sender = socket.socketpair()
         # Non-blocking on both ends: the C signal handler must never block, and a full buffer already means "wake up".
         self._receiver.setblocking(False)
@@ -48,27 +50,12 @@ class Watcher:
         self._poll = select.poll()  # not select(): it cannot watch descriptors from 1024 on
         self._poll.register(self._receiver, select.POLLIN)
         self._stopping = False
-        self.busy_since: float | None = None
-        """When the callback in progress began (`time.monotonic` seconds); None: none is. Any thread reads it."""
-        self._thread = threading.Thread(target=self._run, name="mindx-watcher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def wakeup_fd(self) -> int:
         """The descriptor for `signal.set_wakeup_fd`."""
         return self._sender.fileno()
-
-    @property
-    def receiver_fd(self) -> int:
-        """The descriptor where signals arrive. Other threads may poll it but must not read from it; see `unheard`."""
-        return self._receiver.fileno()
-
-    def unheard(self) -> list[int]:
-        """Signals that have arrived and that the watcher has not read yet: it is busy, or hangs. Any thread."""
-        try:
-            waiting = self._receiver.recv(4096, socket.MSG_PEEK)
-        except OSError:  # nothing, or closed
-            return []
-        return [number for number in waiting if number != _POST]
 
     @property
     def ident(self) -> int | None:
@@ -81,14 +68,14 @@ class Watcher:
     def stop(self) -> None:
         """End the thread after the callback in progress. Any thread but the watcher; posts left over are dropped.
 
-        A callback that hangs (in a file system) is left behind after a minute, with its thread.
+        A callback that hangs (in a file system) is left behind after a while, with its thread.
         """
         self._stopping = True
         self._wake()
         if self._thread.is_alive():
-            self._thread.join(_HANGS_S)
+            self._thread.join(self._patience_s)
             if self._thread.is_alive():
-                logger.warning("the watcher thread hangs in a system call; leaving without it")
+                logger.warning("the thread %s hangs in a system call; leaving without it", self._thread.name)
                 return
         self._receiver.close()
         self._sender.close()
@@ -143,10 +130,7 @@ class Watcher:
             return b""
 
     def _call(self, callback: Callable[[], None]) -> None:
-        self.busy_since = time.monotonic()
         try:
             callback()
         except Exception:
             logger.exception("unexpected error in the watcher thread; it goes on")
-        finally:
-            self.busy_since = None

@@ -1,24 +1,22 @@
-"""The last resort: a thread that saves and ends the process in time when the other threads are stuck.
+"""The last resort: a thread that ends the process in time when the other threads are stuck.
 
-It sleeps from the guard's entry on; an alarm arms it. Once the stop is settled it is what ends the process in time,
-whatever the training thread and the watcher do. It waits for no store, no log and no lock that a stuck thread may
-hold. These are all waits between an alarm and the end of the process, and their bounds:
+It sleeps from the guard's entry on; an alarm arms it. From then on it is what ends the process in time, whatever the
+training thread and the watcher do. It waits for no store, no log and no lock that a stuck thread may hold. These are
+all waits between an alarm and the end of the process, and their bounds:
 
 ==============================  ===========================================  =======================================
 wait                            for                                          bound
 ==============================  ===========================================  =======================================
-the signal is read              watcher: a callback that hangs (a flag or    this thread sees that it is unread,
-                                fault file on a hanging file system)         and takes the alarm over
 the event log                   all threads                                  0.5 s, once (`EventLog.write_aside`)
 log lines, a full stderr        watcher, this thread                         0.25 s, once (`LogRelay`)
 the stop request, agreeing      watcher, training thread: the store          1 s; a third of the grace period; a store
                                                                              that did not answer is not asked again
 the step gate                   training thread                              the deadline
 the update gate                 watcher: an update that does not end         a quarter of what is left
-                                training thread: readers                     none: the watcher or this thread saves
-a periodic save in progress     the saving thread                            a third of what is left; this thread: 0
-**the claim to save**           watcher, training thread                     none, so it is taken away from a thread
-                                                                             that has not begun to write in time
+                                training thread: readers                     none: the watcher saves
+a periodic save in progress     the saving thread                            a third of what is left
+the claim to save               watcher, training thread                     none: this thread ends the process 0.2 s
+                                                                             before the deadline
 the lock of `StopState`         all threads                                  held over assignments only
 reading the state               the saving thread: `state_dict` of the       none: there is no other way to the state
                                 program, the accelerator's queue
@@ -40,28 +38,20 @@ from __future__ import annotations
 
 import math
 import os
-import select
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from types import CodeType
 
 from mindx_elastic.alarm.alarm import Alarm
-from mindx_elastic.alarm.deadline import Deadline
-from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.stopper import Stopper
 
 __all__ = ["LastResort", "is_program_over"]
 
-_UNHEARD_S = 5.0  # on a busy machine the watcher may be seconds late
 _AGAIN_S = 0.1
 _LEAVE_S = 0.2  # before the deadline
-_BEGIN_S = 0.45  # before the deadline: save now if no thread has begun to
 # Pools are waited for in it, before the main thread counts as ended. Where a Python has no such function, the process
 # lives as long as such a pool does.
 _WAITS_FOR_THREADS: CodeType | None = getattr(vars(threading).get("_shutdown"), "__code__", None)
@@ -88,25 +78,16 @@ def _say_what_is_left(exit_code: int) -> None:
 
 
 class LastResort:
-    """One per guard. `arm` and `watch_signals` from any thread; all else runs in its own thread."""
+    """One per guard. `arm` and `leave_by` from any thread; all else runs in its own thread."""
 
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
+    def __init__(self) -> None:
         self._stopper: Stopper | None = None
         self._is_main = True
-        self._alarm_of: Callable[[int], Alarm | None] = lambda signum: None
         self._alarm: Alarm | None = None
-        self._save_at = self._leave_at = math.inf
+        self._leave_at = math.inf
         self._why_leave = "the training thread does not come back"
-        self._unread_since: float | None = None
         self._closed = False
-        self._receiver, self._sender = socket.socketpair()
-        self._receiver.setblocking(False)
-        self._sender.setblocking(False)
-        self._poll = select.epoll()
-        self._poll.register(self._receiver, select.EPOLLIN)
-        # Edge-triggered: one wake-up for each arrival, whether the watcher has read it or not.
-        self._poll.register(watcher.receiver_fd, select.EPOLLIN | select.EPOLLET)
+        self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mindx-last-resort", daemon=True)
 
     @property
@@ -120,36 +101,31 @@ class LastResort:
         self._is_main = threading.current_thread() is threading.main_thread()
         self._thread.start()
 
-    def watch_signals(self, alarm_of: Callable[[int], Alarm | None]) -> None:
-        """`alarm_of`: the alarm of a signal that the watcher does not read; None: none. Must not block."""
-        self._alarm_of = alarm_of
-
-    def arm(self, alarm: Alarm, save_at: float) -> None:
-        """Any thread: from `save_at` (`time.monotonic` seconds) on, save if no other thread has begun to."""
-        self._save_at, self._alarm = save_at, alarm
-        self._wake()
+    def arm(self, alarm: Alarm) -> None:
+        """Any thread: end the process shortly before the deadline of `alarm`."""
+        self._alarm = alarm
+        self._woken.set()
 
     def leave_by(self, when: float, why: str) -> None:
         """Any thread: end the process at `when` (`time.monotonic` seconds), once the stop is settled, unless the
         training thread is on its way out by then. `why`: for the log."""
         self._leave_at, self._why_leave = when, why
-        self._wake()
+        self._woken.set()
 
     def stop(self) -> None:
-        """Main thread: end the thread; a save that it has begun is completed first.
+        """Main thread: end the thread.
 
         After a graceful stop it lingers until the deadline, as the signal handlers do. If the program is over then and
         the process is still there (a thread that is no daemon, a busy pool, ``atexit`` code, the locks of log
         handlers), it ends the process.
         """
         self._closed = True
-        self._wake()
+        self._woken.set()
         if self._lingers:
             self._thread.name = "lingering-last-resort"
             return
         if self._thread.ident is not None:
             self._thread.join()
-        self._close()
 
     @property
     def _lingers(self) -> bool:
@@ -168,69 +144,32 @@ class LastResort:
             last_words.join(_LEAVE_S / 2)
         os._exit(self._alarm.exit_code)
 
-    def _close(self) -> None:
-        self._poll.close()
-        self._receiver.close()
-        self._sender.close()
-
-    def _wake(self) -> None:
-        with suppress(OSError):
-            self._sender.send(b"\0")
-
     def _run(self) -> None:
         pause: float | None = None
         while not self._closed:
-            self._poll.poll(pause)
-            with suppress(OSError):
-                self._receiver.recv(4096)
+            self._woken.wait(pause)
+            self._woken.clear()
             try:
                 pause = None if self._closed else self._look()
             except Exception:
                 logger.exception("unexpected error in the last resort; it goes on")
                 pause = _AGAIN_S
         if self._lingers:
-            self._close()
             self._linger()
 
     def _look(self) -> float | None:
-        """Do what is due now. Returns for how many seconds to sleep at most; None: until it is woken."""
-        stopper = self._stopper
-        assert stopper is not None
-        if stopper.finished:
+        """End the process if it is time. Returns for how many seconds to sleep at most; None: until it is woken."""
+        stopper, alarm = self._stopper, self._alarm
+        if stopper is None or alarm is None or stopper.finished:
             return None
-        if self._alarm is None:
-            return self._look_for_signals(stopper)
-        alarm, now = self._alarm, time.monotonic()
-        if stopper.state.is_settled:
-            has_deadline = not (alarm.kind in ("exception", "peer") and stopper.is_leaving)  # from outside
-            latest = alarm.deadline.at - _LEAVE_S if has_deadline else math.inf
-            if not stopper.is_coming_out:
-                latest = min(latest, self._leave_at)
-            if now >= latest:
-                stopper.leave_behind(alarm, self._why_leave)
-            return None if latest == math.inf else max(0.0, latest - now)
-        if now < self._save_at:
-            return self._save_at - now
-        if stopper.is_stuck(_AGAIN_S) or now >= alarm.deadline.at - _BEGIN_S:
-            stopper.save_as_last_resort(alarm)
-            return 0.0 if stopper.state.is_settled else _AGAIN_S
-        return _AGAIN_S
-
-    def _look_for_signals(self, stopper: Stopper) -> float | None:
-        unheard = self._watcher.unheard()
-        if not unheard:
-            self._unread_since = None
-            return None
-        now = time.monotonic()
-        if self._unread_since is None:
-            self._unread_since = now
-        waited_s = now - self._unread_since
-        alarm = next(filter(None, map(self._alarm_of, unheard)), None)
-        if alarm is None:
+        is_settled = stopper.state.is_settled
+        has_deadline = not (is_settled and alarm.kind in ("exception", "peer") and stopper.is_leaving)  # from outside
+        latest = alarm.deadline.at - _LEAVE_S if has_deadline else math.inf
+        if is_settled and not stopper.is_coming_out:
+            latest = min(latest, self._leave_at)
+        if (left := latest - time.monotonic()) > 0:
+            return None if latest == math.inf else left
+        if stopper.state.is_writing:
             return _AGAIN_S
-        grace_s = alarm.deadline.grace_s
-        patience_s = min(_UNHEARD_S, grace_s / 4)
-        if waited_s < patience_s:
-            return min(_AGAIN_S, patience_s - waited_s)
-        stopper.take_over_alarm(replace(alarm, deadline=Deadline(self._unread_since + grace_s, grace_s)))
-        return 0.0
+        stopper.leave_behind(alarm, self._why_leave if is_settled else "the save is held up")
+        return None

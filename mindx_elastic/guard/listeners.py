@@ -15,6 +15,7 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.signals import SignalHandlers
+from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.config import FaultPaths, RankInfo, Settings
 from mindx_elastic.core.events import logger
@@ -24,13 +25,14 @@ from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.agent_folder import PAUSE, REJOIN, RESUME
-from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch, watch_fault_info
+from mindx_elastic.platforms.fault_watch import FaultWatch, watch_fault_info
 from mindx_elastic.platforms.flag_file import FlagFile, watch_flag_file
 from mindx_elastic.platforms.launchers import at_a_stop
 
 __all__ = ["Listeners"]
 
 _FAULT_POLL_S = 1.0
+_FILES_S = 1.0  # a look at a file that takes longer is left behind
 _IN_A_THREAD = (
     "this guard is in thread %r, where no signal is heard: a flag file, request_stop() or the death of another rank "
     'stops it; what a SIGTERM would cost is bounded by Guard(save_every="10min")'
@@ -59,10 +61,7 @@ class Listeners:
             lambda order: post(lambda: stopper.pauses.hear_order(order)),
         )
         peers.start(self._watcher, stopper.hear_death)
-        for policy in self._policies:
-            if policy.flag_file is not None and "flag" in policy.alarms and self._settings.graceful_exit is not False:
-                self._watch_flag(policy)
-        self._watch_faults()
+        self._watch_files(stack)
         signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
         self._own_signals = frozenset(signals)
         if link is not None:
@@ -102,7 +101,24 @@ class Listeners:
         for signum in self.handlers.held:
             self._watcher.post(lambda signum=signum: self._stopper.hear_signal(signum))  # type: ignore[misc]
 
-    def _watch_flag(self, policy: ExitPolicy) -> None:
+    def _watch_files(self, stack: ExitStack) -> None:
+        """Look at flag files and fault reports in a thread of their own: where their file system hangs, signals are
+        heard all the same."""
+        files = Watcher(lambda signum: None, name="mindx-files", patience_s=_FILES_S)
+        flags = [p for p in self._policies if p.flag_file is not None and "flag" in p.alarms]
+        if self._settings.graceful_exit is False:
+            flags = []
+        for policy in flags:
+            self._watch_flag(policy, files)
+        if self._watch_faults(files) or flags:
+            files.start()
+        stack.callback(files.stop)
+
+    def _hear(self, alarm: Alarm) -> None:
+        """Any thread."""
+        self._watcher.post(lambda: self._stopper.hear(alarm))
+
+    def _watch_flag(self, policy: ExitPolicy, files: Watcher) -> None:
         assert policy.flag_file is not None
         # An answered flag is noted in the file that the next start resumes from. Where there is none, none is noted.
         answered = self._stopper.saver.flags if policy.save and policy.kind != "eval" else None
@@ -113,9 +129,7 @@ class Listeners:
             )
             self.early_flags.append(flag)
         alarms = self._stopper.alarms
-        watch_flag_file(
-            self._watcher, flag, self._settings.flag_poll_s, lambda path: self._stopper.hear(alarms.of_flag(path))
-        )
+        watch_flag_file(files, flag, self._settings.flag_poll_s, lambda path: self._hear(alarms.of_flag(path)))
 
     def raise_early_flags(self) -> bool:
         """Training thread, at the first boundary: raise the alarms of `early_flags`. Returns whether there are any.
@@ -125,34 +139,22 @@ class Listeners:
         flags, self.early_flags = self.early_flags, []
         still = [flag for flag in flags if self._stopper.saver.flags.is_set(flag.path)]
         for flag in still:
-            alarm = self._stopper.alarms.of_flag(flag.path)
-            self._watcher.post(lambda alarm=alarm: self._stopper.hear(alarm))  # type: ignore[misc]
+            self._hear(self._stopper.alarms.of_flag(flag.path))
         return bool(still)
 
-    def _watch_faults(self) -> None:
-        """Watch for the platform's fault reports. With an agent there is no need: it does that for its workers."""
+    def _watch_faults(self, files: Watcher) -> bool:
+        """Watch for the platform's fault reports. False: there is no need. With an agent, it does that for its
+        workers."""
         paths = FaultPaths.from_env()
         wanted = any("fault" in policy.alarms for policy in self._policies)
         usual = (FaultPaths.fault_dir, FaultPaths.reset_dir)
         # A folder that the user has named may be mounted, or written, later than the program starts.
         is_there = paths.fault_dir.is_dir() or paths.reset_dir.is_dir() or (paths.fault_dir, paths.reset_dir) != usual
         if self._link is not None or not wanted or not is_there:
-            return
-        watch = FaultWatch(paths, world_size=self._ranks.world_size)
-        watch_fault_info(self._watcher, watch, _FAULT_POLL_S, self._hear_fault)
-
-    def _hear_fault(self, event: FaultEvent) -> None:
-        self._stopper.hear(self._stopper.alarms.of_fault(event.reason))
-
-    def alarm_of(self, signum: int) -> Alarm | None:
-        """The last resort: the alarm of a signal that the watcher does not read; None: only the watcher knows."""
-        if self._stopper.finished or not self.handlers.has(signum):
-            return None
-        if signum in self._own_signals:
-            return self._stopper.alarms.of_signal(signum)
-        if signum == signal.SIGTERM:
-            return self._stopper.alarms.of_agent_signal(signum)
-        return None  # an order of the agent; a SIGTERM follows where the worker does not obey
+            return False
+        watch, alarms = FaultWatch(paths, world_size=self._ranks.world_size), self._stopper.alarms
+        watch_fault_info(files, watch, _FAULT_POLL_S, lambda event: self._hear(alarms.of_fault(event.reason)))
+        return True
 
     def hear_signal(self, signum: int) -> None:
         """Watcher thread: `signum` has arrived in this process."""

@@ -53,8 +53,8 @@ class Stages:
         listeners = self.listeners = Listeners(settings, policies, saver.ranks)
         self._peers, self._around, self._saver = peers, around, saver
         self.watcher = Watcher(listeners.hear_signal)
-        self._last_resort = LastResort(self.watcher)
-        closing.callback(self._last_resort.stop)
+        last_resort = LastResort()
+        closing.callback(last_resort.stop)
         self.stopper = Stopper(
             step_gate=self.step_gate,
             update_gate=update_gate,
@@ -66,14 +66,14 @@ class Stages:
             already_durable=lambda: None if saver.flags.waiting else already_durable(),
             peers_gone=peers.look,
             page=around.page,
-            arm_last_resort=self._last_resort.arm,
-            leave_by=self._last_resort.leave_by,
+            arm_last_resort=last_resort.arm,
+            leave_by=last_resort.leave_by,
             relay=relay,
             member=member,
         )
         self.watcher.start()
-        self._last_resort.start(self.stopper)
-        relay.threads |= {self.watcher.ident, self._last_resort.ident}
+        last_resort.start(self.stopper)
+        relay.threads |= {self.watcher.ident, last_resort.ident}
         stack.callback(self.watcher.stop)
 
     def open_saver(self, stack: ExitStack, *, asynchronous: bool) -> None:
@@ -84,7 +84,6 @@ class Stages:
     def listen(self, stack: ExitStack) -> None:
         """From here on alarms stop the job. The last thing to do: one may have come already."""
         self.listeners.start(stack, self.stopper, self._around.exchange, self._peers, self._around.link)
-        self._last_resort.watch_signals(self.listeners.alarm_of)
 
     def _close_saver(self) -> None:
         bounded = self.stopper.alarm is not None and not self.stopper.finished

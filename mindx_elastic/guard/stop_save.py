@@ -1,8 +1,8 @@
 """The save of a stop: what the thread that has the claim (see `stop_state`) writes of the last boundary.
 
-Three threads may have the claim: the training thread at the agreed boundary or behind an exception (`stopper`), the
-watcher in a salvage, the last resort (`last_resort`). Each of them holds the boundary (`StopSave.hold`) and
-writes it (`StopSave.write`), which settles the stop.
+Two threads may have the claim: the training thread at the agreed boundary or behind an exception, and the watcher in a
+salvage (`stopper`). Either holds the boundary (`StopSave.hold`) and writes it (`StopSave.write`), which settles the
+stop.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ class StopSave:
         return reserve_s(saver.expected_bytes, alarm.deadline.grace_s, bytes_per_s=saver.bytes_per_s)
 
     @contextmanager
-    def hold(self, alarm: Alarm, timeout_s: float = GATE_S, *, waits: bool = True) -> Iterator[str | None]:
-        """The update gate, as `UpdateGate.hold`, with a boundary that the devices hold. `waits`: also until they have
-        come to the program's newest one."""
+    def hold(self, alarm: Alarm, timeout_s: float = GATE_S) -> Iterator[str | None]:
+        """The update gate, as `UpdateGate.hold`, with a boundary that the devices hold."""
         began, latest = time.monotonic(), alarm.deadline.at - self.reserve_s(alarm)
 
         def still_waits() -> bool:
@@ -79,25 +78,21 @@ class StopSave:
             # What needs a dead rank never ends; what does not, ends in a moment.
             is_dead = alarm.kind == "peer" or self._has_death()
             patience = max(_DEVICE_S, 2 * self._saver.collector.devices.step_s)
-            return waits and now < (min(latest, began + patience) if is_dead else latest)
+            return now < (min(latest, began + patience) if is_dead else latest)
 
         with self._update_gate.hold(timeout_s) as problem:
             yield choose_held_boundary(self._saver.collector, problem, self._update_gate, still_waits)
 
-    def write(self, alarm: Alarm, problem: str | None, *, alone: bool = False) -> None:
-        """If the claim is still ours: write the files of every policy that answers this alarm, and settle.
-
-        problem: why the state is not at a boundary; None: it is. alone: as the last resort, which waits for no other
-        thread.
-        """
+    def write(self, alarm: Alarm, problem: str | None) -> None:
+        """Write the files of every policy that answers this alarm, and settle. `problem`: why the state is not at a
+        boundary; None: it is."""
         saver, together = self._saver, self._saver.together
-        if not alone and not problem:
+        if not problem:
             saver.drain(max(0.0, alarm.deadline.remaining_s() / 3))
-        if not self._state.begin_writing():
-            return
+        self._state.is_writing = True
         step = saver.collector.position.step
         # Only where every rank is known to be alive, at this step, with the time to wait for each other.
-        acts_together = not alone and alarm.kind not in ("exception", "peer")
+        acts_together = alarm.kind not in ("exception", "peer")
         agreed = acts_together and not problem and self._is_agreed(step)
         if acts_together and not agreed and together is not None:
             together.decline()

@@ -59,8 +59,8 @@ class StopState:
         """The training has ended; no stop follows."""
         self._changed = threading.Condition()
         self._owner: int | None = None
-        self._claimed_at = 0.0
-        self._writing = False
+        self.is_writing = False
+        """The thread that has the claim writes its file: the process must not end meanwhile."""
 
     @property
     def is_settled(self) -> bool:
@@ -94,38 +94,10 @@ class StopState:
             self._enter(StopPhase.SAVING)
             return True
 
-    def take_claim(self) -> str:
-        """The last resort: claim the save, even from a thread that has not begun to write. Returns what was held up;
-        empty: the claim cannot be had."""
+    def move(self, phase: StopPhase) -> None:
+        """The claim's owner: go on to `phase`. Raises RuntimeError for a move that is not in `MOVES`."""
         with self._changed:
-            if self._writing or self.finished or self.phase not in (StopPhase.STOPPING, StopPhase.SAVING):
-                return ""
-            if self.phase is StopPhase.SAVING:
-                self._own()
-                return "the save"
-            self._enter(StopPhase.SAVING)
-            return "the stop"
-
-    def begin_writing(self) -> bool:
-        """The claim's owner: from now on the claim cannot be taken away. False: it was."""
-        with self._changed:
-            if self.is_mine:
-                self._writing = True
-            return self.is_mine
-
-    def move(self, phase: StopPhase) -> bool:
-        """The claim's owner: go on to `phase`. False: the last resort has taken the claim. Raises RuntimeError for a
-        move that is not in `MOVES`."""
-        with self._changed:
-            if self._owner is not None and not self.is_mine:
-                return False
             self._enter(phase)
-            return True
-
-    def was_claimed_before(self, when: float) -> bool:
-        """Whether the claim's owner has it since before `when` (`time.monotonic` seconds) and does not write yet."""
-        with self._changed:
-            return self.phase is StopPhase.SAVING and not self._writing and self._claimed_at < when
 
     def wait_while(self, *phases: StopPhase, timeout_s: float | None = None) -> StopPhase:
         with self._changed:
@@ -135,10 +107,6 @@ class StopState:
     def _enter(self, phase: StopPhase) -> None:
         if phase not in MOVES[self.phase]:
             raise RuntimeError(f"a stop cannot go from {self.phase.name} to {phase.name}")
-        self.phase, self._owner, self._writing = phase, None, False
-        if phase is StopPhase.SAVING:
-            self._own()
+        self.phase, self.is_writing = phase, False
+        self._owner = threading.get_ident() if phase is StopPhase.SAVING else None
         self._changed.notify_all()
-
-    def _own(self) -> None:
-        self._owner, self._claimed_at, self._writing = threading.get_ident(), time.monotonic(), False

@@ -6,9 +6,8 @@ claims the save, writes (`stop_save`), and raises `GracefulExit` (`Stopper.at_li
 
 The other ways. Where the training thread cannot reach a boundary (the deadline is near, a rank has died, no step could
 be agreed on), the watcher saves the last boundary beside it (`Stopper.salvage`). Where that has left its loop (an
-exception, a recovery in place that has come to nothing), it salvages itself. A claim whose owner has not begun to write
-when time runs out goes to the last resort (`last_resort`); the owner finds that it has lost it and writes nothing. The
-last resort also ends the process where the training thread does not come out in time.
+exception, a recovery in place that has come to nothing), it salvages itself. Where the training thread does not come
+out in time, the last resort ends the process (`last_resort`).
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Stopper:
         saver: Saver,
         settings: Settings,
         policies: Sequence[ExitPolicy],
-        arm_last_resort: Callable[[Alarm, float], None],
+        arm_last_resort: Callable[[Alarm], None],
         leave_by: Callable[[float, str], None],
         relay: LogRelay,
         already_durable: Callable[[], Path | None],
@@ -239,7 +238,7 @@ class Stopper:
             return False
         self._relay.hurry = True
         # First of all: anything that follows may hang.
-        self._arm_last_resort(alarm, alarm.deadline.at - max(self.save.reserve_s(alarm) / 2, _SHORT_S))
+        self._arm_last_resort(alarm)
         self._page.set_text("reason", alarm.reason)
         self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns(), asked_code=alarm.asked_code)
         return True
@@ -423,7 +422,6 @@ class Stopper:
             # Before the file is written: another rank that is about to salvage must not wait for this one's disk.
             self.exchange.announce("salvage", CANNOT if problem else self.saver.collector.position.step)
             self.save.write(alarm, problem)
-        self.state.wait_while(StopPhase.SAVING)  # for the last resort, where it has taken the claim
 
     # --- beside a training thread that does not come -----------------------------------------------------------------
 
@@ -441,7 +439,7 @@ class Stopper:
         try:
             self._salvage_claimed(alarm, can_wait=can_wait)
         except BaseException:
-            # An error of ours: the other thread must not wait for ever. (Without one the claim may be its own by now.)
+            # An error of ours: the other thread must not wait for ever, unless it has the claim by now.
             if self.state.is_mine:
                 self.state.move(StopPhase.FAILED)
             raise
@@ -456,8 +454,6 @@ class Stopper:
         if can_wait:  # the training thread may come out by itself
             self.step_gate.open_until(0)
             self.leave_by(time.monotonic() + _PATIENCE_S, "the training thread does not come back")
-        else:
-            self.state.wait_while(StopPhase.SAVING)
 
     def _save_held(self, alarm: Alarm, *, can_wait: bool) -> bool:
         """Save the boundary that the ranks agree to hold. False: the claim was given up, the training thread runs to a
@@ -479,9 +475,9 @@ class Stopper:
             behind = behind and not devices.has_gone_back  # that rank does not come further
             if can_wait and (problem or behind) and alarm.deadline.remaining_s() > _SHORT_S:
                 # Let the training thread run to its boundary, where it saves; look again shortly before the end.
-                if self.state.move(StopPhase.STOPPING):
-                    self.step_gate.open_until(agreed or 0)
-                    self.watcher.call_at(alarm.deadline.at - _SHORT_S, lambda: self.salvage(alarm))
+                self.state.move(StopPhase.STOPPING)
+                self.step_gate.open_until(agreed or 0)
+                self.watcher.call_at(alarm.deadline.at - _SHORT_S, lambda: self.salvage(alarm))
                 return False
             self.save.write(alarm, problem)
         return True
@@ -498,36 +494,3 @@ class Stopper:
     def _note_leaving(self, alarm: Alarm) -> None:
         """Any thread that ends the process, or leaves the guard: what for, for those who ask later."""
         note_leaving(Leaving(alarm.kind, alarm.exit_code, alarm.reason, alarm.origin == self.ranks.rank))
-
-    # --- the last resort (its thread) ---------------------------------------------------------------------------------
-
-    def take_over_alarm(self, alarm: Alarm) -> None:
-        """A signal that the watcher does not read. Alone: without the watcher the others cannot be asked."""
-        if self._accept(alarm):
-            if self.ranks.world_size == 1:
-                self.step_gate.open_until(0)  # the training thread saves at the coming boundary
-            self._log_alarm(alarm)
-
-    def is_stuck(self, patience_s: float) -> bool:
-        """Whether a stop that ought to be saved by now is held up by the watcher, or by the owner of the claim."""
-        before = time.monotonic() - patience_s
-        busy_since = self.watcher.busy_since
-        if self.phase is StopPhase.STOPPING:
-            return busy_since is not None and busy_since < before
-        return self.state.was_claimed_before(before)
-
-    def save_as_last_resort(self, alarm: Alarm) -> None:
-        """Save the last boundary, unless it is being written: nothing here waits for another thread or the store."""
-        held_up = self.state.take_claim()
-        if not held_up:
-            return
-        logger.warning("%s is held up; saving the last boundary from beside it", held_up)
-        try:
-            with self.save.hold(alarm, waits=False) as problem:
-                self.save.write(alarm, problem, alone=True)
-        except BaseException:
-            if self.state.is_mine:
-                self.state.move(StopPhase.FAILED)
-            raise
-        finally:
-            self.step_gate.open_until(0)

@@ -61,7 +61,7 @@ class Parts:
         self.collector.copy(Position(step=5, epoch=1, step_in_epoch=5))
         self.events = EventLog(directory / "events.jsonl")
         self.watcher = Timers()
-        self.last_resort = LastResort(self.watcher)
+        self.last_resort = LastResort()
         self.durable: Path | None = None
         fields: dict[str, Any] = {
             "kind": "breakpoint",

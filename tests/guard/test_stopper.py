@@ -17,7 +17,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.guard.stop_state import StopPhase
 from tests.guard.stopper_parts import Parts
-from tests.harness import events, wait_until
+from tests.harness import events
 
 Make = Callable[..., Parts]
 
@@ -325,69 +325,3 @@ def test_a_save_in_progress_is_not_cut_off(
     parts.stopper.hear_signal(signal.SIGTERM)
     parts.stopper.salvage(parts.stopper.alarm)  # type: ignore[arg-type]
     assert ended.wait(60) and parts.files() == [5]
-
-
-# --- the last resort ---
-
-
-class StuckExchange(Exchange):
-    """Another rank's answer that does not come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked, self.go = threading.Event(), threading.Event()
-
-    def announce(self, name: str, offer: Offer, *, is_stop: bool = True) -> None:
-        self.asked.set()
-        assert self.go.wait(60)
-
-
-def test_a_claim_is_taken_from_a_thread_that_is_stuck_before_it_writes(make_parts: Make) -> None:
-    stuck = StuckExchange()
-    parts = make_parts(exchange=stuck)
-    parts.steps.leave_step()  # so that the watcher saves at once
-    watcher = threading.Thread(target=lambda: parts.stopper.hear_signal(signal.SIGTERM))
-    watcher.start()
-    assert stuck.asked.wait(60) and parts.stopper.phase is StopPhase.SAVING
-    alarm = parts.stopper.alarm
-    assert alarm is not None
-    wait_until(lambda: parts.stopper.is_stuck(0.01), "the claim is seen to be stuck")
-    parts.stopper.save_as_last_resort(alarm)
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.SAVED, [5])
-    stuck.go.set()
-    watcher.join(60)
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.SAVED, [5])
-    assert len(events(parts.directory, "save")) == 1, "whoever lost the claim writes nothing"
-
-
-def test_a_file_that_is_being_written_is_left_to_its_writer(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing, go = threading.Event(), threading.Event()
-    save = parts.saver.save_dying
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        writing.set()
-        assert go.wait(60)
-        return save(*args, **kwargs)
-
-    monkeypatch.setattr(parts.saver, "save_dying", slow)
-    parts.steps.leave_step()
-    watcher = threading.Thread(target=lambda: parts.stopper.hear_signal(signal.SIGTERM))
-    watcher.start()
-    assert writing.wait(60)
-    alarm = parts.stopper.alarm
-    assert alarm is not None and not parts.stopper.is_stuck(0.0)
-    parts.stopper.save_as_last_resort(alarm)
-    assert parts.stopper.phase is StopPhase.SAVING
-    go.set()
-    watcher.join(60)
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.SAVED, [5])
-
-
-def test_the_last_resort_refuses_what_is_no_boundary(parts: Parts) -> None:
-    parts.stopper.hear_signal(signal.SIGTERM)
-    parts.gate.begin_update()
-    alarm = parts.stopper.alarm
-    assert alarm is not None
-    parts.stopper.save_as_last_resort(alarm)
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
-    assert parts.stopper.save.failure == "an optimizer.step() was in progress or failed half-way"

@@ -1,4 +1,4 @@
-"""``loop.py`` with one thing that hangs for ever: ``LOOP_HANGS=copy|log|stderr|watcher``. Prints ``HANGS what``.
+"""``loop.py`` with one thing that hangs for ever: ``LOOP_HANGS=copy|flag|log|stderr``. Prints ``HANGS what``.
 
 The real waits, not a slow machine: what hangs never comes back, so no test need look at a clock.
 """
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mindx_elastic.memory import snapshots as snapshotting_module
+from mindx_elastic.platforms.flag_file import FlagFile
 from tests.jobs import loop
 from tests.jobs.kit import say
 
@@ -47,6 +48,10 @@ def hang_in_stderr() -> None:
     os.dup2(end, 2)
 
 
+def hang_in_poll(flag: FlagFile) -> None:
+    hang("flag")
+
+
 def log_for_ever() -> None:
     say("HANGS stderr")
     logging.getLogger("mindx_elastic").error("full")
@@ -62,8 +67,8 @@ class Trainer(loop.Trainer):
                 hang_in_stderr()
                 # The lock of the handler is held by a thread that hangs in its write.
                 threading.Thread(target=log_for_ever, daemon=True).start()
-            elif fault == "watcher":
-                self.guard.stopper.watcher.post(lambda: hang("watcher"))
+            elif fault == "flag":  # its file system is gone
+                mock.patch.object(FlagFile, "poll", hang_in_poll).start()
             elif fault == "log":
                 log = Path(self.args.directory) / "events.jsonl"
                 log.rename(log.with_suffix(".kept"))

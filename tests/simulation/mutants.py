@@ -73,8 +73,8 @@ MUTANTS = (
     Mutant(
         "nobody ends a process whose training hangs",
         "guard/last_resort.py",
-        "                stopper.leave_behind(alarm, self._why_leave)",
-        "                return None",
+        "        stopper.leave_behind(alarm, self._why_leave",
+        "        return None and (alarm, self._why_leave",
     ),
     Mutant(
         "a pause outlives a stop",

@@ -311,7 +311,7 @@ class _Rank:
         self.events = _Events(world, self.number, ended)
         self.exchange = exchange
         self.watcher = Watcher(self._hear_signal)
-        last_resort = LastResort(self.watcher)
+        last_resort = LastResort()
         saver: Any = _Saver(self, world, self.events, self.collector, plan)
         policy = ExitPolicy(kind="breakpoint", alarms=_ALARMS, name=breakpoint_name("net"), directory=Path("."))
         self.stopper = Stopper(
@@ -332,7 +332,6 @@ class _Rank:
         self.watcher.start()
         last_resort.start(self.stopper)
         alarms = self.stopper.alarms
-        last_resort.watch_signals(alarms.of_signal)
         post = self.watcher.post
         exchange.listen(
             lambda content: post(lambda: self.stopper.hear(alarms.of_peer(content))),

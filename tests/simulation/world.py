@@ -484,7 +484,6 @@ class _Socket:
     def __init__(self, world: World) -> None:
         self._world, self._fd = world, world.number()
         self.buffer = bytearray()
-        self.arrivals = 0
         self.other: _Socket | None = None
         world._sockets[self._fd] = self
 
@@ -498,15 +497,13 @@ class _Socket:
         if self.other is None:
             raise OSError("closed")
         self.other.buffer += data
-        self.other.arrivals += 1
         return len(data)
 
-    def recv(self, size: int, flags: int = 0) -> bytes:
+    def recv(self, size: int) -> bytes:
         if not self.buffer:
             raise BlockingIOError
         data = bytes(self.buffer[:size])
-        if not flags & socket.MSG_PEEK:
-            del self.buffer[:size]
+        del self.buffer[:size]
         return data
 
     def close(self) -> None:
@@ -527,37 +524,24 @@ class _Sockets:
 
 
 class _Poll:
-    """`select.poll` and `select.epoll`, for reading."""
+    """`select.poll`, for reading."""
 
-    def __init__(self, world: World, ms: float) -> None:
-        self._world, self._unit_s = world, ms
-        self._seen: dict[int, int | None] = {}  # of those that are edge-triggered: the arrivals that were told
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._fds: set[int] = set()
 
     def register(self, what: Any, events: int = select.POLLIN) -> None:
-        fd = what if isinstance(what, int) else what.fileno()
-        self._seen[fd] = 0 if events & select.EPOLLET else None
+        self._fds.add(what if isinstance(what, int) else what.fileno())
 
     def unregister(self, what: Any) -> None:
-        self._seen.pop(what if isinstance(what, int) else what.fileno())
+        self._fds.remove(what if isinstance(what, int) else what.fileno())
 
     def _readable(self) -> list[int]:
-        found = []
-        for fd, seen in self._seen.items():
-            end = self._world._sockets[fd]
-            if end.arrivals > seen if seen is not None else end.buffer:
-                found.append(fd)
-        return found
+        return [fd for fd in self._fds if self._world._sockets[fd].buffer]
 
-    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
-        self._world.wait(lambda: bool(self._readable()), None if timeout is None else timeout * self._unit_s)
-        found = self._readable()
-        for fd in found:
-            if self._seen[fd] is not None:
-                self._seen[fd] = self._world._sockets[fd].arrivals
-        return [(fd, select.POLLIN) for fd in found]
-
-    def close(self) -> None:
-        pass
+    def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
+        self._world.wait(lambda: bool(self._readable()), None if timeout_ms is None else timeout_ms / 1000)
+        return [(fd, select.POLLIN) for fd in self._readable()]
 
 
 class _Select:
@@ -565,10 +549,7 @@ class _Select:
         self._world = world
 
     def poll(self) -> _Poll:
-        return _Poll(self._world, 1e-3)
-
-    def epoll(self) -> _Poll:
-        return _Poll(self._world, 1.0)
+        return _Poll(self._world)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(select, name)

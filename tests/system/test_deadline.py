@@ -37,11 +37,12 @@ def test_a_save_does_not_wait_for_the_copy_of_a_snapshot(tmp_path: Path, referen
 
 @pytest.mark.drill
 @pytest.mark.parametrize(
-    "what", ["watcher", pytest.param("log", marks=pytest.mark.drill), pytest.param("stderr", marks=pytest.mark.drill)]
+    "what", ["flag", pytest.param("log", marks=pytest.mark.drill), pytest.param("stderr", marks=pytest.mark.drill)]
 )
 def test_what_hangs_does_not_hold_up_the_stop(tmp_path: Path, reference: Reference, what: str) -> None:
     env = {"LOOP_HANGS": what, "MINDX_ARENA_DIR": "none"}
-    with start_job("hanging.py", tmp_path, "--hold-at", 7, "--grace-s", 4, env=env) as job:
+    flag = tmp_path / "graceful_exit.json"
+    with start_job("hanging.py", tmp_path, "--hold-at", 7, "--grace-s", 4, "--flag-file", flag, env=env) as job:
         job.wait_for(f"HANGS {what}")
         job.wait_for("HOLD")
         job.signal_rank(0)
