@@ -131,7 +131,7 @@ def refusal(env: Mapping[str, str]) -> str:
             return (
                 f"{found}, but no WORLD_SIZE: one of several processes, and each would train alone, into one "
                 f"directory. Start the job with {launcher.instead}\n"
-                "Other ways, and WORLD_SIZE=1 for a job of its own: docs/reference.md"
+                "Other ways, and WORLD_SIZE=1 for a job of its own: docs/platforms.md"
             )
     return ""
 

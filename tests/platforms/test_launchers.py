@@ -65,7 +65,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_of_several_is_refused_with_the_way_out(variables: dict[str, str], named: str) -> None:
     said = refusal(variables)
     assert said.startswith(named)
-    assert "mindx-elastic " in said and "WORLD_SIZE=1" in said and "docs/reference.md" in said
+    assert "mindx-elastic " in said and "WORLD_SIZE=1" in said and "docs/platforms.md" in said
     assert said.count("\n") == 1 and len(said) <= 320
 
 
