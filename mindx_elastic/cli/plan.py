@@ -49,10 +49,6 @@ def plan_command(
     world_size: Annotated[
         int | None, typer.Option(min=1, max=1 << 18, metavar="N", help="Ranks of the new start; default: as before.")
     ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(metavar="SIZES", help="Mesh of the new start: dp=2,tp=2; other dimensions keep their size."),
-    ] = None,
     step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Plan for this step, not the newest.")] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN_ID", help="Use only this run's files.")] = None,
     verify: Annotated[
@@ -84,23 +80,22 @@ def plan_command(
     [bold]Examples[/bold]
     mindx-elastic plan ckpt
     mindx-elastic plan ckpt --fault-ranks 1,3
-    mindx-elastic plan ckpt --mesh dp=2,tp=2
     mindx-elastic plan ckpt --emit-env resume.sh && . ./resume.sh
     mindx-elastic plan ckpt --json | jq '.step'
     """
-    from mindx_elastic.cli.plan_inputs import find, gather_faults, new_world, parse_mesh
+    from mindx_elastic.cli.plan_inputs import find, gather_faults
     from mindx_elastic.platforms.plan_files import write_env_file, write_plan
-    from mindx_elastic.start.facts import ResumePlan
+    from mindx_elastic.start.facts import ResumePlan, World
 
     if not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
-    sizes = None if mesh is None else parse_mesh(mesh)
     found = find(path, strategy, run)
     largest = max((fact.world_size for fact in found.facts), default=None)
     report = gather_faults(faults, fault_ranks, largest)
-    if world_size is None and sizes is None:
+    if world_size is None:
         _refuse_if_only_claimed(found)
-    result = _plan(found, report, new_world(found, world_size, sizes), step, verify=verify)
+    world = World(world_size or found.world_size or 1)
+    result = _plan(found, report, world, step, verify=verify)
     if write:
         write_plan(path, result.plan)
     if emit_env is not None:

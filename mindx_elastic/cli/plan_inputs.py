@@ -1,24 +1,20 @@
-"""What ``mindx-elastic plan`` tells the planner: files, faults, strategies, the new world. And the check of digests."""
+"""What ``mindx-elastic plan`` tells the planner: files, faults and strategies. And the check of digests."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindx_elastic.cli.verify import check_entries
 from mindx_elastic.config import FaultPaths
-from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.start.planner import newest_world_size, order_of_moments
-from mindx_elastic.start.targets import remesh
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners
@@ -27,9 +23,7 @@ if TYPE_CHECKING:
     from mindx_elastic.start.findings import Findings
     from mindx_elastic.start.inventory import Inventory
 
-__all__ = ["Checked", "Found", "find", "gather_faults", "new_world", "parse_mesh", "plan_and_check"]
-
-_MESH_DIM = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*([0-9]{1,8})\s*")
+__all__ = ["Checked", "Found", "find", "gather_faults", "plan_and_check"]
 
 
 @dataclass(frozen=True)
@@ -179,60 +173,6 @@ def gather_faults(report: str | None, ranks: str | None, world_size: int | None)
         typed = Faults(parse_rank_list(ranks, world_size=world_size), source="--fault-ranks")
         faults = merge(faults, typed)
     return faults
-
-
-# --- the new world ---
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """``dp=2,tp=2``. Raises UsageError for anything else."""
-    mesh: dict[str, int] = {}
-    for part in text.split(","):
-        found = _MESH_DIM.fullmatch(part)
-        if found is None or not int(found[2]) or found[1] in mesh:
-            raise UsageError(f"--mesh {text!r:.80}: {part!r:.40} is not understood; give names and sizes: dp=2,tp=2")
-        mesh[found[1]] = int(found[2])
-    if prod(mesh.values()) > MAX_RANKS:
-        raise UsageError(f"--mesh {text!r:.80}: {prod(mesh.values())} ranks; {MAX_RANKS} at most")
-    return mesh
-
-
-def new_world(found: Found, world_size: int | None, mesh: Mapping[str, int] | None) -> World:
-    """What is about to start; neither given: as many ranks as before. Raises UsageError for a mesh that does not fit
-    what the files say."""
-    if not mesh:
-        return World(world_size or found.world_size or 1)
-    problem: UsageError | None = None
-    for moment in order_of_moments(found.facts):
-        try:
-            source = _source(found, moment)
-            size = world_size or _ranks_of_mesh(source, mesh)
-            return World(size, remesh(source, size, mesh))
-        except UsageError as error:  # this step's files may be incomplete, or contradict each other
-            problem = problem or error
-    if problem is not None:
-        raise UsageError(f"--mesh: {problem}") from None
-    return World(world_size or prod(mesh.values()))
-
-
-def _source(found: Found, moment: Moment) -> Strategy:
-    strategies = {id(fact.strategy): fact.strategy for fact in found.facts if fact.moment == moment}
-    if moment in found.recorded:
-        strategies[id(found.recorded[moment])] = found.recorded[moment]
-    if len(strategies) == 1:
-        return next(iter(strategies.values()))
-    size = next(fact.world_size for fact in found.facts if fact.moment == moment)
-    return Strategy(size, tuple(spec for strategy in strategies.values() for spec in strategy.tensors))
-
-
-def _ranks_of_mesh(source: Strategy, mesh: Mapping[str, int]) -> int:
-    """A mesh is that of one pipeline stage, and their number stays; dimensions that are not named keep their sizes."""
-    for group in source.classes:
-        layout = group.layout
-        sizes = dict(zip(layout.mesh_dim_names, layout.mesh_shape, strict=False))
-        if set(mesh) <= set(sizes):
-            return prod({**sizes, **mesh}.values()) * (source.world_size // layout.size)
-    return prod(mesh.values())
 
 
 # --- plan, check, plan again ---

@@ -43,7 +43,7 @@ def print_plan(console: Console, plan: ResumePlan, document: dict[str, Any], *, 
     _print_facts(console, _facts(plan, document, now))
     console.print()
     print_table(console, _COLUMNS, _rows(plan, document["directory"]), left="ranks|read|from")
-    total = f"{human_size(document['total_bytes'])} of tensors to read"
+    total = f"{human_size(document['total_bytes'])} to read"
     say(console, f"{plan.world.size} rank{'s' * (plan.world.size > 1)}, {total} in all")
     _print_rejected(console, "not used:", plan.rejected, document["directory"])
 
@@ -129,15 +129,17 @@ def _rows(plan: ResumePlan, directory: str) -> list[tuple[str, str, str, str]]:
     own = [key for key in groups if key[1] is None]
     others = [key for key in groups if key[1] is not None]
     shown = [*own, *others[: _MAX_ROWS - len(own)]]
-    rows = [_row(key, groups[key], directory) for key in shown]
+    rows = [_row(plan, key, groups[key], directory) for key in shown]
     rest = [each for key in others[_MAX_ROWS - len(own) :] for each in groups[key]]
     if rest:
         text = f"other ranks' files, of {len({each.file.rank for each in rest})} donors"
-        rows.append((rank_ranges(each.rank for each in rest), text, _sizes(rest), "(--json lists them)"))
+        rows.append((rank_ranges(each.rank for each in rest), text, _sizes(plan, rest), "(--json lists them)"))
     return rows
 
 
-def _row(key: tuple[bool, int | None], ranks: Sequence[RankPlan], directory: str) -> tuple[str, str, str, str]:
+def _row(
+    plan: ResumePlan, key: tuple[bool, int | None], ranks: Sequence[RankPlan], directory: str
+) -> tuple[str, str, str, str]:
     assembled, donor = key
     several = len(ranks) > 1
     if assembled:
@@ -151,11 +153,12 @@ def _row(key: tuple[bool, int | None], ranks: Sequence[RankPlan], directory: str
     small = sorted({each.small_from.rank for each in ranks if each.small_from is not None})
     if small:
         what += f", small state from {rank_list(small)}"
-    return rank_ranges(each.rank for each in ranks), what, _sizes(ranks), _paths(ranks, directory)
+    return rank_ranges(each.rank for each in ranks), what, _sizes(plan, ranks), _paths(ranks, directory)
 
 
-def _sizes(ranks: Sequence[RankPlan]) -> str:
-    low, high = min(each.nbytes for each in ranks), max(each.nbytes for each in ranks)
+def _sizes(plan: ResumePlan, ranks: Sequence[RankPlan]) -> str:
+    sizes = list(map(plan.bytes_of, ranks))
+    low, high = min(sizes), max(sizes)
     return human_size(high) if human_size(low) == human_size(high) else f"{human_size(low)} to {human_size(high)}"
 
 

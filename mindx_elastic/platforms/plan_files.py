@@ -69,7 +69,7 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
                                         is known against it, and that is no proof
     steps_lost                          steps that were seen and have to be done again; null: nothing newer was seen
     faults                              old ranks that are known to be faulty
-    total_bytes                         of tensors, that all ranks read together
+    total_bytes                         that all ranks read together, about
     ranks                               [{rank, path, donor, assembled, bytes}] for each new rank, in order; donor null:
                                         its own file; assembled: its tensors come from several files, and `path` gives
                                         the rest; where replicas have divided a step also parts_from (further files)
@@ -126,14 +126,14 @@ def _plan_values(plan: ResumePlan, shown: Callable[[str], str]) -> dict[str, Any
         "exact": None if plan.exact else False,
         "inexact": [*plan.inexact, *plan.unmanaged],
         "steps_lost": plan.steps_lost,
-        "total_bytes": sum(each.nbytes for each in plan.ranks),
+        "total_bytes": sum(map(plan.bytes_of, plan.ranks)),
         "ranks": [
             {
                 "rank": each.rank,
                 "path": shown(each.file.path),
                 "donor": each.donor,
                 "assembled": each.assembled,
-                "bytes": each.nbytes,
+                "bytes": plan.bytes_of(each),
                 **_of_divided(each, shown),
             }
             for each in plan.ranks

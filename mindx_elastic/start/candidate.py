@@ -18,7 +18,7 @@ from mindx_elastic.core.strategy import MARKER, LayoutClass, Strategy, TensorSpe
 from mindx_elastic.errors import UsageError
 from mindx_elastic.start.assumptions import differing_components
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, World, completing, no_file
-from mindx_elastic.start.targets import bytes_by_rank, same_part, same_parts, target_of
+from mindx_elastic.start.targets import same_part, same_parts, target_of
 
 __all__ = ["Candidate", "Context"]
 
@@ -143,7 +143,7 @@ class Candidate:
             shares.append(RankPlan(rank, file, others=others))
         self._target = world.strategy or self._source
         self._assignment = _Assignment(self._files, self._source, self._source, frozenset(), ())
-        self._assignment.take_own_files(shares)
+        self._assignment.shares = shares
         return True
 
     def _fits(self, own: Strategy, rank: int, known: dict[tuple[int, int], bool]) -> bool:
@@ -278,21 +278,11 @@ class _Assignment:
         self.resharded = False
         self.problem = ""
 
-    def take_own_files(self, shares: Sequence[RankPlan]) -> None:
-        """Each rank reads its own file: nothing is left to decide."""
-        self.shares = self._with_sizes(shares, self._source)
-
     def assign(self) -> None:
         """Find the files for each rank. Raises UsageError when a layout does not fit its tensor."""
         source, target = self._source, self._target
         self.resharded = source.world_size != target.world_size or not same_parts(source, target)
         self.problem = self._assign_new_parts() if self.resharded else self._assign_same_parts()
-        if not self.problem:
-            self.shares = self._with_sizes(self.shares, target if self.resharded else source)
-
-    def _with_sizes(self, shares: Sequence[RankPlan], target: Strategy) -> list[RankPlan]:
-        sizes = bytes_by_rank(target, self._source)
-        return [replace(each, nbytes=sizes.get(each.rank, 0)) for each in shares]
 
     def _assign_same_parts(self) -> str:
         groups: dict[int, tuple[int, ...]] = {}

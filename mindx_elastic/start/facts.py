@@ -100,11 +100,6 @@ class FileFact:
         is_replica = self.strategy is other.strategy or self.strategy.digest == other.strategy.digest
         return frozenset(range(self.held.count)) if is_replica else frozenset()
 
-    @property
-    def echoes(self) -> Mapping[str, str]:
-        """The name of `replica_digests` in version 0.1."""
-        return self.replica_digests
-
 
 def single_rank_strategy(rank: int, world_size: int) -> Strategy:
     """The strategy of a file that says nothing about other ranks: only its own rank holds what is in it."""
@@ -165,8 +160,6 @@ class RankPlan:
     """Everything but the tensors of the strategy comes from here; with `assembled` False these, too."""
     assembled: bool = False
     """Its tensors are put together from parts of several files (`ResumePlan.holders`)."""
-    nbytes: int = 0
-    """Bytes of tensors to read."""
     others: tuple[FileFact, ...] = ()
     """The files with the parts that `file` lacks, where the replicas have divided the state."""
     small_from: FileFact | None = None
@@ -211,6 +204,13 @@ class ResumePlan:
     def exact(self) -> bool:
         """The run will be the uninterrupted one bit for bit, as far as is known."""
         return not (self.inexact or self.unmanaged)
+
+    def bytes_of(self, share: RankPlan) -> int:
+        """About how many bytes `share` reads, from the sizes of the files."""
+        if share.assembled:
+            return sum(facts[0].nbytes for facts in self.files.values()) // self.world.size
+        held = share.file.held
+        return share.file.nbytes if held is None else share.file.nbytes * held.count // max(1, len(held.parts))
 
     def holders(self, layout: Layout, shard: int, reader: int) -> Iterator[FileFact]:
         """The files that hold `shard`, the one to try first for the new rank `reader` in front.
@@ -258,11 +258,6 @@ class Refusal:
     faults: frozenset[int] = frozenset()
     is_other_program: bool = False
     """The newest step is complete, but a program with other parameters wrote it."""
-
-    @property
-    def is_misfit(self) -> bool:
-        """The name of `is_other_program` in version 0.1."""
-        return self.is_other_program
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.reasons)) or "there is no checkpoint"

@@ -39,7 +39,6 @@ from mindx_elastic.errors import (
     MindxError,
     MismatchError,
     NoUsableCheckpointError,
-    UntrustedMessageError,
     UsageError,
 )
 from mindx_elastic.memory.memory_files import OwnState, SmallRecord, own_rings, small_records
@@ -59,7 +58,7 @@ from mindx_elastic.start.findings import (
 )
 from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.reader import Problem, ShareReader
-from mindx_elastic.start.shares import digest_of, share_in, tell_shares
+from mindx_elastic.start.shares import share_in, tell_shares
 
 __all__ = [
     "Disks",
@@ -323,14 +322,12 @@ class PlanPart(FollowedPart):
         self._target, self._faults = target, faults
         self._find(everything=False)
         self._answer: Answer | None = None
-        self._heard = ""
         self.generation = 0
         """Of this start, see `FileFact.generation`."""
         # Of rank 0:
         self._inventory = Inventory()
         self._plan: ResumePlan | None = None
         self._verified: set[tuple[str, str]] = set()
-        self._sent: list[str] = []
         self._lines: list[str] = []
         self._told_lines: set[str] = set()
 
@@ -343,7 +340,7 @@ class PlanPart(FollowedPart):
 
     def say(self) -> Any:
         if self._problems is not None:
-            return {"heard": self._heard, "problems": self._problems}
+            return self._problems
         return {
             "findings": self._findings.encode(),
             "strategies": self._pieces,
@@ -355,18 +352,11 @@ class PlanPart(FollowedPart):
         if self._plan is None:
             return self._first_plan(said)
         with making_sense("what the ranks could not read"):
-            heard = [str(each["heard"]) for each in said]
             problems = [
                 (rank, self._plan.files[int(old)][int(number)], str(text))
                 for rank, each in enumerate(said)
-                for old, number, text in each["problems"]
+                for old, number, text in each
             ]
-        for rank, digest in enumerate(heard):
-            if digest != self._sent[rank]:
-                raise UntrustedMessageError(
-                    f"rank {rank} has not received the plan that rank 0 has sent: either another program writes to the "
-                    "store of the process group, or the ranks run different versions"
-                )
         for rank, fact, text in problems:
             self._inventory.forget(rank, fact, text)
         if problems:
@@ -410,9 +400,6 @@ class PlanPart(FollowedPart):
             "lines": lines[:_MOST_LINES],
             "only_in_memory": all(fact.kind == "snapshot" for facts in plan.files.values() for fact in facts),
         }
-        assert answer.own is not None
-        first = digest_of(common)
-        self._sent = [f"{first}/{digest_of(own)}" for own in answer.own]
         return Merged(common, answer.own, answer.more)
 
     def _fresh(self, lines: Sequence[str]) -> Merged:
@@ -505,7 +492,6 @@ class PlanPart(FollowedPart):
             own_strategy = None if self._target is None else self._target.own
             share = share_in(replace(answer, common=answer.common["plan"]), self._ranks.rank, own_strategy)
             lines = [str(line) for line in answer.common["lines"]]
-        self._heard = f"{digest_of(answer.common)}/{digest_of(answer.own)}"
         checkpoint, self._problems = self._reader.read(share, None if self._target is None else self._target.blueprint)
         self.resumed = None
         if checkpoint is None:

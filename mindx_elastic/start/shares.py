@@ -1,18 +1,15 @@
 """Encodes a plan for all ranks into one answer for each rank, and decodes it there.
 
 Rank 0 plans (see `restore`). Each rank receives a few lines that are the same for all, its own share, and nothing of
-the others', so that a start moves O(ranks) bytes. A rank that assembles its tensors from parts of many files asks for
-their rows when it needs them.
+the others', so that a start moves O(ranks) bytes. A rank that assembles its tensors from parts of many files reads the
+rows of all files.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import xxhash
 
 from mindx_elastic.agreement.gather import Answer, Merged
 from mindx_elastic.core.layout import MAX_RANKS
@@ -21,9 +18,9 @@ from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, World
 from mindx_elastic.start.findings import Place, decode_parts, encode_parts
 from mindx_elastic.start.inventory import Inventory
 
-__all__ = ["Share", "digest_of", "share_in", "tell_shares"]
+__all__ = ["Share", "share_in", "tell_shares"]
 
-_SOURCE = "source"
+_SOURCE, _FILES = "source", "files"
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Share:
     """What one rank reads."""
 
     plan: ResumePlan
-    """What this rank needs of it: `ranks` is empty, and `files` asks rank 0's answer for each old rank's files."""
+    """What this rank needs of it: `ranks` is empty, and `files` has its own file, or where it is assembled all."""
     rank: RankPlan
     number: int
     """The index of this rank's file among the files of its old rank."""
@@ -46,11 +43,6 @@ class Share:
     """The file that has this rank's own small state, and its index; None: its own file, or memory."""
     uses_own_state: bool
     """Whether this rank uses its own small state of the step (see `Inventory.may_use`)."""
-
-
-def digest_of(content: Any) -> str:
-    """The digest of a part of an answer; rank 0 and the receiving rank compute the same."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 # --- rank 0 ---
@@ -71,7 +63,6 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
                 "number": plan.files[fact.rank].index(fact),
                 "row": _row(fact),
                 "assembled": share.assembled,
-                "nbytes": share.nbytes,
                 "seen": is_seen,
                 "sources": []
                 if is_seen
@@ -95,9 +86,8 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
     }
     more: dict[str, Any] = {}
     if any(share.assembled for share in plan.ranks):
-        common["ranks"] = _runs(sorted(plan.files))
-        more = {f"file/{old}": [_row(fact) for fact in facts] for old, facts in plan.files.items()}
-        more[_SOURCE] = plan.source.to_json()
+        rows = [[old, [_row(fact) for fact in facts]] for old, facts in plan.files.items()]
+        more = {_FILES: rows, _SOURCE: plan.source.to_json()}
     return Merged(common, own, more)
 
 
@@ -152,9 +142,9 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     moment = (str(run), int(attempt), int(step))
     old_size = int(common["old_size"])
     assembled = bool(own["assembled"])
-    source = Strategy(old_size, ())
+    source, rows = Strategy(old_size, ()), []
     if assembled:
-        (content,) = answer.more([_SOURCE])
+        rows, content = answer.more([_FILES, _SOURCE])
         source = Strategy.from_json(content)
 
     def fact_of(old: int, row: Sequence[Any]) -> FileFact:
@@ -182,8 +172,9 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
 
     others = [placed(each) for each in own["others"]]
     file = fact_of(own["old"], own["row"])
-    olds = _expand(common["ranks"]) if assembled else []
-    files = _FilesOnDemand(olds, lambda old: [fact_of(old, row) for row in answer.more([f"file/{old}"])[0]])
+    files: Mapping[int, tuple[FileFact, ...]] = {file.rank: (file,)}
+    if assembled:
+        files = {old: tuple(fact_of(old, row) for row in facts) for old, facts in rows}
     plan = ResumePlan(
         moment=moment,
         epoch=int(common["epoch"]),
@@ -191,7 +182,7 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
         source=source,
         world=World(int(common["size"]), target),
         ranks=(),
-        files=files if assembled else {file.rank: (file,)},
+        files=files,
         resharded=bool(common["resharded"]),
         inexact=tuple(map(str, common["inexact"])),
         unmanaged=tuple(map(str, common["unmanaged"])),
@@ -199,7 +190,7 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     )
     return Share(
         plan,
-        RankPlan(rank, file, assembled, int(own["nbytes"]), tuple(fact for fact, _ in others)),
+        RankPlan(rank, file, assembled, tuple(fact for fact, _ in others)),
         int(own["number"]),
         bool(own["seen"]),
         [(int(holder), (int(root), str(name))) for holder, (root, name) in own["sources"]],
@@ -217,24 +208,3 @@ def _expand(runs: Sequence[Sequence[int]]) -> list[int]:
             raise ValueError("not a list of ranks")
         found += range(first, first + count)
     return found
-
-
-class _FilesOnDemand(Mapping[int, "tuple[FileFact, ...]"]):
-    """The files of each old rank, requested at the first access."""
-
-    def __init__(self, ranks: Sequence[int], ask: Callable[[int], Sequence[FileFact]]) -> None:
-        self._ranks, self._ask = dict.fromkeys(ranks), ask
-        self._known: dict[int, tuple[FileFact, ...]] = {}
-
-    def __getitem__(self, rank: int) -> tuple[FileFact, ...]:
-        if rank not in self._ranks:
-            raise KeyError(rank)
-        if rank not in self._known:
-            self._known[rank] = tuple(self._ask(rank))
-        return self._known[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ranks)
-
-    def __len__(self) -> int:
-        return len(self._ranks)

@@ -61,7 +61,7 @@ def test_the_option_set() -> None:
             *("--restarts", "--run-options", "--state", "command", "kind"),
         ],
         "plan": [
-            *("--emit-env", "--fault-ranks", "--faults", "--json", "--mesh"),
+            *("--emit-env", "--fault-ranks", "--faults", "--json"),
             *("--no-verify", "--run", "--step", "--strategy", "--verify", "--world-size", "--write"),
             "path",
         ],

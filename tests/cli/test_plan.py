@@ -99,8 +99,8 @@ def test_the_simplest_plan(run: Run, ddp: Path) -> None:
         "world     4 ranks, as before",
         "digests   checked: 4 files, ",
         "restore   RESTORE_RANKS=0",
-        "0-3    their own files  7.8 KiB  rank_*/resnet-2_7_breakpoint.safetensors",
-        "4 ranks, 31.3 KiB of tensors to read in all",
+        "0-3    their own files  11.8 KiB  rank_*/resnet-2_7_breakpoint.safetensors",
+        "4 ranks, 47.3 KiB to read in all",
     ):
         assert part in text, part
     assert "not used" not in text
@@ -183,19 +183,7 @@ def test_shards_and_a_mesh(run: Run, sharded: Path) -> None:
     found = document(run, sharded)
     assert (found["old_mesh"], found["exact"]) == ({"dp": 2, "tp": 2}, None)
     assert found["restore_ranks_map"] == {"0,2": 0, "1,3": 1}
-    found = document(run, sharded, "--mesh", "tp=1")
-    assert (found["new_world_size"], found["new_mesh"]) == (2, {"dp": 2, "tp": 1})
-    assert found["restore_ranks"] == "-1" and all(each["assembled"] for each in found["ranks"])
-    assert [each["bytes"] for each in found["ranks"]] == [128, 128]
-    assert document(run, sharded, "--mesh", "dp=1,tp=4")["new_world_size"] == 4
-    text = run("plan", sharded, "--mesh", "tp=1").stdout
-    assert "4 ranks (dp=2, tp=2) become 2 ranks (dp=2, tp=1)" in text and "parts of several files" in text
-
-
-@pytest.mark.parametrize("mesh", ["", "dp", "dp=0", "dp=2,dp=2", "=2", "dp=2;tp=2", "pp=2", "dp=99999999,tp=9"])
-def test_meshes_that_make_no_sense(run: Run, sharded: Path, mesh: str) -> None:
-    result = run("plan", sharded, "--mesh", mesh)
-    assert result.exit_code == 2 and "--mesh" in result.stderr and result.stdout == ""
+    assert "must be given: start the job" in run("plan", sharded, "--world-size", 2).stdout.replace("\n", " ")
 
 
 def test_a_strategy_for_files_that_say_nothing(run: Run, tmp_path: Path) -> None:
@@ -230,7 +218,6 @@ def test_a_strategy_of_mindspore_has_no_shapes_and_other_names(run: Run, sharded
     file.write_bytes(content.SerializeToString())
     found = document(run, sharded, "--strategy", file)
     assert found["restorable"] and found["ranks"][3]["donor"] == 1
-    assert [each["bytes"] for each in found["ranks"]] == [64] * 4
     del content.parallel_layout_item[0]
     file.write_bytes(content.SerializeToString())
     result = run("plan", sharded, "--strategy", file)
@@ -269,9 +256,7 @@ def test_nothing_is_written_unless_asked_for(run: Run, ddp: Path) -> None:
 # --- nothing, or nothing that can be used ---
 
 
-@pytest.mark.parametrize(
-    "options", [["--mesh", "dp=2"], ["--world-size", "2"], ["--step", "3"], ["--fault-ranks", "1"]]
-)
+@pytest.mark.parametrize("options", [["--world-size", "2"], ["--step", "3"], ["--fault-ranks", "1"]])
 def test_an_empty_directory_whatever_is_asked(run: Run, tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "ckpt").mkdir()
     assert run("plan", tmp_path / "ckpt", *options).exit_code in (1, 3)

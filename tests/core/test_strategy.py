@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from mindx_elastic.core.layout import REPLICATE, Layout, Shard, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec, merge_specs, strategy_from_record
 from mindx_elastic.errors import UsageError
-from mindx_elastic.start.targets import bytes_by_rank
 from tests.start import oracle
-from tests.start.oracle import Spread
 
 
 def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = ()) -> Layout:
@@ -119,40 +117,6 @@ def test_replica_groups_are_the_ranks_that_hold_the_same_of_everything(
 ) -> None:
     strategy = Strategy(4, tuple(spec(f"t{i}", (8,), layout) for i, layout in enumerate(layouts)))
     assert strategy.replica_groups() == groups
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=2), st.sampled_from(["RR", "RS", "SR", "SS", "_S"])),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_bytes_of_ranks_are_those_of_counted_elements(tensors: list[tuple[list[int], str]]) -> None:
-    splits: dict[str, tuple[tuple[int, int], ...]] = {
-        "RR": (),
-        "RS": ((1, 0),),
-        "SR": ((0, 0),),
-        "SS": ((0, 0), (1, 0)),
-        "_S": ((1, 0), (0, 0)),
-    }
-    placements = {
-        "RR": "RR",
-        "RS": ("R", "S(0)"),
-        "SR": ("S(0)", "R"),
-        "SS": ("S(0)", "S(0)"),
-        "_S": ("_S(0,2)", "S(0)"),
-    }
-    specs, expected = [], dict.fromkeys(range(7), 0)
-    for number, (shape, how) in enumerate(tensors):
-        specs.append(spec(f"t{number}", tuple(shape), layout_of((3, 2), *placements[how]), "BF16"))
-        spread = Spread((3, 2), tuple(range(6)), splits[how])
-        for rank in range(6):
-            expected[rank] += 2 * len(oracle.elements(tuple(shape), spread, rank))
-    strategy = Strategy(7, tuple(specs))
-    found = bytes_by_rank(strategy, strategy)
-    assert {rank: found.get(rank, 0) for rank in range(7)} == expected
 
 
 # --- JSON ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,10 @@ def test_the_document(tmp_path: Path) -> None:
         "inexact": ["rank 2 takes rank 0's file and has no random numbers of its own"],
         "steps_lost": None,
         "faults": [],
-        "total_bytes": 256,
-        "ranks": [{"rank": r, "path": paths[r], "donor": donors[r], "assembled": False, "bytes": 64} for r in range(4)],
+        "total_bytes": 400,
+        "ranks": [
+            {"rank": r, "path": paths[r], "donor": donors[r], "assembled": False, "bytes": 100} for r in range(4)
+        ],
         "replica_groups": [{"ranks": [0, 2], "donor": 0}, {"ranks": [1, 3], "donor": 1}],
         "restore_ranks": "0,1",
         "restore_ranks_map": {"0,2": 0, "1,3": 1},
@@ -95,7 +98,9 @@ def test_a_refusal_has_the_same_keys(tmp_path: Path) -> None:
 
 def test_the_same_plan_is_the_same_file(tmp_path: Path) -> None:
     (tmp_path / "rank_2").mkdir()
-    for plan in (make(tmp_path, faults=(1,)), make(tmp_path, world=World(2)), Refusal((), False)):
+    layout = Layout((2, 1), ("R", "S(0)"), (), MESH)  # type: ignore[arg-type]
+    other = Strategy(2, (replace(HSDP.tensors[0], layout=layout),))
+    for plan in (make(tmp_path, faults=(1,)), make(tmp_path, world=World(2, other)), Refusal((), False)):
         path = write_plan(tmp_path, plan)
         assert sorted(os.listdir(tmp_path)) == ["rank_2", PLAN_JSON]
         before = path.read_bytes()
@@ -189,7 +194,8 @@ def test_a_faulty_rank_whose_file_is_trusted_is_the_last_resort() -> None:
 def test_another_number_of_ranks() -> None:
     plan = planned([fact_of(r) for r in (2, 3)], World(2))
     assert plan.resharded and plan_to_json(plan)["restore_ranks_map"] == {"0,1": 2}
-    sharded = planned([fact_of(r, GROUPS_OF_TWO) for r in range(4)], World(2))
+    split = Strategy(4, (TensorSpec("model.w", (8,), Layout((4,), ("S(0)",)), "F32"),))  # type: ignore[arg-type]
+    sharded = planned([fact_of(r, split) for r in range(4)], World(2))
     assert sharded.resharded and restore_ranks(sharded) == {}
 
 

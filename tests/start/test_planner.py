@@ -17,7 +17,6 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.start.assumptions import replica_digests_of
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, single_rank_strategy
 from mindx_elastic.start.planner import bases_of, never_complete, order_of_moments, plan_resume, steps_before
-from mindx_elastic.start.targets import remesh
 from tests.start.strategies import replicated
 
 RUN = "run-a"
@@ -383,30 +382,6 @@ def test_four_ranks_become_two_three_and_four_again(strategy: Strategy) -> None:
     assert strategy.tensors[0].layout == (DDP if strategy.tensors[0].layout.num_shards == 1 else FSDP).tensors[0].layout
 
 
-def test_hsdp_and_fsdp_around_tp_scale_their_outermost_dimension() -> None:
-    plan = plan_of(files(range(4), strategy=HSDP), 6)
-    assert plan.world.strategy is not None
-    assert plan.world.strategy.tensors[0].layout.mesh_shape == (3, 2)
-    plan = plan_of(files(range(4), strategy=FSDP_TP), 8)
-    assert plan.world.strategy is not None
-    assert plan.world.strategy.tensors[0].layout == layout_of((4, 2), "_S(0,2)", "S(0)")
-
-
-def test_a_world_that_is_no_multiple_has_to_be_told_how() -> None:
-    refusal = refusal_of(files(range(4), strategy=FSDP_TP), 3)
-    assert "not a multiple of 2" in str(refusal)
-    assert refusal.other_worlds == (4,)
-
-
-def test_a_mesh_is_scaled_by_the_names_of_its_dimensions() -> None:
-    scaled = remesh(FSDP_TP, 8, {"tp": 4})
-    assert scaled.tensors[0].layout == layout_of((2, 4), "_S(0,4)", "S(0)")
-    with pytest.raises(UsageError, match="no mesh dimension called 'pp'"):
-        remesh(FSDP_TP, 8, {"pp": 2})
-    with pytest.raises(UsageError, match="2 x 8 has not 8 ranks"):
-        remesh(FSDP_TP, 8, {"tp": 8})
-
-
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (2, 1), (4, 8)])
 def test_zero_1_state_on_another_world_is_spread_anew(old: int, new: int) -> None:
     specs = [tensor("w", (8,), layout_of((old,), "R"))]
@@ -459,11 +434,9 @@ def test_shapes_that_nobody_tells_give_a_plan_or_a_refusal_and_no_error(placemen
 # --- numbers, and the same answer always ---
 
 
-def test_bytes_to_read_are_those_of_the_ranks_own_parts() -> None:
-    assert [each.nbytes for each in plan_of(files(range(4))).ranks] == [128] * 4
-    assert [each.nbytes for each in plan_of(files(range(4), strategy=FSDP)).ranks] == [32] * 4
-    # 9 rows of 16 bytes over FSDP2 around TP: 3, 2, 2, 2 rows
-    assert [each.nbytes for each in plan_of(files(range(4), strategy=FSDP_TP)).ranks] == [48, 32, 32, 32]
+def test_a_mesh_of_two_dimensions_on_another_world_has_to_be_told() -> None:
+    refusal = refusal_of(files(range(4), strategy=FSDP_TP), 8)
+    assert "its layout over 8 ranks must be given" in str(refusal) and refusal.other_worlds == (4,)
 
 
 def test_epoch_and_step_in_epoch_come_from_the_chosen_step() -> None:
