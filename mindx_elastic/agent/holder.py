@@ -31,7 +31,7 @@ from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError, UsageError
 from mindx_elastic.memory.arena import RankArena
-from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring, seal_ring
+from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
 from mindx_elastic.memory.folders import job_folder, rank_folders, read_owner
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.memory.snapshots import adopt_slots
@@ -368,7 +368,6 @@ def _copy_rings(machine: _Machine, rings: Mapping[int, Path]) -> list[OSError]:
     for rank, ring in rings.items():
         try:
             if {record.run_id for record in read_ring(ring)} & runs:
-                seal_ring(ring)
                 _copy_file(ring, machine.directory / f"rank_{rank}" / RING_COPY)
         except OSError as error:
             problems.append(error)

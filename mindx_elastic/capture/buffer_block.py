@@ -7,7 +7,7 @@ wrong is checked before each reading: another tensor in the buffer's place, othe
 meaning of that memory (``buffer.data = buffer.data.view(torch.int32)``): neither the object, nor its address, nor its
 version counter shows that one.
 
-Buffers on a device are gathered there into one run of its memory, in the order of its work.
+Buffers on a device are copied there, in the order of its work.
 
 Rejected: to copy only what has another version. `torch.batch_norm` changes the running mean and variance without
 moving their ``_version`` (torch 2.13), and ``.data`` and numpy arrays of the same memory move none either.
@@ -23,7 +23,7 @@ import torch
 
 from mindx_elastic.core.tensor_memory import memory_of
 
-__all__ = ["BufferBlock", "BufferReader", "DeviceRun", "is_on_device", "view_of"]
+__all__ = ["BufferBlock", "BufferReader", "is_on_device", "view_of"]
 
 _ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
@@ -41,7 +41,6 @@ class BufferBlock:
         raw: bytes,
         slices: list[_Slice | None],
         outside: Sequence[torch.Tensor | None],
-        device_copy: torch.Tensor | None = None,
     ) -> None:
         self.raw = raw
         """The bytes of all dense tensors. The gaps between them are zero, so blocks are compared whole."""
@@ -49,8 +48,6 @@ class BufferBlock:
         """The part of `raw` that each tensor is; None for one that is outside of it."""
         self.outside = outside
         """Copies of the tensors that are not plain CPU memory; None for the others and for None."""
-        self.device_copy = device_copy
-        """The bytes on a device that the copies in `outside` are; None: there are none, or they are apart."""
         self._views: list[torch.Tensor | None] | None = None
 
     @property
@@ -96,8 +93,11 @@ class BufferReader:
             size += tensor.nbytes + gap
         self._keeps = [tensors[i].untyped_storage() for i in plain]  # type: ignore[union-attr]  # addresses stay valid
         self._others = [i for i, t in enumerate(tensors) if t is not None and self.slices[i] is None]
-        self.device_run = DeviceRun.of([tensors[i] for i in self._others])  # type: ignore[misc]
-        """How the others lie in a block's `device_copy`; None: they are on no device, or cannot be in one run."""
+        of_type: dict[torch.dtype, list[int]] = {}
+        for number, i in enumerate(self._others):
+            of_type.setdefault(tensors[i].dtype, []).append(number)  # type: ignore[union-attr]
+        # For each type by itself: of several types torch copies one tensor after the other.
+        self._kinds_of_device = [*map(_getter, of_type.values())]
         self._not_plain = [i for i, tensor in enumerate(tensors) if tensor is not None and i not in set(plain)]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
         self._plain = None if len(plain) == len(self.tensors) else _getter(plain)
@@ -144,65 +144,18 @@ class BufferReader:
 
     def _with_others(self, raw: bytes, earlier: BufferBlock | None) -> BufferBlock:
         live: list[torch.Tensor] = [self.tensors[i] for i in self._others]  # type: ignore[misc]
-        run, flat = self.device_run, None
         if earlier is not None and earlier.slices is self.slices and all(map(_is_cuda, live)):
             # On a device the new values arrive in the order of its queue, so the older ones stay for as long as the
             # device is at the older boundary (see `capture.device_progress`). In host memory they would be gone.
             copies: list[torch.Tensor] = [earlier.outside[i] for i in self._others]  # type: ignore[misc]
-            flat = earlier.device_copy
-            torch._foreach_copy_(copies, live) if run is None else run.copy(copies, live)
-        elif run is None:
-            copies = [tensor.detach().clone() for tensor in live]
+            for pick in self._kinds_of_device:
+                torch._foreach_copy_(pick(copies), pick(live))
         else:
-            flat, copies = run.make()
-            run.copy(copies, live)
+            copies = [tensor.detach().clone() for tensor in live]
         outside: list[torch.Tensor | None] = [None] * len(self.slices)
         for index, copy in zip(self._others, copies, strict=True):
             outside[index] = copy
-        return BufferBlock(raw, self.slices, outside, flat)
-
-    def read_on_device(self, earlier: BufferBlock) -> BufferBlock:
-        """`earlier`, with the tensors on the device as they are now. Where they still fit, and there is a run."""
-        with torch.no_grad():
-            return self._with_others(earlier.raw, earlier)
-
-
-class DeviceRun:
-    """How some tensors of one device lie one behind the other in one run of its memory."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.device = tensors[0].device
-        self.slices: list[_Slice] = []
-        self.nbytes = 0
-        kinds: dict[torch.dtype, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            kinds.setdefault(tensor.dtype, []).append(i)
-            self.slices.append((self.nbytes, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-            self.nbytes += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
-        self._kinds = [_getter(indices) for indices in kinds.values()]
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> DeviceRun | None:
-        fit = all(
-            type(t) is torch.Tensor
-            and is_on_device(t)
-            and t.device == tensors[0].device
-            and t.layout is torch.strided
-            and t.is_contiguous()
-            and not (t.is_quantized or t.is_conj() or t.is_neg())
-            for t in tensors
-        )
-        return cls(tensors) if tensors and fit else None
-
-    def make(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A run, and its parts as tensors. The gaps between them are zero."""
-        flat = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
-        return flat, [view_of(flat, part) for part in self.slices]
-
-    def copy(self, copies: Sequence[torch.Tensor], live: Sequence[torch.Tensor]) -> None:
-        # For each type by itself: of several types torch copies one tensor after the other.
-        for pick in self._kinds:
-            torch._foreach_copy_(pick(copies), pick(live))
+        return BufferBlock(raw, self.slices, outside)
 
 
 def view_of(flat: torch.Tensor, part: _Slice | list[object]) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
@@ -104,8 +103,6 @@ class Collector:
         self._raw_rng = RawRng()
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
-        self._described: Sequence[object] = ()  # by `_device_layout`, see `copy_from_device`
-        self._device_layout = b""
         self.devices = DeviceProgress()
         """How far the devices have come that hold state of the job."""
         self.devices.follow(self._tensors())
@@ -384,30 +381,6 @@ class Collector:
     def slow_objects(self) -> list[str]:
         """The names of objects that are not copied at each boundary."""
         return [name for name, component in self._plain if component.is_heavy or component.is_on_device]
-
-    def device_nbytes(self, modules: Collection[str]) -> int:
-        """How much `copy_from_device` would give."""
-        runs = [m.device_run for name, m in self._modules.items() if name in modules]
-        return sum(run.nbytes for run in runs if run is not None)
-
-    def copy_from_device(self, modules: Collection[str], *, ahead: bool) -> tuple[bytes, list[torch.Tensor]]:
-        """The saved buffers of `modules` that are on a device: one run of bytes there for each module that has some,
-        and their layout as JSON: for each module the length of its run, and name, offset, type and shape of each
-        buffer. `ahead`: as they are now, copied in the order of the device's work, after `copy_ahead`; else those of
-        the boundary. Training thread."""
-        chosen = {name: m for name, m in self._modules.items() if name in modules and m.device_run is not None}
-        runs = [m.copy_device_ahead() if ahead else m.device_copy for m in chosen.values()]
-        kinds = [m.device_run for m in chosen.values()]
-        if len(kinds) != len(self._described) or not all(map(is_, kinds, self._described)):
-            self._described = kinds
-            layout = {name: m.device_layout() for name, m in chosen.items()}
-            self._device_layout = json.dumps(layout, separators=(",", ":")).encode()
-        found = [run for run in runs if run is not None]
-        return (self._device_layout, found) if len(found) == len(runs) else (b"", [])
-
-    def device_is_as_ahead(self, modules: Collection[str]) -> bool:
-        """At a boundary: whether the buffers seem to be as the last forecast has them."""
-        return all(m.device_is_as_ahead for name, m in self._modules.items() if name in modules)
 
     def copied_from_device(self) -> dict[str, dict[str, torch.Tensor]]:
         """The boundary's saved buffers that were on a device, in host memory. Waits for the device."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, DeviceRun, is_on_device, view_of
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, is_on_device, view_of
 from mindx_elastic.capture.copying import copy_state
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
@@ -163,8 +163,6 @@ class ModuleComponent:
         self._slot_tables, self._slot_keys = [table for table, _ in self._slots], [key for _, key in self._slots]
         self._reader = BufferReader(())
         self._block = self._ahead = self._reader.read()
-        self._device_ahead: BufferBlock | None = None
-        self._device_versions: list[int] = []
         self._extra_copies: dict[str, Any] = {}
 
     def copy(self) -> None:
@@ -216,49 +214,8 @@ class ModuleComponent:
         self._ahead = BufferBlock(reader.read_raw(), reader.slices, ())
         return True
 
-    def copy_device_ahead(self) -> torch.Tensor | None:
-        """As `copy_ahead`, after it, for the buffers on a device: their bytes there, in its order of work."""
-        reader = self._reader
-        if reader.device_run is None or len(reader.slices) != len(self._slots):
-            return None
-        if self._device_ahead is None or self._device_ahead.slices is not reader.slices:
-            self._device_ahead = reader.read()
-        else:
-            self._device_ahead = reader.read_on_device(self._device_ahead)
-        self._device_versions = self._versions()
-        return self._device_ahead.device_copy
-
-    def _versions(self) -> list[int]:
-        return [t._version for t in self._reader.tensors if t is not None]
-
-    @property
-    def device_is_as_ahead(self) -> bool:
-        """At a boundary: whether the buffers on a device are the same ones as in `copy_device_ahead`, and, as far as
-        version counters tell, unchanged. A batch norm's forward moves that of its count."""
-        ahead = self._device_ahead
-        is_same = ahead is not None and ahead.slices is self._block.slices
-        return self.device_run is None or (is_same and self._device_versions == self._versions())
-
-    @property
-    def device_copy(self) -> torch.Tensor | None:
-        """The boundary's copies of the saved buffers that are on a device, as one run of bytes there."""
-        return self._block.device_copy
-
-    @property
-    def device_run(self) -> DeviceRun | None:
-        """How the run is laid out, the same object for as long as it is alike; None: there is none."""
-        return self._reader.device_run
-
-    def device_layout(self) -> tuple[int, list[Any]]:
-        """The bytes of the run; the name of each buffer in it, and its part of the run (`view_of`)."""
-        others = [n for n, copy in zip(self._slot_names, self._block.outside, strict=False) if copy is not None]
-        run = self._reader.device_run
-        if run is None:
-            return 0, []
-        return run.nbytes, [[n, list(part)] for n, part in zip(others, run.slices, strict=True)]
-
     def copied_from_device(self) -> dict[str, torch.Tensor]:
-        """They, as tensors in host memory. Waits for the device."""
+        """The boundary's saved buffers that are on a device, in host memory. Waits for the device."""
         return {n: c.cpu() for n, c in zip(self._slot_names, self._block.outside, strict=False) if c is not None}
 
     def loose_ahead(self) -> dict[str, torch.Tensor]:

@@ -165,7 +165,6 @@ class Connections:
                 donates=self._member is not None,
                 begins_again=begins_again,
                 also_to=None if self._member is None else self._member.courier(replicated=saver.replicated),
-                keeps_device_buffers=bool(saver.collector.buffers_of_this_rank(leads=saver.ranks.rank == 0)),
                 tell_interval=lambda every: self.page.set(snapshot_every=every),
             )
         if self.mirror is not None:

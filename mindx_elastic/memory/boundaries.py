@@ -9,7 +9,7 @@ would have reached it with exactly these. Two more places are *pinned*: the boun
 another rank of the machine has taken of the weights that all share.
 
 The ring is a file of fixed places. A place holds: sequence (odd while it is written), attempt, step, length, flags,
-digest, stamp and length of what a device adds, bytes, and the room for the device (`memory.device_copies`).
+digest, bytes. What is on a device is not in it: the program is ahead of the device and cannot wait for it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular, read_small
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
-from mindx_elastic.memory.arena import ArenaFile, RankArena, bytes_of
-from mindx_elastic.memory.device_copies import (
-    ROOM_HEAD,
-    Addition,
-    DeviceCopies,
-    landed_bytes,
-    put_landed,
-    seal_room,
-)
+from mindx_elastic.memory.arena import ArenaFile, RankArena
 from mindx_elastic.persist.packer import StatePacker
 
 __all__ = [
@@ -56,24 +47,19 @@ __all__ = [
     "BoundaryRecord",
     "BoundaryRing",
     "read_ring",
-    "seal_ring",
 ]
 
 
-NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 4, 2
-# Forecasts: of the step under way, and of boundaries that the program has passed and the device has not come to.
+NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 2, 2
 _NUM_PLACES = NUM_BOUNDARIES + NUM_FORECASTS + NUM_PINNED
-_MAGIC, _MAGIC_BEFORE = b"mindxbr3", b"mindxbr2"
-_TOP = struct.Struct("<8sQQ64s")  # magic, bytes of a place, of them for a device, run id
+_MAGIC = b"mindxbr2"
+_TOP = struct.Struct("<8sQ64s")  # magic, bytes of a record at most, run id
 _TOP_ROOM = 128
-_HEAD = struct.Struct("<QqqQQ16sQQ")  # sequence, attempt, step, length, flags, digest, the device's stamp and length
-_HEAD_ROOM = 128
+_HEAD = struct.Struct("<QqqQQ16s")  # sequence, attempt, step, length, flags, digest
+_HEAD_ROOM = 64
 _LINE = 64
-# Of a ring of version 0.1, which is read and not written: it has no room for a device, and two forecasts.
-_TOP_BEFORE, _HEAD_BEFORE, _HEAD_ROOM_BEFORE = struct.Struct("<8sQ64s"), struct.Struct("<QqqQQ16s"), 64
-_NUM_PLACES_BEFORE = 8
 _SEQUENCE = struct.Struct("<Q")
-_FORECAST, _TRUSTED, _IS_PINNED, _STANDS_IN = 1, 2, 4, 8
+_FORECAST, _TRUSTED, _IS_PINNED = 1, 2, 4
 _BOUNDARIES = range(NUM_BOUNDARIES)
 _FORECASTS = range(NUM_BOUNDARIES, NUM_BOUNDARIES + NUM_FORECASTS)
 _PINNED = range(NUM_BOUNDARIES + NUM_FORECASTS, _NUM_PLACES)
@@ -92,94 +78,48 @@ class BoundaryRecord:
     """A forecast: the ones before it have all come true. A boundary always is."""
     pinned: bool = False
     """Kept because of a snapshot; the same boundary may be there a second time."""
-    device_bytes: bytes = b""
-    """What the rank's device had copied beside it; empty: nothing, or it had not come to that."""
-    forecast_stands_in: bool = False
-    """Of a boundary: where its `device_bytes` are missing, those of its last forecast are the same (see
-    `memory.device_copies`)."""
 
     @property
     def moment(self) -> Moment:
         return (self.run_id, self.attempt, self.step)
 
 
-@dataclass(frozen=True)
-class _Top:
-    run_id: str
-    capacity: int
-    device_room: int
-    is_of_0_1: bool = False
-
-    @property
-    def head_room(self) -> int:
-        return _HEAD_ROOM_BEFORE if self.is_of_0_1 else _HEAD_ROOM
-
-    @property
-    def num_places(self) -> int:
-        return _NUM_PLACES_BEFORE if self.is_of_0_1 else _NUM_PLACES
-
-    @property
-    def stride(self) -> int:
-        return self.head_room + self.capacity + self.device_room
-
-    def has_room_for(self, run_id: str, capacity: int, device_room: int) -> bool:
-        """Whether the ring can be written on."""
-        fits = self.capacity >= capacity and self.device_room >= device_room
-        return self.run_id == run_id and fits and not self.is_of_0_1
-
-
 class BoundaryRing:
-    """The writer's side, training thread only. `capacity` is the room of one place in bytes, `device_room` that for a
-    device's part; 0: there is none."""
+    """The writer's side, training thread only. `capacity` is the room of one place in bytes."""
 
-    def __init__(self, path: Path, run_id: str, capacity: int, device_room: int = 0) -> None:
+    def __init__(self, path: Path, run_id: str, capacity: int) -> None:
         """Open or make the file; what an earlier process of the run wrote is kept until it is overwritten.
 
         Raises ArenaError when there is no room.
         """
         capacity += -capacity % _LINE
         self._run_id = run_id.encode()[:64]
-        old = _read_top(path)
-        if old is not None and old.has_room_for(run_id, capacity, device_room):
-            self._map_file(path, old.capacity, old.device_room)
+        there, room = _read_top(path)
+        if there == run_id and room >= capacity:
+            self._map_file(path, room)
             return
-        kept = [] if old is None or old.run_id != run_id else read_ring(path)
-        device_room = max([device_room, *(ROOM_HEAD + len(r.device_bytes) for r in kept if r.device_bytes)])
-        device_room += -device_room % _LINE
+        kept = read_ring(path) if there == run_id else []
         larger = path.with_name(f"{path.name}.new")  # not in place: a kill now must not cost the older boundaries
         larger.unlink(missing_ok=True)
-        self._map_file(larger, capacity, device_room)
+        self._map_file(larger, capacity)
         for record in reversed(kept):
             self.write_again(record)
         os.replace(larger, path)
 
-    def _map_file(self, path: Path, capacity: int, device_room: int) -> None:
-        self._file, self.capacity, self.device_room = ArenaFile(path), capacity, device_room
-        self._stride = _HEAD_ROOM + capacity + device_room
+    def _map_file(self, path: Path, capacity: int) -> None:
+        self._file, self.capacity = ArenaFile(path), capacity
+        self._stride = _HEAD_ROOM + capacity
         self._map = self._file.resize(_TOP_ROOM + _NUM_PLACES * self._stride)
         self._next = max(map(self._sequence, range(_NUM_PLACES))) // 2 + 1
         # Each begins with the place that is written next, the oldest.
         kinds = (_BOUNDARIES, _FORECASTS, _PINNED)
         self._boundaries, self._forecasts, self._pinned = (deque(sorted(k, key=self._sequence)) for k in kinds)
-        self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, device_room, self._run_id)
-        self._whole = bytes_of(self._map) if device_room else None
-
-    @property
-    def last_stamp(self) -> int:
-        """The highest that a device was to set here."""
-        return max(int(_HEAD.unpack_from(self._map, self._start(place))[6]) for place in range(_NUM_PLACES))
-
-    def admits(self, device: torch.device) -> bool:
-        """Whether `device` can write into it beside the program."""
-        return device.type == "cpu" or (device.type == "cuda" and self._file.pin(device))
+        self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, self._run_id)
 
     def write_again(self, record: BoundaryRecord) -> bool:
         """As `write`, of a record that was read from another ring."""
         kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
-        landed = record.device_bytes
-        put = partial(put_landed, landed)
-        addition = Addition(len(landed), torch.device("cpu"), put, record.forecast_stands_in) if landed else None
-        return self.write(record.attempt, record.step, record.content, **kind, addition=addition)
+        return self.write(record.attempt, record.step, record.content, **kind)
 
     def write(
         self,
@@ -190,11 +130,10 @@ class BoundaryRing:
         forecast: bool = False,
         trusted: bool = True,
         pinned: bool = False,
-        addition: Addition | None = None,
     ) -> bool:
-        """Keep one record in the oldest place of its kind; False when it does not fit (`capacity`, `device_room`)."""
+        """Keep one record in the oldest place of its kind; False when it does not fit (`capacity`)."""
         length = len(content)
-        if length > self.capacity or (addition is not None and ROOM_HEAD + addition.nbytes > self.device_room):
+        if length > self.capacity:
             return False
         places = self._pinned if pinned else self._forecasts if forecast else self._boundaries
         place = places[0]
@@ -205,18 +144,11 @@ class BoundaryRing:
         self._map[start + _HEAD_ROOM : start + _HEAD_ROOM + length] = content
         flags = _FORECAST * forecast | _TRUSTED * trusted | _IS_PINNED * pinned
         digest = xxhash.xxh3_128_digest(content)
-        stamp = added = 0
-        if addition is not None and self._whole is not None:
-            room = self._whole[start + self._stride - self.device_room : start + self._stride]
-            room[16:ROOM_HEAD] = 0  # an older digest; the stamp and the doubt are the device's
-            stamp, added = addition.put(room), addition.nbytes
-            flags |= _STANDS_IN * addition.forecast_stands_in
-        _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest, stamp, added)
+        _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest)
         _SEQUENCE.pack_into(self._map, start, 2 * sequence)
         return True
 
     def close(self) -> None:
-        self._whole = None
         self._file.close()
 
     def _start(self, place: int) -> int:
@@ -246,75 +178,35 @@ def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
         os.close(fd)
 
 
-def seal_ring(path: Path) -> None:
-    """Before the ring of a process that has ended is copied: put digests to what a device has written.
-
-    Raises OSError.
-    """
-    fd = open_regular(path, os.O_RDWR)
-    try:
-        size = os.fstat(fd).st_size
-        with mmap.mmap(fd, size) as data, memoryview(data) as view:
-            for start, top in _places(data, size):
-                if not top.device_room:
-                    break
-                *_, stamp, length = _HEAD.unpack_from(data, start)
-                with _room(view, start, top) as room:
-                    if stamp and ROOM_HEAD + length <= top.device_room:
-                        seal_room(room, length)
-    finally:
-        os.close(fd)
-
-
-def _room(view: memoryview, start: int, top: _Top) -> memoryview:
-    return view[start + top.stride - top.device_room : start + top.stride]
-
-
-def _read_top(path: Path) -> _Top | None:
+def _read_top(path: Path) -> tuple[str | None, int]:
     try:
         return _parse_top(read_small(path, _TOP_ROOM))
     except OSError:
-        return None
+        return None, 0
 
 
-def _parse_top(data: bytes) -> _Top | None:
+def _parse_top(data: bytes) -> tuple[str | None, int]:
+    """The run, and the room of a place; None: it is no ring."""
     if len(data) < _TOP.size:
-        return None
-    magic, capacity, device_room, run_id = _TOP.unpack(data[: _TOP.size])
-    if is_of_0_1 := magic == _MAGIC_BEFORE:
-        (magic, capacity, run_id), device_room = _TOP_BEFORE.unpack(data[: _TOP_BEFORE.size]), 0
-    elif magic != _MAGIC:
-        return None
-    return _Top(run_id.rstrip(b"\0").decode("utf-8", "replace"), capacity, device_room, is_of_0_1)
-
-
-def _places(data: mmap.mmap, size: int) -> Iterator[tuple[int, _Top]]:
-    """Where each begins."""
-    top = _parse_top(data[:_TOP_ROOM]) if size >= _TOP_ROOM else None
-    if top is not None and size == _TOP_ROOM + top.num_places * top.stride:
-        for place in range(top.num_places):
-            yield _TOP_ROOM + place * top.stride, top
+        return None, 0
+    magic, capacity, run_id = _TOP.unpack(data[: _TOP.size])
+    return (run_id.rstrip(b"\0").decode("utf-8", "replace"), capacity) if magic == _MAGIC else (None, 0)
 
 
 def _records(data: mmap.mmap, size: int) -> Iterator[tuple[int, BoundaryRecord]]:
     """Sound records, and the place of each in the order of writing."""
-    for start, top in _places(data, size):
-        if top.is_of_0_1:
-            (sequence, attempt, step, length, flags, digest), stamp, added = _HEAD_BEFORE.unpack_from(data, start), 0, 0
-        else:
-            sequence, attempt, step, length, flags, digest, stamp, added = _HEAD.unpack_from(data, start)
-        if sequence == 0 or sequence % 2 or length > top.capacity:
+    run_id, capacity = _parse_top(data[:_TOP_ROOM])
+    stride = _HEAD_ROOM + capacity
+    if run_id is None or size != _TOP_ROOM + _NUM_PLACES * stride:
+        return
+    for start in range(_TOP_ROOM, size, stride):
+        sequence, attempt, step, length, flags, digest = _HEAD.unpack_from(data, start)
+        if sequence == 0 or sequence % 2 or length > capacity:
             continue
-        content = data[start + top.head_room : start + top.head_room + length]
+        content = data[start + _HEAD_ROOM : start + _HEAD_ROOM + length]
         if xxhash.xxh3_128_digest(content) == digest:
-            forecast, trusted, pinned = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED))
-            landed = b""
-            if stamp and ROOM_HEAD + added <= top.device_room:
-                with memoryview(data) as view, _room(view, start, top) as room:
-                    landed = landed_bytes(room, stamp, added, forecast=forecast)
-            stands_in = bool(flags & _STANDS_IN)
-            kinds = forecast, trusted, pinned
-            yield sequence, BoundaryRecord(top.run_id, attempt, step, content, *kinds, landed, stands_in)
+            kinds = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED))
+            yield sequence, BoundaryRecord(run_id, attempt, step, content, *kinds)
 
 
 BOUNDARIES_FILE = "boundaries"
@@ -335,14 +227,10 @@ class BoundaryLog:
         modules: Iterable[nn.Module],
         next_step: Callable[[], int],
         also_to: Callable[..., None] | None = None,
-        *,
-        keeps_device_buffers: bool = False,
     ) -> None:
         """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one.
-        `also_to`: is given each record, too: run id, attempt, step, content, and its kind by name.
-        `keeps_device_buffers`: this rank's buffers on a device are its own."""
+        `also_to`: is given each record, too: run id, attempt, step, content, and its kind by name."""
         self._also_to = also_to
-        self._copies = DeviceCopies(collector) if keeps_device_buffers else None
         self._arena, self._collector, self._next_step = arena, collector, next_step
         self._ring: BoundaryRing | None = None
         self._packers = {forecast: StatePacker(split="plain", frozen="rng") for forecast in (False, True)}
@@ -395,37 +283,23 @@ class BoundaryLog:
         """A forecast was wrong: trust none any more, nor may a later process (`_was_trusted`)."""
         self._doubted, self._trusted = True, False
         for _ in _FORECASTS:
-            self._write(self._collector.position.step, self._collector.volatile, forecast=True, from_device=False)
+            self._write(self._collector.position.step, self._collector.volatile, forecast=True)
 
     def _forward_ended(self) -> None:
         # Without gradients this is an evaluation: what it draws shows at the boundary, as a forecast that failed.
         if self._run_id and not self._broken and not self._doubted and torch.is_grad_enabled():
             self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
-        elif self._copies is not None:
-            self._copies.note_forward()
         self._collector.devices.end_forward()
 
     def _write(
-        self,
-        step: int,
-        collect: Callable[[], dict[str, Any] | None],
-        *,
-        forecast: bool = False,
-        pinned: bool = False,
-        from_device: bool = True,
+        self, step: int, collect: Callable[[], dict[str, Any]], *, forecast: bool = False, pinned: bool = False
     ) -> None:
         if self._broken:
             return
         try:
-            state = collect()
-            if state is None:
-                return
-            content = self._packers[forecast].pack(state)
-            addition = None
-            if from_device and self._copies is not None:
-                addition = self._collect_from_device(self._copies, state["buffers"], forecast)
+            content = self._packers[forecast].pack(collect())
             kind = {"forecast": forecast, "trusted": self._trusted or not forecast, "pinned": pinned}
-            self._put(step, content, kind, addition)
+            self._put(step, content, kind)
             if self._also_to is not None:
                 self._also_to(self._run_id, self._attempt, step, content, **kind)
         except Exception as error:  # any error: training must go on
@@ -434,33 +308,12 @@ class BoundaryLog:
             remedy = "boundaries are no longer kept in memory, training goes on"
             logger.warning("%s; %s", error, remedy, exc_info=not expected)
 
-    def _put(self, step: int, content: bytes, kind: dict[str, bool], addition: Addition | None) -> None:
-        for _ in range(2):  # once more in a larger ring
-            ring = self._ring or self._open(len(content), addition)
-            if addition is None or self._copies is None or not self._copies.attach(ring, addition.device):
-                addition = None
-            if ring.write(self._attempt, step, content, **kind, addition=addition):
-                return
+    def _put(self, step: int, content: bytes, kind: dict[str, bool]) -> None:
+        if self._ring is None or not self._ring.write(self._attempt, step, content, **kind):
             self._leave_ring()
-
-    def _collect_from_device(self, copies: DeviceCopies, modules: Collection[str], forecast: bool) -> Addition | None:
-        try:
-            return copies.collect(modules, forecast=forecast)
-        except RuntimeError as error:  # no memory on the device
-            copies.turn_off(str(error).partition("\n")[0])
-            return None
-
-    def _open(self, nbytes: int, addition: Addition | None) -> BoundaryRing:
-        path, capacity = self._arena.folder / BOUNDARIES_FILE, max(_LEAST, int(_SPARE * nbytes))
-        room = 0 if addition is None else ROOM_HEAD + addition.nbytes
-        try:
-            self._ring = BoundaryRing(path, self._run_id, capacity, room)
-        except ArenaError as error:
-            if self._copies is None or not room:
-                raise
-            self._copies.turn_off(str(error))
+            path, capacity = self._arena.folder / BOUNDARIES_FILE, max(_LEAST, int(_SPARE * len(content)))
             self._ring = BoundaryRing(path, self._run_id, capacity)
-        return self._ring
+            self._ring.write(self._attempt, step, content, **kind)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -470,9 +323,7 @@ class BoundaryLog:
 
     def _leave_ring(self) -> None:
         ring, self._ring = self._ring, None
-        if ring is not None and self._copies is not None:
-            self._copies.leave(ring)
-        elif ring is not None:
+        if ring is not None:
             ring.close()
 
 

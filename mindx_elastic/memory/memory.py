@@ -82,12 +82,11 @@ class Memory:
         donates: bool = False,
         begins_again: bool = False,
         also_to: Callable[..., None] | None = None,
-        keeps_device_buffers: bool = False,
         tell_interval: Callable[[int], None] = lambda every: None,
     ) -> None:
         """The state is back, from `resumed`, and training begins. `replicas`: the modules that other ranks hold too;
         `all_alike`: every rank does. `donates`: `donate` may be called, also where no snapshots are taken.
-        `begins_again`: after a recovery in place. `also_to`, `keeps_device_buffers`: see `BoundaryLog`.
+        `begins_again`: after a recovery in place. `also_to`: see `BoundaryLog`.
         `tell_interval`: called with the number of steps between two snapshots, when it is known."""
         if resumed is not None:
             self._arena.keep(resumed.attempt, resumed.step)
@@ -98,9 +97,7 @@ class Memory:
             logger.warning("%s: cannot be written to (%s)", self._arena.job, error)
         modules = list(replicas)
         if modules:
-            self._log = BoundaryLog(
-                self._arena, collector, modules, next_step, also_to, keeps_device_buffers=keeps_device_buffers
-            )
+            self._log = BoundaryLog(self._arena, collector, modules, next_step, also_to)
             if begins_again and resumed is not None:
                 self._log.begin_again(events.run_id, events.attempt, resumed.moment)
             else:

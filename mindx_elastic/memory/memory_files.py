@@ -17,7 +17,6 @@ from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
 from mindx_elastic.memory.arena import SlotRecord, SlotState, read_records
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
-from mindx_elastic.memory.device_copies import tensors_of
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.packer import unpack_sections
@@ -49,8 +48,6 @@ class OwnState:
     trusted: bool = True
     """Of a forecast: others of this rank have come true before. False in a process's first step: then it may be used
     only where the boundary has come out as forecast on another rank."""
-    device_bytes: bytes = b""
-    """What its device held of its buffers, see `memory.device_copies`; empty: nothing, or that is not known."""
 
     @property
     def is_whole(self) -> bool:
@@ -63,11 +60,6 @@ class OwnState:
         state = unpack_sections(self.content)
         if not isinstance(state, dict) or not isinstance(state.get("rng"), dict) or "buffers" not in state:
             raise CorruptCheckpointError("a record of the boundary ring does not hold what it should")
-        if self.device_bytes:
-            try:
-                state["on_device"] = tensors_of(self.device_bytes)
-            except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-                logger.warning("buffers of a device in the boundary ring cannot be read: %s", error)
         try:
             return {**state, "rng": unpack_raw_rng(state["rng"])}
         except ValueError as error:
@@ -148,7 +140,7 @@ def own_states(ring: Path, owners: Owners | None = None) -> dict[Moment, OwnStat
     for the caller to ask (`OwnState.trusted`)."""
     found: dict[Moment, OwnState] = {}
     for record in _all_records(ring, owners):
-        found.setdefault(record.moment, OwnState(record.content, record.forecast, record.trusted, record.device_bytes))
+        found.setdefault(record.moment, OwnState(record.content, record.forecast, record.trusted))
     return found
 
 
@@ -171,15 +163,4 @@ def _all_records(ring: Path, owners: Owners | None) -> list[SmallRecord]:
         if not isinstance(error, FileNotFoundError):
             logger.warning("%s cannot be read: %s", ring, error)
         return []
-    # The program may have passed a boundary that its device never came to. The last forecast of it has come before.
-    last = {record.moment: record.device_bytes for record in reversed(records) if record.forecast}
-    return [
-        SmallRecord(
-            r.content,
-            r.forecast,
-            r.trusted,
-            r.device_bytes or (last.get(r.moment, b"") if r.forecast_stands_in else b""),
-            moment=r.moment,
-        )
-        for r in records
-    ]
+    return [SmallRecord(r.content, r.forecast, r.trusted, moment=r.moment) for r in records]

@@ -153,9 +153,9 @@ def test_a_changed_byte_makes_no_record(path: Path, at: str) -> None:
     write(ring, 2)
     ring.close()
     data = bytearray(path.read_bytes())
-    place = 128 + (128 + 64)  # of step 2
+    place = 128 + (64 + 64)  # of step 2
     assert struct.unpack_from("<Qqq", data, place) == (4, 0, 2)
-    data[place + {"content": 128, "length": 24, "sequence": 0, "digest": 40}[at]] ^= 1
+    data[place + {"content": 64, "length": 24, "sequence": 0, "digest": 40}[at]] ^= 1
     path.write_bytes(data)
     assert facts(read_ring(path)) == [(0, 1, False)]
 
