@@ -52,7 +52,7 @@ help:
 	@echo "make mutants  changes one line of the engine at a time: do the tests of its room notice? MUTANTS='persist start' for some rooms"
 	@echo "make simulation  stops of simulated jobs, and defects put back: SCHEDULES=100000 JOBS=2"
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
-	@echo "make packages installs about 100 packages of others into .venv-packages and prints docs/packages.md's table"
+	@echo "make packages installs about 100 packages of others into .venv-packages and prints what docs/trainers.md sums up"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
 	@echo "make bench    the benchmarks, one after another"
 	@echo "make docs     the pages under docs/ as a site in site/; links are checked"

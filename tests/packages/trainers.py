@@ -1,4 +1,4 @@
-"""Trainers by others: the recipes of docs/packages.md, each a program of its own."""
+"""Trainers by others: the recipes of docs/trainers.md, each a program of its own."""
 
 from __future__ import annotations
 
