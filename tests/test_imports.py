@@ -475,7 +475,7 @@ HEAVY = [
         "scipy",
     ),
     *("sklearn", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.run", "torch.onnx", "torchvision"),
-    *("torch.utils.tensorboard", "tqdm", "transformers", "typer", "yaml"),
+    *("torch.utils.tensorboard", "tqdm", "transformers", "typer", "jinja2"),
 ]
 """What only one command or one integration needs is imported there, when it runs."""
 

@@ -74,7 +74,7 @@ def test_metadata(wheel: Path) -> None:
     requires = metadata.get_all("Requires-Dist") or []
     assert "torch>=2.6" in requires
     always = {re.split(r"[^\w-]", text)[0] for text in requires if "extra ==" not in text}
-    assert always == {"torch", "numpy", "safetensors", "protobuf", "pyyaml", "xxhash", "typer", "rich"}
+    assert always == {"torch", "numpy", "safetensors", "protobuf", "jinja2", "xxhash", "typer", "rich"}
     assert any("licenses/LICENSE" in name for name in contents(wheel))
 
 

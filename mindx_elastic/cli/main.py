@@ -34,7 +34,7 @@ from mindx_elastic.cli.verify import verify_command
 
 __all__ = ["app", "main"]
 
-_DEPENDENCIES = ("google.protobuf", "numpy", "safetensors", "torch", "xxhash", "yaml")
+_DEPENDENCIES = ("google.protobuf", "jinja2", "numpy", "safetensors", "torch", "xxhash")
 
 app = typer.Typer(
     name="mindx-elastic",

@@ -2,7 +2,7 @@
 
 What they have in common: a graceful stop (143, 75) and an eviction cost none of the job's tries, an error of usage (2,
 126, 127) is final, the pod lives longer than the workers' grace period, and ``/dev/shm`` has room for the snapshots.
-Pure, but for the batch script that is read from beside this file.
+Pure, but for the templates that are read from beside this file.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
+import jinja2
 
 from mindx_elastic.errors import UsageError
 
@@ -26,11 +24,9 @@ _AGENT_S = 15  # for the agent itself: what only memory holds, the last lines, r
 _SLOTS = 2
 _ROOM = 1.1  # headers, boundary rings
 _OTHERS_BYTES = 1 << 30  # loader workers' batches, the process group's own
-_FAULT_DIR = "/user/restore/fault/config"
 _PORT = 29400
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9/._-]+(:[A-Za-z0-9._-]+)*")
 _MOST_SLURM_S = 65535
 
 
@@ -93,38 +89,38 @@ def manifest(kind: str, numbers: JobNumbers) -> str:
     """The text of one of `KINDS`. Raises UsageError."""
     if kind == "slurm":
         return _slurm(numbers)
-    makers = {"kubernetes": _kubernetes, "jobset": _jobset, "trainer": _trainer, "volcano": _volcano}
-    documents = makers[kind](numbers)
-    shm = shared_memory_bytes(numbers) >> 30
-    head = (
-        f"# {numbers.termination_s} s until a pod is killed: {numbers.grace_s:g} s for the workers (--grace), "
-        f"{_AGENT_S} s for the agent.\n# {shm} GiB of /dev/shm: {_SLOTS} snapshots of each of {numbers.nproc} ranks "
-        "of a node; they count as the container's memory.\n"
+    if kind == "volcano" and not numbers.restarts:
+        raise UsageError("--restarts 0: Volcano takes that for its own default, 3; give at least 1")
+    templates = jinja2.FileSystemLoader(Path(__file__).parent)
+    made = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, loader=templates)
+    made.filters["quoted"] = _quoted
+    return made.get_template("manifest.yaml.j2").render(
+        kind=kind,
+        job=numbers,
+        command=_command(kind, numbers),
+        shm_gib=shared_memory_bytes(numbers) >> 30,
+        slots=_SLOTS,
+        agent_s=_AGENT_S,
     )
-    return head + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes each text that another YAML reader could take for something else: to kubectl's, ``1e-4`` is a number and
-    ``y`` is true, to PyYAML's they are texts, which it leaves unquoted."""
+def _quoted(text: str) -> str:
+    """A text for every YAML reader: unquoted, ``1e-4`` is a number and ``y`` is true to kubectl's."""
+    shown = (f"\\{c}" if c in '"\\' else c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+    return f'"{"".join(shown)}"'
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if _PLAIN.fullmatch(text) else '"')
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
-def _run(numbers: JobNumbers, endpoint: str = "", index: str = "JOB_COMPLETION_INDEX") -> list[str]:
-    """index: the container's variable with the number of its node."""
+def _command(kind: str, numbers: JobNumbers) -> list[str]:
+    """The words of each node's container; in a TrainJob nodes and rendezvous come from Trainer's own variables."""
+    name = numbers.name
     words = ["mindx-elastic", "run", "--nproc-per-node", str(numbers.nproc), "--grace", f"{numbers.grace_s:g}"]
-    if endpoint:
-        words += ["--nnodes", str(numbers.nodes), "--rdzv-backend", "c10d", "--rdzv-id", numbers.name]
-        words += ["--rdzv-endpoint", f"{endpoint}:{_PORT}"]
+    first = {"kubernetes": f"{name}-0.{name}", "jobset": f"{name}-node-0-0.{name}", "volcano": f"{name}-node-0.{name}"}
+    if numbers.nodes > 1 and kind in first:
+        words += ["--nnodes", str(numbers.nodes), "--rdzv-backend", "c10d", "--rdzv-id", name]
+        words += ["--rdzv-endpoint", f"{first[kind]}:{_PORT}"]
     where = f"{_literal(numbers.mount)}/run"
-    if numbers.nodes > 1:
-        where += f"-$({index})"
+    if numbers.nodes > 1:  # the container's variable with the number of its node
+        where += "-$(VC_TASK_INDEX)" if kind == "volcano" else "-$(JOB_COMPLETION_INDEX)"
     return [*words, "--run-dir", where, *map(_literal, (*numbers.run_options, *numbers.command))]
 
 
@@ -132,119 +128,6 @@ def _literal(word: str) -> str:
     """A word of a container's command that means itself: Kubernetes puts a variable in place of ``$(NAME)``, and ``$``
     in place of ``$$``."""
     return word.replace("$", "$$")
-
-
-def _pod(numbers: JobNumbers, container: str, command: Sequence[str]) -> dict[str, Any]:
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "checkpoints", "mountPath": numbers.mount}]
-    volumes: list[dict[str, Any]] = [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shared_memory_bytes(numbers) >> 30}Gi"}},
-        {"name": "checkpoints", "persistentVolumeClaim": {"claimName": numbers.claim}},
-    ]
-    if numbers.faults:  # a folder, never a subPath: that would not follow the ConfigMap's changes
-        mounts.append({"name": "faults", "mountPath": _FAULT_DIR})
-        volumes.append({"name": "faults", "configMap": {"name": numbers.faults, "optional": True}})
-    made: dict[str, Any] = {
-        "name": container,
-        "image": numbers.image,
-        "command": list(command),
-        "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}],
-        "volumeMounts": mounts,
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-    }
-    if numbers.gpus:
-        made["resources"] = {"limits": {"nvidia.com/gpu": str(numbers.gpus)}}
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": numbers.termination_s,
-        "containers": [made],
-        "volumes": volumes,
-    }
-
-
-def _job_spec(numbers: JobNumbers, container: str, command: Sequence[str]) -> dict[str, Any]:
-    """The spec of a batch/v1 Job."""
-
-    def codes(action: str, *values: int) -> dict[str, Any]:
-        found = {"containerName": container, "operator": "In", "values": list(values)}
-        return {"action": action, "onExitCodes": found}
-
-    rules = [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        codes("FailJob", 2, 126, 127),
-        codes("Ignore", 75, 143),
-    ]
-    several = {} if numbers.nodes == 1 else {"completionMode": "Indexed"}
-    return {
-        "parallelism": numbers.nodes,
-        "completions": numbers.nodes,
-        **several,
-        "backoffLimit": numbers.restarts * numbers.nodes,
-        "podReplacementPolicy": "Failed",  # no second pod while the first one still saves
-        "podFailurePolicy": {"rules": rules},
-        "template": {"spec": _pod(numbers, container, command)},
-    }
-
-
-def _kubernetes(numbers: JobNumbers) -> list[dict[str, Any]]:
-    name, documents = numbers.name, []
-    endpoint = f"{name}-0.{name}" if numbers.nodes > 1 else ""
-    spec = _job_spec(numbers, "train", _run(numbers, endpoint))
-    if endpoint:
-        spec["template"]["spec"]["subdomain"] = name
-        chosen = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": name}}
-        service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": chosen}
-        documents.append(service)
-    return [*documents, {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}]
-
-
-def _jobset_spec(numbers: JobNumbers, command: Sequence[str], labels: dict[str, str] | None = None) -> dict[str, Any]:
-    template: dict[str, Any] = {"spec": _job_spec(numbers, "node", command)}
-    if labels:
-        template = {"metadata": {"labels": labels}, **template}
-    rule = {"name": "wrongusage", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    return {
-        "failurePolicy": {"maxRestarts": numbers.restarts, "restartStrategy": "BlockingRecreate", "rules": [rule]},
-        "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
-    }
-
-
-def _jobset(numbers: JobNumbers) -> list[dict[str, Any]]:
-    name = numbers.name
-    endpoint = f"{name}-node-0-0.{name}" if numbers.nodes > 1 else ""
-    spec = _jobset_spec(numbers, _run(numbers, endpoint))
-    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": spec}]
-
-
-def _trainer(numbers: JobNumbers) -> list[dict[str, Any]]:
-    """The runtime has what a TrainJob cannot say; nodes and rendezvous come from Trainer's PET_ variables."""
-    name, command = numbers.name, _run(numbers)
-    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    policy = {"numNodes": numbers.nodes, "torch": {}}
-    spec = {"mlPolicy": policy, "template": {"spec": _jobset_spec(numbers, command, labels)}}
-    trainer: dict[str, Any] = {"numNodes": numbers.nodes, "numProcPerNode": numbers.nproc, "image": numbers.image}
-    job = {"runtimeRef": {"kind": "TrainingRuntime", "name": name}, "trainer": {**trainer, "command": command}}
-    api = "trainer.kubeflow.org/v1alpha1"
-    return [
-        {"apiVersion": api, "kind": "TrainingRuntime", "metadata": {"name": name}, "spec": spec},
-        {"apiVersion": api, "kind": "TrainJob", "metadata": {"name": name}, "spec": job},
-    ]
-
-
-def _volcano(numbers: JobNumbers) -> list[dict[str, Any]]:
-    """Its first policy that fits an event counts, so the exit codes stand in front. It has no way to leave a stop out
-    of `maxRetry`."""
-    name, several = numbers.name, numbers.nodes > 1
-    if not numbers.restarts:
-        raise UsageError("--restarts 0: Volcano takes that for its own default, 3; give at least 1")
-    command = _run(numbers, f"{name}-node-0.{name}" if several else "", "VC_TASK_INDEX")
-    policies: list[dict[str, Any]] = [{"exitCode": code, "action": "TerminateJob"} for code in (2, 126, 127)]
-    policies += [{"event": event, "action": "RestartJob"} for event in ("PodFailed", "PodEvicted")]
-    spec: dict[str, Any] = {"schedulerName": "volcano", "minAvailable": numbers.nodes, "maxRetry": numbers.restarts}
-    if several:  # names that the pods find each other by, and VC_TASK_INDEX
-        spec["plugins"] = {"env": [], "svc": ["--publish-not-ready-addresses=true"]}
-    template = {"spec": _pod(numbers, "node", command)}
-    spec |= {"policies": policies, "tasks": [{"name": "node", "replicas": numbers.nodes, "template": template}]}
-    return [{"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": {"name": name}, "spec": spec}]
 
 
 def _slurm(numbers: JobNumbers) -> str:
