@@ -195,11 +195,6 @@ class Engine:
             loader.on_iterator_ready = ready
 
     @property
-    def has_workers(self) -> bool:
-        """Whether workers are there that outlive their iteration."""
-        return self._torch_iterator is not None
-
-    @property
     def live(self) -> Iteration | None:
         """The newest iterator, if it still exists."""
         return self._live() if self._live is not None else None

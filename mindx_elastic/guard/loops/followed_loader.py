@@ -200,9 +200,10 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             self._first_use = FirstUse(modules)
         if self.settings is not None:
             self.track.at_fetch, self.track.at_made = self.settings.begin_making, self.settings.end_making
+            self.track.at_opened = self.settings.at_opened
         self.track.at_batch = None if self._first_use is None else self._first_use.see
         cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
-        self.track.at_begin, self.track.at_opened = self._at_begin, self._at_opened
+        self.track.at_begin = self._at_begin
 
     def _at_begin(self) -> None:
         self._is_over = self.has_served_steps = False
@@ -212,11 +213,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             if other._is_over:  # an evaluation has used them, no step will
                 other.begin_epoch()
         if self.settings is not None:
-            self.settings.at_begin(self.engine.cursor.epoch, goes_on_with_workers=self.engine.has_workers)
-
-    def _at_opened(self) -> None:
-        if self.settings is not None:
-            self.settings.at_opened(self.engine.cursor.epoch)
+            self.settings.at_begin(self.engine.cursor.epoch)
 
     def leave(self) -> None:
         if self._first_use is not None:
