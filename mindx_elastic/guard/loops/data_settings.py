@@ -67,7 +67,8 @@ class DataSettings:
         self._epoch_loaded = 0
         self._start: Mapping[_Key, Any] = {}
         self._look()
-        self._start, self._state = self._now, None
+        self._start = self._now
+        self._make_state()
         self.tell: Callable[[str, str], None] | None = None
         """Called with what a resumed run has otherwise, and a remedy."""
 

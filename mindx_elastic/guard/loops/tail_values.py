@@ -27,13 +27,14 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from mindx_elastic.capture.copying import copy_state, copy_tree, map_tensors, same_tree
-from mindx_elastic.capture.stand_ins import is_plain_class, originals
+from mindx_elastic.capture.containers import put_back, snapshot
+from mindx_elastic.capture.copying import map_tensors, same_tree
+from mindx_elastic.capture.stand_ins import is_plain_class
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import askable, attributes_of, is_comparable, table_of
 from mindx_elastic.core.printable import listed
@@ -43,7 +44,7 @@ from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 
 __all__ = ["EpochValues", "put_back_values", "stored_size"]
 
-_VALUE, _DEVICE, _LARGE = "value", "device", "large"  # keys of what is kept of a name
+_VALUE, _LARGE = "value", "large"  # keys of what is kept of a name
 _SCALARS, _SIZE_OF_SCALAR = frozenset((type(None), bool, int, float, str)), 8
 _LEAVES = frozenset((bytes, complex, torch.Size, torch.dtype, torch.device))
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset))
@@ -56,7 +57,7 @@ class _Unknown:
     """Stands for what cannot be kept. Its objects have attributes and nothing else."""
 
 
-class _Large(_Unknown):
+class _TooLarge(_Unknown):
     """It is larger than what is kept."""
 
 
@@ -71,16 +72,6 @@ def _globals_of(frame: FrameType) -> str:
     return f"globals of {os.path.basename(frame.f_code.co_filename)}"
 
 
-class _Owner(NamedTuple):
-    """What has variables: a function that runs, a module, or an object of the program's own that is in one of them."""
-
-    scope: str
-    name: str
-    """Of the object; empty: the function or the module itself."""
-    identity: object
-    values: Mapping[str, Any]
-
-
 class EpochValues:
     """What the functions that run have changed since a loop over epochs began, where this is made. Training thread."""
 
@@ -90,9 +81,8 @@ class EpochValues:
         place = next(program_frames(frame), None)
         self._outermost = None if place is None else place.f_code
         self._before = {
-            (owner.identity, name): value if type(value) in _SCALARS else _copied(value).copy
-            for owner in (() if place is None else self._owners(place))
-            for name, value in owner.values.items()
+            (owner, name): value if type(value) in _SCALARS else _copied(value)[1]
+            for _, owner, name, value in (() if place is None else self._values_of(place))
         }
 
     def changed(self, frame: FrameType, *, outermost_only: bool = False) -> dict[str, dict[str, Any]]:
@@ -102,52 +92,43 @@ class EpochValues:
 
         `frame`: at the boundary, or where the loop over the loader ends.
         """
-        found: list[tuple[_Owner, str, _Copied]] = []
+        found: list[tuple[int, str, str, str, Any]] = []
         for at in program_frames(frame):
             is_outermost = at.f_code is self._outermost
-            for owner in self._owners(at) if is_outermost or not outermost_only else ():
-                if not (outermost_only and owner.name):
-                    found += [(owner, *each) for each in self._changed_in(owner)]
+            for scope, (of, identity), name, value in self._values_of(at) if is_outermost or not outermost_only else ():
+                before = self._before.get(((of, identity), name), _Unknown)
+                if (of and outermost_only) or (
+                    type(value) in _SCALARS and type(before) is type(value) and before == value
+                ):
+                    continue
+                size, copied = _copied(value)
+                if copied is _TooLarge or not (copied is _Unknown or same_tree(copied, before)):
+                    found.append((size, scope, of, name, copied))
             if is_outermost:
                 break
         values: dict[str, dict[str, Any]] = {}
         left = _MOST_BYTES
-        for owner, name, copied in sorted(found, key=lambda each: each[2].size):
-            left -= copied.size
-            is_kept = copied.copy is not _Large and left >= 0
-            kept = {_VALUE: copied.copy, _DEVICE: copied.device} if is_kept else {_LARGE: True}
-            values.setdefault(owner.scope, {}).setdefault(owner.name, {})[name] = kept
+        for size, scope, of, name, copied in sorted(found, key=lambda each: each[0]):
+            left -= size
+            is_kept = copied is not _TooLarge and left >= 0
+            values.setdefault(scope, {}).setdefault(of, {})[name] = {_VALUE: copied} if is_kept else {_LARGE: True}
         return values
 
-    def _owners(self, frame: FrameType) -> Iterator[_Owner]:
-        """Its function, of the one that loops over epochs the module too, and the program's own objects in them."""
+    def _values_of(self, frame: FrameType) -> Iterator[tuple[str, tuple[str, object], str, Any]]:
+        """Scope, owner, name and value of the variables of its function, of the one that loops over epochs the module's
+        too, and of the attributes of the program's own objects in them. An owner is the name of the object (empty: the
+        function or the module itself), and what tells it from others of that name."""
         scopes = {_function_of(frame): locals_of(frame)}
         if frame.f_code is self._outermost and frame.f_code.co_name != "<module>":
             scopes[_globals_of(frame)] = frame.f_globals
         for scope, variables in scopes.items():
-            found = self._variables(variables)
-            objects = {name: value for name, value in found.items() if type(value) not in _SCALARS and _is_own(value)}
-            yield _Owner(scope, "", scope, {name: value for name, value in found.items() if name not in objects})
-            for name, value in objects.items():  # a meter: not it, but its attributes
-                yield _Owner(scope, name, id(value), attributes_of(value))
-
-    def _variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        found = variables.copy() if type(variables) is dict else dict(variables)
-        kept = self._kept
-        return {
-            name: value
-            for name, value in askable(found.items())
-            if not (callable(value) or type(value) is ModuleType or id(value) in kept or name.startswith("__"))
-        }
-
-    def _changed_in(self, owner: _Owner) -> Iterator[tuple[str, _Copied]]:
-        for name, value in owner.values.items():
-            before = self._before.get((owner.identity, name), _Unknown)
-            if type(value) in _SCALARS and type(before) is type(value) and before == value:
-                continue
-            copied = _copied(value)
-            if copied.copy is _Large or not (copied.copy is _Unknown or same_tree(copied.copy, before)):
-                yield name, copied
+            for name, value in askable(list(variables.items())):
+                if callable(value) or type(value) is ModuleType or id(value) in self._kept or name.startswith("__"):
+                    continue
+                if type(value) in _SCALARS or not _is_own(value):
+                    yield scope, ("", scope), name, value
+                else:  # a meter: not it, but its attributes
+                    yield from ((scope, (name, id(value)), key, held) for key, held in attributes_of(value).items())
 
 
 def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -168,8 +149,8 @@ def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -
         locals_of(at)
     if missing:
         logger.warning(
-            "the code behind the epoch's loop runs without what its steps had set in %s: too large for a boundary. "
-            "Keep sums or counts of it in place of all of it",
+            "the code behind the epoch's loop runs without what its steps had set in %s: too large for a boundary, or "
+            "of a class that is gone. Keep sums or counts of it in place of all of it",
             listed(sorted(missing), 4),
         )
 
@@ -179,51 +160,28 @@ def _put_back(kept: Mapping[str, Any], variables: Any) -> list[str]:
     missing = []
     for name, each in kept.items():
         now = variables.get(name)
-        if _VALUE in each:
-            variables[name] = _original(each[_VALUE], now, each[_DEVICE])
-        elif now is not None:
+        try:
+            if _VALUE in each:  # a list or dict in place: others may know it, and the statement that runs
+                variables[name] = put_back(now, each[_VALUE], name)
+                continue
+        except MismatchError:  # it has no such class any more
+            pass
+        if now is not None:
             missing.append(name)
     return missing
 
 
-def _original(kept: Any, now: Any, device: str) -> Any:
-    """The value again; `now`, what the program has made anew, where no file has all of it."""
-    try:
-        value = originals(map_tensors(copy_tree(kept), lambda tensor: tensor.to(device)))
-    except MismatchError:  # it has no such class any more
-        return now
-    if type(now) is list and type(value) is list:  # others may know it, and the statement that runs
-        now[:] = value
-        return now
-    if type(now) in (dict, defaultdict) and type(value) is dict:  # the factory of the latter is code
-        now.clear()
-        now.update(value)
-        return now
-    return value
-
-
-class _Copied(NamedTuple):
-    size: int
-    copy: Any
-    """As a checkpoint holds it, on the CPU: `_Large` or `_Unknown` where none does."""
-    device: str = "cpu"
-    """The kind of device that its first tensor is on."""
-
-
-def _copied(value: Any) -> _Copied:
+def _copied(value: Any) -> tuple[int, Any]:
+    """Its size, and a copy as a checkpoint holds it, on the CPU: `_TooLarge` or `_Unknown` where none does."""
     size = _size(value)
     if size is None or size > _MOST_BYTES:
-        return _Copied(0, _Unknown if size is None else _Large)
-    devices: list[str] = []
-
-    def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-        devices.append(tensor.device.type)
-        return tensor.cpu()
-
-    copied = map_tensors(copy_state(value), to_cpu)
-    copied = dict(copied) if type(copied) is defaultdict else copied
+        return 0, _Unknown if size is None else _TooLarge
+    try:
+        copied = map_tensors(snapshot(value, ""), torch.Tensor.cpu)
+    except UnsupportedStateError:
+        return 0, _Unknown
     size = stored_size(copied)
-    return _Copied(0, _Unknown) if size is None else _Copied(size, copied, next(iter(devices), "cpu"))
+    return (0, _Unknown) if size is None else (size, copied)
 
 
 def _is_own(value: Any) -> bool:
