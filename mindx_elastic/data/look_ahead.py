@@ -14,8 +14,7 @@ fetched up to the first two           per step, ahead        for example
 3, 5                                  2, 1                   the same, with a prefetcher
 ====================================  =====================  ======================================
 
-A first boundary with one batch is clear by itself. One with more is not, so the position is not known there, unless it
-is known from elsewhere that the loop has used all it has fetched (`use_all`).
+A first boundary with one batch is clear by itself. One with more is not, so the position is not known there.
 
 Steps that take varying numbers of batches, two to begin with, look the same at first. `is_doubtful` tells of a later
 step with another number: a loop that leaves batches out takes more, and all else stays as learned; where a step takes
@@ -61,18 +60,6 @@ class LookAhead:
         self._last: Fetches | None = None  # at the boundary before
         self.is_doubtful = False
         """A step in the middle of an epoch took another number of batches than was learned."""
-
-    def is_ambiguous(self, seen: Fetches) -> bool:
-        """Whether a step that ended now would be the first, with several batches."""
-        if self.ahead is not None:
-            return False
-        dropped = 0 if seen.dropped is None else seen.dropped.handed
-        return seen.handed - max(dropped, self._base.handed) > 1
-
-    def use_all(self, seen: Fetches) -> None:
-        """All that was fetched is used, and so it is at each boundary."""
-        if self.ahead is None:
-            self.ahead, self.used = 0, seen.handed
 
     def pass_over(self, seen: Fetches) -> None:
         """What was fetched so far belongs to no step, as in an evaluation: learn from what follows."""

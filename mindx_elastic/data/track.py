@@ -58,8 +58,6 @@ class Track:
         """Called in the training thread before a batch is made, or taken from the workers."""
         self.at_made: Callable[[], None] | None = None
         """Called there behind that."""
-        self.at_batch: Callable[[Any], None] | None = None
-        """Called in the training thread with each batch that it gets."""
         self.at_every_ask: Callable[[], None] | None = None
         """Called in the training thread whenever a batch is asked for."""
         self.at_begin: Callable[[], None] | None = None
@@ -145,11 +143,8 @@ class Track:
             tensor = _some_tensor(batch)
             if tensor is not None:
                 self._first_batches.append(weakref.ref(tensor))
-        if (self.at_made is not None or self.at_batch is not None) and threading.get_ident() == self._thread:
-            if self.at_made is not None:
-                self.at_made()
-            if self.at_batch is not None:
-                self.at_batch(batch)
+        if self.at_made is not None and threading.get_ident() == self._thread:
+            self.at_made()
 
     def hand_out(self, mark: Callable[[], Mark]) -> None:
         """`mark` gives the position after this batch."""

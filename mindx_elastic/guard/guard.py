@@ -245,7 +245,7 @@ class Guard(LayeredGuard):
         self.resumed_path = None if start.resumed is None else start.resumed.path
         self._loops.is_layered = self._loops.is_layered or self._around.is_guest
         self._loops.take_over(self._collector.position, start.restore_streams)
-        self._loaders.enter(stack, self._unmanaged, settings.grace_s, list(self._targets.values()))
+        self._loaders.enter(stack, self._unmanaged, settings.grace_s)
         self._checks = Checks(
             self._unmanaged,
             self._targets,

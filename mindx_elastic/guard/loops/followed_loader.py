@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torch import nn
 from torch.utils.data import DataLoader
 
 from mindx_elastic.capture.data_listing import Listing, listing_of
@@ -22,7 +21,6 @@ from mindx_elastic.data.replay import parts_with_epoch
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Track
 from mindx_elastic.guard.loops.data_settings import DataSettings
-from mindx_elastic.guard.loops.first_use import FirstUse
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["FollowedLoader", "OwnState", "with_epochs_put_back"]
@@ -97,7 +95,6 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         self.track: Track | None = None
         self.look_ahead = LookAhead()
         self._iteration, self._num_batches = 0, 0
-        self._first_use: FirstUse | None = None
         self.settings: DataSettings | None = None
         """What the program sets on its data set, from the first entry on."""
         self.others: Sequence[FollowedLoader] = ()
@@ -192,16 +189,12 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         if self.adoption is not None:
             self.adoption.begin()
 
-    def follow(self, modules: Sequence[nn.Module] = ()) -> None:
-        """`modules`: those that the guard keeps."""
+    def follow(self) -> None:
         cursor = self.engine.cursor
         self.track = cursor.track = Track(cursor.mark())
-        if self.look_ahead.ahead is None:
-            self._first_use = FirstUse(modules)
         if self.settings is not None:
             self.track.at_fetch, self.track.at_made = self.settings.begin_making, self.settings.end_making
             self.track.at_opened = self.settings.at_opened
-        self.track.at_batch = None if self._first_use is None else self._first_use.see
         cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
         self.track.at_begin = self._at_begin
 
@@ -216,8 +209,6 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             self.settings.at_begin(self.engine.cursor.epoch)
 
     def leave(self) -> None:
-        if self._first_use is not None:
-            self._first_use.end()
         self.track = self.engine.cursor.track = self.engine.cursor.loaded = None
         self.engine.at_overlap = None
         if self.adoption is not None:
@@ -243,8 +234,6 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         if self.track is not None and self.look_ahead.ahead is None:
             self.look_ahead.pass_over(self.track.fetches)
             self.track.forget_before(self.look_ahead.used)
-            if self._first_use is not None:
-                self._first_use.begin_anew()
 
     def at_boundary(self) -> bool:
         """Returns whether it is known which batches were used."""
@@ -258,13 +247,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             return True
         was_known = look_ahead.ahead is not None
         seen, before = track.fetches, look_ahead.used
-        if self._first_use is not None and look_ahead.is_ambiguous(seen) and self._first_use.has_used_last():
-            look_ahead.use_all(seen)
-        is_known = look_ahead.at_boundary(seen)
-        if self._first_use is not None and (look_ahead.ahead is not None or not is_known):
-            self._first_use.end()
-            self._first_use = track.at_batch = None
-        if not is_known:
+        if not look_ahead.at_boundary(seen):
             return False
         track.forget_before(look_ahead.used)
         if look_ahead.ahead and seen.exhausted and before < look_ahead.used == seen.handed:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.utils.data import DataLoader
 
 from mindx_elastic.core.events import logger
@@ -112,10 +111,8 @@ class Loaders:
             stack.callback(followed.leave)
             followed.begin()
 
-    def enter(
-        self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float, targets: Sequence[object] = ()
-    ) -> None:
-        """The state is back: follow the loaders from here. `targets`: what the guard keeps."""
+    def enter(self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float) -> None:
+        """The state is back: follow the loaders from here."""
         for loader in self.named:
             if hasattr(loader, "worker_grace_s"):
                 loader.worker_grace_s = worker_grace_s
@@ -125,7 +122,6 @@ class Loaders:
         """Sees batches of loaders that are not named."""
         self.watch.enter(stack)
         self._has_ended = False
-        modules = [target for target in targets if isinstance(target, nn.Module)]
         for followed in self._followed:
             if not self._fetches_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
@@ -142,7 +138,7 @@ class Loaders:
                     "than the position says",
                     "Make it inside of the block, after `with guard:`",
                 )
-            followed.follow(modules)
+            followed.follow()
             if followed is self._counting:
                 followed.others = [other for other in self._followed if other is not followed]
             if followed.settings is not None:
