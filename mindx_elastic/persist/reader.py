@@ -7,10 +7,12 @@ Small ones are read by the caller's thread meanwhile: they take more time in Pyt
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,7 @@ def read_checkpoint(
     UsageError where parts are in none of the files.
     """
     path = Path(path)
-    with open_checkpoint(path, owners) as (fd, header):
+    with _without_collections(), open_checkpoint(path, owners) as (fd, header):
         tensors: dict[str, torch.Tensor] = {}
         pieces = Pieces(header, path)
 
@@ -81,6 +83,19 @@ def read_checkpoint(
         pieces.add(other, owners, verify=verify)
     tensors |= pieces.whole()
     return Checkpoint(header.info, unflatten(header.tree, tensors, path=path), header.layout)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A load makes thousands of objects that stay, and each makes Python look for garbage sooner: two fifths of the
+    time of a load of 20,000 small tensors."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Pieces:
@@ -286,14 +301,13 @@ def _compare(digest: Any, header: Header, entry: TensorEntry, path: Path) -> Non
 
 
 def _read_into(fd: int, view: memoryview, offset: int, entry: TensorEntry, path: Path) -> None:
-    done = 0
-    while done < len(view):
+    while view:
         try:
-            count = os.preadv(fd, [view[done:]], offset + done)
+            count = os.preadv(fd, [view], offset)
         except OSError as error:  # the medium fails: report a damaged file
             problem = f"{path}: tensor {entry.name} cannot be read: {error.strerror}"
             raise CorruptCheckpointError(problem, path=path, tensor=entry.name) from error
         if count == 0:
             problem = f"{path}: tensor {entry.name} is cut off; the file was truncated while it was read"
             raise CorruptCheckpointError(problem, path=path, tensor=entry.name)
-        done += count
+        view, offset = view[count:], offset + count
