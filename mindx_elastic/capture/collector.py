@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
-from mindx_elastic.capture.changed_settings import GivenSettings
 from mindx_elastic.capture.compilations import Compilations
 from mindx_elastic.capture.components import (
     AdaptedComponent,
@@ -26,6 +25,7 @@ from mindx_elastic.capture.components import (
 from mindx_elastic.capture.copying import copy_tree, equal_tensors, same_tree, tensors_in
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
 from mindx_elastic.capture.forecast import Forecast
+from mindx_elastic.capture.given_settings import GivenSettings
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters
 from mindx_elastic.capture.parameter_names import arrange_groups, grouped
 from mindx_elastic.capture.rank_weights import RankWeights

@@ -1,0 +1,250 @@
+"""Tells what the program gives otherwise than the run that it resumes.
+
+What stands in the objects moves in a training (by a scheduler or by hand), so it is not what is compared. Each file has
+what the program had given when the training began, which the same command gives again:
+
+* settings of optimizers, schedulers and scalers (``--lr``, the length of a schedule), and torch's seed: a start goes on
+  with the checkpoint's, else it would be another training
+* what no checkpoint brings back: plain numbers of modules (a dropout's `p`), the functions of a `LambdaLR`, which are
+  known by what they give at some steps, and what a data set goes through: the program's counts from here on
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import groupby
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
+from mindx_elastic.capture.data_listing import difference
+from mindx_elastic.capture.plain_component import GoesThroughData
+from mindx_elastic.core.looks import askable, asked, attributes_of, items_of
+
+__all__ = ["GivenSettings"]
+
+_Given = dict[str, dict[str, Any]]
+"""By object and setting."""
+
+_MOST = 4
+_NUMBERS = (bool, int, float)
+_PLAIN = (*_NUMBERS, str, type(None))
+_OBJECTS, _CODE, _DATA, _SEED = "objects", "code", "data", "seed"
+"""In the file."""
+_STEPS = (0, *(digit * 10**power for power in range(5) for digit in (1, 2, 5)), 100_000)
+_MOST_RUNS, _LONGEST = 64, 80
+_LARGEST = 1e9  # beyond are times and identities
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
+
+
+class GivenSettings:
+    """What the program has given. Training thread.
+
+    Only of torch's own kinds of objects: what an object of the program's own class begins with may be a time or drawn.
+    """
+
+    def __init__(self, components: Mapping[str, Component]) -> None:
+        """Before anything is loaded into the objects. Calls the functions of schedulers."""
+        objects = {name: dict(_of(each)) for name, each in components.items() if _is_new(each)}
+        is_new = len(objects) == len(components)
+        code = {name: dict(_of_code(each)) for name, each in components.items() if is_new}
+        loaders = {name: asked(each, "target") for name, each in components.items() if is_new}
+        data = {name: dict(each.listing()) for name, each in loaders.items() if isinstance(each, GoesThroughData)}
+        self._now: dict[str, _Given] = {_OBJECTS: _filled(objects), _CODE: _filled(code), _DATA: _filled(data)}
+        self._seed = str(torch.initial_seed())
+        self.kept: Mapping[str, Any] = {**self._now, _SEED: self._seed}
+        """For the file; only ever replaced."""
+
+    def forget(self, name: str) -> None:
+        """The groups of optimizer `name` have other numbers from here on: what was given is not compared."""
+        self._now[_OBJECTS] = {each: given for each, given in self._now[_OBJECTS].items() if each != name}
+
+    def resume(self, state: Mapping[str, Any], components: Mapping[str, Component], *, live: bool) -> list[str]:
+        """The training that `state` is of goes on, which is loaded into `components`. Returns a line for each object
+        whose settings that has changed, none if `live`: the objects have run in this process, and moved."""
+        begun = state.get("settings_given")
+        if not isinstance(begun, Mapping) or _OBJECTS not in begun:
+            return []  # converted, or of an older version: from here on this start's count
+        own = {} if live else {kind: self._now[kind] for kind in (_CODE, _DATA) if self._now[kind]}
+        self.kept = {**begun, **own}
+        if live:
+            return []
+        told = [*self._of_objects(begun[_OBJECTS], components), *self._of_code(begun[_CODE]), *self._of_data(begun)]
+        if self._seed != begun[_SEED]:
+            told.append(
+                f"random numbers go on as in the checkpoint: torch's seed is {self._seed} in the program and "
+                f"{begun[_SEED]} in it. Another seed counts in a new run only: start anew with "
+                'resume="never" in another directory'
+            )
+        return told
+
+    def _of_objects(self, begun: _Given, components: Mapping[str, Component]) -> Iterator[str]:
+        for name, given in self._now[_OBJECTS].items():
+            theirs = begun.get(name, {})
+            loaded = {**theirs, **dict(_of(components[name]))}
+            changed = [
+                f"{key} is {value} in the program and {loaded[key]} in it"
+                for key, value in given.items()
+                if key in theirs and value not in (theirs[key], loaded[key])
+            ]
+            if changed:
+                yield (
+                    f"{name} goes on with the settings of the checkpoint: {_few(changed)}. To change them, set them "
+                    'inside of the guard\'s block, or start anew with resume="never" in another directory'
+                )
+
+    def _of_code(self, begun: _Given) -> Iterator[str]:
+        for name, given in self._now[_CODE].items():
+            theirs = begun.get(name, {})
+            changed = [
+                f"{key} is {_short(value)} in the program and was {_short(theirs[key])}"
+                for key, value in given.items()
+                if key in theirs and value != theirs[key]
+            ]
+            if changed:
+                yield (
+                    f"{name} goes on otherwise than its training began, for this is in the program's code and in no "
+                    f"checkpoint: {_few(changed)}. To go on as before, give it what it had; to keep the change, do "
+                    "nothing"
+                )
+
+    def _of_data(self, begun: Mapping[str, Any]) -> Iterator[str]:
+        for name, given in self._now[_DATA].items():
+            if found := difference(given, begun[_DATA].get(name, {})):
+                yield (
+                    f"{name} goes on over another data set than its training began with, so samples may come twice or "
+                    f"never: {found}. To go on as before, list files in a fixed order (sorted) and seed what divides"
+                )
+
+
+def _filled(given: _Given) -> _Given:
+    return {name: settings for name, settings in given.items() if settings}
+
+
+def _few(changed: list[str]) -> str:
+    return "; ".join(changed[:_MOST]) + (f" (and {len(changed) - _MOST} more)" if len(changed) > _MOST else "")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _is_new(component: Component) -> bool:
+    """Whether it stands as the program has made it: not where an earlier block of the process has trained with it."""
+    if isinstance(component, OptimizerComponent):
+        return not component.local.state
+    scheduler = getattr(component, "target", None)
+    return not isinstance(scheduler, LRScheduler) or not _has_moved(scheduler)
+
+
+def _has_moved(scheduler: Any) -> bool:
+    return asked(scheduler, "last_epoch", 0) > 0 or any(map(_has_moved, asked(scheduler, "_schedulers", ())))
+
+
+# --- what a checkpoint brings back ---
+
+
+def _of(component: Component) -> Iterator[tuple[str, Any]]:
+    if isinstance(component, OptimizerComponent):
+        groups = component.local.param_groups
+        for number, group in enumerate(groups):
+            where = f" of group {number}" if len(groups) > 1 else ""
+            yield from [(key + where, value) for key, value in _plain(group)]
+    elif isinstance(component, PlainComponent):
+        if isinstance(component.target, LRScheduler):
+            yield from _of_scheduler(component.target.state_dict())
+        elif isinstance(component.target, torch.amp.GradScaler):
+            yield from _plain(component.target.state_dict())
+
+
+def _of_scheduler(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from _plain(state)
+    if "_milestones" in state:  # of a SequentialLR
+        yield "milestones", state["_milestones"]
+    for number, own in enumerate(state.get("lr_lambdas", ())):  # attributes of objects that are called
+        yield from ((f"{key} of function {number}", value) for key, value in _plain(own or {}))
+    for number, inner in enumerate(state.get("_schedulers", ())):  # of a SequentialLR or ChainedScheduler
+        yield from ((f"{key} of scheduler {number}", value) for key, value in _of_scheduler(inner))
+
+
+def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        kind = type(value)
+        if key == "params" or key.startswith("_"):
+            continue
+        if issubclass(kind, _PLAIN):
+            found.append((key, value))
+        elif issubclass(kind, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+            found.append((key, value.item()))
+        elif (items := items_of(value)) is not None:  # a dict: the Counter of a MultiStepLR
+            numbers = [key if issubclass(kind, dict) else item for key, item in items]
+            if all(issubclass(type(each), _NUMBERS) for each in numbers):
+                found.append((key, numbers))
+    return found
+
+
+# --- what is in the program's code alone ---
+
+
+def _of_code(component: Component) -> Iterator[tuple[str, Any]]:
+    if isinstance(component, ModuleComponent):
+        yield from _of_modules(component.module)
+    elif isinstance(component, PlainComponent) and isinstance(component.target, LRScheduler):
+        yield from _of_functions(component.target)
+
+
+def _of_modules(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """All modules of a class are one list, because many have the same."""
+    found: dict[str, list[Any]] = {}
+    for each in module.modules():
+        kind = type(each)
+        if not kind.__module__.startswith(_WRAPPERS):
+            for key, value in askable(vars(each).items()):
+                if key != "training" and not key.startswith("_") and _is_setting(value):
+                    found.setdefault(f"{kind.__name__}.{key}", []).append(value)
+    for key, values in found.items():
+        runs = [(value, len(list(same))) for value, same in groupby(values)]
+        if len(runs) <= _MOST_RUNS:
+            yield key, ", ".join(f"{value} x {count}" if count > 1 else f"{value}" for value, count in runs)
+
+
+def _is_setting(value: object) -> bool:
+    if issubclass(type(value), tuple):
+        return all(_is_number(item) for _, item in items_of(value) or ())
+    return _is_number(value)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in _NUMBERS and abs(value) < _LARGEST  # type: ignore[arg-type]  # not NaN either
+
+
+def _of_functions(scheduler: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    functions = getattr(scheduler, "lr_lambdas", ())
+    for number, function in enumerate(functions):
+        inner = function.func if isinstance(function, partial) else function
+        of_group = f" of group {number}" if len(functions) > 1 else ""
+        if isinstance(inner, MethodType):  # not called: it may count its calls
+            owner, read = type(inner.__self__).__name__, attributes_of(inner.__self__).items()
+            yield from ((f"{owner}.{name}{of_group}{where}", value) for name, value in read if _is_number(value))
+        elif isinstance(inner, FunctionType):  # an object has a state of its own, which is in the scheduler's
+            yield from ((f"factor at step {step}{of_group}{where}", _factor(function, step)) for step in _STEPS)
+    for number, each in enumerate(getattr(scheduler, "_schedulers", ())):
+        yield from _of_functions(each, f" of scheduler {number}")
+
+
+def _factor(function: Any, step: int) -> float | None:
+    """None: nothing that can be compared; a table may end, and a root may be of less than nothing."""
+    try:
+        value = function(step)
+        number = float(value.item() if isinstance(value, torch.Tensor) else value)
+    except Exception:
+        return None
+    return number if math.isfinite(number) else None
