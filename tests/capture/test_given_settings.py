@@ -189,9 +189,17 @@ class Scaled(torch.nn.Module):
             {"make": by_function(16)},
             r"^lr_scheduler goes on otherwise .*: factor at step 1 is 0.94\d* in the program and was 0.88",
         ),
-        ({"make": by_table(0.5, 1, 1, 1)}, {"make": by_table(0.5, 1, 1, 1, 1, 1)}, "at step 5 of scheduler 1 is 1.0 .* was None"),
+        (
+            {"make": by_table(0.5, 1, 1, 1)},
+            {"make": by_table(0.5, 1, 1, 1, 1, 1)},
+            "5 of scheduler 1 is 1.0 .* was None",
+        ),
         ({"make": by_method(8)}, {"make": by_method(16)}, "Decay.length is 16 in the program and was 8. To go on"),
-        ({"build": with_dropout(0.1)}, {"build": with_dropout(0.3)}, "Dropout.p is 0.1, 0.3 in the program and was 0.1 x 2"),
+        (
+            {"build": with_dropout(0.1)},
+            {"build": with_dropout(0.3)},
+            "Dropout.p is 0.1, 0.3 .* was 0.1 x 2",
+        ),
         ({"build": lambda: Scaled(1.5)}, {"build": lambda: Scaled(2)}, "Scaled.factor is 2 in the program and was 1.5"),
     ],
 )
