@@ -12,6 +12,44 @@ __all__ = ["PARTS"]
 _RAW = "images, labels = data.tensors[0].numpy(), data.tensors[1]\n"
 
 _PAGE = Path(__file__).parents[2] / "docs/your-loop.md"
+_PROCESSES = """
+class Kept(gym.Wrapper):
+    is_over = False
+
+    def reset(self, **options):
+        self.is_over = False
+        return self.env.reset(**options)
+
+    def step(self, action):
+        if self.is_over:  # a resumed process does not know that
+            observation, info = self.reset()
+            return observation, 0, False, False, info
+        result = self.env.step(action)
+        self.is_over = result[2] or result[3]
+        return result
+
+    @property
+    def saved(self):
+        return pickle.dumps((self.env, self.is_over))
+
+    @saved.setter
+    def saved(self, data):
+        self.env, self.is_over = pickle.loads(data)
+
+
+class Processes(World):
+    def __init__(self, env):
+        super().__init__(env)
+        self.processes = self.layers.pop()
+
+    def state_dict(self):
+        return {**super().state_dict(), "processes": self.processes.get_attr("saved")}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.processes.set_attr("saved", state["processes"])
+"""
+"""The environments of an `AsyncVectorEnv` are in other processes, which alone know that the next step is a reset."""
 _WORLD = "import gymnasium as gym\n" + "\n".join(
     block for block in re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.S) if "pickle" in block
 )
@@ -265,7 +303,7 @@ PARTS = (
         loss="(buffer.extend(TensorDict({'x': x, 'y': y}, [8])), F.cross_entropy(model((b := buffer.sample())['x']), b['y']))[1]",
     ),
     *(
-        Part(package="gymnasium", name=name, make=_WORLD + make, whole=_REINFORCE.replace("World", world))
+        Part(package="gymnasium", name=name, make=_WORLD + _PROCESSES + make, whole=_REINFORCE.replace("World", world))
         for name, world, make in (
             ("SyncVectorEnv", "World", "env = gym.make_vec('CartPole-v1', num_envs=4, vectorization_mode='sync')"),
             (
