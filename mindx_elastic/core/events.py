@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,6 @@ READ_BYTES = 2 * GENERATION_BYTES
 _MAX_LINE = 1 << 20
 _TAIL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 16
-_WAITING_BYTES = 1 << 18  # of events that could not be written
 _CARRIED = ("start", "resume", "agent_start", "attempt", "summary", "agent_end")
 _CARRIED_LINES, _CARRIED_LINE_BYTES = 128, 1 << 13
 _LOOKS, _LOOK_AGAIN_S = 3, 0.002
@@ -96,7 +94,6 @@ _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _PATIENCE_S = 0.5  # a line takes 50 us; behind a busy interpreter a few milliseconds
 _HANGS_S = 10.0
-_TEXT = itemgetter(1)
 _MAX_WAITING = 1000  # lines kept in memory for a log that hangs
 
 
@@ -143,7 +140,8 @@ def attach_console(rank_filter: RankFilter, level: str) -> logging.Handler | Non
 
 
 class EventLog:
-    """Appends events to `path`; usable from any thread. It never raises: what fails is tried again with the next event.
+    """Appends events to `path`; usable from any thread. It never raises: an event that cannot be
+    written is lost, and the log says so.
 
     Every line goes to the file that has the name at that moment, in one `write` on an `O_APPEND` descriptor. So any
     writer may move a file that has grown to `generation_bytes` to ``{name}.1``; the others follow with their next line.
@@ -168,8 +166,7 @@ class EventLog:
         self._generation_bytes = self._rotate_from = generation_bytes
         self._owners = owners
         self._lock = threading.Lock()
-        self._waiting: list[tuple[str, bytes]] = []
-        self._lost = 0
+        self._lost = 0  # since the last event that was written
         self._recorded_run: str | None = None
         self._aside: ReadyThread | None = None
         self._late_since: float | None = None
@@ -253,32 +250,18 @@ class EventLog:
     def _record(self, event: str, data: bytes, run_id: str) -> None:
         with self._lock:
             self.counters[event] = self.counters.get(event, 0) + 1
-            was_broken = bool(self._waiting)
-            self._waiting.append((event, data))
             try:
-                self._append(b"".join(map(_TEXT, self._waiting)))
+                self._append(data)
             except OSError as error:
-                self._shorten_waiting()
-                if not was_broken:
-                    logger.warning(
-                        "cannot append to %s (%s); events are kept in memory, and written when it works again",
-                        self.path,
-                        error.strerror or error,
-                    )
+                if not self._lost:
+                    why = error.strerror or error
+                    logger.warning("cannot append to %s (%s); events are lost until it works again", self.path, why)
+                self._lost += 1
                 return
-            if was_broken:
-                late = len(self._waiting) - 1
-                lost = f", {self._lost} were lost" if self._lost else ""
-                logger.warning("%s can be written again: %d earlier events are recorded now%s", self.path, late, lost)
-            self._waiting, self._lost = [], 0
+            if self._lost:
+                logger.warning("%s can be written again: %d earlier events were lost", self.path, self._lost)
+            self._lost = 0
             self._recorded_run = run_id
-
-    def _shorten_waiting(self) -> None:
-        """Bound the events that wait to be written: drop those first that a start does not need."""
-        while len(self._waiting) > 1 and sum(len(data) for _, data in self._waiting) > _WAITING_BYTES:
-            dispensable = [n for n, (event, _) in enumerate(self._waiting) if event not in _CARRIED]
-            del self._waiting[dispensable[0] if dispensable else 0]
-            self._lost += 1
 
     def _append(self, data: bytes) -> None:
         """Raises OSError; the file may then end in half a line, which the next call closes."""

@@ -19,8 +19,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import torch
-
 __all__ = [
     "are_equal",
     "askable",
@@ -30,7 +28,6 @@ __all__ = [
     "has_attributes",
     "has_method",
     "is_comparable",
-    "is_computed",
     "is_its_attributes",
     "items_of",
     "length_of",
@@ -174,15 +171,6 @@ def text_of(value: object) -> str:
         return repr(value)
     except Exception:
         return f"<{type(value).__module__}.{type(value).__qualname__}>"
-
-
-def is_computed(tensor: torch.Tensor) -> bool:
-    """Whether gradients flow from `tensor` into others. torch refuses to say it of a view made under `no_grad` whose
-    base has been written since."""
-    try:
-        return tensor.grad_fn is not None
-    except RuntimeError:
-        return False
 
 
 def _tables_of(kind: type) -> _Tables:

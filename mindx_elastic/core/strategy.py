@@ -32,7 +32,6 @@ __all__ = [
     "strategy_from_record",
 ]
 
-_ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 MAX_TENSOR_DIMS = 64
 RECORD_VERSION = 2
 """Of ``mindx.layout``. Records of version 1 are not read."""
@@ -71,20 +70,10 @@ class TensorSpec:
         """False for a tensor of a strategy file that has splits and no shapes (MindSpore's)."""
         return bool(self.shape) or (self.num_dims is None and not self.layout.splitting)
 
-    def local_bytes(self, shard: int) -> int:
-        """Size of the part `shard`; 0 where the whole shape is not known."""
-        return math.prod(self.layout.local_shape(self.shape, shard)) * self.item_bytes if self.is_shape_known else 0
-
     @property
     def is_marker(self) -> bool:
         """See `MARKER`."""
         return self.name.startswith(MARKER)
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of an element; 4 where the type is not known."""
-        digits = "".join(c for c in self.dtype.partition("_")[0] if c.isdigit())
-        return 1 if self.dtype.startswith(("BOOL", "F8")) else _ITEM_BYTES.get(digits, 4)
 
     @property
     def key(self) -> tuple[str, int]:

@@ -41,7 +41,7 @@ from mindx_elastic.persist.save_queue import SaveQueue
 from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import Flat, SaveResult, previous_path, write_checkpoint
 from mindx_elastic.platforms.flag_file import AnsweredFlags
-from mindx_elastic.start.inventory import Judged, newest_complete
+from mindx_elastic.start.inventory import newest_complete
 
 __all__ = ["DeviceWentOnError", "Saver"]
 
@@ -109,7 +109,6 @@ class Saver:
         """The flag files that have stopped this run."""
         self._queue = SaveQueue()
         self._entries: dict[Path, tuple[CatalogEntry, ...]] = {}  # headers already read need not be read again
-        self._judged: Judged = {}
 
     @property
     def is_refused(self) -> bool:
@@ -513,7 +512,7 @@ class Saver:
         newest own steps stay as long as they are not complete. Where the other ranks' folders cannot be seen
         (node-local disks) none ever is.
         """
-        whole = newest_complete(entries, self.events.run_id, self._judged)
+        whole = newest_complete(entries, self.events.run_id)
         behind = [moment for moment in own if whole is None or moment > whole]
         kept = {*own[-1:], *behind[-4 if policy.asynchronous else -2 :]}
         return kept if whole is None else {*kept, whole}

@@ -13,7 +13,7 @@ from functools import cached_property
 from mindx_elastic.core.layout import Layout, overlap
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
-from mindx_elastic.core.rank_lists import RankGaps, rank_list
+from mindx_elastic.core.rank_lists import missing_ranks, rank_list
 from mindx_elastic.core.strategy import MARKER, LayoutClass, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.start.assumptions import differing_components
@@ -174,7 +174,7 @@ class Candidate:
             self._source = self._merge()
         except UsageError as error:
             return f"its files contradict each other: {error}"
-        unknown = RankGaps(self.world_size, [*self._source.ranks, *self._files])
+        unknown = missing_ranks(self.world_size, [*self._source.ranks, *self._files])
         if unknown:
             return no_file(unknown)
         missing = self._missing()

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from mindx_elastic.core.moment import Moment, moment_name
-from mindx_elastic.core.rank_lists import RankGaps, rank_list
+from mindx_elastic.core.rank_lists import missing_ranks, rank_list
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
@@ -29,7 +29,7 @@ from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.findings import Findings, Place, Share
 from mindx_elastic.start.planner import never_complete, order_of_moments, plan_resume
 
-__all__ = ["Inventory", "Judged", "Step", "newest_complete", "until_sound"]
+__all__ = ["Inventory", "Step", "newest_complete", "until_sound"]
 
 T = TypeVar("T")
 Key = tuple[str, str, int, Moment, str, float, int]
@@ -82,8 +82,8 @@ class Step:
 
     @property
     def missing_ranks(self) -> Sequence[int]:
-        """Ranks without a file of their own to resume from; a lazy sequence for huge worlds (`RankGaps`)."""
-        return RankGaps(self.world_size, self.ranks)
+        """Ranks without a file of their own to resume from."""
+        return missing_ranks(self.world_size, self.ranks)
 
     @property
     def neighbours(self) -> set[int]:
@@ -108,7 +108,7 @@ class Step:
     @property
     def is_complete(self) -> bool:
         """Whether a start resumes from it exactly, as an uninterrupted run would continue. Digests are not checked."""
-        if RankGaps(self.world_size, {*self.ranks, *self.own_states, *self.neighbours}):
+        if missing_ranks(self.world_size, {*self.ranks, *self.own_states, *self.neighbours}):
             return False  # these ranks would begin with new random numbers at best
         return not (self.candidate.problem or self.candidate.inexact)
 
@@ -118,7 +118,7 @@ class Step:
         if self.is_complete:
             return None
         useless = sorted({e.info.rank for e in self.entries if e.info and not e.info.resumable} - self.ranks)
-        absent = RankGaps(self.world_size, {*self.ranks, *useless})
+        absent = missing_ranks(self.world_size, {*self.ranks, *useless})
         parts = [f"{rank_list(absent)} of {self.world_size} missing"] if absent else []
         parts += [f"{rank_list(useless)} saved a state that cannot be resumed from"] if useless else []
         if parts and len({fact.world_size for fact in self.facts}) < 2:
@@ -409,33 +409,22 @@ class Inventory:
         return self._read
 
 
-Judged = dict[Moment, tuple[list[CatalogEntry], bool]]
-"""Of a step its files, and whether they made it complete."""
-
-
-def newest_complete(entries: Iterable[CatalogEntry], run_id: str, judged: Judged | None = None) -> Moment | None:
+def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | None:
     """As `Inventory.newest_complete` for one run, for retention, which runs beside the training: it uses headers that
-    were read before, and judges no more steps than needed. `judged`: what it has found before, and goes on noting.
+    were read before, and judges no more steps than needed.
 
     It ignores small states: a step in which a rank has no file is incomplete.
     """
-    judged = {} if judged is None else judged
     moments: dict[Moment, list[CatalogEntry]] = {}
     for entry in entries:
         if entry.info is not None and entry.info.resumable and entry.info.run_id == run_id:
             moments.setdefault(entry.info.moment, []).append(entry)
     for moment in sorted(moments, reverse=True):
         infos = [entry.info for entry in moments[moment] if entry.info is not None]
-        if RankGaps(max(info.world_size for info in infos), (info.rank for info in infos)):
+        if missing_ranks(max(info.world_size for info in infos), (info.rank for info in infos)):
             continue
-        known, is_complete = judged.get(moment, ([], False))
-        if len(known) != len(moments[moment]) or any(a is not b for a, b in zip(known, moments[moment], strict=True)):
-            facts, _ = facts_of(moments[moment])
-            is_complete = Inventory.merge([Findings(facts=facts)]).judge(moment).is_complete
-            judged[moment] = moments[moment], is_complete
-        if is_complete:
-            for gone in judged.keys() - moments.keys():
-                del judged[gone]
+        facts, _ = facts_of(moments[moment])
+        if Inventory.merge([Findings(facts=facts)]).judge(moment).is_complete:
             return moment
     return None
 

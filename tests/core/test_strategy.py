@@ -34,14 +34,6 @@ def spec(name: str, shape: tuple[int, ...], layout: Layout, dtype: str = "F32", 
 # --- tensors ---
 
 
-@pytest.mark.parametrize(
-    ("dtype", "nbytes"),
-    [("F64", 8), ("I64", 8), ("F32", 4), ("BF16", 2), ("F16", 2), ("U8", 1), ("BOOL", 1), ("F8_E4M3", 1), ("", 4)],
-)
-def test_the_size_of_an_element_follows_from_its_type(dtype: str, nbytes: int) -> None:
-    assert spec("w", (3,), DDP, dtype).item_bytes == nbytes
-
-
 # --- merging ---
 
 

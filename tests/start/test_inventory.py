@@ -13,7 +13,7 @@ from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.start import inventory as module
 from mindx_elastic.start.facts import FileFact, Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
-from mindx_elastic.start.inventory import Inventory, Judged, Step, newest_complete, until_sound
+from mindx_elastic.start.inventory import Inventory, Step, newest_complete, until_sound
 from tests.checkpoint_files import cut_off_end, write, write_step
 from tests.start.arenas import Machine
 from tests.start.looks import Carrier, look, look_alone, sent
@@ -207,7 +207,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     (tmp_path / "rank_1" / "resnet-1_17.safetensors").unlink()
     (tmp_path / "rank_3" / "resnet-1_17.safetensors").unlink()
     step = only_step(look_alone(tmp_path))
-    assert not step.is_usable and step.missing_ranks == (1, 3)
+    assert not step.is_usable and step.missing_ranks == [1, 3]
     assert step.why_incomplete == "ranks 1, 3 of 4 missing"
 
 
@@ -242,7 +242,7 @@ def test_a_replica_makes_a_step_usable_and_the_small_state_makes_it_complete(tmp
     assert older.is_complete
     machine.boundary(1, 5)
     step, _ = look_alone(machine.directory, machine.job).steps
-    assert step.is_complete and step.missing_ranks == (1,) and step.why_incomplete is None
+    assert step.is_complete and step.missing_ranks == [1] and step.why_incomplete is None
 
 
 def test_a_judgement_is_what_a_plan_does(tmp_path: Path) -> None:
@@ -280,40 +280,3 @@ def test_retention_goes_by_the_same_judgement(tmp_path: Path, monkeypatch: pytes
     alone = look_alone(tmp_path).newest_complete("run-a")
     assert alone is not None and alone.moment == ("run-a", 0, 5)
     assert newest_complete(read_entries(tmp_path), "nobody") is None
-
-
-def test_retention_judges_a_step_once_and_anew_when_it_has_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs after each save on every rank, and a step may have a thousand headers."""
-    for step in (3, 5):
-        write_step(tmp_path, step, world_size=3)
-    judged: list[int] = []
-
-    def counted(entries: Sequence[CatalogEntry]) -> Any:
-        judged.append(len(entries))
-        return facts_of(entries)
-
-    monkeypatch.setattr(module, "facts_of", counted)
-    entries: tuple[CatalogEntry, ...] = ()
-    notes: Judged = {}
-
-    def newest() -> int:
-        nonlocal entries
-        entries = read_entries(tmp_path, known=entries)
-        found = newest_complete(entries, "run-a", notes)
-        assert found is not None
-        return found[2]
-
-    assert [newest(), newest(), newest()] == [5, 5, 5] and judged == [3]
-    victim = tmp_path / "rank_1" / "resnet-1_5.safetensors"
-    write(victim, step=5, rank=1, world_size=2)  # as many files, and they contradict each other
-    assert [newest(), newest()] == [3, 3] and judged == [3, 3, 3]
-    write(victim, step=5, rank=1, world_size=3)
-    assert [newest(), newest()] == [5, 5] and judged == [3, 3, 3, 3]
-    write(tmp_path / "rank_3" / "resnet-1_5.safetensors", step=5, rank=3, world_size=4)  # the others are the same
-    assert [newest(), newest()] == [3, 3] and judged == [3, 3, 3, 3, 4]
-    write_step(tmp_path, 7, world_size=3)
-    for path in tmp_path.glob("rank_*/*_[35].safetensors"):
-        path.unlink()
-    assert newest() == 7 and set(notes) == {("run-a", 0, 7)}, "nothing is noted of steps that are gone"
