@@ -18,21 +18,19 @@ A source never decides by guess: what it does not understand is a ValueError, wh
 
 from __future__ import annotations
 
-import io
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from mindx_elastic.config import MIN_GRACE_S
 from mindx_elastic.core.events import logger
@@ -97,86 +95,46 @@ class Source(Protocol):
         ...
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    """A metadata service does not redirect; whoever does is something else (a captive portal)."""
-
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
-class _Bounded(io.RawIOBase):
-    """What a socket sends, for some seconds from now on. A socket's own timeout begins anew with each byte, so a server
-    that sends its answer drop by drop could keep the thread that has asked for hours."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock, self._raw, self._ends = sock, sock.makefile("rb", buffering=0), time.monotonic() + _TOTAL_S
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left_s = self._ends - time.monotonic()
-        try:
-            if left_s > 0:
-                self._sock.settimeout(min(_TIMEOUT_S, left_s))
-                return self._raw.readinto(buffer)
-        except TimeoutError:
-            if left_s >= _TIMEOUT_S:
-                raise
-        raise TimeoutError(f"no whole answer within {_TOTAL_S:g} s")
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class _Response(HTTPResponse):
-    def __init__(self, sock: socket.socket, *args: Any, **more: Any) -> None:
-        super().__init__(sock, *args, **more)
-        self.fp.close()
-        self.fp = io.BufferedReader(_Bounded(sock))
-
-
-class _Connection(HTTPConnection):
-    response_class = _Response
-
-
-class _SecureConnection(HTTPSConnection):
-    response_class = _Response
-
-
-class _Plain(HTTPHandler):
-    def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_Connection, req)
-
-
-class _Secure(HTTPSHandler):
-    def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_SecureConnection, req)
-
-
-_OPENER = build_opener(ProxyHandler({}), _NoRedirects, _Plain, _Secure)  # a proxy has metadata of its own machine
-
-
 def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
-    """Send one request, without proxies and redirects; at most `_MAX_BYTES` are read, for some seconds at most. Any
-    status is an answer. Raises OSError or ValueError."""
-    request = Request(url, headers=dict(headers), method=method)
-    try:
-        response: HTTPResponse | HTTPError
+    """Send one request, without proxies (they have metadata of their own machine) and redirects (a metadata service
+    does not redirect); at most `_MAX_BYTES` are read, for some seconds at most. Any status is an answer. Raises OSError
+    or ValueError."""
+    parts, is_late = urlsplit(url), threading.Event()
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+
+    def hang_up() -> None:
+        is_late.set()
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    with closing(connection):
+        connection.connect()
+        sock = connection.sock
+        # A socket's own time-out begins anew with each byte: a server that sends its answer drop by drop could keep the
+        # thread that has asked for hours.
+        timer = threading.Timer(_TOTAL_S, hang_up)
+        timer.daemon = True
+        timer.start()
         try:
-            response = _OPENER.open(request, timeout=_TIMEOUT_S)
-        except HTTPError as error:
-            response = error
-        with response:
-            body = b""
-            while chunk := response.read1(_MAX_BYTES):
-                body += chunk
-                if len(body) > _MAX_BYTES:
-                    raise ValueError(f"an answer of more than {_MAX_BYTES >> 10} KiB")
-            return Answer(int(response.status or 0), body, {k.lower(): v for k, v in response.headers.items()})
-    except HTTPException as error:
-        raise ValueError(f"no HTTP ({type(error).__name__})") from None
+            connection.request(
+                method, parts._replace(scheme="", netloc="", fragment="").geturl() or "/", headers=headers
+            )
+            with connection.getresponse() as response:
+                body = response.read(_MAX_BYTES + 1)
+        except (HTTPException, OSError) as error:
+            if is_late.is_set():
+                raise TimeoutError(f"no whole answer within {_TOTAL_S:g} s") from None
+            if isinstance(error, OSError):
+                raise
+            raise ValueError(f"no HTTP ({type(error).__name__})") from None
+        finally:
+            timer.cancel()
+    if is_late.is_set():
+        raise TimeoutError(f"no whole answer within {_TOTAL_S:g} s")
+    if len(body) > _MAX_BYTES:
+        raise ValueError(f"an answer of more than {_MAX_BYTES >> 10} KiB")
+    return Answer(response.status, body, {name.lower(): value for name, value in response.headers.items()})
 
 
 def _expect(answer: Answer, what: str, *none: int) -> bytes | None:
