@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mindx_elastic.plan import Layout as Layout
     from mindx_elastic.plan import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
     from mindx_elastic.plan import merge_strategies as merge_strategies
-    from mindx_elastic.plan import rank_list_for_transform as rank_list_for_transform
     from mindx_elastic.plan import restore_group_info_list as restore_group_info_list
     from mindx_elastic.start.peek import Peek as Peek
     from mindx_elastic.start.peek import peek as peek
@@ -64,7 +63,6 @@ _HOME = {
     "get_ckpt_path_with_strategy": "mindx_elastic.plan",
     "merge_strategies": "mindx_elastic.plan",
     "peek": "mindx_elastic.start.peek",
-    "rank_list_for_transform": "mindx_elastic.plan",
     "restore_group_info_list": "mindx_elastic.plan",
 }
 __all__ = [
@@ -92,7 +90,6 @@ __all__ = [
     "get_ckpt_path_with_strategy",
     "merge_strategies",
     "peek",
-    "rank_list_for_transform",
     "restore_group_info_list",
 ]
 

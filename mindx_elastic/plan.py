@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from mindx_elastic.platforms.group_info import restore_group_info_list as restore_group_info_list
     from mindx_elastic.platforms.strategy_file import load_strategy as load_strategy
     from mindx_elastic.platforms.strategy_file import merge_strategies as merge_strategies
-    from mindx_elastic.platforms.strategy_file import rank_list_for_transform as rank_list_for_transform
     from mindx_elastic.platforms.strategy_file import save_strategy as save_strategy
     from mindx_elastic.start.facts import FileFact as FileFact
     from mindx_elastic.start.facts import KnownFaults as KnownFaults
@@ -39,7 +38,6 @@ _HOME = {
     "load_strategy": "platforms.strategy_file",
     "merge_strategies": "platforms.strategy_file",
     "plan_resume": "start.planner",
-    "rank_list_for_transform": "platforms.strategy_file",
     "restore_group_info_list": "platforms.group_info",
     "save_strategy": "platforms.strategy_file",
 }
@@ -56,7 +54,6 @@ __all__ = [
     "load_strategy",
     "merge_strategies",
     "plan_resume",
-    "rank_list_for_transform",
     "restore_group_info_list",
     "save_strategy",
 ]

@@ -82,8 +82,8 @@ def convert_command(
     [bold]Formats[/bold]
     dcp        a folder of torch.distributed.checkpoint
     torch      a torch.save file, read with weights_only=True: no code in it runs
-    mindspore  plain safetensors: name -> tensor; a folder of them, by its index (Hugging Face's, MindSpore's) or of
-               torch's distributed shards; a folder of rank_*/ files and --strategy; no .ckpt
+    mindspore  plain safetensors: name -> tensor; a folder of them, by its index (Hugging Face's, MindSpore's) or
+               numbers; a folder of rank_*/ files and --strategy; no .ckpt
     mindx      a checkpoint directory or file of this package; sharded ones are put together
     deepspeed  read only: a folder of ZeRO stage 0 to 3, whose weights are put together in float32
 

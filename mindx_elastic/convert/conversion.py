@@ -160,7 +160,7 @@ def _read_mindspore(request: Request, scratch: Scratch) -> _Content:
         return _Content({MODEL: tensors}, None, notes)
     if request.strategy is not None:
         raise UsageError(f"{path} has no rank_*/ folders for --strategy to describe")
-    tensors, notes = mindspore_file.read_plain(path, scratch)
+    tensors, notes = mindspore_file.read_plain(path)
     return _Content({MODEL: tensors}, None, notes)
 
 

@@ -3,7 +3,7 @@
 An index (``*.index.json``, MindSpore's ``param_name_map.json``) names the file of every tensor; without one, numbered
 names (``model-00001-of-00003``) say how many files there are. What is named and missing is an error, what is not named
 is left out and told. ``HuggingFaceStorageWriter(save_distributed=True)`` of torch has each rank write its parts of the
-tensors into ``shard-{rank}-model-*``, with the offset of each part in the file's metadata, and no index.
+tensors into ``shard-{rank}-model-*``, with the offset of each part in the file's metadata: such files are refused.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mindx_elastic.convert.assemble import Part, check_parts, put_together
-from mindx_elastic.convert.mapped import Scratch, open_source
+from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.convert.plain_file import PlainFile
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import CorruptCheckpointError, UsageError
@@ -30,7 +27,6 @@ __all__ = [
     "numbered_files",
     "read_index",
     "read_indexed",
-    "read_shards_of_dcp",
 ]
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -39,7 +35,6 @@ _MINDSPORE_INDEX = "param_name_map.json"
 _NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.[a-z]+\Z")
 _SHARD = re.compile(r"shard-(\d{1,9})-.+\.safetensors\Z")
 _MAX_INDEX_BYTES = 1 << 28
-_Tensors = tuple[dict[str, torch.Tensor], list[str]]
 
 
 def find_index(folder: Path) -> Path | None:
@@ -129,44 +124,6 @@ def is_shard(file: PlainFile) -> bool:
     if SHARDING_INFO not in file.metadata:
         return False
     return bool(_SHARD.match(file.path.name)) or any(any(each) for each in _offsets(file).values())
-
-
-def read_shards_of_dcp(files: list[PlainFile], scratch: Scratch) -> _Tensors:
-    """Whole tensors from the files of all ranks.
-
-    Raises CorruptCheckpointError where parts are missing. The files do not say how large the whole is: what the last
-    rank alone held, it cannot be missed by. That is in the notes.
-    """
-    numbers = {int(match[1]) for file in files if (match := _SHARD.match(file.path.name))}
-    folder = files[0].path.parent
-    absent = (f"shard-{number:05}-*" for number in range(1, max(numbers, default=0)) if number not in numbers)
-    _check_there(folder, absent, "torch's writer numbers its files, and there must be")
-    parts: dict[str, dict[tuple[int, ...], Part]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for file in files:
-        offsets = _offsets(file)
-        for name, entry in file.entries.items():
-            there, sizes = offsets[name], tuple(entry.shape)
-            if dtypes.setdefault(name, entry.dtype) != entry.dtype or len(there) != len(sizes):
-                raise CorruptCheckpointError(f"{file.path}: {name!s:.80} is not of the other files' type", tensor=name)
-            part = Part(there, sizes, lambda file=file, name=name: file.tensor(name))  # type: ignore[misc]
-            parts.setdefault(name, {}).setdefault(there, part)
-    found = {}
-    for name, boxes in parts.items():
-        each = list(boxes.values())
-        shape = tuple(max(o + s for o, s in zip(*ends, strict=True)) for ends in _by_dim(each))
-        try:
-            check_parts(name, shape, each)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{folder}: {error}: a shard is missing", path=folder, tensor=name) from None
-        found[name] = each[0].read() if len(each) == 1 else put_together(shape, dtypes[name], each, scratch)
-    note = f"put together from {len(files)} shard files; they do not say how many ranks wrote them: see that none lacks"
-    return found, [note]
-
-
-def _by_dim(parts: list[Part]) -> list[tuple[list[int], list[int]]]:
-    dims = range(len(parts[0].sizes))
-    return [([part.offsets[dim] for part in parts], [part.sizes[dim] for part in parts]) for dim in dims]
 
 
 def _offsets(file: PlainFile) -> dict[str, tuple[int, ...]]:

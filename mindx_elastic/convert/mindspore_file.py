@@ -22,7 +22,6 @@ from mindx_elastic.convert.indexed import (
     is_shard,
     numbered_files,
     read_indexed,
-    read_shards_of_dcp,
 )
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.plain_file import CKPT_REMEDY, PlainFile, is_mindspore_ckpt
@@ -40,33 +39,38 @@ _POSITION = re.compile(r"-(\d{1,9})_(\d{1,12})(?:_breakpoint)?\.safetensors\Z")
 _MAX_NAME = 80
 
 
-def read_plain(path: Path, scratch: Scratch) -> tuple[dict[str, torch.Tensor], list[str]]:
+def read_plain(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors of one file; or of the files of one folder that belong together, or that an index names; and notes
     for people. Raises CorruptCheckpointError, UsageError."""
     index = path if path.suffix == ".json" else find_index(path) if path.is_dir() else None
     if index is not None:
-        return read_indexed(index, lambda each: PlainFile(each).tensors())
+        return read_indexed(index, lambda each: _open_whole(each).tensors())
     if not path.is_dir():
-        file = PlainFile(path)
-        if is_shard(file):
-            raise UsageError(f"{path} holds one rank's parts of the tensors (its {SHARDING_INFO}): give its folder")
-        return file.tensors(), []
-    return _read_folder(path, scratch)
+        return _open_whole(path).tensors(), []
+    return _read_folder(path)
 
 
-def _read_folder(path: Path, scratch: Scratch) -> tuple[dict[str, torch.Tensor], list[str]]:
+def _open_whole(path: Path) -> PlainFile:
+    file = PlainFile(path)
+    if is_shard(file):
+        raise UsageError(
+            f"{path} holds one rank's parts of the tensors (its {SHARDING_INFO}), which are not put together here: "
+            "write them with HuggingFaceStorageWriter(..., enable_consolidation=True), and convert what that makes"
+        )
+    return file
+
+
+def _read_folder(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     every = sorted(path.glob("*.safetensors"))
     if not every:
         raise _no_safetensors(path, path)
-    shards = [file for file in map(PlainFile, every) if is_shard(file)]
-    if shards:
-        found, notes = read_shards_of_dcp(shards, scratch)
-        return found, notes + _left_out(every, [file.path for file in shards])
+    for each in path.glob("shard-*.safetensors"):
+        _open_whole(each)
     chosen = numbered_files(every) or [each for each in every if each.name == "model.safetensors"] or every
     found = {}
     where: dict[str, Path] = {}
     for each in chosen:
-        for name, tensor in PlainFile(each).tensors().items():
+        for name, tensor in _open_whole(each).tensors().items():
             if name in found:
                 raise UsageError(
                     f"{name!s:.{_MAX_NAME}} is in {where[name]} and in {each}: these are several "

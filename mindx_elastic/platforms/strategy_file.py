@@ -1,4 +1,4 @@
-"""Strategy files: a `Strategy` on disk in MindSpore's form, and MindSpore's functions over whole files.
+"""Strategy files: a `Strategy` on disk in MindSpore's form, and several files of one job as one.
 
 A path that ends in ``.json`` is JSON, anything else protobuf (``strategy.proto``). What we write says everything twice:
 in MindSpore's fields as far as they can, and exactly in fields that MindSpore skips. A file that MindSpore wrote has
@@ -7,9 +7,9 @@ in from what the checkpoint files hold. Pipeline stages: a file of one stage has
 ``{stage}-{name}``.
 
 Source of the form: MindSpore's ``train/node_strategy_pb2.py`` (messages) and ``parallel/_parallel_serialization.py``
-(what they mean) in version 2.10. `merge_strategies` and `rank_list_for_transform` take and return what
-``merge_pipeline_strategys`` and ``rank_list_for_transform`` in ``parallel/checkpoint_transform.py`` do. Errors are
-`UsageError`, and TypeError or NotADirectoryError too where MindSpore raises those.
+(what they mean) in version 2.10. `merge_strategies` takes and returns what ``merge_pipeline_strategys`` in
+``parallel/checkpoint_transform.py`` does. Errors are `UsageError`, and NotADirectoryError too where MindSpore raises
+that.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, Interval, Layout
+from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, Layout
 from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 from mindx_elastic.errors import StrPath, UsageError
 from mindx_elastic.platforms.mindspore_layout import Fields, fields_of, layout_of, shape_of, stage_size_of
 from mindx_elastic.platforms.protobuf import messages, parse_message
-from mindx_elastic.platforms.small_files import ArgumentTypeError, read_bounded, write_whole
+from mindx_elastic.platforms.small_files import read_bounded, write_whole
 
-__all__ = ["Content", "load_strategy", "merge_strategies", "rank_list_for_transform", "read_strategy", "save_strategy"]
+__all__ = ["Content", "load_strategy", "merge_strategies", "read_strategy", "save_strategy"]
 
 _MAX_TENSORS = 1_000_000
 _MAX_CONTAINERS = 4_000_000
@@ -419,87 +419,3 @@ def _check_sizes(contents: Mapping[StrPath, Content]) -> None:
 def _few(paths: Sequence[StrPath]) -> str:
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return ", ".join(map(str, paths[:3])) + more
-
-
-# --- from one layout to another ---
-
-
-def rank_list_for_transform(
-    rank_id: int, src_strategy_file: StrPath | None = None, dst_strategy_file: StrPath | None = None
-) -> list[int]:
-    """The ranks of the old job, ascending, whose checkpoints rank `rank_id` of the new job needs.
-
-    Of ranks that hold the same one is named, as MindSpore does: the one that stands where `rank_id` stands. None for a
-    strategy: nothing is split; the one checkpoint of such an old job is that of rank 0. Empty, when all that the rank
-    gets is empty.
-
-    Raises UsageError for a malformed strategy, a rank that it does not have, and strategies without a tensor in common;
-    TypeError for arguments of a wrong type.
-    """
-    if type(rank_id) is not int:
-        raise ArgumentTypeError(f"rank_id is {rank_id!r:.80}; give a whole number")
-    if rank_id < 0:
-        raise UsageError(f"rank_id is {rank_id}; ranks count from 0")
-    for name, value in (("src_strategy_file", src_strategy_file), ("dst_strategy_file", dst_strategy_file)):
-        if value is not None and not isinstance(value, (str, os.PathLike)):
-            raise ArgumentTypeError(f"{name} is {value!r:.80}; give a path")
-    target = None if dst_strategy_file is None else load_strategy(dst_strategy_file)
-    if target is not None and rank_id not in target.ranks:
-        raise UsageError(f"rank_id is {rank_id}, but {dst_strategy_file} has {target.world_size} ranks")
-    if src_strategy_file is None:
-        return [0]
-    found: set[int] = set()
-    handled = set()
-    for old, new in _pairs(load_strategy(src_strategy_file), target, rank_id):
-        key = (old.layout, old.shape, new and new.layout, new and new.shape)
-        if key not in handled:  # thousands of tensors share a few layouts
-            handled.add(key)
-            found.update(_needed_ranks(old, new, rank_id))
-    if not handled:
-        raise UsageError(f"{dst_strategy_file} gives rank {rank_id} no tensor that {src_strategy_file} has")
-    return sorted(found)
-
-
-def _pairs(source: Strategy, target: Strategy | None, rank: int) -> Iterator[tuple[TensorSpec, TensorSpec | None]]:
-    """The tensors that `rank` of the new job gets, in their old and new layouts (None: whole)."""
-    if target is None:
-        yield from ((old, None) for old in source.tensors)
-        return
-    for new in target.tensors:
-        if rank in new.layout:
-            yield from ((old, new) for old in source.by_name.get(new.name, ()))
-
-
-def _needed_ranks(old: TensorSpec, new: TensorSpec | None, rank: int) -> set[int]:
-    shape = _common_shape(old, new)
-    place = list(new.layout.ranks).index(rank) if new else rank
-    wanted: list[list[Interval]] = [[(0, size)] for size in shape]
-    if new is not None:
-        wanted = new.layout.segments(shape, new.layout.shard_of(rank))
-    model = old.layout.ranks[place % old.layout.size]
-    holders = old.layout.holders
-    replica = holders[old.layout.shard_of(model)].index(model)
-    return {
-        holders[shard][replica]
-        for shard in range(old.layout.num_shards)
-        if all(map(_meet, wanted, old.layout.segments(shape, shard)))
-    }
-
-
-def _meet(one: Sequence[Interval], other: Sequence[Interval]) -> bool:
-    return any(max(a, c) < min(b, d) for a, b in one for c, d in other)
-
-
-def _common_shape(old: TensorSpec, new: TensorSpec | None) -> tuple[int, ...]:
-    """The tensor's; where no strategy knows it, one that both can split evenly: the same parts meet."""
-    shapes = {spec.shape for spec in (old, new) if spec is not None and spec.shape}
-    if len(shapes) > 1:
-        raise UsageError(f"{old.name} has different shapes in the two strategies: {sorted(shapes)}")
-    if shapes:
-        return shapes.pop()
-    layouts = [spec.layout for spec in (old, new) if spec is not None]
-    splits = [(layout.placements[m].dim or 0, layout.mesh_shape[m]) for layout in layouts for m in layout.splitting]
-    sizes = [1] * (1 + max((dim for dim, _ in splits), default=0))
-    for dim, parts in splits:
-        sizes[dim] *= parts
-    return tuple(sizes)

@@ -11,7 +11,7 @@ if a transport can fetch it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.rank_lists import missing_ranks, rank_list
-from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
 from mindx_elastic.start.assumptions import settle_assumptions
@@ -267,10 +266,9 @@ class Inventory:
         *,
         only: Moment | None = None,
         step: int | None = None,
-        recorded: Mapping[Moment, Strategy] | None = None,
     ) -> ResumePlan | Refusal:
         """Plan a start. `only`: the one moment that may be taken. `step`: the step that may be taken, of any run and
-        attempt, in the order in which a start tries them. `recorded`: strategies from other sources than the files."""
+        attempt, in the order in which a start tries them."""
         facts = self.facts
         damaged = [Rejected(one.path, one.problem) for one in self._damage]
 
@@ -280,7 +278,6 @@ class Inventory:
                 world,
                 faults=faults or KnownFaults(),
                 own_states=self.own_states,
-                recorded=recorded,
                 rejected=rejected,
                 only=moment,
             )
@@ -369,7 +366,7 @@ class Inventory:
         moments = (moment for moment in self.moments if run_id in (None, moment[0]))
         return next((step for moment in moments if (step := self.judge(moment)).is_complete), None)
 
-    def judge(self, moment: Moment, recorded: Mapping[Moment, Strategy] | None = None) -> Step:
+    def judge(self, moment: Moment) -> Step:
         """The step of `moment`, judged for a start of the same world size."""
         facts = self._by_moment().get(moment, [])
         entries = sorted(self._entries().get(moment, ()), key=preference)
@@ -379,7 +376,7 @@ class Inventory:
 
         def ask() -> Candidate:
             settled = self._settle().get(moment, [])
-            return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states, recorded or {}))
+            return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states))
 
         return Step(
             moment=moment,

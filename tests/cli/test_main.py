@@ -62,7 +62,7 @@ def test_the_option_set() -> None:
         ],
         "plan": [
             *("--emit-env", "--fault-ranks", "--faults", "--json"),
-            *("--no-verify", "--run", "--step", "--strategy", "--verify", "--world-size", "--write"),
+            *("--no-verify", "--run", "--step", "--verify", "--world-size", "--write"),
             "path",
         ],
         "convert": [
