@@ -108,5 +108,4 @@ def __dir__() -> list[str]:
 
 
 _provide("observers", "mindx_elastic.prove.observers")
-_provide("cluster", "mindx_elastic.cluster.in_place")
 _end_on_sigterm()

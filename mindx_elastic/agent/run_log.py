@@ -23,7 +23,6 @@ __all__ = [
     "NOTABLE",
     "AgentRun",
     "last_lines_path",
-    "load_cluster_recoveries",
     "load_runs",
     "read_last_lines",
     "runs_of_ranks",
@@ -78,8 +77,6 @@ def _runs_of(lines: list[dict[str, Any]]) -> list[AgentRun]:
         if line["event"] == _START:
             runs.append(_begin(line))
             continue
-        if _is_of_cluster(line):
-            continue
         run = _owner(runs, line)
         if run is None:
             runs.append(run := _begin(line))
@@ -121,21 +118,6 @@ def runs_of_ranks(lines: list[dict[str, Any]]) -> tuple[list[AgentRun], list[dic
         _add(run, end)
         ends += last
     return list(runs.values()), ends
-
-
-def load_cluster_recoveries(path: Path) -> list[RecoveryRecord]:
-    """The recoveries in place that workers of a dynamic cluster have written to the events file `path`, in the order in
-    which they ended. Raises OSError."""
-    found: dict[tuple[str, int, int], RecoveryRecord] = {}
-    for line in filter(_is_of_cluster, _events(path)):
-        record = from_event(line)
-        if record is not None:  # one that came to nothing is written by each survivor
-            found.setdefault((line["cluster"], record.attempt, record.generation), record)
-    return list(found.values())
-
-
-def _is_of_cluster(line: dict[str, Any]) -> bool:
-    return line["event"] == REJOIN and bool(text(line.get("cluster")))
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich import box
@@ -27,7 +27,6 @@ from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.run_log import AgentRun
-    from mindx_elastic.rejoin.record import RecoveryRecord
 
 __all__ = [
     "EXIT_BAD",
@@ -43,7 +42,6 @@ __all__ = [
     "RunDirArgument",
     "debugging",
     "fail",
-    "find_cluster_recoveries",
     "find_runs",
     "human_age",
     "human_size",
@@ -80,7 +78,6 @@ PathArgument = Annotated[
     ),
 ]
 
-_T = TypeVar("_T")
 RunDirArgument = Annotated[
     Path,
     typer.Argument(metavar="RUN_DIR", help="The --run-dir of mindx-elastic run, or its events.jsonl.", readable=False),
@@ -135,23 +132,11 @@ def find_runs(path: Path) -> list[AgentRun]:
     """The runs of agents in a RUN_DIR, the oldest first; none where there is no log. Ends the command where the path
     does not exist or cannot be read."""
     from mindx_elastic.agent.run_log import load_runs
-
-    return _read_events(path, load_runs)
-
-
-def find_cluster_recoveries(path: Path) -> list[RecoveryRecord]:
-    """The recoveries in place that workers of a dynamic cluster have noted in this directory. Ends as `find_runs`."""
-    from mindx_elastic.agent.run_log import load_cluster_recoveries
-
-    return _read_events(path, load_cluster_recoveries)
-
-
-def _read_events(path: Path, read: Callable[[Path], list[_T]]) -> list[_T]:
     from mindx_elastic.core.events import EVENTS_FILE
 
     file = path / EVENTS_FILE if is_folder(path) else path
     try:
-        return read(file)
+        return load_runs(file)
     except FileNotFoundError:
         return []
     except OSError as error:

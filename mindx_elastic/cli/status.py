@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,15 +13,11 @@ from mindx_elastic.cli.common import (
     RUN_DIR,
     JsonOption,
     RunDirArgument,
-    find_cluster_recoveries,
     make_console,
 )
 from mindx_elastic.cli.status_report import make_report
 from mindx_elastic.cli.watch import Look, print_frame, watch
 from mindx_elastic.core.printable import printable
-
-if TYPE_CHECKING:
-    from mindx_elastic.rejoin.record import RecoveryRecord
 
 __all__ = ["status_command", "top_command"]
 
@@ -41,7 +36,7 @@ def status_command(
     shown too. If several agents have written to the same directory, the newest is shown.
 
     Recoveries in place (run --recover in-place) are listed below the attempts: who died, who stood in, and how many
-    milliseconds after the failure each stage was reached. In a dynamic cluster give the checkpoint directory.
+    milliseconds after the failure each stage was reached.
 
     With --watch: each rank's step and rate, and what would be lost now if every process were killed, or the machine
     lost. Into a pipe or a file it prints one frame after the other; with --json one document a line.
@@ -69,13 +64,11 @@ def status_command(
     elif report is not None:
         typer.echo(json.dumps(report, indent=2))
     else:
-        recoveries = find_cluster_recoveries(path)
         if as_json:
-            typer.echo(json.dumps(make_report(path, [], recoveries, now=time.time()), indent=2))
+            typer.echo(json.dumps(make_report(path, [], now=time.time()), indent=2))
         else:
-            _print_cluster(path, recoveries)
-        if not recoveries:
-            raise typer.Exit(EXIT_NOTHING)
+            typer.echo(printable(f"no agent has run in {path}"))
+        raise typer.Exit(EXIT_NOTHING)
 
 
 def top_command(
@@ -97,12 +90,3 @@ def top_command(
     mindx-elastic top /data/job7/mindx-run --interval 5
     """
     raise typer.Exit(watch(path, interval, as_json=False))
-
-
-def _print_cluster(path: Path, recoveries: list[RecoveryRecord]) -> None:
-    """Where no agent has run there may be the workers of a dynamic cluster."""
-    from mindx_elastic.rejoin.record import as_lines
-
-    typer.echo(printable(f"no agent has run in {path}"))
-    if recoveries:
-        typer.echo("\n".join(["the workers of a dynamic cluster have written here", "", *as_lines(recoveries)]))

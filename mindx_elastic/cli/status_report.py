@@ -13,21 +13,20 @@ from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
 if TYPE_CHECKING:
     from mindx_elastic.agent.ledger import AttemptRecord, Totals
     from mindx_elastic.agent.run_log import AgentRun
-    from mindx_elastic.rejoin.record import RecoveryRecord
 
 __all__ = ["agent_line", "make_report", "read_pages"]
 
 _RARE = ("paused_s", "stall_s", "in_place", "in_place_s", "in_place_steps_lost", "full_size", "why_fewer")
 
 
-def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecord], *, now: float) -> dict[str, Any]:
+def make_report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, Any]:
     """The JSON document; what is printed comes from it, so that the two cannot disagree."""
     from mindx_elastic.agent.ledger import add_up
     from mindx_elastic.agent.result import read_result
     from mindx_elastic.report.story import remarks_of_run
 
     report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
-    report |= {"recoveries": [asdict(record) for record in recoveries], "attempts": [], "workers": [], "remarks": []}
+    report |= {"recoveries": [], "attempts": [], "workers": [], "remarks": []}
     report |= dict.fromkeys(("agent", "totals", "pause", "result"))
     if not runs:
         return report
@@ -51,6 +50,7 @@ def make_report(path: Path, runs: list[AgentRun], recoveries: list[RecoveryRecor
     return {
         **report,
         "agent": agent,
+        "recoveries": [asdict(record) for record in run.recoveries],
         "attempts": attempts,
         "totals": _facts(add_up(run.records)),
         "workers": workers,

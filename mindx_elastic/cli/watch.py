@@ -96,7 +96,7 @@ class Look:
         if not self._runs:
             return None
         run = self._runs[-1]
-        report = make_report(self._path, self._runs, run.recoveries, now=time.time())
+        report = make_report(self._path, self._runs, now=time.time())
         pages = read_pages(Path(run.agent_dir)) if report["workers"] else {}
         rates = self._rates.update(pages)
         for worker in report["workers"]:

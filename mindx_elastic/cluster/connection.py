@@ -1,17 +1,10 @@
 """A worker's connection to the scheduler: it registers, sends heartbeats, hears of deaths, and connects again.
 
-One thread, ``mindx-cluster``, owns the connection. The training thread waits only in `wait_for`. When the connection
-ends, the thread connects again until the job is over: the training goes on meanwhile, and needs the scheduler only to
-form a group.
+One thread, ``mindx-cluster``, owns the connection. The training thread waits only for its group (`wait_for_group`), of
+which a process has one: after a death it begins anew (`worker_end`). When the connection ends, the thread connects
+again until the job is over: the training goes on meanwhile, and needs the scheduler only to form a group.
 
-What a rejoin in place builds on::
-
-    connection.listener                   # hears of deaths, in the connection's thread
-    connection.generation                 # of the group that this process is in
-    group = connection.wait_for(g + 1)    # "I am ready"; returns when every rank has a process again: `group.new`
-
-Each group has a store of its own, hosted by its lowest rank whose process was there before. So no death takes the
-store of the group that is to be formed, and the scheduler's death takes none at all.
+Each group has a store of its own, hosted by its rank 0. So the scheduler's death takes none.
 """
 
 from __future__ import annotations
@@ -22,8 +15,6 @@ import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -33,14 +24,13 @@ from mindx_elastic.cluster import messages
 from mindx_elastic.cluster.messages import Farewell, Group
 from mindx_elastic.cluster.predecessor import end_predecessor
 from mindx_elastic.cluster.settings import ClusterSettings
-from mindx_elastic.cluster.table_file import leave_farewell
 from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import start_ticks
 from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Listener", "NoSchedulerError", "SchedulerConnection"]
+__all__ = ["Listener", "SchedulerConnection"]
 
 _BEATS = 5  # in the time after which a silent process is dead
 _CONNECT_S = 3.0
@@ -55,15 +45,11 @@ _PIECE = 1 << 16
 _LONGEST_WHY = 500
 
 
-class NoSchedulerError(Exception):
-    """No scheduler forms the group that is waited for; the text says why."""
-
-
 class Listener(Protocol):
     """Who acts on what the scheduler says. Called in the connection's thread; must not block."""
 
-    def hear_death(self) -> None:
-        """Another rank of this generation is dead: `SchedulerConnection.deaths`."""
+    def hear_death(self, rank: int) -> None:
+        """Another rank of the group is dead."""
 
     def hear_end(self, why: str, rank: int | None) -> None:
         """The scheduler has ended the job, because of the death of `rank`, if it names one."""
@@ -82,34 +68,25 @@ class SchedulerConnection:
         self.incarnation = secrets.token_hex(16)
         self.group: Group | None = None
         self.broken = ""
-        """Why the group of this generation cannot go on: the death of a rank, the end of the job."""
-        self.last_death = ""
-        """What the scheduler has said of the last death in a group of this process."""
+        """Why the group cannot go on: the death of a rank, the end of the job."""
         self.listener: Listener | None = None
         self.is_over = False
         """The scheduler has ended the job."""
         self._heartbeat_s = settings.heartbeat_s
         self._env = dict(os.environ)
-        # As it is now: the program may change its working directory.
-        path = settings.recovery_path if settings.recovery else None
-        self._folder = None if path is None else path.absolute()
-        self._wanted, self._wanted_at = 0, time.monotonic()
-        self._lost_at: float | None = time.monotonic()
-        """Since when no scheduler serves this process; None: one does."""
-        self._lost_why = ""
-        self._is_unknown = False
-        """The scheduler that is there does not know this process's job."""
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        self._deaths: list[int] = []
-        self._orders: deque[messages.Join | Farewell] = deque()
+        self._farewell: Farewell | None = None
+        """What is to be said last."""
         self._sent = threading.Event()
         self._closed = threading.Event()
         self._wakeup = Wakeup()
-        self._stores: dict[int, Any] = {}
+        self._store: Any = None
+        """Of the group, or of the one that this process is to host."""
+        self._store_generation = -1
         self._taken_until: float | None = None
         self._said_at: float | None = None
-        self._said_why = ""
+        """When it was said last that there is no scheduler; None: there is one."""
         self._thread = threading.Thread(target=self._run, name="mindx-cluster", daemon=True)
         self._began = time.monotonic()
 
@@ -118,67 +95,28 @@ class SchedulerConnection:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def generation(self) -> int:
-        """Of the group that this process is in; -1: none yet."""
-        return -1 if self.group is None else self.group.generation
-
-    @property
-    def deaths(self) -> Sequence[int]:
-        """Ranks of this generation that are dead."""
+    def wait_for_group(self) -> Group:
+        """Wait until all workers are there. Raises UsageError where the scheduler does not admit this process, has
+        ended the job, or is not there."""
         with self._changed:
-            return tuple(self._deaths)
+            self._changed.wait_for(lambda: self.group is not None or self._error is not None)
+        if self.group is None:
+            assert self._error is not None
+            raise self._error
+        return self.group
 
     def store_of(self, group: Group) -> Any:
         """This process's connection to the group's store, a `torch.distributed.TCPStore`; on its host the store itself.
         Main thread. Raises what torch raises where the host is gone."""
         import torch.distributed as dist
 
-        if group.generation not in self._stores:
-            connection = dist.TCPStore(
+        if self._store is None or self._store_generation != group.generation:
+            self._store = dist.TCPStore(
                 group.host, group.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S)
             )
-            connection.set_timeout(_COLLECTIVE_TIMEOUT)
-            self._stores[group.generation] = connection
-        return self._stores[group.generation]
-
-    def wait_for(self, generation: int, timeout_s: float | None = None) -> Group:
-        """Say that this process is ready for `generation`, and wait for its group. Raises UsageError where the
-        scheduler does not admit this process or has ended the job, TimeoutError, and in a process that is in a group
-        NoSchedulerError."""
-        with self._changed:
-            if generation > self._wanted:
-                self._wanted, self._wanted_at = generation, time.monotonic()
-                self._orders.append(messages.Join(generation))
-                self._wakeup.ring()
-            end = None if timeout_s is None else time.monotonic() + timeout_s
-            while self.group is None or self.group.generation < generation:
-                if self._error is not None:
-                    raise self._error
-                if hopeless := self._why_hopeless():
-                    raise NoSchedulerError(hopeless)
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError(f"the group of generation {generation} was not formed in {timeout_s:g} s")
-                self._changed.wait(left)
-            return self.group
-
-    def _why_hopeless(self) -> str:
-        """Why a process of a group need not wait for the next one; empty: it may come. A process that is in none gives
-        up in its thread."""
-        if self.group is None or self._lost_at is None:
-            return ""
-        if self._is_unknown:
-            return self._lost_why
-        if time.monotonic() < max(self._lost_at, self._wanted_at) + self.settings.formation_s:
-            return ""
-        return self._unreachable()
-
-    def _unreachable(self) -> str:
-        return (
-            f"the scheduler at {self.place} cannot be reached within {self.settings.formation_s:g} s "
-            f"(MS_TOPO_TIMEOUT): {self._lost_why}"
-        )
+            self._store.set_timeout(_COLLECTIVE_TIMEOUT)
+            self._store_generation = group.generation
+        return self._store
 
     def wait_until_broken(self, timeout_s: float) -> str:
         """Why the group cannot go on, as soon as the scheduler has said so; empty: it has said nothing."""
@@ -190,22 +128,11 @@ class SchedulerConnection:
         """Tell the scheduler how this process ends, and close. Waits until the scheduler knows it, but not for long."""
         if self.job and not self._closed.is_set():
             self._sent.clear()
-            message = Farewell(how, code & 0xFF, why[:_LONGEST_WHY])
-            self._orders.append(message)
+            self._farewell = Farewell(how, code & 0xFF, why[:_LONGEST_WHY])
             self._wakeup.ring()
             if not self._sent.wait(timeout_s) and how != "away":  # else it comes back, and says so itself
-                self._leave_farewell(message)
+                logger.warning("the scheduler does not answer: it does not know how this worker has ended")
         self.close()
-
-    def _leave_farewell(self, message: Farewell) -> None:
-        """No scheduler answers. One that is started again reads how this process has ended."""
-        path = None if self._folder is None else leave_farewell(self._folder, self.incarnation, message)
-        if path is None:
-            logger.warning("the scheduler does not answer: it does not know how this worker has ended")
-        else:
-            logger.warning(
-                "the scheduler does not answer; one that is started again reads in %s how this worker has ended", path
-            )
 
     def close(self) -> None:
         self._closed.set()
@@ -223,48 +150,38 @@ class SchedulerConnection:
                 why = "it has closed the connection"
             except (OSError, WireError) as error:
                 why = str(error) or type(error).__name__
-                self._is_unknown = self._is_unknown and isinstance(error, WireError)
             except Exception as error:  # a bug: the training does not depend on this thread, wait_for does
                 self._give_up(error)
                 return
             if self._closed.is_set() or self._error is not None:
                 return
-            self._lost_at, self._lost_why = self._lost_at or time.monotonic(), why
             self._say_lost(why)
             if self.group is None and time.monotonic() > self._began + self.settings.formation_s:
-                self._give_up(UsageError(self._unreachable()))
+                within = f"within {self.settings.formation_s:g} s (MS_TOPO_TIMEOUT)"
+                self._give_up(UsageError(f"the scheduler at {self._place} cannot be reached {within}: {why}"))
                 return
             pause_s = 0.05 if time.monotonic() - began > _MOST_PAUSE_S else min(_MOST_PAUSE_S, 2 * pause_s)
             self._closed.wait(pause_s)
 
     @property
-    def is_alone(self) -> bool:
-        """No scheduler serves this process."""
-        return self._lost_at is not None
-
-    @property
-    def place(self) -> str:
+    def _place(self) -> str:
         """Where the scheduler is."""
         return f"MS_SCHED_HOST={self.settings.host}, MS_SCHED_PORT={self.settings.port}"
 
     def _say_lost(self, why: str) -> None:
         now = time.monotonic()
-        is_new = self._is_unknown and why != self._said_why  # the scheduler's own word, behind what the system says
-        if self._said_at is not None and now < self._said_at + _SAY_AGAIN_S and not is_new:
+        if self._said_at is not None and now < self._said_at + _SAY_AGAIN_S:
             return
-        if self.group is None:
-            if now > self._began + _MORE_S:
-                self._said_at = now
-                logger.info("waiting for the scheduler at %s (%s)", self.place, why)
-            return
-        self._said_at, self._said_why = now, why
-        waits = self._wanted > self.generation
-        logger.warning(
-            "no scheduler for this job at %s (%s); %s, and this worker tries again",
-            self.place,
-            why,
-            "the training waits for it" if waits else "the training goes on",
-        )
+        if self.group is not None:
+            self._said_at = now
+            logger.warning(
+                "no scheduler for this job at %s (%s); the training goes on, and this worker tries again",
+                self._place,
+                why,
+            )
+        elif now > self._began + _MORE_S:
+            self._said_at = now
+            logger.info("waiting for the scheduler at %s (%s)", self._place, why)
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection((self.settings.host, self.settings.port), _CONNECT_S)
@@ -297,13 +214,10 @@ class SchedulerConnection:
                         return
                 else:
                     self._wakeup.drain()
-            if self.job:
-                while self._orders:
-                    sock.sendall(line.pack(self._orders[0]))
-                    if isinstance(self._orders[0], Farewell):
-                        self._part(sock)
-                        return
-                    self._orders.popleft()
+            if self.job and self._farewell is not None:
+                sock.sendall(line.pack(self._farewell))
+                self._part(sock)
+                return
 
     def _part(self, sock: socket.socket) -> None:
         """The scheduler ends the connection when it has understood the farewell. Raises OSError: say it again.
@@ -334,8 +248,6 @@ class SchedulerConnection:
             incarnation=self.incarnation,
             size=self.settings.size,
             recovery=self.settings.recovery,
-            generation=self.generation,
-            joined=self._wanted,
             job=self.job,
         )
 
@@ -377,7 +289,6 @@ class SchedulerConnection:
         elif self._said_at is not None:
             logger.info("the scheduler is there again")
         self._said_at, self._taken_until = None, None
-        self._lost_at, self._is_unknown, self._said_why = None, False, ""
         self._wakeup.ring()
 
     def _hear_taken(self, message: messages.Taken) -> None:
@@ -403,14 +314,14 @@ class SchedulerConnection:
     def _hear_refusal(self, message: messages.Refused | messages.Dead) -> None:
         """Raises WireError where the scheduler is not this job's."""
         why = message.why
-        if self._orders and isinstance(self._orders[-1], Farewell):
+        if self._farewell is not None:
             self._is_understood()  # it was, or its sender does not count any more
         elif self.group is None and isinstance(message, messages.Dead) and self.job:
             # It was stopped or cut off while it waited. It has given nothing to the others that they go on from.
             self.incarnation, self.job, self.node_id = secrets.token_hex(16), "", self.settings.node_id
             logger.warning("%s; it registers again", why)
         elif self.group is None:
-            self._give_up(UsageError(f"the scheduler at {self.place} does not admit this worker: {why}"))
+            self._give_up(UsageError(f"the scheduler at {self._place} does not admit this worker: {why}"))
         elif isinstance(message, messages.Dead):
             self._break(why)
             self._closed.set()
@@ -420,34 +331,26 @@ class SchedulerConnection:
             self._hear_fail(why)
             self._closed.set()
         else:
-            self._is_unknown = message.is_unknown
             raise WireError(why)
 
     def _hear_group(self, group: Group) -> None:
-        if group.generation <= self.generation:
-            return
         with self._changed:
-            self.group, self.broken = group, ""
-            self._deaths.clear()
-            self._stores = {number: each for number, each in self._stores.items() if number >= group.generation}
+            self.group = self.group or group  # it comes again with each new connection
             self._changed.notify_all()
 
     def _open_store(self, generation: int, address: str) -> int:
         """The port of the store of that generation, which this process hosts."""
-        if generation not in self._stores:
-            self._stores[generation] = host_store(address, timeout=_COLLECTIVE_TIMEOUT)
-        return int(self._stores[generation].port)
+        if generation != self._store_generation:
+            self._store, self._store_generation = host_store(address, timeout=_COLLECTIVE_TIMEOUT), generation
+        return int(self._store.port)
 
     def _hear_death(self, message: messages.Death) -> None:
-        with self._changed:
-            if message.generation != self.generation or message.rank in self._deaths:
-                return
-            self._deaths.append(message.rank)
+        if self.group is None:
+            return  # of the group before this process
         logger.warning("%s", message.why)
-        self.last_death = message.why
         self._break(message.why)
         if self.listener is not None:
-            self.listener.hear_death()
+            self.listener.hear_death(message.rank)
 
     def _hear_fail(self, why: str, rank: int | None = None) -> None:
         self.is_over = True

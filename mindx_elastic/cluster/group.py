@@ -26,9 +26,7 @@ from mindx_elastic.core.events import RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.launchers import adopt_rank_id, refusal
 
-__all__ = ["current_connection", "export_group", "get_group_size", "get_rank", "init"]
-
-_connections: list[SchedulerConnection] = []
+__all__ = ["get_group_size", "get_rank", "init"]
 
 
 def init(backend: str | None = None) -> None:
@@ -77,11 +75,6 @@ def get_group_size() -> int:
     return _ranks().world_size
 
 
-def current_connection() -> SchedulerConnection | None:
-    """This process's connection to the scheduler; None: it is not a worker of a dynamic cluster."""
-    return _connections[-1] if _connections else None
-
-
 def _ranks() -> RankInfo:
     import torch.distributed as dist
 
@@ -113,25 +106,16 @@ def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:
     end = WorkerEnd(connection, os.environ)
     with _console("mindx_elastic"):
         connection.start()
-        group = connection.wait_for(0)
-    _connections[:] = [connection]
+        group = connection.wait_for_group()
+        if group.rank == 0 and RejoinSettings.from_env().in_place:
+            logger.warning("MINDX_RECOVER=in-place: in a dynamic cluster every worker begins anew when one dies")
     end.watch()
-    export_group(connection, group)
+    _export_group(connection, group)
     import torch.distributed as dist
-
-    if 0 < len(group.new) < group.size:  # the others have kept their processes: see `rejoin`
-        from mindx_elastic.rejoin.joiner import prepare
-
-        prepare()
 
     store = dist.PrefixStore(f"mindx-cluster/{group.generation}", connection.store_of(group))
     local_rank = group.local_rank if settings.device is None else settings.device
     _start(backend, local_rank, {"store": store, "rank": group.rank, "world_size": group.size})
-    if RejoinSettings.from_env().in_place:
-        from mindx_elastic.rejoin.groups import problem, set_default_store
-
-        if not problem():
-            set_default_store(store)
 
 
 @contextmanager
@@ -145,7 +129,7 @@ def _console(name: str) -> Iterator[None]:
             logger.removeHandler(handler)
 
 
-def export_group(connection: SchedulerConnection, group: Group) -> None:
+def _export_group(connection: SchedulerConnection, group: Group) -> None:
     """Set the variables that programs and this package read under torchrun."""
     device = connection.settings.device
     local_rank = group.local_rank if device is None else device
@@ -158,7 +142,7 @@ def export_group(connection: SchedulerConnection, group: Group) -> None:
         RANK_SIZE=str(group.size),
         MASTER_ADDR=group.host,
         MASTER_PORT=str(group.port),
-        MINDX_ATTEMPT=str(group.attempt),
+        MINDX_ATTEMPT=str(group.generation),
         MINDX_JOB_ID=connection.job,
         TORCHELASTIC_RUN_ID=f"{connection.job}-{group.generation}",
     )

@@ -3,10 +3,10 @@
 ============  =========================================================  ===============================================
 worker says   what                                                       then
 ============  =========================================================  ===============================================
-`Register`    who it is                                                  `Welcome`, `Taken`, `Refused` or `Dead`
+`Register`    who it is                                                  `Welcome`, `Taken`, `Refused` or `Dead`;
+                                                                         `Group`, when all are there
 `Beat`        it lives                                                   nothing
 `StoreOpen`   it hosts the next group's store                            `Group`, to every worker
-`Join`        it is ready for a generation                               `Group`, when all are
 `Farewell`    how it ends                                                the connection is closed
 ============  =========================================================  ===============================================
 
@@ -36,7 +36,6 @@ __all__ = [
     "How",
     "Identity",
     "Incarnation",
-    "Join",
     "Message",
     "Name",
     "NodeId",
@@ -91,10 +90,6 @@ class Register:
     """As the user has named it; empty: the scheduler gives a name."""
     size: Annotated[int, Between(1, MAX_WORKERS)]
     recovery: bool
-    generation: Generation = -1
-    """Of the group that it is in; -1: a new process."""
-    joined: Generation = 0
-    """The generation that it wants to be in."""
     job: Name = ""
     """Of the scheduler that has admitted it; empty: a new process."""
 
@@ -110,13 +105,6 @@ class StoreOpen:
 
     generation: Generation
     port: Port
-
-
-@dataclass(frozen=True)
-class Join:
-    """The worker is ready for this generation."""
-
-    generation: Generation
 
 
 @dataclass(frozen=True)
@@ -157,8 +145,6 @@ class Refused:
     why: Why
     is_over: bool = False
     """The job is."""
-    is_unknown: bool = False
-    """The job that the worker is in is not the scheduler's."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +168,6 @@ class Group:
     """A formed group, as one of its ranks sees it."""
 
     generation: Generation
-    attempt: int
     """How often all processes of the job have begun anew."""
     rank: Rank
     size: Annotated[int, Between(1, MAX_WORKERS)]
@@ -191,15 +176,12 @@ class Group:
     host: Name
     """Of the group's store."""
     port: Port
-    new: tuple[Rank, ...]
-    """Ranks whose processes were not in the group before; all of them in the first one."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """A rank of this generation has died."""
+    """A rank of the group that was formed last has died."""
 
-    generation: Generation
     rank: Rank
     why: Why
 
@@ -214,7 +196,7 @@ class Fail:
 
 
 Message: TypeAlias = (
-    Register | Beat | StoreOpen | Join | Farewell | Welcome | Taken | Refused | Dead | OpenStore | Group | Death | Fail
+    Register | Beat | StoreOpen | Farewell | Welcome | Taken | Refused | Dead | OpenStore | Group | Death | Fail
 )
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in Message.__args__}
 

@@ -5,17 +5,13 @@ and only then told. The group's own traffic does not pass here: the workers' col
 and the store of their process group is hosted by one of them. So a scheduler that is killed costs the training nothing;
 one that is started again reads its table, and the workers connect to it by themselves.
 
-A death is seen
-
-* at once where the process is on this machine: its pidfd becomes readable;
-* on another machine when its connection has ended and it does not connect again within a second;
-* else when its heartbeat runs out. A stopped process is not dead until then.
+A death is seen when the process's connection has ended and it does not connect again within a second, else when its
+heartbeat runs out. A stopped process is not dead until then.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import secrets
 import selectors
 import signal
@@ -26,15 +22,13 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
-from mindx_elastic.alarm.peers import own_space
 from mindx_elastic.cluster import messages
 from mindx_elastic.cluster.messages import Farewell, Register, Taken, Welcome
 from mindx_elastic.cluster.settings import ClusterSettings
-from mindx_elastic.cluster.table import Place, State, Table, Tell
+from mindx_elastic.cluster.table import Table, Tell
 from mindx_elastic.cluster.table_file import TableFile
 from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import has_ended, open_pidfd
 from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.errors import SaveError, UsageError
 
@@ -49,7 +43,6 @@ _SAY_AGAIN_S = 60.0
 _MOST_REFUSED = 1000
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PIECE = 1 << 16
-_GONE = "its process is gone"
 
 
 @dataclass(eq=False)
@@ -75,10 +68,6 @@ class Scheduler:
         self._stack = ExitStack()
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
-        self._watched: dict[str, int] = {}
-        """Incarnation -> pidfd."""
-        self._heard_farewells: list[str] = []
-        """Incarnations whose files can go when the table is written."""
         self._answers: list[tuple[_Connection, Welcome | Taken | messages.Refused | messages.Dead]] = []
         """To registrations, not told yet."""
         self._refused: dict[tuple[messages.Identity, str], float] = {}
@@ -162,10 +151,6 @@ class Scheduler:
             logger.info(
                 "the scheduler waits on %s:%d for %d workers", self._settings.host, self._settings.port, self.table.size
             )
-            for place in [m for m in self.table.places.values() if m.state in (State.LIVING, State.AWAY)]:
-                # Of a predecessor's table: one that is gone meanwhile is seen at once.
-                if not self._hear_farewell(place, time.monotonic()):
-                    self._watch(place, "its process has ended while no scheduler was there")
             self._deliver()
             last = time.monotonic()
             while self.table.outcome is None and not self._signal:
@@ -246,8 +231,6 @@ class Scheduler:
         if isinstance(key.data, _Connection):
             if key.data in self._connections:
                 self._serve(key.data, now)
-        elif isinstance(key.data, str):
-            self._hear_end(key.data, now)
         elif key.fileobj is self._listener:
             self._accept(now)
         else:
@@ -302,13 +285,12 @@ class Scheduler:
         match message:
             case messages.Beat():
                 pass
-            case messages.Join(generation):
-                self.table.join(name, generation, now)
             case messages.StoreOpen(generation, port):
-                self.table.set_store(name, generation, (self._address(connection), port), now)
+                self.table.set_store(name, generation, (self._address(connection), port))
                 self._say_formed()
             case Farewell():
-                logger.info("%s leaves: %s", self.table.find(name), _in_words(message))
+                said = f"{message.how} ({message.why})" if message.why else message.how
+                logger.info("%s leaves: %s", self.table.find(name), said)
                 self.table.leave(name, message, now)
                 connection.closing = True
             case _:
@@ -328,7 +310,6 @@ class Scheduler:
         assert place is not None
         if before is None:
             logger.info("%s is there; %d of %d", place, len(self.table.living()), self.table.size)
-        self._watch(place)
 
     def _say_refused(self, who: Register, why: str, now: float) -> None:
         """Of a process that asks again and again, once a minute."""
@@ -341,10 +322,9 @@ class Scheduler:
         group = self.table.group
         if group is not None and self.table.outbox:
             logger.info(
-                "the group is formed: %d ranks, generation %d, attempt %d; its store is at %s:%d",
+                "the group is formed: %d ranks, generation %d; its store is at %s:%d",
                 self.table.size,
                 group.generation,
-                group.attempt,
                 *group.store,
             )
 
@@ -355,71 +335,9 @@ class Scheduler:
                 return connection.peer
         return self._settings.host
 
-    # --- deaths ---
-
-    def _watch(self, place: Place, why: str = _GONE) -> None:
-        """See the death of a process on this machine at once. `why`: what is said where it is dead already."""
-        if not place.process.space or place.process.space != own_space() or place.incarnation in self._watched:
-            return
-        try:
-            fd = open_pidfd(place.process.pid, place.process.started)
-        except ProcessLookupError:
-            self._die(place.incarnation, time.monotonic(), why)
-            return
-        except OSError:
-            return  # an old kernel, or a sandbox that forbids it: the heartbeat tells
-        self._watched[place.incarnation] = fd
-        self._selector.register(fd, selectors.EVENT_READ, place.incarnation)
-
-    def _hear_end(self, incarnation: str, now: float) -> None:
-        fd = self._watched.pop(incarnation)
-        self._selector.unregister(fd)
-        os.close(fd)
-        place = self.table.find(incarnation)
-        if place is None:
-            return
-        # What it has said before it ended may still be unread, even who it is: how it has left.
-        for connection in [c for c in self._connections if c.incarnation in ("", incarnation)]:
-            while connection in self._connections and not connection.closing and self._has_data(connection):
-                self._serve(connection, now)
-        if has_ended(place.process.pid, place.process.started):
-            self._die(incarnation, now)
-        else:
-            self._watch(place)  # a thread of it has begun another program in its place
-
-    @staticmethod
-    def _has_data(connection: _Connection) -> bool:
-        try:
-            return bool(connection.sock.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
-
-    def _die(self, incarnation: str, now: float, why: str = _GONE) -> None:
-        place = self.table.find(incarnation)
-        if place is None or not self._hear_farewell(place, now):
-            self.table.die(incarnation, why, now)
-
-    def _hear_farewell(self, place: Place, now: float) -> bool:
-        """Whether this process has left word of how it has ended, because no scheduler answered."""
-        found = None if self._records is None else self._records.farewell(place.incarnation)
-        if found is None:
-            return False
-        logger.info("%s has left without a scheduler: %s", place, _in_words(found))
-        self.table.leave(place.incarnation, found, now)
-        self._heard_farewells.append(place.incarnation)
-        return True
-
     def _lose(self, connection: _Connection, now: float) -> None:
         self._close(connection)
-        name = connection.incarnation
-        place = self.table.find(name) if name else None
-        if place is None or place.state is not State.LIVING:
-            return
-        if place.process.space and place.process.space == own_space():
-            if has_ended(place.process.pid, place.process.started):
-                self._die(name, now)
-            return  # it lives, or its pidfd tells in a moment
-        self.table.lose(name, now)
+        self.table.lose(connection.incarnation, now)
 
     # --- telling ---
 
@@ -436,10 +354,6 @@ class Scheduler:
                 connection.closing = not isinstance(answer, Welcome)
             while self.table.outbox:
                 self._tell(self.table.outbox.pop(0))
-        for incarnation in [name for name in self._watched if self.table.find(name) is None]:
-            fd = self._watched.pop(incarnation)
-            self._selector.unregister(fd)
-            os.close(fd)
         for connection in list(self._connections):
             self._flush(connection)
 
@@ -503,10 +417,4 @@ class Scheduler:
             self._write_again_at = now + _RETRY_WRITE_S
             return False
         self.table.changed, self._write_again_at = False, 0.0
-        while self._heard_farewells:
-            self._records.forget_farewell(self._heard_farewells.pop())
         return True
-
-
-def _in_words(farewell: Farewell) -> str:
-    return f"{farewell.how} ({farewell.why})" if farewell.why else farewell.how

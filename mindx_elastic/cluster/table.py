@@ -2,7 +2,8 @@
 
 A *place* is one of the job's ranks, named by its node id. A process takes a place by registering; it gets an
 *incarnation*, a random name that no other process has. A *group* is formed when every place has a living process that
-wants to be in the next *generation*; then ranks are final, one process hosts the group's store, and all are told.
+is in none yet; then ranks are final, one process hosts the group's store, and all are told. A process is in one group:
+after a death the others begin anew, and the next *generation* is a group of new incarnations.
 
     FREE ---register---> LIVING ---ends by itself---> DONE (training finished) or LEFT (stopped as it was told to)
      ^                     |
@@ -24,7 +25,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from mindx_elastic.cluster import messages
@@ -62,9 +63,9 @@ class Limits:
     heartbeat_s: float = 5.0
     """A process that is not heard for so long is dead."""
     reconnect_s: float = 1.0
-    """A process on another machine whose connection has ended is dead unless it connects again within this time."""
+    """A process whose connection has ended is dead unless it connects again within this time."""
     away_s: float = 60.0
-    """How long a place is kept for a process that begins anew in it."""
+    """How long a place is kept for a process that begins anew in it, from those that do not ask for it by name."""
     formation_s: float = 600.0
     """How long all places may take to have a process, at the start and after a death."""
 
@@ -80,7 +81,6 @@ class Place:
     incarnation: messages.Incarnation
     state: State = State.LIVING
     rank: messages.Rank | None = None
-    joined: messages.Generation = 0
     code: int = 0
     """Exit code of a process that has LEFT."""
     why: messages.Why = ""
@@ -122,12 +122,9 @@ class _Formed:
     """The group that was formed last."""
 
     generation: messages.Generation
-    attempt: int
     store: tuple[messages.Name, messages.Port]
     incarnations: list[messages.Incarnation]
     """By rank."""
-    new: list[messages.Rank] = field(default_factory=list)
-    """Ranks whose processes were not in the group before."""
 
 
 @dataclass
@@ -190,15 +187,12 @@ class Table:
     ) -> messages.Welcome | messages.Taken | messages.Refused | messages.Dead:
         """A process connects, or connects again. Only `Welcome` lets it in."""
         if refused := self._refusal(who):
-            is_unknown = self.outcome is None and who.job not in ("", self.job)
-            return messages.Refused(refused, is_over=self.outcome is not None, is_unknown=is_unknown)
+            return messages.Refused(refused, is_over=self.outcome is not None)
         known = self.find(who.incarnation)
         if known is not None and known.state is State.LIVING:
             known.heard_at, known.lost_at = now, None
-            if who.joined > known.joined:
-                known.joined, self.changed = who.joined, True
-            return self._welcome(known, now)
-        if known is not None or who.generation >= 0:
+            return self._welcome(known)
+        if known is not None or who.job:
             why = known.why if known is not None else "another process has taken its place"
             return messages.Dead(f"the scheduler holds this process for dead: {why}")
         place = self._place_for(who, now)
@@ -208,11 +202,11 @@ class Table:
             place.before = place.process
         place.incarnation, place.process = who.incarnation, who.process
         place.state, place.why, place.code = State.LIVING, "", 0
-        place.joined, place.heard_at, place.lost_at = self.generation + 1, now, None
+        place.heard_at, place.lost_at = now, None
         self.places[place.node_id], self.changed = place, True
         if self._waiting_since is None:
             self._waiting_since = now
-        return self._welcome(place, now)
+        return self._welcome(place)
 
     def hear(self, incarnation: str, now: float) -> bool:
         """A heartbeat, or any other message. False: the process does not count any more."""
@@ -228,23 +222,12 @@ class Table:
         if place is not None and place.state is State.LIVING:
             place.lost_at = now
 
-    def join(self, incarnation: str, generation: int, now: float) -> None:
-        """A survivor is ready for the next generation."""
-        place = self.find(incarnation)
-        if place is not None and place.state is State.LIVING and generation > place.joined:
-            place.joined, self.changed = generation, True
-        self._advance(now)
-
-    def set_store(self, incarnation: str, generation: int, store: tuple[str, int], now: float) -> None:
+    def set_store(self, incarnation: str, generation: int, store: tuple[str, int]) -> None:
         """The host of the next group's store has opened it: the group is formed."""
         if incarnation != self._host or generation != self.generation + 1 or not self._is_whole():
             return
         places = sorted(self.places.values(), key=lambda m: m.rank or 0)
-        new = [rank for rank, place in enumerate(places) if self._is_new(place)]
-        attempt = 0
-        if self.group is not None:
-            attempt = self.group.attempt + (len(new) == self.size)
-        self.group = _Formed(generation, attempt, store, [m.incarnation for m in places], new)
+        self.group = _Formed(generation, store, [m.incarnation for m in places])
         self._host, self._waiting_since, self.changed = "", None, True
         for place in places:
             self.outbox.append(Tell(place.incarnation, self._group_message(place)))
@@ -252,8 +235,6 @@ class Table:
     def die(self, incarnation: str, why: str, now: float) -> None:
         """Its process is gone, or has failed."""
         place = self.find(incarnation)
-        if place is not None and place.state is State.AWAY:  # on its way back: nobody waits for it in a collective
-            place.state, place.why, self.changed = State.DEAD, why, True
         if place is None or place.state is not State.LIVING:
             return
         self.changed = True
@@ -272,7 +253,7 @@ class Table:
             self._waiting_since = now
         assert place.rank is not None
         for other in self.living():
-            self.outbox.append(Tell(other.incarnation, messages.Death(self.generation, place.rank, text)))
+            self.outbox.append(Tell(other.incarnation, messages.Death(place.rank, text)))
         self._settle()
         if self.outcome is None:
             text += "; start it again with the same variables: the others wait for it"
@@ -378,7 +359,7 @@ class Table:
         """Until when the place is kept for the process that has it; 0: it is free for `who`."""
         if place.is_of(who):
             return 0.0
-        if place.state is State.AWAY:
+        if place.state is State.AWAY and not who.node_id:
             return place.heard_at + self.limits.away_s
         if place.state is not State.LIVING:
             return 0.0
@@ -406,34 +387,31 @@ class Table:
         base = host[:100] if re.fullmatch(NODE_ID, host[:100]) else "worker"
         return next(name for k in range(self.size + len(self.places) + 1) if (name := f"{base}-{k}") not in self.places)
 
-    def _welcome(self, place: Place, now: float) -> messages.Welcome:
-        if place.joined <= self.generation:
+    def _welcome(self, place: Place) -> messages.Welcome:
+        if not self._is_new(place):
             self.outbox.append(Tell(place.incarnation, self._group_message(place)))
-        self._advance(now)
+        self._advance()
         return messages.Welcome(self.job, place.node_id, self.limits.heartbeat_s, place.before)
 
     def _is_whole(self) -> bool:
-        """Whether every place has a living process that wants to be in the next generation."""
+        """Whether every place has a living process that is in no group yet."""
         return (
             self.outcome is None
             and len(self.places) == self.size
-            and all(m.state is State.LIVING and m.joined > self.generation for m in self.places.values())
+            and all(m.state is State.LIVING and self._is_new(m) for m in self.places.values())
         )
 
-    def _advance(self, now: float) -> None:
-        """Ask a process to open the next group's store, when every place is filled."""
+    def _advance(self) -> None:
+        """Ask rank 0 to open the next group's store, when every place is filled."""
         if not self._is_whole():
             self._host = ""
             return
         self._assign_ranks()
-        by_rank = sorted(self.places.values(), key=lambda m: m.rank or 0)
-        hosts = [m for m in by_rank if m.incarnation == self._host]
-        host = hosts[0] if hosts else next((m for m in by_rank if not self._is_new(m)), by_rank[0])
-        self._host = host.incarnation
-        self.outbox.append(Tell(host.incarnation, messages.OpenStore(self.generation + 1)))
+        self._host = next(place.incarnation for place in self.places.values() if place.rank == 0)
+        self.outbox.append(Tell(self._host, messages.OpenStore(self.generation + 1)))
 
     def _is_new(self, place: Place) -> bool:
-        """Whether its process was not in the group before."""
+        """Whether its process is in no group yet."""
         return self.group is None or place.incarnation not in self.group.incarnations
 
     def _assign_ranks(self) -> None:
@@ -463,14 +441,12 @@ class Table:
         host, port = self.group.store
         return messages.Group(
             generation=self.group.generation,
-            attempt=self.group.attempt,
             rank=place.rank,
             size=self.size,
             local_rank=near.index(place.rank),
             local_size=len(near),
             host=host,
             port=port,
-            new=tuple(self.group.new),
         )
 
     @staticmethod

@@ -1,9 +1,8 @@
 """The scheduler's table on disk: one small JSON file, replaced whole, in the folder that MS_RECOVERY_PATH names.
 
 ``scheduler.json`` has what `Table.to_json` gives. A scheduler holds a lock on ``scheduler.lock`` beside it while it
-runs, so that two on one disk cannot serve one job. A worker that ends while no scheduler answers writes how into
-``left.INCARNATION.json``: the next scheduler would hold it for dead. A file of another user does not count
-(`core.owners`): with it that user could give a rank to a process of his own.
+runs, so that two on one disk cannot serve one job. A file of another user does not count (`core.owners`): with it that
+user could give a rank to a process of his own.
 """
 
 from __future__ import annotations
@@ -14,26 +13,21 @@ import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.cluster.messages import Farewell
-from mindx_elastic.core.fields import read
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable
-from mindx_elastic.errors import MindxError, SaveError, UsageError
+from mindx_elastic.errors import MindxError, UsageError
 from mindx_elastic.persist.storage import prepare_owned_directory, remove_stale_temps
 from mindx_elastic.platforms.small_files import write_whole
 
-__all__ = ["TABLE_FILE", "TableFile", "leave_farewell"]
+__all__ = ["TABLE_FILE", "TableFile"]
 
 TABLE_FILE = "scheduler.json"
 _LOCK_FILE = "scheduler.lock"
-_FAREWELL = "left.{}.json"
 _MAX_BYTES = 64 << 20
-_MAX_FAREWELL_BYTES = 1 << 16
 _MAX_NAME_BYTES = 200
 _LOCK_S = 5.0  # a predecessor that was killed a moment ago may not be quite gone
 
@@ -105,31 +99,5 @@ class TableFile:
         """Replace the table. Raises SaveError."""
         write_whole(self.path, json.dumps(content, indent=1).encode())
 
-    def farewell(self, incarnation: str) -> Farewell | None:
-        """How this process has ended while no scheduler heard it. None: it has not said so."""
-        try:
-            with open(open_trusted(self._farewell_of(incarnation), self._owners), "rb") as file:
-                return read(Farewell, json.loads(file.read(_MAX_FAREWELL_BYTES)))
-        except (MindxError, OSError, ValueError, RecursionError):
-            return None  # it counts as dead then
-
-    def forget_farewell(self, incarnation: str) -> None:
-        """The table has it now, and is written."""
-        with suppress(OSError):
-            self._farewell_of(incarnation).unlink()
-
-    def _farewell_of(self, incarnation: str) -> Path:
-        return self.folder / _FAREWELL.format(incarnation)
-
     def close(self) -> None:
         os.close(self._lock)
-
-
-def leave_farewell(folder: Path, incarnation: str, message: Farewell) -> Path | None:
-    """In a worker that ends: write its farewell where the next scheduler reads it. None: this machine does not have the
-    scheduler's folder, or cannot write to it."""
-    if not (folder / TABLE_FILE).is_file():
-        return None
-    with suppress(SaveError):
-        return write_whole(folder / _FAREWELL.format(incarnation), json.dumps(asdict(message)).encode())
-    return None

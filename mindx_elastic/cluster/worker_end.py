@@ -67,9 +67,8 @@ class WorkerEnd:
 
     # --- what the connection's thread hears ---
 
-    def hear_death(self) -> None:
-        for rank in self._connection.deaths:
-            report_death(rank)  # without a guard the program's own collectives fail
+    def hear_death(self, rank: int) -> None:
+        report_death(rank)  # without a guard the program's own collectives fail
 
     def hear_end(self, why: str, rank: int | None) -> None:
         """The job is over: the guard saves and leaves; a program without one is ended after a while."""
@@ -159,12 +158,7 @@ class WorkerEnd:
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether a collective or the store has failed because the other end is gone; or, in a new process, the recovery in
-    place that it was to join has come to nothing."""
-    from mindx_elastic.rejoin.failures import RejoinFailed
-
-    if isinstance(error, RejoinFailed):
-        return True
+    """Whether a collective or the store has failed because the other end is gone."""
     return type(error).__name__ == "DistNetworkError" or any(text in str(error) for text in _OF_A_PEER)
 
 

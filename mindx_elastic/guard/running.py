@@ -126,8 +126,7 @@ class Place:
 
     def open_exchange(self, ranks: RankInfo, over: str = "") -> Exchange:
         """The exchange of this entry. `over`: of a layer above."""
-        again = self.entry is not None and AgentInfo.from_env() is not None
-        return open_exchange(ranks, f"{over}{self.name}", again=again)
+        return open_exchange(ranks, f"{over}{self.name}", again=self.entry is not None)
 
     def boundary(self) -> Boundary | None:
         """What the start takes in place of files; None: they count."""
@@ -171,9 +170,6 @@ class Place:
     def opened(self, stopper: Stopper, around: Connections, loaders: Loaders, ddp: groups.DdpModules) -> None:
         """The guard is open."""
         member = self.member
-        cluster = sys.modules.get("mindx_elastic.cluster.in_place")
-        if cluster is not None and isinstance(member, cluster.ClusterMember):
-            member.events = stopper.saver.events
         groups.devices.look()
         stopper.update_gate.before_update = member.before_update
 

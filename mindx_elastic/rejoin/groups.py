@@ -38,7 +38,6 @@ __all__ = [
     "rebuild_buckets",
     "reduce_in_replay",
     "reset_ddp",
-    "set_default_store",
     "why_held",
 ]
 
@@ -178,16 +177,6 @@ def _nccl_backends() -> list[Any]:
 
 devices = nccl.Devices(_nccl_backends)
 """The communicators of the groups."""
-
-
-def set_default_store(store: Any) -> None:
-    """Let torch and this package use `store` for what they write from now on. All ranks of a group, old and new ones,
-    must give the same: the store that a group was made with has a prefix of torch's own, and its host may be gone."""
-    from torch.distributed import distributed_c10d as c10d
-
-    world: Any = c10d._world
-    handle = c10d._get_default_group()
-    world.pg_map[handle] = (world.pg_map[handle][0], store)
 
 
 def why_held(group: Any, modules: Sequence[Any]) -> str:

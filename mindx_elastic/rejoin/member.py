@@ -36,8 +36,6 @@ __all__ = ["Entry", "Found", "LeavesToRejoin", "Member", "UnfitSpareError"]
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
 _LOOK_S = 0.05
-_END_S = 30.0
-"""The agent ends a new process that does not come, and says so, when its own time is up."""
 _LONGEST = 1000
 
 
@@ -96,8 +94,6 @@ class Member:
         self.sockets: SocketsPart | None = None
         self.laid_out: Mapping[str, list[int]] = {}
         """In a new process: the order in which gradients arrive, of the DDP modules of which it knows it already."""
-        self._meets_first = False
-        """Ranks wait on the board for a new process, before they wait for it in torch, which no death ends."""
         self._attempt = settings.scope or str(agent.attempt)
         self._shares_orders = ranks.local_rank == 0  # spares want them
         self._host: Host | None = None
@@ -129,7 +125,7 @@ class Member:
     def opened(self, host: Host) -> None:
         """Training thread: the guard is open, and deaths will be heard."""
         self.prepare()
-        if self.sockets is not None and self._folder != Path():
+        if self.sockets is not None:
             self.sockets.lend(self._folder)
         self._is_out.clear()
         self._failures = Failures([*(module for _, module in host.ddp), *host.modules])
@@ -276,9 +272,6 @@ class Member:
         info: Any = None
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
-        if self._meets_first:
-            there = [f"{generation}/there/{rank}" for rank in verdict.dead]
-            self._wait(board, there, host, unless=f"{generation}/state", look_s=_LOOK_S, more_s=_END_S)
         # Before the state is copied: the new process opens its guard meanwhile.
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
@@ -294,10 +287,6 @@ class Member:
 
     _verdict_s = 0.0
     """How much longer than for anything else to wait for the reports of all ranks."""
-
-    def _why_over(self) -> str:
-        """Why the recovery under way comes to nothing, where no coordinator says so; empty: it may succeed."""
-        return ""
 
     def part_of_node(self, *, replicated: bool) -> int:
         """The guard is open: value of the page's `in_place`. `replicated`: every rank has the whole state."""
@@ -417,8 +406,6 @@ class Member:
         while (left := end - time.monotonic()) > 0:
             if host is not None and host.is_stopping():  # also where all is there already
                 raise RejoinFailed("the job is being stopped")
-            if said := self._why_over():
-                raise RejoinFailed(said)
             found = board.wait(keys, min(left, look_s))
             if found is not None:
                 return found
@@ -450,8 +437,6 @@ class Member:
                 raise UnfitSpareError(f"the gradients of {name} arrive in another order than when it was forked")
         end_setup()
         self._comes_in(board, generation)
-        if self._meets_first:
-            board.write(f"{generation}/there/{self.ranks.rank}", {})
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         where = self._find_state(board, generation, verdict, receive)

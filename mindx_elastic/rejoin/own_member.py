@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from torch import nn
 
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.ports import ask
 from mindx_elastic.core.status_page import page_path, read_page
 from mindx_elastic.errors import MismatchError
 from mindx_elastic.memory.arena import RankArena
@@ -32,10 +30,7 @@ def find_member(ranks: RankInfo, modules: Sequence[nn.Module], *, is_first_guard
     """This process's member; None: a death restarts the job. `modules`: what the guard keeps of these. Raises
     MismatchError in a new process that cannot take its place."""
     settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
-    # Whoever belongs to a dynamic cluster has imported it: nobody else loads its 12 modules.
-    group = sys.modules.get("mindx_elastic.cluster.group")
-    link = group.current_connection() if agent is None and group is not None else None
-    if not settings.in_place or (agent is None and link is None) or ranks.world_size == 1:
+    if not settings.in_place or agent is None or ranks.world_size == 1:
         return None
     # A new process could not pass the guards before it.
     reason = groups.problem() or sharded.problem(modules) if is_first_guard else "this is not the process's first guard"
@@ -47,15 +42,7 @@ def find_member(ranks: RankInfo, modules: Sequence[nn.Module], *, is_first_guard
             raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
         tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
         return None
-    if link is not None:
-        cluster = ask("cluster")
-        if why_not := cluster.cluster_problem(link):
-            tell_once(ranks, f"{why_not}: when a rank dies, every process begins anew in place")
-            return None
-        if not _members:
-            _members.append(cluster.ClusterMember(settings, ranks, link))
-    elif not _members:
-        assert agent is not None
+    if not _members:
         _members.append((NodesMember if several else Member)(settings, ranks, agent))
     return _members[0]
 

@@ -1,7 +1,6 @@
 """What a recovery in place was: who died, who stood in, how long each stage took, and how it ended.
 
-Each is one event `rejoin`, written by the agent, or in a dynamic cluster by the rank whose state was taken.
-`as_event` and `from_event` are its two sides.
+Each is one event `rejoin`, written by the agent. `as_event` and `from_event` are its two sides.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from mindx_elastic.core.fields import Between, Text, read
 from mindx_elastic.core.printable import listed, printable
 
 __all__ = [
-    "BY_HAND",
     "FINISHED",
     "FORKED",
     "FRESH",
@@ -37,8 +35,8 @@ REJOIN = "rejoin"
 IN_PLACE, RESTART, STOPPED, FINISHED = "in place", "restart", "stopped", "finished"
 """Values of `RecoveryRecord.outcome`: it has succeeded; the job is restarted; the job was stopped meanwhile; a rank had
 finished its training meanwhile, so that there is a restart only if another one of that node has not."""
-SPARE, FORKED, FRESH, BY_HAND = "spare", "zygote", "fresh", "by hand"
-"""Values of `StandIn.by`: a warm spare, a fork of the zygote, a new interpreter, somebody in a dynamic cluster."""
+SPARE, FORKED, FRESH = "spare", "zygote", "fresh"
+"""Values of `StandIn.by`: a warm spare, a fork of the zygote, a new interpreter."""
 STAGES = ("detect", "heard", "out", "agreed", "connected", "donated", "state", "ready", "first_step")
 """Names in `RecoveryRecord.stages`, in the order of events."""
 _SHOWN = tuple(name for name in STAGES if name not in ("heard", "donated"))
@@ -54,7 +52,7 @@ class StandIn:
     rank: int
     pid: int
     by: str
-    """How it was started: `SPARE`, `FORKED`, `FRESH` or `BY_HAND`."""
+    """How it was started: `SPARE`, `FORKED` or `FRESH`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,12 +173,7 @@ def _what(record: RecoveryRecord) -> str:
 
 
 def _stand_in(each: StandIn, *, alone: bool) -> str:
-    how = {
-        SPARE: "a spare",
-        FORKED: "a fork of the zygote",
-        FRESH: "a fresh process",
-        BY_HAND: "a process started by hand",
-    }
+    how = {SPARE: "a spare", FORKED: "a fork of the zygote", FRESH: "a fresh process"}
     text = f"{how.get(each.by, 'a new process')} (pid {each.pid}) stands in"
     return text if alone else f"{text} for rank {each.rank}"
 

@@ -15,7 +15,7 @@ import pytest
 from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
-from mindx_elastic.rejoin.record import SPARE, RecoveryRecord, StandIn, as_event
+from mindx_elastic.rejoin.record import SPARE, RecoveryRecord, StandIn
 
 
 @pytest.fixture
@@ -126,19 +126,6 @@ def test_recoveries_in_place(run: Callable[..., Any], run_dir: Path) -> None:
     assert lines[at + 2] == "     detect 1, out 2, ready 70, first step 120"
     assert lines[at + 3] == "0.2  rank 0: exit code 1; not in place: why"
     assert lines[-1] == "1 failure (recovered in place), 0 steps lost, 0.12 s not training"
-
-
-def test_a_dynamic_cluster_has_no_agent(run: Callable[..., Any], run_dir: Path) -> None:
-    record = RecoveryRecord(generation=1, outcome="in place", cause="gone", ranks=(1,), step=3)
-    EventLog(run_dir / "events.jsonl").emit("rejoin", **as_event(record), cluster="job", pid=1, host="h")
-    result = run("status", run_dir)
-    assert result.exit_code == 0
-    assert result.stdout.splitlines()[0] == f"no agent has run in {run_dir}"
-    assert "0.1  rank 1: gone; on from step 3" in result.stdout.splitlines()
-    document = json.loads(run("status", run_dir, "--json").stdout)
-    assert document["agent"] is None and len(document["recoveries"]) == 1
-    record_job(run_dir)
-    assert json.loads(run("status", run_dir, "--json").stdout)["recoveries"] == [], "of another job"
 
 
 def test_a_running_agent_and_its_workers(run: Callable[..., Any], run_dir: Path, tmp_path: Path, dead_pid: int) -> None:

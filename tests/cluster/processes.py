@@ -55,10 +55,6 @@ class Processes:
         self.all.append(job)
         return job
 
-    def go_on(self) -> None:
-        """Let workers that wait in front of their guard go on."""
-        Path("go-on").touch()
-
     def go(self, step: int = 5) -> None:
         """Let workers that hold at `step` go on."""
         Path(f"go{step}").touch()

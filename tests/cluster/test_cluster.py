@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.rejoin.record import STAGES
 from tests.cluster.processes import Processes, cluster
-from tests.harness import Job, job_status, run_job, wait_until
+from tests.harness import Job, run_job, wait_until
 
 pytestmark = pytest.mark.slow
 EXIT_TEMPORARY = 75
@@ -93,54 +92,6 @@ def test_a_worker_killed_before_the_first_boundary(victim: int, tmp_path: Path) 
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.drill)])
-def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Path) -> None:
-    """Rank 0 hosts the store of the group that dies with it."""
-    with cluster(2, MINDX_RECOVER="in-place") as run:
-        scheduler = run.scheduler()
-        jobs = run.workers(f"--kill=forward:7:{victim}", "--run", fresh=False)
-        assert jobs[victim].wait() == -signal.SIGKILL
-        again = run.worker(victim, f"--kill=forward:7:{victim}", "--run", fresh=False)
-        survivor = jobs[1 - victim]
-        finish(run, scheduler, [survivor, again])
-        assert not survivor.matches("begins anew")
-        assert [match[3] for match in survivor.matches(r"READY (\d+) (\d+) (\w+)")] == ["None", "6"]
-        assert scheduler.matches("generation 1, attempt 0")
-        document = job_status(Path(f"ckpt_of_rank/{1 - victim}"))
-        assert document["agent"] is None
-        (record,) = document["recoveries"]
-        assert (record["attempt"], record["generation"], record["outcome"]) == (0, 1, "in place")
-        assert (record["ranks"], record["donor"], record["step"]) == ([victim], 1 - victim, 6)
-        assert record["stood_in"] == [{"rank": victim, "pid": again.process.pid, "by": "by hand"}]
-        assert record["cause"].startswith(f"rank {victim} (node id {victim}, process {jobs[victim].process.pid} on ")
-        assert list(record["stages"]) == list(STAGES)
-        assert hashes_of([survivor, again]) == uninterrupted(2, tmp_path)
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("second", [0, 1])
-def test_a_second_death_during_a_recovery_in_place_begins_all_anew(second: int, tmp_path: Path) -> None:
-    """Rank 0 hosts the store of the group in which the new rank 1 comes; or it is that one itself. Nobody waits for
-    the time of a recovery, 120 s."""
-    with cluster(2, MINDX_RECOVER="in-place") as run:
-        scheduler = run.scheduler()
-        jobs = run.workers("--kill=forward:7:1", "--run", fresh=True)
-        assert jobs[1].wait() == -signal.SIGKILL
-        new = run.worker(1, "--run", "--wait-before-guard")
-        new.wait_for("WAITS 1")
-        victim, other = (jobs[0], new) if second == 0 else (new, jobs[0])
-        victim.process.kill()
-        victim.wait()
-        scheduler.wait_for(rf"rank {second} \(node id {second}, process {victim.process.pid} on .*\) is dead")
-        run.go_on()
-        again = run.worker(second, "--run")
-        finish(run, scheduler, [other, again])
-        assert other.matches("RejoinFailed|no recovery in place: rank 1 .*, during the recovery")
-        assert other.matches("this process begins anew in place")
-        assert hashes_of([other, again]) == uninterrupted(2, tmp_path, "--run")
-
-
-@pytest.mark.drill
 def test_all_workers_killed_and_started_again_go_on_from_memory(tmp_path: Path) -> None:
     """Each rank has its own directory, and one of them copies the state that all share."""
     with cluster(2) as run:
@@ -204,56 +155,6 @@ def test_a_scheduler_that_is_told_to_end_lets_the_workers_go_on(tmp_path: Path) 
         finish(run, second, jobs)
 
 
-@pytest.mark.parametrize(
-    "victim", [pytest.param(None, marks=pytest.mark.drill), pytest.param(1, marks=pytest.mark.drill)]
-)
-def test_workers_that_have_finished_without_a_scheduler_are_not_held_for_dead(victim: int | None) -> None:
-    """The scheduler that is started again is too late to hear them: they wait 30 s for it."""
-    with cluster(2) as run:
-        first, jobs = held(run, "--hold-at=11")
-        first.process.kill()
-        first.wait()
-        run.go(11)
-        for job in jobs:
-            job.wait_for("DONE")
-        if victim is not None:
-            jobs[victim].process.kill()  # it waits for the scheduler
-            jobs[victim].wait()
-        for number, job in enumerate(jobs):
-            if number != victim:
-                job.expect(0)
-                assert job.matches("reads in .*left.* how this worker has ended")
-        second = run.scheduler()
-        second.expect(0 if victim is None else 1)
-        assert second.matches("has left without a scheduler: done")
-        if victim is not None:
-            assert second.matches(
-                r"rank 1 .* is dead: its process has ended while no scheduler was there; the other ranks have finished"
-            )
-        assert not [name for name in os.listdir("recovery") if name.startswith("left.")]
-
-
-@pytest.mark.drill
-def test_in_place_a_scheduler_without_the_table_gets_the_survivors_anew(tmp_path: Path) -> None:
-    """It would never tell them of another group."""
-    with cluster(2, MINDX_RECOVER="in-place", MS_TOPO_TIMEOUT="300") as run:
-        scheduler = run.scheduler()
-        jobs = run.workers("--hold-at=5", "--run", fresh=True)
-        for job in jobs:
-            job.wait_for("HOLD")
-        for each in (scheduler, jobs[1]):
-            each.process.kill()
-            each.wait()
-        Path("recovery/scheduler.json").unlink()
-        second = run.scheduler()
-        again = run.worker(1, "--run")
-        finish(run, second, [jobs[0], again])
-        assert jobs[0].matches("no scheduler for this job at .*this scheduler does not know the job")
-        assert jobs[0].matches("no recovery in place: this scheduler does not know the job")
-        assert [match[3] for match in jobs[0].matches(r"READY (\d+) (\d+) (\w+)")] == ["None", "5"]
-        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path, "--run")
-
-
 # --- without recovery ---
 
 
@@ -264,7 +165,9 @@ def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
         assert jobs[1].wait() == -signal.SIGKILL
         scheduler.expect(1)
         jobs[0].expect(EXIT_TEMPORARY)
-        reason = rf"rank 1 \(node id 1, process {jobs[1].process.pid} on .*\) is dead: its process is gone\. MS_ENABLE_"
+        reason = (
+            rf"rank 1 \(node id 1, process {jobs[1].process.pid} on .*\) is dead: its connection has ended\. MS_ENABLE_"
+        )
         assert scheduler.matches(reason) and jobs[0].matches(reason)
 
 

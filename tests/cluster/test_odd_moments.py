@@ -18,13 +18,9 @@ __all__ = ["in_its_own_folder"]
 pytestmark = [pytest.mark.slow, pytest.mark.drill]
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_scheduler_that_stands_still_for_longer_than_the_heartbeat_holds_nobody_for_dead(
-    in_place: bool, tmp_path: Path
-) -> None:
-    words = ("--hold-at=5,9", *(["--run"] if in_place else []))
-    with cluster(2, MINDX_HEARTBEAT_S="1", MINDX_RECOVER="in-place" if in_place else "") as run:
-        scheduler, jobs = held(run, *words)
+def test_a_scheduler_that_stands_still_for_longer_than_the_heartbeat_holds_nobody_for_dead(tmp_path: Path) -> None:
+    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
+        scheduler, jobs = held(run, "--hold-at=5,9")
         os.kill(scheduler.process.pid, signal.SIGSTOP)
         since = time.monotonic()
         run.go()

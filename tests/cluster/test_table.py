@@ -51,7 +51,7 @@ def form(table: Table, processes: list[Register], now: float = 0.0) -> None:
     ((host, generation),) = [
         (t.incarnation, t.message.generation) for t in table.outbox if isinstance(t.message, OpenStore)
     ]
-    table.set_store(host, generation, ("h", 1), now)
+    table.set_store(host, generation, ("h", 1))
 
 
 def answer(table: Table, who: Register, now: float) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def test_a_connection_that_ends_is_a_death_only_if_it_is_not_opened_again() -> N
     table.lose(f"{2:032d}", 1.0)
     table.tick(1.9)
     assert answer(table, who(3, "1"), 1.9)["op"] == "taken"
-    assert answer(table, who(2, "1", generation=0, job="job"), 1.95)["op"] == "welcome"
+    assert answer(table, who(2, "1", job="job"), 1.95)["op"] == "welcome"
     table.tick(3.0)
     assert len(table.living()) == 2
     table.lose(f"{2:032d}", 3.0)
@@ -158,7 +158,7 @@ def test_the_place_of_a_process_that_begins_anew_is_kept_for_it() -> None:
     table.die(f"{2:032d}", "killed", 1.0)
     table.leave(f"{1:032d}", Farewell("away", 75, "rank 1 is dead"), 1.0)
     assert answer(table, who(3), 1.1)["node_id"] == "h-1"
-    assert answer(table, who(4, "h-0"), 1.1)["op"] == "taken"
+    assert answer(table, who(4), 1.1)["op"] == "refused"
     assert answer(table, replace(who(1), incarnation=f"{9:032d}"), 9.0)["node_id"] == "h-0"
 
 
@@ -170,19 +170,16 @@ def test_the_others_are_told_of_a_death_and_meet_in_the_next_generation() -> Non
     form(table, [who(n, str(n), size=3) for n in range(3)])
     table.outbox.clear()
     table.die(f"{1:032d}", "killed", 1.0)
-    assert [(process, m["rank"], m["generation"]) for process, m in told(table, "death")] == [(0, 1, 0), (2, 1, 0)]
+    assert [(process, m["rank"]) for process, m in told(table, "death")] == [(0, 1), (2, 1)]
     table.register(who(7, "1", size=3), 2.0)
-    table.join(f"{2:032d}", 1, 2.0)
-    assert not table.outbox  # rank 0 is not ready yet
-    table.join(f"{0:032d}", 1, 2.0)
-    assert [process for process, _ in told(table, "openstore")] == [0]
-    table.set_store(f"{0:032d}", 1, ("h", 2), 2.0)
+    for survivor in (2, 0):
+        assert not table.outbox  # not all have begun anew
+        table.leave(f"{survivor:032d}", Farewell("away", 75, "rank 1 is dead"), 2.0)
+        table.register(replace(who(survivor, str(survivor), size=3), incarnation=f"{10 + survivor:032d}"), 2.0)
+    assert [process for process, _ in told(table, "openstore")] == [10]
+    table.set_store(f"{10:032d}", 1, ("h", 2))
     found = told(table, "group")
-    assert [(process, m["rank"], m["new"], m["attempt"]) for process, m in found] == [
-        (0, 0, (1,), 0),
-        (7, 1, (1,), 0),
-        (2, 2, (1,), 0),
-    ]
+    assert [(process, m["rank"], m["generation"]) for process, m in found] == [(10, 0, 1), (7, 1, 1), (12, 2, 1)]
 
 
 def test_a_rank_that_finishes_while_a_new_process_waits_for_it_ends_the_job_with_the_reason() -> None:
@@ -196,17 +193,6 @@ def test_a_rank_that_finishes_while_a_new_process_waits_for_it_ends_the_job_with
     assert table.outcome is not None and table.outcome.code == 1
     assert table.outcome.why.endswith("is dead: killed; the other ranks have finished")
     assert [process for process, _ in told(table, "fail")] == [7]
-
-
-def test_the_host_of_the_next_store_is_the_lowest_survivor() -> None:
-    table = new_table()
-    form(table, [who(0, "0"), who(1, "1")])
-    table.outbox.clear()
-    table.die(f"{0:032d}", "killed", 1.0)
-    table.register(who(5, "0"), 1.0)
-    table.outbox.clear()
-    table.join(f"{1:032d}", 1, 1.0)
-    assert [process for process, _ in told(table, "openstore")] == [1]
 
 
 def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
@@ -261,7 +247,7 @@ def test_all_dead_is_no_end_where_they_can_be_started_again() -> None:
     assert table.outcome is None
     table.outbox.clear()
     form(table, [who(2, "1"), who(3, "0")], 2.0)
-    assert [(process, m["rank"], m["attempt"]) for process, m in told(table, "group")] == [(3, 0, 1), (2, 1, 1)]
+    assert [(process, m["rank"], m["generation"]) for process, m in told(table, "group")] == [(3, 0, 1), (2, 1, 1)]
 
 
 # --- on disk ---
@@ -291,7 +277,6 @@ class Process:
     silent_since: float | None = None
     admitted: bool = False
     rank: int | None = None
-    generation: int = -1
     node_id: str = ""
     heard_at: float = 0.0
     told_dead: bool = False
@@ -332,11 +317,11 @@ class Cluster(RuleBasedStateMachine):
     def hear(self, process: Process, message: Message) -> None:
         if isinstance(message, Group):
             assert process.rank in (None, message.rank)
-            process.rank, process.generation = message.rank, message.generation
+            process.rank = message.rank
             assert self.ranks.setdefault(process.node_id, process.rank) == process.rank, "a rank is for good"
             assert len(set(self.ranks.values())) == len(self.ranks)
         elif isinstance(message, OpenStore):
-            self.table.set_store(process.who.incarnation, message.generation, ("h", 1), self.now)
+            self.table.set_store(process.who.incarnation, message.generation, ("h", 1))
 
     @rule(told=st.booleans())
     def kill_scheduler(self, told: bool) -> None:
@@ -354,8 +339,6 @@ class Cluster(RuleBasedStateMachine):
         registration = replace(
             process.who,
             node_id=process.node_id or process.who.node_id,
-            generation=process.generation,
-            joined=process.generation + 1 if process.generation >= 0 else 0,
             job="job" if process.admitted else "",
         )
         before = {m.node_id: m for m in self.table.living()}
@@ -433,13 +416,6 @@ class Cluster(RuleBasedStateMachine):
         process.silent_since = None
         if not self.table.hear(process.who.incarnation, self.now):
             process.told_dead = True
-
-    @rule()
-    def survivors_join(self) -> None:
-        for process in self.processes:
-            if process.alive and process.admitted and process.silent_since is None and not process.told_dead:
-                self.table.join(process.who.incarnation, process.generation + 1, self.now)
-        self.write_and_tell()
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 1.2, 3.0, 6.0]))
     def wait(self, seconds: float) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.cluster.messages import Farewell
-from mindx_elastic.cluster.table_file import TABLE_FILE, TableFile, leave_farewell
+from mindx_elastic.cluster.table_file import TABLE_FILE, TableFile
 from mindx_elastic.errors import SaveError, UsageError
 
 
@@ -57,21 +56,4 @@ def test_a_write_that_fails_leaves_the_table_before(tmp_path: Path) -> None:
     (tmp_path / "recovery" / TABLE_FILE).mkdir()  # what os.replace cannot replace
     with pytest.raises(SaveError):
         records.write({"job": "b"})
-    records.close()
-
-
-def test_a_worker_that_no_scheduler_hears_leaves_its_farewell(tmp_path: Path) -> None:
-    name, message = "a" * 32, Farewell("done", 0, "")
-    assert leave_farewell(tmp_path / "elsewhere", name, message) is None, "a machine without the scheduler's folder"
-    assert not (tmp_path / "elsewhere").exists()
-    records = TableFile(tmp_path / "recovery")
-    records.write({"job": "a"})
-    assert records.farewell(name) is None
-    path = leave_farewell(tmp_path / "recovery", name, message)
-    assert path is not None and records.farewell(name) == message
-    path.write_bytes(b'{"how": "alive"}')
-    assert records.farewell(name) is None
-    records.forget_farewell(name)
-    records.forget_farewell(name)
-    assert not path.exists()
     records.close()

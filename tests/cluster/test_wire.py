@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.cluster.messages import Beat, Fail, Farewell, Join, Register, parse
+from mindx_elastic.cluster.messages import Beat, Fail, Farewell, Register, StoreOpen, parse
 from mindx_elastic.cluster.wire import Line, WireError
 
 KEY = b"a key that only the job has"
@@ -20,8 +20,6 @@ GOOD: dict[str, Any] = {
     "process": {"host": "h", "pid": 1, "started": "7", "space": "b/pid:[1]"},
     "size": 2,
     "recovery": True,
-    "generation": -1,
-    "joined": 0,
     "job": "",
 }
 
@@ -37,15 +35,15 @@ def pair(key: bytes | None = None, other: bytes | None = None) -> tuple[Line, Li
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "sealed"])
 def test_messages_arrive_in_pieces_of_any_size(key: bytes | None) -> None:
     worker, scheduler = pair(key)
-    data = b"".join(worker.pack(Join(number)) for number in range(3))
+    data = b"".join(worker.pack(StoreOpen(number, 1)) for number in range(3))
     found = [message for byte in data for message in scheduler.feed(bytes([byte]))]
-    assert found == [Join(0), Join(1), Join(2)]
+    assert found == [StoreOpen(0, 1), StoreOpen(1, 1), StoreOpen(2, 1)]
     assert list(worker.feed(scheduler.pack(Fail("it is over")))) == [Fail("it is over")]
 
 
 def test_a_sealed_message_counts_once_in_its_place_and_direction() -> None:
     worker, scheduler = pair(KEY)
-    first, second = worker.pack(Beat()), worker.pack(Join(1))
+    first, second = worker.pack(Beat()), worker.pack(StoreOpen(1, 1))
     with pytest.raises(WireError, match="not of this job"):
         list(scheduler.feed(second))  # the first one was left out
     worker, scheduler = pair(KEY)
@@ -81,7 +79,6 @@ def test_any_bytes_are_messages_or_an_error(data: bytes) -> None:
         *({"incarnation": value} for value in ("", "short", "a" * 33, "../" + "a" * 29)),
         *({"process": {**GOOD["process"], "pid": value}} for value in (-1, 1 << 40, "1", True, 1.0)),
         *({"size": value} for value in (0, 10**9, None)),
-        *({"generation": value} for value in (-2, "0")),
         *({"process": {**GOOD["process"], "space": ["x"]}}, {"process": 3}, {"job": 1}, {"op": "nothing"}, {"op": []}),
     ],
     ids=repr,

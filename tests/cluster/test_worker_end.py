@@ -14,7 +14,7 @@ from mindx_elastic.cluster.settings import WORKER, ClusterSettings
 from mindx_elastic.cluster.wire import Line
 from mindx_elastic.cluster.worker_end import WorkerEnd
 
-GROUP = Group(generation=0, attempt=0, rank=0, size=2, local_rank=0, local_size=2, host="127.0.0.1", port=1, new=(0, 1))
+GROUP = Group(generation=0, rank=0, size=2, local_rank=0, local_size=2, host="127.0.0.1", port=1)
 
 
 def say(server: socket.socket, *messages: Message) -> None:
@@ -50,6 +50,6 @@ def test_a_worker_that_is_dead_right_behind_its_group_begins_anew(monkeypatch: p
         )
         WorkerEnd(connection, {"A": "1"})
         connection.start()
-        assert connection.wait_for(0) == GROUP
+        assert connection.wait_for_group() == GROUP
         assert has_begun.wait(60) and begun == [{"A": "1", "MS_NODE_ID": "0"}]
         connection.close()

@@ -32,9 +32,7 @@ def main() -> None:
     parser.add_argument("--fail", default="", help="STEP:RANK: that rank raises")
     parser.add_argument("--hold-at", default="", help="steps, separated by commas")
     parser.add_argument("--hold-resumed", action="store_true")
-    parser.add_argument("--wait-before-guard", action="store_true", help="until there is a file go-on")
     parser.add_argument("--shared", action="store_true")
-    parser.add_argument("--run", action="store_true", help="guard.run(train) in place of `with guard:`")
     parser.add_argument("--snapshot-every", default="0")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -52,7 +50,7 @@ def main() -> None:
     directory = "./ckpt" if args.shared else "./ckpt_of_rank/" + str(rank)
     guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=directory, snapshot_every=args.snapshot_every)
 
-    def train() -> None:
+    with guard:
         say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
         fresh = guard.resumed_from_step is None
 
@@ -85,15 +83,6 @@ def main() -> None:
                     if alarm is not None and alarm.kind != "peer":
                         guard.stopper.step_gate.wait_for_limit(60)  # the coming boundary is the one to stop at
 
-    if args.wait_before_guard:
-        say(f"WAITS {rank}")
-        while not os.path.exists("go-on"):
-            time.sleep(0.02)
-    if args.run:
-        guard.run(train)
-    else:
-        with guard:
-            train()
     weights = torch.cat([p.detach().flatten() for p in model.parameters()] + [torch.rand(2)])
     say(f"DONE {rank} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()} {guard.step}")
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.rejoin.record import (
-    BY_HAND,
     FORKED,
     FRESH,
     IN_PLACE,
@@ -56,13 +55,13 @@ def test_two_lines_each() -> None:
 
 
 def test_several_ranks_and_some_behind() -> None:
-    stood_in = tuple(StandIn(rank=rank, pid=100 + rank, by=by) for rank, by in ((1, FORKED), (2, FRESH), (4, BY_HAND)))
+    stood_in = tuple(StandIn(rank=rank, pid=100 + rank, by=by) for rank, by in ((1, FORKED), (2, FRESH), (4, SPARE)))
     line = as_lines([recovery(ranks=(1, 2, 4), behind=(3,), stood_in=stood_in, steps_lost=1)])[1]
     assert line.split("; ") == [
         "0.3  ranks 1, 2, 4: killed by SIGKILL",
         (
             "a fork of the zygote (pid 101) stands in for rank 1, a fresh process (pid 102) stands in for rank 2, "
-            "a process started by hand (pid 104) stands in for rank 4"
+            "a spare (pid 104) stands in for rank 4"
         ),
         "on from step 12, state from rank 0",
         "also to rank 3, behind",
