@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from mindx_elastic.agent.endings import Meaning, describe, meaning
@@ -22,8 +21,7 @@ from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from mindx_elastic.rejoin.in_memory import find_in_memory
-from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase, Report, Verdict
+from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
 from mindx_elastic.rejoin.record import FINISHED, FRESH, IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
 from mindx_elastic.rejoin.spare import UNFIT
 
@@ -165,17 +163,17 @@ class Recovery:
         self.look_at_first_step(self._pages(end))
         self._tell()
         try:
-            board, memory = self._board_of(generation), _memory_of(end)
+            board = self._board_of(generation)
             if reason:
                 if any(status.in_place for status in self._workers.statuses().values()):
                     board.write(f"{generation}/plan", {"refusal": reason})
             else:
-                board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
+                board.write(f"{generation}/out/{end.rank}", {"dead": True})
                 plan = {"generation": generation, "rank": end.rank, "cause": cause}
                 plan = board.write(f"{generation}/plan", plan)
                 reason = str(plan.get("refusal", "")) or self._why_not_plan(plan)  # of the agent of another node
             if not reason:
-                self._machine.begin([end.rank], {end.rank: memory})
+                self._machine.begin([end.rank])
                 self._board = board
                 noticed, deadline = time.time(), time.monotonic() + self._timeout_s
                 self._now = Generation(noticed - stuck_s, noticed, cause, deadline)
@@ -230,13 +228,12 @@ class Recovery:
             machine.note_refusal(f"rank {end.rank} has finished its training")
         elif meaning(end) is Meaning.LEFT:
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
-        memory = InMemory() if was_known else _memory_of(end)
-        machine.note_death(end.rank, memory)
+        machine.note_death(end.rank)
         if machine.phase is Phase.FALLBACK or was_known:
             return
         try:
             assert self._board is not None
-            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
+            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True})
             if not note.get("dead"):
                 machine.note_refusal(f"rank {end.rank} has died during the recovery")
                 return
@@ -308,13 +305,12 @@ class Recovery:
         record = self._record(now, IN_PLACE, trains=trains)
         self._note(record)
         logger.info(
-            "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s%s",
+            "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s",
             self._machine.generation,
             "s" * (len(verdict.dead) > 1),
             ", ".join(map(str, verdict.dead)),
             verdict.step,
             record.duration_s,
-            _words_of_steps(verdict),
         )
 
     def _tell_of_failure(self, outcome: str) -> None:
@@ -345,7 +341,7 @@ class Recovery:
             behind=verdict.behind,
             donor=verdict.donor,
             step=verdict.step,
-            steps_lost=verdict.steps_lost,
+            steps_lost=0,
         )
 
     def _is_loop(self, end: WorkerExit, cause: str) -> str:
@@ -392,7 +388,7 @@ class Recovery:
         elif not note.get("dead"):
             self._machine.note_report(Report.from_json(rank, note))
         elif rank not in self._workers.processes:  # its own agent has seen it; an own one was seen to end
-            self._machine.note_death(rank, InMemory.from_json(note))
+            self._machine.note_death(rank)
 
     def _is_settled(self) -> bool:
         """All ranks train again: whether that counts."""
@@ -485,24 +481,6 @@ class Recovery:
             what_then = "; the job stops"
         logger.warning("no recovery in place: %s%s", self._machine.reason, what_then)
         self._tell_of_failure(FINISHED if self._has_finished else RESTART)
-
-
-def _memory_of(end: WorkerExit) -> InMemory:
-    """What a dead rank has left in shared memory."""
-    if end.status is None or not end.status.arena:
-        return InMemory()
-    try:
-        return replace(find_in_memory(Path(end.status.arena), end.rank), step=end.status.step)
-    except OSError as error:
-        logger.debug("%s: %s", end.status.arena, error)
-        return InMemory()
-
-
-def _words_of_steps(verdict: Verdict) -> str:
-    if not verdict.rewinds:
-        return ""
-    steps = f"{verdict.steps_lost} step{'s' * (verdict.steps_lost != 1)} done again"
-    return f" (all from their snapshots in memory: {steps if verdict.steps_lost else 'no step lost'})"
 
 
 def joining_command(

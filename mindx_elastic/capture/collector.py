@@ -479,12 +479,7 @@ class Collector:
     @property
     def is_sharded(self) -> bool:
         """Whether some parameter is a DTensor."""
-        return bool(self.sharded_modules)
-
-    @property
-    def sharded_modules(self) -> list[torch.nn.Module]:
-        """The modules with parameters that are DTensors."""
-        return [component.module for component in self._modules.values() if component.is_sharded]
+        return any(component.is_sharded for component in self._modules.values())
 
     @property
     def is_spread(self) -> bool:

@@ -69,13 +69,8 @@ class Connections:
         base, home = settings.base, home or directories[0]
         self.home = home
         self._was_there = base is not None and (job_folder(base, home) / f"rank_{ranks.rank}").exists()
-        self.has_replicas = saver.replicated
-        """Other ranks hold the same parts of the state as this one; without recoveries in place: all ranks do."""
-        if member is not None and not saver.replicated:
-            self.has_replicas = len(saver.collector.layouts.same_parts()) > 1
-            saver.collector.layouts.forget()  # what is not known yet of layouts given by hand
         kept = None if member is None else member.take_arena()
-        self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=self.has_replicas, kept=kept)
+        self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=saver.replicated, kept=kept)
         self.has_trained = False
         """A step has ended."""
         self.sees_steps = self.memory is not None or self.link is not None

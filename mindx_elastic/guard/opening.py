@@ -150,10 +150,8 @@ class Opening:
 
     def shared_modules(self) -> list[nn.Module]:
         """The modules of which other ranks hold the same weights, so that a rank keeps what is its own at each
-        boundary: in a replicated job, and with recoveries in place in a mesh that also replicates."""
-        if self.saver.replicated:
-            return outermost_replicas(self._targets, self.ddp)
-        return self.collector.sharded_modules if self.around.has_replicas else []
+        boundary."""
+        return outermost_replicas(self._targets, self.ddp) if self.saver.replicated else []
 
     @property
     def _saves_on_the_way(self) -> bool:

@@ -43,7 +43,7 @@ from mindx_elastic.rejoin import ahead, groups, nccl, spare, trial
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.rejoin.copies import DONOR_RING
 from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
-from mindx_elastic.rejoin.host import Host
+from mindx_elastic.rejoin.host import PARTS_DIFFER, Host
 from mindx_elastic.rejoin.member import Entry, LeavesToRejoin, Member
 from mindx_elastic.rejoin.own_member import find_member, join_job, tell_once
 from mindx_elastic.start.in_place import Boundary, Lent
@@ -141,12 +141,10 @@ class Place:
             except RejoinFailed as error:
                 raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
             if live is not None:
-                return Lent(rank, where.paths.get(rank, where.path))
-            source = verdict.sources[rank] if where.source < 0 else where.source
+                return Lent(rank, where.path)
             folder = where.path.parent
-            is_from_afar = source == where.source and folder.name != f"rank_{source}"
-            path = None if verdict.rewinds else where.paths[source]
-            return Lent(source, path, folder / DONOR_RING if is_from_afar else None)
+            is_from_afar = folder.name != f"rank_{where.source}"
+            return Lent(where.source, where.path, folder / DONOR_RING if is_from_afar else None)
 
         return Boundary(
             generation=entry.generation,
@@ -192,6 +190,8 @@ class Place:
             end=stopper.end_unsaved,
         )
         member.opened(host)
+        if not stopper.saver.replicated:
+            tell_once(member.ranks, f"{PARTS_DIFFER}: when a rank dies, the whole job is restarted")
         part = member.part_of_node(replicated=stopper.saver.replicated)
         member.page.set(in_place=part, generation=member.generation)
         if self.entry is not None:

@@ -85,8 +85,6 @@ class Saver:
         """Every rank holds the same weights."""
         self.coordinates = {"replicas": ranks.world_size} if replicated else {}
         """Numbers for every file's header."""
-        self.base: Moment | None = None
-        """The boundary that the attempt went on from; None: it began anew."""
         self.newest_step = 0
         """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
         self._meter = _SaveMeter()
@@ -141,7 +139,7 @@ class Saver:
             # A start that would not be exact at the first steps of this attempt goes back to there: every later file
             # says it (`start.planner.steps_before`).
             self.coordinates |= dict(zip(_BASE, (resumed.attempt, resumed.step), strict=True))
-            self.base, self.newest_step = resumed.moment, resumed.step
+            self.newest_step = resumed.step
         self._first_save, self._mirror, self.together = first_save, mirror, together
         self._meter.page = page or self._meter.page
         self._gone, self._keep_in_memory = gone, keep_in_memory

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +11,19 @@ from mindx_elastic.capture.rng import unpack_raw_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
-from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
-from mindx_elastic.memory.arena import SlotRecord, SlotState, read_records
-from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
+from mindx_elastic.memory.boundaries import read_ring
 from mindx_elastic.memory.folders import rank_folders
-from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.packer import unpack_sections
 
 __all__ = [
     "RING_COPY",
     "OwnState",
     "SmallRecord",
-    "find_snapshot",
     "own_rings",
     "own_states",
-    "passed_boundaries",
     "small_records",
     "snapshot_files",
-    "snapshots_of",
 ]
 
 RING_COPY = "boundaries.mindx"
@@ -76,57 +68,6 @@ class SmallRecord(OwnState):
 def snapshot_files(arenas: Path) -> list[Path]:
     """The files that may hold snapshots, of all ranks of this machine."""
     return [path for folder in rank_folders(arenas).values() for path in sorted(folder.glob("slot_*.safetensors"))]
-
-
-def snapshots_of(arenas: Path, rank: int) -> dict[Moment, Path]:
-    """The complete snapshots in the arena of `rank`, sealed or not. While no process writes there."""
-    folder = arenas / f"rank_{rank}"
-    found: dict[Moment, Path] = {}
-    for index, record in enumerate(read_records(folder)):
-        path = folder / f"slot_{index}.safetensors"
-        if record.state is SlotState.EMPTY:
-            continue
-        try:
-            info = _info_of(path, record)
-        except (OSError, ValueError, TypeError, CorruptCheckpointError) as error:
-            logger.warning("%s cannot be read: %s", path, error)
-            continue
-        if info.rank == rank and (info.attempt, info.step) == (record.attempt, record.step):
-            found[info.moment] = path
-    return found
-
-
-def find_snapshot(arenas: Path, rank: int, moment: Moment) -> Path:
-    """The file of one of them. Raises CorruptCheckpointError."""
-    path = snapshots_of(arenas, rank).get(moment)
-    if path is None:
-        folder = arenas / f"rank_{rank}"
-        raise CorruptCheckpointError(f"{folder} does not have the snapshot of step {moment[2]} any more", path=folder)
-    return path
-
-
-def _info_of(path: Path, record: SlotRecord) -> CheckpointInfo:
-    """What the header of a slot says; one that is not sealed has no digests, and is not readable as a file yet."""
-    fd = open_regular(path)
-    try:
-        if os.fstat(fd).st_size != record.nbytes:
-            raise ValueError(f"it has {os.fstat(fd).st_size} bytes instead of {record.nbytes}")
-        text = os.pread(fd, record.header_bytes, 0)[8:].decode()
-    finally:
-        os.close(fd)
-    # The first one is the real one: metadata comes first, and a quote inside of any string is escaped.
-    start = text.index(_INFO_KEY) + len(_INFO_KEY)
-    content, _ = json.JSONDecoder().raw_decode(text, start)
-    return CheckpointInfo.from_json(content)
-
-
-_INFO_KEY = '"mindx.checkpoint":'
-
-
-def passed_boundaries(arenas: Path, rank: int) -> list[Moment]:
-    """The boundaries of which the ring of `rank` has the small state. While no process writes there."""
-    ring = arenas / f"rank_{rank}" / BOUNDARIES_FILE
-    return list(dict.fromkeys(record.moment for record in small_records(ring) if not record.forecast))
 
 
 def own_rings(directories: Sequence[Path], arenas: Path | None, rank: int) -> list[Path]:

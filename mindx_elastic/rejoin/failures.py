@@ -1,5 +1,5 @@
 """Notes that something of the training has failed as it does when another rank dies, whether the program catches it or
-not: a backward, a forward of DDP or of a sharded module, a collective of the program's own, the wait for one.
+not: a backward, a forward of DDP, a collective of the program's own, the wait for one.
 
 What follows from a step in which that has happened must not become a boundary: its gradients may not be the sum over
 the ranks.

@@ -12,21 +12,18 @@ from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.memory.memory import Memory
-from mindx_elastic.rejoin import groups, nccl, sharded
+from mindx_elastic.rejoin import groups, nccl
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall
 from mindx_elastic.rejoin.copies import Parcel
 from mindx_elastic.rejoin.failures import RejoinFailed
-from mindx_elastic.rejoin.in_memory import find_in_memory
-from mindx_elastic.rejoin.protocol import InMemory, Report
+from mindx_elastic.rejoin.protocol import Report
 
 if TYPE_CHECKING:
     from mindx_elastic.guard.saver import Saver
 
-__all__ = ["Host"]
+__all__ = ["PARTS_DIFFER", "Host"]
 
-_FINISHES_S = 0.2
-"""Each part has replicas: where one rank has passed a boundary, a replica of each other part must come there, too. To
-cut its last collective, with a living rank, would leave no boundary of which all parts are there."""
+PARTS_DIFFER = "the ranks hold different parts of the state, so a dead one takes its part with it"
 
 
 class Host:
@@ -53,11 +50,6 @@ class Host:
         self._gate, self._step_gate, self._watcher = gate, step_gate, watcher
         self.is_stopping, self.peers_gone_soon, self.end = is_stopping, peers_gone_soon, end
         self.ddp = ddp
-        self.modules = saver.collector.sharded_modules
-        """Other modules than `ddp` whose forward fails when a rank has died."""
-        has_other_parts = not saver.replicated and len(saver.collector.layouts.same_parts()) > 1
-        self.finishes_s = _FINISHES_S if has_other_parts else 0.0
-        """How long collectives that need no dead rank have until they are cut as well."""
 
     def report(self) -> Report:
         saver, collector, rank = self._saver, self._collector, self._saver.ranks.rank
@@ -65,10 +57,8 @@ class Host:
         problem_of_devices = groups.devices.settle()
         if groups.devices.is_used and not problem_of_devices and (broken := nccl.broken_context()):
             nccl.end_process(broken)  # before it has reported: a new process takes its place
-        memory = InMemory()
         if self._memory is not None:
             self._memory.settle()
-            memory = find_in_memory(self._memory.folder, rank)
         with self._gate.hold(0.0) as problem:
             return Report(
                 rank=rank,
@@ -79,16 +69,14 @@ class Host:
                 groups=groups.digest(),
                 orders=collector.gradient_order,
                 problem=problem_of_devices or self._problem() or self._objects.problem,
-                peers=None if saver.replicated else collector.layouts.same_parts(),
-                base=saver.base,
-                saved=saver.newest_step,
-                memory=memory,
             )
 
     def _problem(self) -> str:
         """Why the ranks cannot go on in place from one boundary; empty: they can."""
         if self._collector.compiled.any:
             return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
+        if not self._saver.replicated:
+            return PARTS_DIFFER
         return ""
 
     def live(self) -> tuple[Mapping[str, Any], Any]:
@@ -107,17 +95,6 @@ class Host:
         if self._memory is None:
             raise RejoinFailed("nothing is kept in shared memory (MINDX_ARENA_DIR)")
         return self._memory.receive(parcel.attempt, parcel.step, parcel.nbytes, parcel.header_bytes, fill)
-
-    def memory_folder(self) -> Path:
-        """The job's folder in shared memory. Raises RejoinFailed."""
-        if self._memory is None:
-            raise RejoinFailed("there is no shared memory")
-        return self._memory.folder
-
-    def reset_modules(self) -> str:
-        """Make the modules, which were cut off in a forward or backward, ready for the next one, and forget gradients.
-        Returns why it is not possible; empty: it is done."""
-        return sharded.reset(self.modules)
 
     def call_soon(self, seconds: float, work: Callable[[], None]) -> None:
         """Run a function in the watcher thread after so many seconds."""

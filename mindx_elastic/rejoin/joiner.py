@@ -2,9 +2,8 @@
 
 Until it enters its guard, the program builds its objects: process groups, modules, DDP. The other ranks take no part in
 that, so its groups are given backends without peers, which do nothing (torch's *fake* backend). That is enough for
-what DDP does when it wraps a module. Where tensors are distributed over a mesh, the process takes its part of its own
-tensor, which the program has built as on the other ranks, or which the guard puts back. A collective of the program's
-own would give a wrong result, so it is refused, and the job is restarted; a barrier is passed.
+what DDP does when it wraps a module. A collective of the program's own would give a wrong result, so it is refused,
+and the job is restarted; a barrier is passed.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import functools
 import importlib
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindx_elastic.alarm.signals import hold_signals
@@ -43,7 +41,6 @@ _FUNCTIONAL_COLLECTIVES = (
     *("reduce_scatter_tensor_coalesced", "all_to_all_single", "all_to_all_single_autograd", "permute_tensor"),
 )
 """Those of DTensors: ``full_tensor()``, ``redistribute()``."""
-_OF_MESHES = "torch.distributed.tensor._collective_utils"
 _undo: list[Callable[[], None]] = []
 
 
@@ -99,7 +96,7 @@ def _patch_all(home: Any, instead: Mapping[str, Callable[..., Any]]) -> None:
     originals = {name: vars(home)[name] for name in instead if name in vars(home)}
     wrapped = {name: _until_end(original, instead[name]) for name, original in originals.items()}
     for key, module in list(sys.modules.items()):
-        if key.startswith(("torch.", "mindx_elastic.")) and key not in (home.__name__, "torch.distributed", _OF_MESHES):
+        if key.startswith(("torch.", "mindx_elastic.")) and key not in (home.__name__, "torch.distributed"):
             continue
         content = table_of(module) or {}
         for name in originals.keys() & content.keys():
@@ -117,9 +114,6 @@ def _until_end(original: Callable[..., Any], instead: Callable[..., Any]) -> Cal
 
 def _refusing(what: str, tell: Callable[[str], None]) -> Callable[..., Any]:
     def refuse(*arguments: Any, **named: Any) -> Any:
-        caller = sys._getframe(2)  # behind `in_setup`
-        if caller.f_globals.get("__name__") == _OF_MESHES and _takes_own_part(caller, arguments, named):
-            return None
         text = f"the program calls {what} before its guard, and the other ranks take no part in that"
         tell(text)
         raise _SetupCollective(text)
@@ -137,18 +131,6 @@ def _reducing(refuse: Callable[..., Any]) -> Callable[..., Any]:
             return refuse(tensor, op, group, async_op)
 
     return all_reduce
-
-
-def _takes_own_part(caller: FrameType, arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether this is `mesh_broadcast`, or `mesh_scatter`, which has then put this rank's part of its own tensor where
-    the one from the source was to go."""
-    import torch.distributed as dist
-
-    name, values = caller.f_code.co_name, caller.f_locals
-    if name == "mesh_scatter" and {"output", "scatter_list"} <= values.keys() and "group" in named:
-        values["output"].copy_(values["scatter_list"][dist.get_rank(named["group"])])
-        return True
-    return name == "mesh_broadcast"
 
 
 def _tell(text: str) -> None:

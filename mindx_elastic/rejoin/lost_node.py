@@ -55,10 +55,7 @@ def why_in_vain(machine: Coordinator, ranks: Collection[int]) -> str:
     if machine.phase is not Phase.CUT or set(machine.missing) - set(ranks):
         return ""
     reports: dict[int, Report | None] = {**machine.reports, **dict.fromkeys(ranks)}
-    if any(report is not None and report.peers is not None for report in reports.values()):
-        return "ranks on several nodes hold different parts of the state"
-    verdict = decide(reports, world_size=machine.world_size, dead_memory=machine.dead_memory)
-    return verdict.refusal
+    return decide(reports, world_size=machine.world_size).refusal
 
 
 def keepers(num_nodes: int, node: int | None = None) -> tuple[int, ...]:

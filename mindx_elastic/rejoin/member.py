@@ -28,7 +28,7 @@ from mindx_elastic.rejoin.copies import Receive
 from mindx_elastic.rejoin.failures import Failures, RejoinFailed
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.host import Host
-from mindx_elastic.rejoin.protocol import InMemory, Report, Verdict, decide
+from mindx_elastic.rejoin.protocol import Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
 
 __all__ = ["Entry", "Found", "LeavesToRejoin", "Member", "UnfitSpareError"]
@@ -53,11 +53,9 @@ class Found:
     """Where the state is in memory."""
 
     path: Path
-    """The donor's snapshot in shared memory; where all go back to snapshots, the job's folder there."""
-    paths: Mapping[int, Path]
-    """The snapshots of the living ranks that others take state from."""
-    source: int = -1
-    """The rank whose snapshot this one finds in the memory of its node; -1: as the verdict says, on one node."""
+    """A snapshot in the shared memory of this rank's node."""
+    source: int
+    """The rank whose snapshot it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +126,7 @@ class Member:
         if self.sockets is not None:
             self.sockets.lend(self._folder)
         self._is_out.clear()
-        self._failures = Failures([*(module for _, module in host.ddp), *host.modules])
+        self._failures = Failures([module for _, module in host.ddp])
         with self._lock:
             self._wants_out.clear()
             self._host = host
@@ -172,10 +170,7 @@ class Member:
             self._times = {"heard": time.time()}
             self._wants_out.set()
         host.open_gate()
-        if host.finishes_s:
-            host.call_soon(host.finishes_s, self._cut)
-        else:
-            self._cut()
+        self._cut()
 
     def _cut(self) -> None:
         """Watcher thread, again and again: a collective may have been about to begin on another connection."""
@@ -266,8 +261,6 @@ class Member:
             host.end(f"rank {self.ranks.rank} was taken for dead")  # and a new process has its place
         verdict = self._verdict(board, host, generation)
         self._times["agreed"] = time.time()
-        if said := host.reset_modules():
-            raise RejoinFailed(said)
         live: Mapping[str, Any] | None = None
         info: Any = None
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
@@ -313,29 +306,18 @@ class Member:
         """The ranks have agreed. Raises RejoinFailed where they cannot go on like this."""
 
     def _donates(self, verdict: Verdict) -> bool:
-        """Whether this rank has a part in what is in memory for others."""
-        return self.ranks.rank in {verdict.donor, *verdict.donors}
+        """Whether this rank puts its state into memory for others."""
+        return self.ranks.rank == verdict.donor
 
     def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive) -> Found:
         """With connections to all ranks: wait until what others need is in memory."""
-        path, paths = self._wait_for_state(board, host, generation)
-        return Found(path, paths)
+        return Found(self._wait_for_state(board, host, generation), verdict.donor)
 
     def _donate(self, board: Board, host: Host, generation: int, verdict: Verdict) -> None:
-        """Put this rank's state into memory; the verdict's donor says when that of all donors is there."""
-        rank = self.ranks.rank
-        if verdict.rewinds:
-            path, paths = host.memory_folder(), {}
-        else:
-            path = host.donate()
-            self._times["donated"] = time.time()
-            if rank != verdict.donor:
-                board.write(f"{generation}/donated/{rank}", {"path": str(path)})
-                return
-            keys = {other: f"{generation}/donated/{other}" for other in verdict.donors if other != rank}
-            notes = self._wait(board, list(keys.values()), host, unless=f"{generation}/state") if keys else {}
-            paths = {rank: str(path), **{other: str(notes[key]["path"]) for other, key in keys.items()}}
-        note = board.write(f"{generation}/state", {"path": str(path), "paths": paths})
+        """Put this rank's state into memory, and say so."""
+        path = host.donate()
+        self._times["donated"] = time.time()
+        note = board.write(f"{generation}/state", {"path": str(path)})
         if "path" not in note:
             raise self._refused(note, "it has been given up")
 
@@ -350,11 +332,10 @@ class Member:
                 rank: None if notes[key].get("dead") else Report.from_json(rank, notes[key])
                 for rank, key in keys.items()
             }
-            dead_memory = {rank: InMemory.from_json(notes[keys[rank]]) for rank in reports if reports[rank] is None}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RejoinFailed(f"a rank's report makes no sense ({printable(str(error), 200)})") from None
         self._orders = next((dict(report.orders) for report in reports.values() if report is not None), {})
-        verdict = decide(reports, world_size=self.ranks.world_size, dead_memory=dead_memory)
+        verdict = decide(reports, world_size=self.ranks.world_size)
         if verdict.refusal:
             raise RejoinFailed(verdict.refusal)
         self._take_in(verdict, reports, {rank: notes[key] for rank, key in keys.items()})
@@ -375,17 +356,13 @@ class Member:
 
         return where
 
-    def _wait_for_state(self, board: Board, host: Host | None, generation: int) -> tuple[Path, dict[int, Path]]:
-        """What the donor has said: its path, and those of all donors."""
+    def _wait_for_state(self, board: Board, host: Host | None, generation: int) -> Path:
+        """What the donor has said: where its state is."""
         note = self._wait(board, [f"{generation}/state"], host)[f"{generation}/state"]
         if "path" not in note:
             raise self._refused(note, "the donor's state is not there")
         self._times["state"] = time.time()
-        try:
-            paths = {int(rank): Path(str(path)) for rank, path in note["paths"].items()}
-        except (ValueError, KeyError, AttributeError) as error:
-            raise RejoinFailed(f"the donor's word makes no sense ({printable(str(error), 200)})") from None
-        return Path(str(note["path"])), paths
+        return Path(str(note["path"]))
 
     def _refused(self, note: Mapping[str, Any], otherwise: str) -> RejoinFailed:
         return RejoinFailed(str(note.get("refusal", otherwise))[:_LONGEST])

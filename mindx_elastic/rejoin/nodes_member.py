@@ -89,10 +89,6 @@ class NodesMember(Member):
     def _take_in(
         self, verdict: Verdict, reports: Mapping[int, Report | None], notes: Mapping[int, Mapping[str, Any]]
     ) -> None:
-        if verdict.rewinds:
-            raise RejoinFailed("no living rank is whole, and nodes cannot read each other's snapshots in memory")
-        if any(report is not None and report.peers is not None for report in reports.values()):
-            raise RejoinFailed("ranks on several nodes hold different parts of the state")
         try:
             nodes = {rank: int(notes[rank]["node"]) for rank, report in reports.items() if report is not None}
         except (ValueError, KeyError, TypeError) as error:
@@ -131,8 +127,7 @@ class NodesMember(Member):
         path, source = Path(str(self._wait(board, [key], host)[key]["path"])), self._sources.get(self._node)
         if host is None:
             self._take_records(board, generation, path, verdict)
-        source = verdict.donor if source is None else source
-        return Found(path, {source: path}, source)
+        return Found(path, verdict.donor if source is None else source)
 
     def _find_state(self, board: Board, generation: int, verdict: Verdict, receive: Receive) -> Callable[[], Found]:
         where = super()._find_state(board, generation, verdict, receive)
@@ -183,7 +178,7 @@ class NodesMember(Member):
             for said in (self._wait(board, list(takers.values()), host, unless=over) if takers else {}).values():
                 send(path, length, int(said["rank"]), self._timeout_s)
             self._wait(board, [f"{generation}/copy/{node}" for node in range(self._num_nodes)], host, unless=over)
-            word = board.write(over, {"path": str(path), "paths": {str(donor): str(path)}})
+            word = board.write(over, {"path": str(path)})
             if "path" not in word:
                 raise RejoinFailed(str(word.get("refusal")))
         elif self._node in takers and board.write(takers[self._node], {"rank": me}).get("rank") == me:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
@@ -14,9 +15,10 @@ from mindx_elastic.core.status_page import page_path, read_page
 from mindx_elastic.errors import MismatchError
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.snapshots import receive_snapshot
-from mindx_elastic.rejoin import groups, joiner, sharded, spare
+from mindx_elastic.rejoin import groups, joiner, spare
 from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.failures import RejoinFailed
+from mindx_elastic.rejoin.host import PARTS_DIFFER
 from mindx_elastic.rejoin.member import Entry, Member, UnfitSpareError
 from mindx_elastic.rejoin.nodes_member import NodesMember
 
@@ -33,7 +35,9 @@ def find_member(ranks: RankInfo, modules: Sequence[nn.Module], *, is_first_guard
     if not settings.in_place or agent is None or ranks.world_size == 1:
         return None
     # A new process could not pass the guards before it.
-    reason = groups.problem() or sharded.problem(modules) if is_first_guard else "this is not the process's first guard"
+    reason = groups.problem() if is_first_guard else "this is not the process's first guard"
+    if any(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters()):
+        reason = reason or PARTS_DIFFER
     several = bool(settings.scope) and settings.num_nodes > 1
     if not reason and several and {kind for group in groups.my_groups() for _, kind in group.backends} != {"gloo"}:
         reason = "process groups of several nodes are recovered with gloo only"

@@ -7,14 +7,10 @@
                     +------ anything that does not fit ------> FALLBACK (save and restart)
 
 A recovery has a number, its *generation*. The survivors of a death leave their collectives and report where they
-stand. All of them read the same reports, so each works out the same `Verdict` by itself (`decide`). A report is written
-once: if a rank dies before it has reported, the coordinator writes its death in that place, with what of it has
-outlived it in shared memory.
-
-There are two ways to a verdict. *From the living*: the most advanced boundary at which survivors are whole, if they
-hold every part of the state; each rank that lacks its part takes it from one of them. Else *from memory*: the newest
-boundary of which every rank has a snapshot, or a replica's snapshot and its own small state; all ranks go back to it,
-and the steps since are done again. Not where the checkpoints on disk are newer: a restart loses fewer steps then.
+stand. All of them read the same reports, so each works out the same `Verdict` by itself (`decide`): they go on from the
+most advanced boundary at which a survivor is whole, and each rank that is not takes its state. A report is written
+once: if a rank dies before it has reported, the coordinator writes its death in that place. Only ranks that all hold
+the whole state take part: another one's report says so, and the job is restarted.
 
 The coordinator (`Coordinator`: the agent) only starts a generation, notes deaths and watches the clock. It cannot
 change a verdict; it can end the recovery. Up to the donor's word that its state lies in shared memory, the survivors'
@@ -29,34 +25,10 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from mindx_elastic.core.fields import Between, Words, read
-from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.fields import Words, read
 from mindx_elastic.core.rank_lists import rank_list
 
-__all__ = ["Coordinator", "Fallback", "InMemory", "Phase", "Report", "Verdict", "decide"]
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """What a rank has in shared memory, which outlives its process."""
-
-    snapshots: tuple[Moment, ...] = ()
-    """The boundaries of its snapshots."""
-    boundaries: tuple[Moment, ...] = ()
-    """The boundaries of which its small state is there: all that replicas do not share."""
-    step: Annotated[int, Between(-1, 1 << 60)] = -1
-    """Of a dead rank: the last boundary that it had passed; -1: not known."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> InMemory:
-        """A note that says nothing of it is fine. Raises ValueError."""
-        return read(cls, content)
-
-
-_NOTHING = InMemory()
+__all__ = ["Coordinator", "Fallback", "Phase", "Report", "Verdict", "decide"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +48,6 @@ class Report:
     """The order of gradients of each DDP module; see `capture.ddp_order`."""
     problem: Annotated[str, Words(2000)] = ""
     """Why this rank cannot take part; empty: it can."""
-    peers: tuple[int, ...] | None = None
-    """The ranks that hold the same parts of the state as this one, this one included; None: every rank does."""
-    base: Moment | None = None
-    """The boundary that the attempt went on from; None: it began anew."""
-    saved: int = 0
-    """The newest step that it knows to be on disk; 0: none."""
-    memory: InMemory = _NOTHING
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,38 +71,22 @@ class Verdict:
     """All go on in this one."""
     step: int = 0
     """The boundary that all go on from."""
-    sources: Mapping[int, int] = field(default_factory=dict)
-    """The ranks that take state from memory, and the rank whose state each takes; perhaps its own."""
-    rewinds: bool = False
-    """All ranks go back to snapshots that are in memory already; else the sources are living ranks, which make one."""
-    donors: tuple[int, ...] = ()
-    """The living ranks that put their state into memory. Where the ranks hold different parts these are all that are
-    whole, so that from then on a restart finds every part."""
     donor: int = -1
-    """The living rank that says when all is in memory: one of the donors, if there are any."""
+    """The living rank that puts its state into memory for those that lack it."""
     dead: tuple[int, ...] = ()
     """Ranks whose places new processes take."""
     behind: tuple[int, ...] = ()
     """Survivors whose own state is not that of the boundary."""
-    steps_lost: int = 0
-    """How many steps that every rank had passed, as far as is known, are done again."""
 
     @property
     def needy(self) -> tuple[int, ...]:
-        """The ranks that take state from memory."""
-        return tuple(sorted(self.sources))
+        """The ranks that take the donor's state."""
+        return tuple(sorted({*self.dead, *self.behind}))
 
 
-def decide(
-    reports: Mapping[int, Report | None],
-    *,
-    world_size: int,
-    dead_memory: Mapping[int, InMemory] | None = None,
-) -> Verdict:
-    """The verdict on the reports of all ranks of a world; None: that rank is dead.
-
-    dead_memory: of dead ranks. A boundary below step 1 is not taken.
-    """
+def decide(reports: Mapping[int, Report | None], *, world_size: int) -> Verdict:
+    """The verdict on the reports of all ranks of a world; None: that rank is dead. A boundary below step 1 is not
+    taken."""
     dead = tuple(rank for rank in range(world_size) if reports.get(rank) is None)
     alive = [report for rank in range(world_size) if (report := reports.get(rank)) is not None]
     if not dead:
@@ -147,25 +96,10 @@ def decide(
     for report in alive:
         if report.problem:
             return Verdict(refusal=f"rank {report.rank}: {report.problem}")
-    if len({(report.run_id, report.attempt, report.base) for report in alive}) > 1:
+    if len({(report.run_id, report.attempt) for report in alive}) > 1:
         return Verdict(refusal="the ranks are in different attempts of the run")
     if len({report.groups for report in alive}) > 1:
         return Verdict(refusal="the ranks have made different process groups")
-    from_living = _from_the_living(alive, dead)
-    if not from_living.refusal:
-        return from_living
-    memory = {**dict.fromkeys(dead, _NOTHING), **(dead_memory or {}), **{each.rank: each.memory for each in alive}}
-    rewound = _from_memory(alive, dead, memory)
-    if rewound is not None:
-        return rewound
-    return Verdict(
-        refusal=f"{from_living.refusal}, and shared memory does not have a boundary of all ranks that is as new as the "
-        "checkpoints on disk (--snapshot-every)"
-    )
-
-
-def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...]) -> Verdict:
-    """The most advanced boundary at which some survivor is whole."""
     clean = [report for report in alive if report.clean]
     if not clean:
         ranks = rank_list(report.rank for report in alive)
@@ -177,69 +111,15 @@ def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...]) -> Verdict:
     if step < 1:
         return Verdict(refusal=f"the ranks stand at step {step}, which is too early")
     whole = [report for report in clean if report.step == step]
-    behind = tuple(report.rank for report in alive if report not in whole)
-    sources: dict[int, int] = {}
-    for rank in (*dead, *behind):
-        holders = [report.rank for report in whole if report.peers is None or rank in report.peers]
-        if not holders:
-            return Verdict(refusal=f"at step {step} no living rank holds the part of the state that rank {rank} had")
-        sources[rank] = min(holders)
-    alike = all(report.peers is None for report in whole)
-    donors = tuple(sorted(set(sources.values()))) if alike else tuple(report.rank for report in whole)
     return Verdict(
         run_id=alive[0].run_id,
         attempt=alive[0].attempt,
         next_attempt=alive[0].attempt + 1,
         step=step,
-        sources=sources,
-        donors=donors,
-        donor=min(donors),
+        donor=min(report.rank for report in whole),
         dead=dead,
-        behind=behind,
+        behind=tuple(report.rank for report in alive if report not in whole),
     )
-
-
-def _from_memory(alive: Sequence[Report], dead: tuple[int, ...], memory: Mapping[int, InMemory]) -> Verdict | None:
-    """The newest boundary of this attempt, or the one that it went on from, that every rank finds in memory."""
-    one, first_step = alive[0], max(1, min(report.saved for report in alive))
-    peers: dict[int, set[int]] = {rank: {rank} for rank in memory}
-    for report in alive:
-        holders = set(memory) if report.peers is None else {report.rank, *report.peers}
-        for rank in holders & peers.keys():
-            peers[rank] |= holders
-    found = {
-        moment
-        for each in memory.values()
-        for moment in each.snapshots
-        if (moment[:2] == (one.run_id, one.attempt) or moment == one.base) and moment[2] >= first_step
-    }
-    passed = [report.step for report in alive] + [memory[rank].step for rank in dead if memory[rank].step >= 0]
-    for moment in sorted(found, reverse=True):
-        sources = {rank: _source_of(rank, moment, memory, sorted(peers[rank])) for rank in memory}
-        if None in sources.values():
-            continue
-        return Verdict(
-            run_id=moment[0],
-            attempt=moment[1],
-            next_attempt=one.attempt + 1,
-            step=moment[2],
-            sources={rank: source for rank, source in sources.items() if source is not None},
-            rewinds=True,
-            donor=min(report.rank for report in alive),
-            dead=dead,
-            behind=tuple(report.rank for report in alive),
-            steps_lost=max(0, min(passed) - moment[2]),
-        )
-    return None
-
-
-def _source_of(rank: int, moment: Moment, memory: Mapping[int, InMemory], peers: Sequence[int]) -> int | None:
-    """Whose snapshot of `moment` the rank `rank` can go on from."""
-    if moment in memory[rank].snapshots:
-        return rank
-    if moment not in memory[rank].boundaries:
-        return None
-    return next((peer for peer in peers if peer in memory and moment in memory[peer].snapshots), None)
 
 
 class Phase(Enum):
@@ -270,7 +150,6 @@ class Coordinator:
         self.dead: set[int] = set()
         """In this generation, as known before the verdict."""
         self.reports: dict[int, Report | None] = {}
-        self.dead_memory: dict[int, InMemory] = {}
         self.verdict: Verdict | None = None
         self.has_state = False
         """The donor's state lies in shared memory."""
@@ -279,21 +158,19 @@ class Coordinator:
         """Why it is a fallback."""
         self.fallback: Fallback | None = None
 
-    def begin(self, dead: Collection[int], memory: Mapping[int, InMemory] | None = None) -> None:
-        """`dead` ranks were found while all trained: a new generation. `memory`: what is there of them."""
+    def begin(self, dead: Collection[int]) -> None:
+        """`dead` ranks were found while all trained: a new generation."""
         if self.phase is not Phase.RUN:
             raise ValueError(f"a generation is under way ({self.phase.value})")
         self.generation += 1
         self.phase, self.dead = Phase.CUT, set(dead)
         self.reports, self.verdict, self.has_state, self.ready = dict.fromkeys(sorted(dead)), None, False, set()
-        self.dead_memory = dict(memory or {})
         self._decide()
 
-    def note_death(self, rank: int, memory: InMemory = _NOTHING) -> None:
+    def note_death(self, rank: int) -> None:
         """One more process has died since `begin`: a survivor, or the new process of a dead rank."""
         if self.phase is Phase.CUT and rank not in self.reports:
             self.dead.add(rank)
-            self.dead_memory[rank] = memory
             self._note(rank, None)
         elif self.phase is Phase.CUT and self.reports[rank] is None:
             self._fall(f"the new process of rank {rank} has died")
@@ -339,7 +216,7 @@ class Coordinator:
     def _decide(self) -> None:
         if len(self.reports) < self.world_size:
             return
-        self.verdict = decide(self.reports, world_size=self.world_size, dead_memory=self.dead_memory)
+        self.verdict = decide(self.reports, world_size=self.world_size)
         if self.verdict.refusal:
             self._fall(self.verdict.refusal)
         else:

@@ -3,7 +3,7 @@
 A survivor of the boundary's step takes its own state, which is in its objects already; what changes within a step
 (generators, buffers, positions) is put back from the copy of the boundary. A rank that lacks the state takes a
 replica's snapshot from shared memory and its own small state from its ring, as a rank does that was killed and is
-restarted. Where all ranks go back to a boundary, each has a snapshot of its own, or takes a replica's likewise.
+restarted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
-from mindx_elastic.memory.memory_files import find_snapshot, own_rings, own_states
+from mindx_elastic.memory.memory_files import own_rings, own_states
 from mindx_elastic.persist.reader import Checkpoint, map_checkpoint
 from mindx_elastic.start.facts import ResumePlan, World
 from mindx_elastic.start.restore import FollowedPart, Resumed, records_of
@@ -34,8 +34,7 @@ class Lent:
 
     rank: int
     """The rank whose state it is; perhaps the one that takes it."""
-    path: Path | None
-    """None: where that rank's snapshots are on this machine."""
+    path: Path
     ring: Path | None = None
     """The small states of that rank, where they have come from another node."""
 
@@ -93,13 +92,9 @@ class InPlacePart(FollowedPart):
         is not there."""
         moment, lent = self._boundary.moment, self._boundary.lent()
         if self._boundary.live is not None:
-            assert lent.path is not None
             self.resumed = replace(self._resumed(self._boundary.live, lent.path), is_live=True)
             return
         checkpoint, path = self._snapshot_of(lent)
-        if lent.rank == self._ranks.rank:
-            self.resumed = self._resumed(checkpoint, path)
-            return
         found = replace(self._resumed(checkpoint, path), donor=lent.rank)
         foreseen = checkpoint.info.coordinates.get("foreseen")  # of the donor, which has passed the boundary
         rings = own_rings((), self._arenas, self._ranks.rank)
@@ -113,9 +108,7 @@ class InPlacePart(FollowedPart):
 
     def _snapshot_of(self, lent: Lent) -> tuple[Checkpoint, Path]:
         moment, path = self._boundary.moment, lent.path
-        if path is None and self._arenas is not None:
-            path = find_snapshot(self._arenas, lent.rank, moment)
-        if path is None or self._arenas is None or not path.is_relative_to(self._arenas):
+        if self._arenas is None or not path.is_relative_to(self._arenas):
             raise CorruptCheckpointError(f"{path} is not in the job's shared memory", path=path)
         checkpoint = map_checkpoint(path, owners=self._trust.of(path))
         for name, value in checkpoint.state.items():

@@ -14,7 +14,7 @@ from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.rejoin.copies import Parcel, sources
 from mindx_elastic.rejoin.protocol import Verdict
 
-VERDICT = Verdict(run_id="run", attempt=2, step=7, donor=1, dead=(0,), behind=(4,), sources={0: 1, 4: 1})
+VERDICT = Verdict(run_id="run", attempt=2, step=7, donor=1, dead=(0,), behind=(4,))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_one_whole_rank_of_each_node_keeps_the_boundary(nodes: dict[int, int], w
 
 
 def test_the_donor_is_the_source_of_its_node() -> None:
-    verdict = Verdict(run_id="run", attempt=2, step=7, donor=2, dead=(3,), sources={3: 2})
+    verdict = Verdict(run_id="run", attempt=2, step=7, donor=2, dead=(3,))
     assert sources(verdict, {0: 0, 1: 0, 2: 0}) == {0: 2}
 
 

@@ -38,7 +38,9 @@ def member(store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Membe
 
 
 class LoneHost(Host):
-    """Of a guard whose modules cannot be made ready again."""
+    """Of a guard whose rank cannot go on for this reason; empty: it can."""
+
+    problem = ""
 
     def __init__(self) -> None:
         def end(why: str) -> NoReturn:
@@ -47,10 +49,7 @@ class LoneHost(Host):
         self.ddp, self.end, self.is_stopping = (), end, lambda: False
 
     def report(self) -> Report:
-        return Report(rank=1, run_id="run", attempt=0, step=7, clean=True, groups="g")
-
-    def reset_modules(self) -> str:
-        return "the modules are not ready"
+        return Report(rank=1, run_id="run", attempt=0, step=7, clean=True, groups="g", problem=self.problem)
 
 
 def notes_of(store: Any) -> Board:
@@ -68,13 +67,16 @@ def test_a_rank_that_was_taken_for_dead_ends_and_calls_nothing_off(store: Any, m
     assert not board.read(["1/refusal"])
 
 
-def test_a_living_rank_says_why_it_cannot_go_on(store: Any, member: Member) -> None:
+def test_a_living_rank_says_why_it_cannot_go_on(store: Any, member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     board = notes_of(store)
     board.write("1/plan", {"generation": 1})
     board.write("1/out/0", {"dead": True})
-    with pytest.raises(RejoinFailed, match="the modules are not ready"):
+    monkeypatch.setattr(LoneHost, "problem", "it has compiled")
+    with pytest.raises(RejoinFailed, match="it has compiled"):
         member.leave()
-    assert board.read(["1/refusal"]) == {"1/refusal": {"rank": 1, "refusal": "the modules are not ready"}}
+    assert board.read(["1/refusal"]) == {
+        "1/refusal": {"rank": 1, "refusal": "rank 1: it has compiled"},
+    }
 
 
 def test_a_new_process_knows_whether_the_others_wait_for_it(store: Any, member: Member) -> None:

@@ -42,17 +42,21 @@ def taken(machine: Machine, rank: int, lent: Lent, live: Checkpoint | None = Non
     return source.resumed
 
 
+def slot_of(machine: Machine) -> Path:
+    """The donor's newest snapshot."""
+    return max((path for path in machine.slots(0) if path.stat().st_size), key=lambda path: path.stat().st_mtime_ns)
+
+
 def test_a_survivor_takes_its_own_objects(machine: Machine) -> None:
-    (slot,) = [path for path in machine.slots(0) if path.stat().st_size]
+    slot = slot_of(machine)
     live = Checkpoint(read_checkpoint(slot).info, {"model": {}}, {})
     found = taken(machine, 0, Lent(0, slot), live)
     assert found.is_live and found.checkpoint is live and found.donor is None
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_new_process_takes_a_living_ranks_snapshot_and_its_own_small_state(machine: Machine, is_named: bool) -> None:
-    (slot,) = [path for path in machine.slots(0) if path.stat().st_size]
-    found = taken(machine, 1, Lent(0, slot if is_named else None))
+def test_a_new_process_takes_a_living_ranks_snapshot_and_its_own_small_state(machine: Machine) -> None:
+    slot = slot_of(machine)
+    found = taken(machine, 1, Lent(0, slot))
     assert (found.path, found.donor, found.checkpoint.info.moment) == (slot, 0, MOMENT)
     assert found.own is not None and found.own.forecast, "the donor's came out as foreseen, so this one counts"
     assert [record.moment[2] for record in found.own_records] == [7, 6]
@@ -61,7 +65,7 @@ def test_a_new_process_takes_a_living_ranks_snapshot_and_its_own_small_state(mac
 
 def test_a_forecast_that_was_wrong_is_not_used(machine: Machine) -> None:
     machine.snapshot(7, ranks=[0], coordinates={"foreseen": 0})
-    assert taken(machine, 1, Lent(0, None)).own is None
+    assert taken(machine, 1, Lent(0, slot_of(machine))).own is None
 
 
 def test_what_is_not_that_boundary_or_lies_elsewhere_is_refused(machine: Machine, tmp_path: Path) -> None:
@@ -77,7 +81,8 @@ def test_what_is_not_that_boundary_or_lies_elsewhere_is_refused(machine: Machine
 
 
 def test_ranks_that_have_agreed_on_different_boundaries_are_told(machine: Machine) -> None:
-    first, *others = (part(machine, rank, Lent(0, None), step=step) for rank, step in ((0, 7), (1, 7), (1, 8)))
+    lent = Lent(0, slot_of(machine))
+    first, *others = (part(machine, rank, lent, step=step) for rank, step in ((0, 7), (1, 7), (1, 8)))
     first.merge([first.say(), others[0].say()])
     with pytest.raises(MismatchError, match="different boundaries"):
         first.merge([first.say(), others[1].say()])

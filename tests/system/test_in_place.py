@@ -348,6 +348,16 @@ def test_a_program_that_cannot_be_joined_is_restarted_and_told_why(
 
 
 @drill
+@pytest.mark.parametrize("more", [(), ("--zero",)], ids=["fsdp", "zero"])
+def test_ranks_that_hold_different_parts_are_restarted_from_memory(tmp_path: Path, more: Sequence[str]) -> None:
+    options = (*PATIENT, "--snapshot-every", "1")
+    job, _ = Runs(tmp_path, "sharded.py").run(2, *more, *faults("1:6:mid"), options=options)
+    assert len(job.matches("the ranks hold different parts of the state, .* the whole job is restarted")) == 1
+    assert job.matches(r"restart 1 of") and not job.matches(IN_PLACE), job.report()
+    assert {int(match[1]) for match in job.matches(r"READY \d \d+ (\d+)$")} == {5}, job.report()
+
+
+@drill
 def test_an_error_of_the_program_restarts_the_job(runs: Runs) -> None:
     job, _ = runs.run(2, "--epochs", 2, *faults("1:6:start:raise"))
     assert job.matches(r"ValueError: injected"), job.report()

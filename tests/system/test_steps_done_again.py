@@ -1,6 +1,6 @@
 """Steps that are done again after a SIGKILL are compared with what the killed process has kept of them in memory.
 
-In place: `test_in_place_sharded`; plain processes that are started by hand: `test_killed`.
+Plain processes that are started by hand: `test_killed`.
 """
 
 from __future__ import annotations
