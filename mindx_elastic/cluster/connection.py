@@ -22,7 +22,6 @@ from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.alarm.peers import own_space
 from mindx_elastic.cluster import messages
 from mindx_elastic.cluster.messages import Farewell, Group
-from mindx_elastic.cluster.predecessor import end_predecessor
 from mindx_elastic.cluster.settings import ClusterSettings
 from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.core.events import logger
@@ -73,7 +72,6 @@ class SchedulerConnection:
         self.is_over = False
         """The scheduler has ended the job."""
         self._heartbeat_s = settings.heartbeat_s
-        self._env = dict(os.environ)
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._farewell: Farewell | None = None
@@ -278,13 +276,6 @@ class SchedulerConnection:
         is_first = not self.job
         self.job, self.node_id, self._heartbeat_s = message.job, message.node_id, message.heartbeat_s
         if is_first:
-            ended = end_predecessor(message.before, space=own_space(), node_id=self.node_id, env=self._env)
-            if ended is not None:
-                logger.warning(
-                    "process %d, which had node id %s before and is silent, is killed: this process takes its place",
-                    ended,
-                    self.node_id,
-                )
             logger.info("registered as node id %s; waiting for the other workers", self.node_id)
         elif self._said_at is not None:
             logger.info("the scheduler is there again")

@@ -125,8 +125,6 @@ class Welcome:
     node_id: NodeId
     heartbeat_s: Annotated[float, Between(0.1, 86400)]
     """The scheduler's counts for all."""
-    before: Identity | None = None
-    """The process that had the place before; None: there was none, or it was this one."""
 
 
 @dataclass(frozen=True)

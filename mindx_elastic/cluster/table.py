@@ -88,8 +88,6 @@ class Place:
     heard_at: float = 0.0
     lost_at: float | None = None
     """When its connection ended."""
-    before: Identity | None = None
-    """The process before this one; None: there was none."""
 
     def is_of(self, who: Register) -> bool:
         """Whether its process is `who`, which has begun anew."""
@@ -140,7 +138,7 @@ class _OnDisk:
     outcome: Outcome | None
 
 
-_VOLATILE = ("heard_at", "lost_at", "before")
+_VOLATILE = ("heard_at", "lost_at")
 """Fields of a place that are not on disk."""
 
 
@@ -198,8 +196,6 @@ class Table:
         place = self._place_for(who, now)
         if not isinstance(place, Place):
             return place
-        if not place.is_of(who):
-            place.before = place.process
         place.incarnation, place.process = who.incarnation, who.process
         place.state, place.why, place.code = State.LIVING, "", 0
         place.heard_at, place.lost_at = now, None
@@ -391,7 +387,7 @@ class Table:
         if not self._is_new(place):
             self.outbox.append(Tell(place.incarnation, self._group_message(place)))
         self._advance()
-        return messages.Welcome(self.job, place.node_id, self.limits.heartbeat_s, place.before)
+        return messages.Welcome(self.job, place.node_id, self.limits.heartbeat_s)
 
     def _is_whole(self) -> bool:
         """Whether every place has a living process that is in no group yet."""
@@ -509,7 +505,7 @@ class Table:
         table.places = {each.node_id: each for each in found.places}
         table.group, table._lost_why, table.outcome = found.group, found.lost_why, found.outcome
         for each in found.places:
-            each.heard_at, each.lost_at, each.before = now, None, None
+            each.heard_at, each.lost_at = now, None
         ranks = [m.rank for m in found.places if m.rank is not None]
         if len(set(ranks)) != len(ranks) or any(rank >= table.size for rank in ranks):
             raise ValueError("two node ids have one rank, or a rank is outside of the job")

@@ -218,24 +218,6 @@ def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.drill)])
-def test_a_stopped_process_is_killed_when_another_one_takes_its_place(victim: int, tmp_path: Path) -> None:
-    """It has the lock of the directory, for which a new rank 0 would wait in vain."""
-    with cluster(2, MINDX_HEARTBEAT_S="2") as run:
-        scheduler = run.scheduler()
-        jobs = run.workers(f"--stop=7:{victim}", "--shared")
-        scheduler.wait_for(f"rank {victim} .* is dead: it has sent nothing for 2 s")
-        again = run.worker(victim, "--shared")
-        again.wait_for(
-            f"process {jobs[victim].process.pid}, which had node id {victim} before and is silent, is killed"
-        )
-        assert jobs[victim].wait() == -signal.SIGKILL
-        assert not again.matches("is in use by")
-        finish(run, scheduler, [jobs[1 - victim], again])
-        assert hashes_of([jobs[1 - victim], again]) == uninterrupted(2, tmp_path, "--shared")
-
-
-@pytest.mark.drill
 def test_workers_wait_until_the_schedulers_disk_has_room_again(tmp_path: Path) -> None:
     """Longer than a heartbeat, and they say nothing before they are admitted."""
     with cluster(2, MINDX_HEARTBEAT_S="1") as run:
