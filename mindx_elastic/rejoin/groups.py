@@ -13,7 +13,6 @@ import gc
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -36,7 +35,6 @@ __all__ = [
     "my_groups",
     "problem",
     "rebuild_buckets",
-    "reduce_in_replay",
     "reset_ddp",
     "why_held",
 ]
@@ -190,9 +188,7 @@ def why_held(group: Any, modules: Sequence[Any]) -> str:
     known += [value for value in vars(world).values() if isinstance(value, dict)]
     known += [world, vars(world), *modules, *getattr(world, "tags_to_pg", {}).values()]
     others = [each for each in gc.get_referrers(group) if not any(each is one for one in known) and not _is_frame(each)]
-    if others:
-        return f"a {type(others[0]).__name__} holds the default group"
-    return "DDP has a communication hook" if any(module._comm_hooks for module in modules) else ""
+    return f"a {type(others[0]).__name__} holds the default group" if others else ""
 
 
 def _is_frame(value: object) -> bool:
@@ -240,8 +236,7 @@ def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]
     # DDP's backward wants results, which a group without peers does not give.
     module._update_process_group(alone)
     try:
-        with _replaying_in(alone):
-            said = replay_gradient_order(module, order)
+        said = replay_gradient_order(module, order)
         if said is not None:
             return f"{name}: {said}"
         module.reducer._rebuild_buckets()
@@ -249,27 +244,6 @@ def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]
         module._update_process_group(group)
     module._has_rebuilt_buckets = module.require_forward_param_sync = True
     return ""
-
-
-def reduce_in_replay(tensor: torch.Tensor, *, async_op: bool) -> Any:
-    """What a communication hook of DDP gets from its `all_reduce` while the buckets are laid out: that of this process
-    alone. Raises LookupError where none are being laid out."""
-    if not _replays:
-        raise LookupError
-    work = _replays[-1].allreduce([tensor])
-    return work if async_op else work.wait()
-
-
-@contextmanager
-def _replaying_in(group: Any) -> Iterator[None]:
-    _replays.append(group)
-    try:
-        yield
-    finally:
-        _replays.pop()
-
-
-_replays: list[Any] = []
 
 
 @functools.cache

@@ -21,8 +21,9 @@ from mindx_elastic.rejoin.protocol import Report
 if TYPE_CHECKING:
     from mindx_elastic.guard.saver import Saver
 
-__all__ = ["PARTS_DIFFER", "Host"]
+__all__ = ["HAS_HOOK", "PARTS_DIFFER", "Host"]
 
+HAS_HOOK = "DDP has a communication hook, which a new process would call alone when it lays out its buckets"
 PARTS_DIFFER = "the ranks hold different parts of the state, so a dead one takes its part with it"
 
 
@@ -77,6 +78,8 @@ class Host:
             return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
         if not self._saver.replicated:
             return PARTS_DIFFER
+        if any(module._comm_hooks for _, module in self.ddp):
+            return HAS_HOOK
         return ""
 
     def live(self) -> tuple[Mapping[str, Any], Any]:

@@ -20,7 +20,6 @@ from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import table_of
 from mindx_elastic.core.script import run
-from mindx_elastic.rejoin.groups import reduce_in_replay
 from mindx_elastic.rejoin.member import Member
 
 __all__ = ["end_setup", "hold", "main", "prepare"]
@@ -76,7 +75,6 @@ def prepare(refuse: Callable[[str], None] | None = None) -> None:
     _patch(c10d, "_store_based_barrier", lambda *arguments, **named: None)
     tell = refuse or _tell
     instead = {name: _refusing(f"torch.distributed.{name}()", tell) for name in _COLLECTIVES}
-    instead["all_reduce"] = _reducing(instead["all_reduce"])
     _patch_all(c10d, {**instead, **dict.fromkeys(_PASSED, lambda *arguments, **named: None)})
     if _FUNCTIONAL in sys.modules:
         told = {name: _refusing(f"a collective of DTensors ({name})", tell) for name in _FUNCTIONAL_COLLECTIVES}
@@ -119,18 +117,6 @@ def _refusing(what: str, tell: Callable[[str], None]) -> Callable[..., Any]:
         raise _SetupCollective(text)
 
     return refuse
-
-
-def _reducing(refuse: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_reduce`: not refused to a communication hook of DDP."""
-
-    def all_reduce(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        try:
-            return reduce_in_replay(tensor, async_op=async_op)
-        except LookupError:
-            return refuse(tensor, op, group, async_op)
-
-    return all_reduce
 
 
 def _tell(text: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
@@ -18,7 +19,7 @@ from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.rejoin import groups, joiner, spare
 from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.failures import RejoinFailed
-from mindx_elastic.rejoin.host import PARTS_DIFFER
+from mindx_elastic.rejoin.host import HAS_HOOK, PARTS_DIFFER
 from mindx_elastic.rejoin.member import Entry, Member, UnfitSpareError
 from mindx_elastic.rejoin.nodes_member import NodesMember
 
@@ -38,6 +39,9 @@ def find_member(ranks: RankInfo, modules: Sequence[nn.Module], *, is_first_guard
     reason = groups.problem() if is_first_guard else "this is not the process's first guard"
     if any(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters()):
         reason = reason or PARTS_DIFFER
+    parts = (part for module in modules for part in module.modules())
+    if any(part._comm_hooks for part in parts if isinstance(part, DistributedDataParallel)):
+        reason = reason or HAS_HOOK
     several = bool(settings.scope) and settings.num_nodes > 1
     if not reason and several and {kind for group in groups.my_groups() for _, kind in group.backends} != {"gloo"}:
         reason = "process groups of several nodes are recovered with gloo only"

@@ -348,13 +348,22 @@ def test_a_program_that_cannot_be_joined_is_restarted_and_told_why(
 
 
 @drill
-@pytest.mark.parametrize("more", [(), ("--zero",)], ids=["fsdp", "zero"])
-def test_ranks_that_hold_different_parts_are_restarted_from_memory(tmp_path: Path, more: Sequence[str]) -> None:
+@pytest.mark.parametrize(
+    ("script", "more", "words"),
+    [
+        ("sharded.py", (), "different parts of the state"),
+        ("sharded.py", ("--zero",), "different parts of the state"),
+        (JOB, ("--epochs", 1, "--compress"), "communication hook"),
+    ],
+)
+def test_a_job_that_cannot_go_on_in_place_says_so_at_its_start_and_is_restarted(
+    tmp_path: Path, script: str, more: Sequence[object], words: str
+) -> None:
     options = (*PATIENT, "--snapshot-every", "1")
-    job, _ = Runs(tmp_path, "sharded.py").run(2, *more, *faults("1:6:mid"), options=options)
-    assert len(job.matches("the ranks hold different parts of the state, .* the whole job is restarted")) == 1
+    job, _ = Runs(tmp_path, script).run(2, *more, *faults("1:6:mid"), options=options)
+    assert len(job.matches(f"--recover in-place: .*{words}.* the whole job is restarted")) == 1, job.report()
     assert job.matches(r"restart 1 of") and not job.matches(IN_PLACE), job.report()
-    assert {int(match[1]) for match in job.matches(r"READY \d \d+ (\d+)$")} == {5}, job.report()
+    assert {match[1] for match in job.matches(r"READY \d \d+ (\w+)$")} == {"None", "5"}, job.report()
 
 
 @drill

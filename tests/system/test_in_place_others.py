@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness import Job, events, wait_until
 from tests.system.test_agent_zygote import wait_for_zygote
-from tests.system.test_in_place import IN_PLACE, WHY, Runs, check_in_place, faults, job_folder, processes, victims
+from tests.system.test_in_place import IN_PLACE, WHY, Runs, check_in_place, faults, job_folder, processes
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -36,17 +36,6 @@ def test_before_the_first_boundary_the_job_is_restarted_and_says_why(runs: Runs)
     job, _ = runs.run(2, "--epochs", 1, *faults("1:1:forward"))
     assert any("which is too early" in match[1] for match in job.matches(WHY)), job.report()
     assert len(job.matches(r"restart \d+ of")) == 1, job.report()
-
-
-@drill
-@pytest.mark.parametrize(
-    "orders",
-    [("1:4:mid", "0:6:backward"), pytest.param(("0:4:forward", "1:5:mid", "0:7:mid", "1:9:update"), marks=drill)],
-)
-def test_a_communication_hook_of_ddp(runs: Runs, orders: Sequence[str]) -> None:
-    """A new process lays out its buckets alone: the hook's own collective is no reason for a restart."""
-    job, _ = runs.run(2, "--epochs", 1, "--compress", *faults(*orders), options=PATIENT)
-    check_in_place(job, victims(orders))
 
 
 @pytest.mark.parametrize("order", ["1:1:update", pytest.param("0:1:backward", marks=drill)])
