@@ -335,7 +335,6 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     capture_rng()
     observers().own_variables(None, ())  # judges a thousand modules once, whether they are the program's
     look(None, targets)
-    ahead.grow_heap()
     ahead.start_kernels().join()
     known = dict(os.environ)  # not itself, which is asked for the rank
     settings, agent = RejoinSettings.from_env(known), AgentInfo.from_env(known)

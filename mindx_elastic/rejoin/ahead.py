@@ -1,9 +1,7 @@
 """What a spare does before it is needed, so that it is not done while all others wait.
 
 The ranks write the order in which gradients arrive into the agent's folder, once in an attempt. A spare lays out the
-buckets of DDP by it. It takes memory from the kernel, too, for the first step: to touch 30 MB for the first time takes
-5 ms and more, which the other ranks have behind them. And it lets torch set up what the first step of a process sets
-up.
+buckets of DDP by it. And it lets torch set up what the first step of a process sets up.
 """
 
 from __future__ import annotations
@@ -20,11 +18,9 @@ import torch
 from mindx_elastic.core.events import logger
 from mindx_elastic.rejoin import groups
 
-__all__ = ["grow_heap", "lay_out_buckets", "share_orders", "start_kernels"]
+__all__ = ["lay_out_buckets", "share_orders", "start_kernels"]
 
-_LARGEST_BLOCK = 24 << 20  # glibc's limit is 32 MiB
 _FILE = "gradients.json"
-_HEAP_BLOCK, _HEAP_BLOCKS = 512 << 10, 64
 
 
 def share_orders(folder: Path, attempt: str, orders: Mapping[str, list[int]]) -> None:
@@ -48,18 +44,6 @@ def lay_out_buckets(ddp: groups.DdpModules, folder: Path, attempt: str) -> dict[
                 name: orders[name] for name, module in ddp if not groups.rebuild_buckets(name, module, orders[name])
             }
     return {}
-
-
-def grow_heap() -> None:
-    """Let the C library keep freed memory of usual sizes, and have some of it."""
-    _keep_what_is_freed()
-    blocks = [torch.zeros(_HEAP_BLOCK, dtype=torch.uint8, device="cpu") for _ in range(_HEAP_BLOCKS)]
-    del blocks
-
-
-def _keep_what_is_freed() -> None:
-    block = torch.empty(_LARGEST_BLOCK, dtype=torch.uint8, device="cpu")
-    del block  # when a large block is given back, glibc takes all up to its size from the heap, and keeps twice as much
 
 
 def start_kernels() -> threading.Thread:

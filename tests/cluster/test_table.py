@@ -114,13 +114,6 @@ def test_a_second_process_with_a_taken_id_is_refused_until_the_heartbeat_has_run
     assert answer(table, who(3, "1"), 5.0)["op"] == "welcome"
 
 
-def test_a_death_that_is_seen_frees_the_place_at_once() -> None:
-    table = new_table()
-    form(table, [who(1, "0"), who(2, "1")])
-    table.die(f"{2:032d}", "its process is gone", 0.1)
-    assert answer(table, who(3, "1"), 0.1)["op"] == "welcome"
-
-
 def test_a_connection_that_ends_is_a_death_only_if_it_is_not_opened_again() -> None:
     table = new_table()
     form(table, [who(1, "0"), who(2, "1")])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,12 +62,6 @@ def test_orders_that_cannot_be_written_are_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
 
 
-def test_orders_are_whole_at_any_time(tmp_path: Path) -> None:
-    for order in ([0, 1], [1, 0]):
-        ahead.share_orders(tmp_path, "1", {"model": order})
-        assert json.loads((tmp_path / "gradients.json").read_text()) == ["1", {"model": order}]
-
-
 class Notes(TorchFunctionMode):
     """A mode of the program's that sees each call of torch in its thread."""
 
@@ -95,23 +86,3 @@ def test_torchs_kernels_are_used_beside_the_program_and_without_it() -> None:
         handle.remove()
     assert not called and not notes.seen
     assert equal_rng(before, capture_rng())
-
-
-def test_the_heap_keeps_what_is_freed() -> None:
-    """Compared with a process that has not grown its heap: how much of the memory a process of its own has touched
-    already, and in what pages it gets the rest, differs between machines."""
-
-    def faults_of(grown: bool) -> int:
-        code = (
-            "import resource, torch\n"
-            "from mindx_elastic.rejoin import ahead\n"
-            f"if {grown}: ahead.grow_heap()\n"
-            "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-            "before = faults()\n"
-            "blocks = [torch.zeros(256 << 10, dtype=torch.uint8) for _ in range(64)]\n"
-            "print(faults() - before)\n"
-        )
-        return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
-
-    fresh, grown = faults_of(grown=False), faults_of(grown=True)
-    assert grown < fresh / 2, (grown, fresh)

@@ -134,15 +134,6 @@ def test_an_abort_that_does_not_return_is_the_reason_of_a_restart() -> None:
     assert devices.settle(60.0) == ""
 
 
-def test_an_abort_that_fails_is_the_reason_of_a_restart() -> None:
-    def fail() -> None:
-        raise RuntimeError("NCCL error: unhandled\nmore")
-
-    backend = FakeNccl()
-    backend.at_abort = fail
-    assert devices_of(backend).settle() == "a communicator could not be aborted (RuntimeError: NCCL error: unhandled)"
-
-
 def test_after_new_connections_it_begins_anew(cuda: SimpleNamespace) -> None:
     backend = FakeNccl()
     devices = devices_of(backend)
@@ -289,17 +280,6 @@ def test_a_new_process_has_no_old_backend(monkeypatch: pytest.MonkeyPatch) -> No
         groups.connect(dist.HashStore(), 4, 30.0)
     ((device, _, new),) = handle.registered
     assert device == "cuda" and new.options._timeout == timedelta(seconds=5)
-
-
-@pytest.mark.usefixtures("cuda")
-def test_without_the_switch_nothing_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of NCCL that was made after the guard was entered."""
-    handle = Handle(cuda=FakeNccl())
-    with group_of(monkeypatch, handle, (("cuda", "nccl"),)):
-        monkeypatch.setattr(groups, "problem", lambda: nccl.problem(["cuda"]))
-        with pytest.raises(RuntimeError, match="MINDX_REJOIN_NCCL=1"):
-            groups.connect(dist.HashStore(), 4, 30.0)
-    assert handle.registered == []
 
 
 @pytest.fixture(autouse=True)
