@@ -188,7 +188,7 @@ def test_the_end_of_the_scheduler_ends_a_job_without_recovery() -> None:
 
 @pytest.mark.drill
 def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
-    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
+    with cluster(2, MINDX_HEARTBEAT_S="3") as run:
         scheduler, jobs = held(run, "--hold-at=5")
         second = run.worker(1, fresh=False)
         second.expect(1)
@@ -220,7 +220,7 @@ def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
 @pytest.mark.drill
 def test_workers_wait_until_the_schedulers_disk_has_room_again(tmp_path: Path) -> None:
     """Longer than a heartbeat, and they say nothing before they are admitted."""
-    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
+    with cluster(2, MINDX_HEARTBEAT_S="3") as run:
         scheduler, jobs = held(run, "--hold-at=5", fresh=True)
         table = Path("recovery/scheduler.json")
         table.rename("before.json")
