@@ -138,13 +138,6 @@ def test_a_short_write_does_not_glue_two_lines_together(path: Path, room: int, m
     assert [(e["event"], e["step"]) for e in whole] == [("start", None), ("save", 2), ("save", 3)]
 
 
-def test_a_line_that_a_kill_has_cut_off_is_closed(path: Path) -> None:
-    path.write_bytes(b'{"time": 1.0, "run_id": "ru')
-    EventLog(path, run_id="run").emit("start")
-    torn, line = path.read_bytes().splitlines()
-    assert torn == b'{"time": 1.0, "run_id": "ru' and json.loads(line)["event"] == "start"
-
-
 # --- the file is bounded ---
 
 
@@ -233,18 +226,6 @@ def test_lines_backwards_are_the_lines(path: Path, size: int) -> None:
     assert b"".join(reversed(list(lines_backwards(path, 1000)))) == content[-1000:].replace(b"\n", b"")
 
 
-def test_of_a_huge_log_only_the_end_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(path, "wb") as file:
-        file.truncate(1 << 40)  # sparse
-        file.seek(0, os.SEEK_END)
-        file.write(b'\n{"run_id": "run", "attempt": 0, "rank": 0, "event": "end"}\n')
-    read = []
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda *args: read.append(args[1]) or pread(*args))  # type: ignore[func-returns-value]
-    assert EventLog(path, run_id="run").has_ended(0) and not EventLog(path, run_id="run").has_ended(1)
-    assert 0 < sum(read) < 1 << 20
-
-
 def test_the_prefix_says_who_speaks() -> None:
     record = logging.LogRecord("mindx_elastic", logging.INFO, "", 0, "hello", (), None)
 
@@ -297,21 +278,6 @@ def test_a_console_only_where_the_program_has_none(capfd: pytest.CaptureFixture[
         root.handlers = saved
         logger.setLevel(level)
     assert capfd.readouterr().err == "[mindx_elastic rank 1] INFO stop training\n"
-
-
-def test_a_warning_without_any_handler_has_prefix_and_level_too(tmp_path: Path) -> None:
-    """Before the guard is entered, in a program that has not configured logging."""
-    program = """
-import mindx_elastic as mx
-from mindx_elastic.data import ResumableLoader
-mx.CheckpointConfig(save_checkpoint_steps=5, save_checkpoint_seconds=9)
-list(ResumableLoader([1, 2, 3], rank=0, world_size=2))
-"""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "RANK": "1", "WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
-    lines = done.stderr.splitlines()
-    assert len(lines) == 2 and all(line.startswith("[mindx_elastic rank 1] WARNING ") for line in lines), done.stderr
 
 
 def test_what_a_stranger_has_written_is_not_carried_on(tmp_path: Path) -> None:

@@ -90,19 +90,6 @@ def test_shards_and_replicas_are_where_torch_has_them() -> None:
                 assert layout.boxes(shape, shard) == []
 
 
-@asks_torch
-@pytest.mark.parametrize("dp", [2, 3, 4])
-@pytest.mark.parametrize("tp", [2, 3])
-def test_a_strided_shard_of_an_even_dimension_is_where_torch_has_it(dp: int, tp: int) -> None:
-    mesh, theirs = (dp, tp), [_StridedShard(0, split_factor=tp), TorchShard(0)]
-    layout = Layout(mesh, tuple(map(parse_placement, theirs)))
-    for rows in (dp * tp, 2 * dp * tp, 5 * dp * tp):
-        for rank, coordinate in enumerate(coordinates(mesh)):
-            local, offset = _utils._compute_local_shape_and_global_offset((rows, 3), mesh, list(coordinate), theirs)
-            (box,) = layout.boxes((rows, 3), layout.shard_of(rank))
-            assert (box[0][0], 0) == offset and layout.local_shape((rows, 3), layout.shard_of(rank)) == local
-
-
 def torch_agrees_with_fsdp2(rows: int, dp: int, tp: int) -> bool:
     """Whether torch's reading of (_StridedShard, Shard) gives the sizes that FSDP2 around TP holds."""
     theirs = [_StridedShard(0, split_factor=tp), TorchShard(0)]
@@ -115,10 +102,10 @@ def torch_agrees_with_fsdp2(rows: int, dp: int, tp: int) -> bool:
 
 
 @asks_torch
-def test_a_strided_shard_of_an_uneven_dimension_is_where_torch_has_it_when_torch_has_it_right() -> None:
+def test_a_strided_shard_is_where_torch_has_it_when_torch_has_it_right() -> None:
     agreed = 0
     for rows, dp, tp in itertools.product(range(1, 20), (2, 3, 4), (2, 3, 4)):
-        if rows % (dp * tp) == 0 or not torch_agrees_with_fsdp2(rows, dp, tp):
+        if not torch_agrees_with_fsdp2(rows, dp, tp):
             continue
         agreed += 1
         layout = layout_of((dp, tp), f"_S(0,{tp})", "S(0)")
@@ -128,7 +115,7 @@ def test_a_strided_shard_of_an_uneven_dimension_is_where_torch_has_it_when_torch
             boxes = layout.boxes((rows,), layout.shard_of(rank))
             assert layout.local_shape((rows,), layout.shard_of(rank)) == local, (rows, dp, tp, rank)
             assert not boxes or boxes[0][0][0] == offset[0], (rows, dp, tp, rank)
-    assert agreed > 10
+    assert agreed > 50
 
 
 # --- FSDP2 around tensor parallel --------------------------------------------------------------------------------
@@ -296,11 +283,6 @@ def test_placements_are_understood_in_every_spelling(spelling: Any, expected: Pl
     assert parse_placement(str(expected)) == expected
 
 
-@pytest.mark.parametrize("placement", [TorchReplicate(), TorchShard(2), _StridedShard(0, split_factor=3)], ids=str)
-def test_torch_prints_placements_that_can_be_read_back(placement: Any) -> None:
-    assert parse_placement(repr(placement)) == parse_placement(placement)
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -325,14 +307,6 @@ def test_equal_layouts_compare_equal_however_their_ranks_are_given(ranks: Any) -
     assert Layout.from_json(layout.to_json()) == plain
 
 
-def test_names_of_mesh_dimensions_do_not_tell_layouts_apart() -> None:
-    assert Layout((2,), (REPLICATE,), mesh_dim_names=("dp",)) == Layout((2,), (REPLICATE,))
-
-
-def test_another_order_of_ranks_is_another_layout() -> None:
-    assert layout_of((2,), "S(0)", ranks=(1, 0)) != layout_of((2,), "S(0)")
-
-
 # --- JSON, friendly and hostile ----------------------------------------------------------------------------------
 
 
@@ -350,37 +324,6 @@ def test_a_layout_survives_json(case: tuple[tuple[int, ...], Layout], named: boo
 
 
 GOOD = {"mesh": [2, 2], "placements": ["R", "S(0)"], "ranks": [[0, 4]]}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"mesh": [2, 3]},
-        {"mesh": []},
-        {"mesh": [1 << 40, 1 << 40], "ranks": [[0, 1 << 80]]},
-        {"placements": ["R"]},
-        {"placements": ["R", "Partial()"]},
-        {"placements": ["R", "_S(0,0)"]},
-        {"placements": None},
-        {"ranks": []},
-        {"ranks": [0, 1, 2, -1]},
-        {"ranks": [[0]]},
-        {"ranks": [["0", 4]]},
-        {"ranks": {"0": 1}},
-        {"names": ["only one"]},
-    ],
-    ids=str,
-)
-def test_a_hostile_layout_is_refused_by_name(change: dict[str, Any]) -> None:
-    assert Layout.from_json(GOOD).size == 4
-    with pytest.raises(UsageError):
-        Layout.from_json({**GOOD, **change})
-
-
-@pytest.mark.parametrize("content", [None, 3, "layout", [], [1, 2], {}, {"mesh": [1]}], ids=str)
-def test_what_is_no_layout_at_all_is_refused_by_name(content: Any) -> None:
-    with pytest.raises(UsageError):
-        Layout.from_json(content)
 
 
 json_values = st.recursive(

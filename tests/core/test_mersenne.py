@@ -141,20 +141,6 @@ def test_another_generator_behind_the_functions(own: random.Random, monkeypatch:
     assert python_state() == usual, "and the first one has not moved"
 
 
-def test_a_wrapped_setstate_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, called, usual = python_state(), [], random.setstate
-
-    def wrapped(given: Any) -> None:
-        called.append(1)
-        usual(given)
-
-    monkeypatch.setattr(random, "setstate", wrapped)
-    random.random()
-    put_back_python(state)
-    assert called
-    assert python_state() == state
-
-
 @pytest.mark.parametrize("make", [np.random.PCG64, np.random.SFC64, np.random.Philox])
 def test_another_bit_generator_of_numpy(make: Callable[[int], Any]) -> None:
     original = np.random.get_bit_generator()  # type: ignore[attr-defined]
@@ -186,24 +172,6 @@ def test_where_the_memory_is_not_as_expected_the_libraries_are_asked(monkeypatch
     put_back_python(python)
     put_back_numpy(numpy)
     assert (random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()) == expected
-
-
-def test_raw_states_are_put_back_through_the_libraries_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    random.gauss(0, 1)
-    np.random.randn()
-    python, numpy = python_state(), numpy_state()
-    expected = random.getstate(), repr(numpy_says())
-    random.random()
-    np.random.rand()
-    monkeypatch.setattr(mersenne, "_python_is_as_expected", lambda: False)
-    monkeypatch.setattr(mersenne, "_gauss_offset", lambda: None)
-    monkeypatch.setattr(mersenne, "_python", mersenne._PythonAccess(None))
-    monkeypatch.setattr(mersenne, "_numpy", None)
-    assert isinstance(python, PythonState)
-    assert isinstance(numpy, NumpyState)
-    put_back_python(python)
-    put_back_numpy(numpy)
-    assert (random.getstate(), repr(numpy_says())) == expected
 
 
 @pytest.mark.parametrize("damage", ["16", "24"])

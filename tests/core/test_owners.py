@@ -25,9 +25,9 @@ from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.start import reader as reading_module
 from mindx_elastic.start.directories import prepare_directories
-from tests.checkpoint_files import write, write_step
+from tests.checkpoint_files import write
 from tests.guarded import Job
-from tests.start.finding import find, find_on, step_of
+from tests.start.finding import find, step_of
 
 STRANGER, COLLEAGUE = 65534, 65533
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -164,26 +164,6 @@ def test_a_rank_folder_of_a_stranger_is_refused(place: Path, kind: str) -> None:
 
 
 @needs_root
-def test_a_group_member_s_files_are_left_out_of_a_group_writable_directory(
-    place: Path, forged: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on a Kubernetes volume: owned by root, writable by the pods' group, setgid."""
-    directory = place / "ckpt"
-    write_step(directory, 16)
-    write_step(directory, 17)
-    for folder in (directory, directory / "rank_0", directory / "rank_1"):
-        os.chown(folder, 0, 2000)
-        folder.chmod(0o2775)
-    for rank in range(2):
-        source = write(place / "elsewhere" / f"{rank}.safetensors", step=89, rank=rank, world_size=2)
-        copy_in(source, directory / f"rank_{rank}" / "resnet-9_9.safetensors", group=2000)
-    assert [step_of(found) for found in find_on(2, directory)] == [17, 17]  # type: ignore[arg-type]
-    left_out = [record.message for record in caplog.records if "is left out" in record.message]
-    assert len(left_out) == 2 and all(f"user {STRANGER}" in line for line in left_out), left_out
-    assert (directory / "rank_0" / "resnet-9_9.safetensors").exists()
-
-
-@needs_root
 def test_only_strangers_files_are_no_silent_fresh_start_and_a_named_user_s_count(tmp_path: Path) -> None:
     """The job has run under another user before."""
     os.chown(write(tmp_path / "resnet-1_5.safetensors", step=5), COLLEAGUE, -1)
@@ -192,33 +172,6 @@ def test_only_strangers_files_are_no_silent_fresh_start_and_a_named_user_s_count
     _, trust = prepare_directories([tmp_path], RankInfo(), SharingSettings(trusted_users=(COLLEAGUE,)))
     (entry,) = read_entries(tmp_path, owners=trust.of(tmp_path))
     assert entry.info is not None and entry.info.step == 5
-
-
-@needs_root
-def test_a_stranger_s_own_kind_of_file_is_none_of_our_business(tmp_path: Path, place: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    save_file({"weight": torch.zeros(3)}, tmp_path / "pretrained.safetensors")
-    os.chown(tmp_path / "pretrained.safetensors", STRANGER, -1)
-    assert find(tmp_path) is None
-
-
-@needs_root
-def test_a_stranger_s_unreadable_file_is_named_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "resnet-1_1.safetensors", step=1)
-    path = write(tmp_path / "resnet-1_2.safetensors", step=2)
-    os.chown(path, STRANGER, -1)
-    from mindx_elastic.persist import catalog as catalog_module
-    from mindx_elastic.persist.format import read_header
-
-    def refuse(path: Path, *more: Any) -> Any:  # permission bits mean nothing to root
-        if path.name == "resnet-1_2.safetensors":
-            raise PermissionError(13, "Permission denied", str(path))
-        return read_header(path, *more)
-
-    monkeypatch.setattr(catalog_module, "read_header", refuse)
-    assert step_of(find(tmp_path)) == 1 and path.exists()
 
 
 @needs_root
@@ -274,16 +227,6 @@ def test_a_stranger_s_boundary_ring_is_left_out(tmp_path: Path, caplog: pytest.L
     assert list(own_states(path)) == [("run-a", 0, 5)]
     os.chown(path, STRANGER, -1)
     assert own_states(path) == {} and f"belongs to user {STRANGER}" in caplog.text
-
-
-@needs_root
-@pytest.mark.parametrize("command", ["inspect", "verify", "plan"])
-def test_the_commands_name_a_stranger_s_file(tmp_path: Path, command: str) -> None:
-    write(tmp_path / "resnet-1_1.safetensors", step=1)
-    os.chown(write(tmp_path / "resnet-1_2.safetensors", step=2), STRANGER, -1)
-    done = CliRunner().invoke(app, [command, str(tmp_path)])
-    assert f"resnet-1_2.safetensors: belongs to user {STRANGER}" in done.stdout, done.output
-    assert done.exit_code == (1 if command == "verify" else 0)
 
 
 @needs_root
@@ -349,17 +292,6 @@ def test_users_by_number_and_name() -> None:
     for wrong in ("root", 5, [True], [-1], [None], ["no such user"]):
         with pytest.raises(UsageError, match="trusted_users"):
             user_ids(wrong)  # type: ignore[arg-type]
-
-
-def test_settings() -> None:
-    env = {"MINDX_ALLOW_SHARED_DIRECTORY": "1", "MINDX_TRUSTED_USERS": "5, root,"}
-    settings = SharingSettings.from_env(env)
-    assert settings.allow_shared and settings.trusted_users == ("5", "root")
-    assert SharingSettings.from_env({}).with_arguments(True, [7]) == SharingSettings(
-        allow_shared=True, trusted_users=(7,)
-    )
-    with pytest.raises(UsageError, match="MINDX_ALLOW_SHARED_DIRECTORY='yes'"):
-        SharingSettings.from_env({"MINDX_ALLOW_SHARED_DIRECTORY": "yes"})
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:

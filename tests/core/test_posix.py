@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.core.posix import (
-    ProcessStat,
     has_ended,
     is_own_folder,
     is_private_folder,
@@ -75,16 +74,6 @@ def test_what_is_not_a_regular_file(tmp_path: Path, plant: Callable[[Path], obje
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_link_that_the_user_has_named(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    _link(path)
-    fd = open_regular(path, follow_link=True)
-    assert os.read(fd, 10) == b"{}" and not os.get_inheritable(fd)
-    os.close(fd)
-    with pytest.raises(OSError, match="not a regular file"):
-        open_regular(tmp_path, follow_link=True)
-
-
 def test_a_file_that_is_made_is_private(tmp_path: Path) -> None:
     path = tmp_path / "file"
     fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -121,14 +110,6 @@ def test_folders_of_our_own(tmp_path: Path) -> None:
         assert not is_own_folder(path) and not is_private_folder(path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_folder_of_another_user(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir(mode=0o700)
-    os.chown(folder, 65533, -1)
-    assert not is_own_folder(folder) and not is_private_folder(folder)
-
-
 def test_the_end_of_a_process_is_seen_through_its_descriptor() -> None:
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     fd = open_pidfd(process.pid, start_ticks(process.pid))
@@ -151,19 +132,6 @@ def test_a_number_that_belongs_to_another_process() -> None:
         open_pidfd(os.getpid(), "1")
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert has_ended(os.getpid(), "1") and not has_ended(os.getpid(), start_ticks(os.getpid()))
-
-
-def test_a_process_counts_as_alive_when_proc_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindx_elastic.core.posix.read_stat", lambda pid: None)
-    assert not has_ended(os.getpid(), start_ticks(os.getpid()))
-    assert has_ended(2**22, "1")
-
-
-def test_a_thread_that_is_on_its_way_out() -> None:
-    """Between the kernel's first step of an exit and its last: the state is still that of a running process."""
-    fields = {"session": 1, "processor_ticks": 0, "started": "1"}
-    assert ProcessStat(state="R", flags=0x400004, **fields).is_ending  # type: ignore[arg-type]
-    assert not ProcessStat(state="R", flags=0x400000, **fields).is_ending  # type: ignore[arg-type]
 
 
 def test_the_members_of_a_session() -> None:

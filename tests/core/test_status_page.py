@@ -39,18 +39,6 @@ def test_a_new_page_says_that_nothing_is_known_yet(path: Path) -> None:
     page.close()
 
 
-def test_without_an_agent_a_page_takes_what_it_is_told_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = StatusPage()
-    page.set(phase=WorkerPhase.TRAINING, saved_step=3)
-    page.set_text("reason", "SIGTERM")
-    page.pass_boundary(4)
-    assert page.phase == WorkerPhase.TRAINING and page.started and not list(tmp_path.iterdir())
-    page.close()
-
-
 def test_every_field_comes_through(path: Path) -> None:
     page = StatusPage(path)
     numbers = {
@@ -75,15 +63,6 @@ def test_every_field_comes_through(path: Path) -> None:
     page.set_text("reason", "")
     found = read_page(path)
     assert found is not None and (found.reason, found.arena) == ("", "/dev/shm/x")
-    page.close()
-
-
-def test_an_unknown_field_is_an_error(path: Path) -> None:
-    page = StatusPage(path)
-    with pytest.raises(KeyError):
-        page.set(nonsense=1)
-    with pytest.raises(KeyError):
-        page.set_text("nonsense", "")
     page.close()
 
 

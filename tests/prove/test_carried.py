@@ -38,31 +38,6 @@ while True:
         break
 # inputs labels lowest number
 
-# an agent that plays
-noise, place, total = 1.0, evaluate(), 0.0
-for turn in range(4):
-    if evaluate() < noise:
-        move = 1
-    else:
-        move = model(place)
-    after, reward, over = play(move)
-    loss = model(place, move, reward)
-    boundary()
-    place = evaluate() if over else after
-    noise = max(0.1, noise * 0.9)
-# noise place
-
-# hidden state of a recurrent model
-memory = None
-for epoch in range(2):
-    for batch in loader():
-        if memory is not None:
-            memory = model(memory)
-        out, memory = play(batch)[:2]
-        loss = out - batch
-        boundary()
-# memory
-
 # nothing
 for epoch in range(2):
     for batch in loader():
@@ -174,14 +149,6 @@ for batch in loader():
     boundary()
 # i rest
 
-# comprehensions alone
-for batch in loader():
-    values = [batch + j for j in range(3)]
-    print(sum(j for j in values), {j for j in values})
-    boundary()
-print([j for j in range(2)])
-#
-
 # cases
 mode, number = "warm", 0
 for batch in loader():
@@ -195,48 +162,6 @@ for batch in loader():
     boundary()
 # mode number
 
-# both ways bind
-for batch in loader():
-    if evaluate() < 0.5:
-        one = 1
-    else:
-        one = 2
-    two = one
-    boundary()
-#
-
-# an epoch that ends by itself, else
-wins = 0
-for epoch in range(2):
-    for batch in loader():
-        if model(batch) > 100:
-            break
-        boundary()
-    else:
-        wins += 1
-# wins
-
-# deleted
-cache = None
-for batch in loader():
-    out = model(batch)
-    cache = out if cache is None else cache
-    boundary()
-    del out
-# cache
-
-# a count over a loop of passes
-step, rate = 0, 1.0
-while step < 4:
-    for batch in loader():
-        if step >= 4:
-            break
-        loss = model(batch) * rate
-        rate *= 0.9
-        step += 1
-        boundary()
-# rate step
-
 # the best weights are only read when all is over
 best, kept = 1e9, None
 for epoch in range(2):
@@ -249,21 +174,6 @@ for epoch in range(2):
         kept = value
 print(kept)
 # best kept
-
-# unpacked
-head, rest = None, []
-for batch in loader():
-    head, *rest = [batch, head, *rest]
-    boundary()
-# head rest
-
-# attributes are no names
-run = SimpleNamespace(count=0)
-for batch in loader():
-    run.count += 1
-    run.last = model(batch)
-    boundary()
-#
 
 # the loop calls a function that a test of it runs
 count = 0
@@ -296,31 +206,6 @@ def run():
         total += 1
         boundary()
 # total
-
-# a generator's own names are not the loop's
-def run():
-    def batches():
-        buffer = []
-        for batch in loader():
-            buffer = [*buffer, batch][-2:]
-            yield buffer
-    for batch in batches():
-        loss = model(batch[0])
-        boundary()
-#
-
-# left from inside
-def run():
-    patience = 3
-    for epoch in range(3):
-        for batch in loader():
-            loss = model(batch)
-            boundary()
-        if loss > 2:
-            patience -= 1
-        if patience == 0:
-            return loss
-# patience
 
 # more than 256 instructions are jumped over
 def run():

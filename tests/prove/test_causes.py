@@ -23,11 +23,6 @@ def test_a_draw_after_the_boundary() -> None:
     )
 
 
-def test_a_draw_of_the_resumed_run() -> None:
-    text = words(step(15, begin=begin(15, stream="other")))
-    assert "the resumed run drew from it between the boundary of 14 and the first forward" in text
-
-
 def test_a_seed_set_again() -> None:
     found = difference(step(15, begin=begin(15, stream="seeded")), reference=drawn())
     assert "a seed is set there" in explain(drawn(), found).cause
@@ -47,17 +42,6 @@ def test_a_data_order_that_began_anew() -> None:
     assert "that of step 13 again" in words(step(15, end=end(15, batch="x13")))
 
 
-def test_a_known_batch_says_more_than_what_its_iterator_drew() -> None:
-    began_anew = step(15, begin=begin(15, stream=str(4 * 14 + 2)), end=end(15, batch="x1"))
-    found = explain(REFERENCE, difference(began_anew))
-    assert "the data order began anew" in found.what and "random streams" not in found.what
-
-
-def test_a_batch_of_no_other_step() -> None:
-    found = explain(REFERENCE, difference(step(15, end=end(15, batch="new"))))
-    assert found.what == "the batch of step 15 is another one" and "from_function(get_batch)" in found.remedy
-
-
 def test_another_number_of_forwards_is_counted() -> None:
     more = step(15, end=end(15, calls="2", batch="x15 x16"))
     assert words(more) == "forwards of model in step 15: 1, and 2 in the resumed run"
@@ -65,12 +49,6 @@ def test_another_number_of_forwards_is_counted() -> None:
     gone = explain(REFERENCE, difference(step(15, end=without)))
     assert gone.what == "forwards of model in step 15: 1, and nothing in the resumed run"
     assert "guard.enumerate(loader)" in gone.remedy
-
-
-def test_an_epoch_that_goes_on() -> None:
-    found = explain(REFERENCE, difference(step(11, epoch=1, step_in_epoch=11), resumed=10))
-    assert found.what.endswith("in the resumed run it is step 11 of epoch 1")
-    assert "islice" in found.cause and "guard.enumerate(loader)" in found.remedy
 
 
 def test_a_rate_that_is_set_before_the_update_comes_before_the_weights() -> None:
@@ -96,23 +74,6 @@ def test_weights_with_which_the_script_ends() -> None:
     assert "Guard(stateful={'best': best})" in explained.remedy
     assert compare_life(replace(one, varying=frozenset({"exit|model.w"})), ended("last")) is None
     assert compare_life(one, life([step(15)], resumed=14)) is None, "a run that was stopped"
-
-
-def test_causes_come_before_effects() -> None:
-    worst = step(
-        15,
-        begin=begin(15, stream="seeded", option="0.2", flag="False"),
-        end=end(15, batch="new", weights="other", optimizer="other", stream="other"),
-    )
-    kinds = [part.kind for part in difference(worst).parts]
-    assert kinds == ["stream", "batch", "flag", "option", "weights", "optimizer", "stream"]
-
-
-def test_a_rate_and_a_flag() -> None:
-    rate = step(15, begin=begin(15, option="0.05"))
-    assert words(rate) == "optimizer lr differs at step 15: 0.1, and 0.05 in the resumed run"
-    flag = step(15, begin=begin(15, flag="False"))
-    assert words(flag) == "model.training differs at step 15: True, and False in the resumed run"
 
 
 def test_weights_at_entry_at_the_forward_and_after() -> None:
@@ -207,12 +168,3 @@ def test_variables_decide_nothing_and_are_told_of_equal_steps_too() -> None:
     assert [(lost.name, lost.first, lost.second) for lost in lost_variables(SHORT, short_life(other))] == [
         ("passed", "2", "0")
     ], "not what the reference itself does not change, nor what varies"
-
-
-def test_a_variable_is_named_where_the_resumed_run_goes_on_behind_the_end() -> None:
-    last = SHORT.lives[0].steps[-1]
-    behind = Life(rank=0, series=0, resumed=3, steps=[short_step(4, 3)], outcome="finished")
-    behind.entered = {**last.end, "variable|passed": "0"}
-    found = compare_life(SHORT, behind)
-    assert found is not None and found.parts[0].kind == "too many"
-    assert [(lost.name, lost.first, lost.second) for lost in found.lost] == [("passed", "3", "0")]

@@ -38,10 +38,3 @@ def test_a_control_file_that_is_not_one(tmp_path: Path) -> None:
     for name in ("none.json", "other.json"):
         with pytest.raises(UsageError, match="names no control file of mindx-elastic prove"):
             read_control(tmp_path / name)
-
-
-def test_where_the_last_boundary_is_counts_the_guards_of_the_program(tmp_path: Path) -> None:
-    control = Control(folder=tmp_path, directories=tmp_path, last=(1, 4))
-    assert not control.is_last(0, 9, 0, passed=9)
-    assert not control.is_last(1, 3, 0, passed=9)
-    assert control.is_last(1, 4, 0, passed=9) and control.is_last(2, 1, 0, passed=9)

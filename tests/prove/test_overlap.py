@@ -91,16 +91,6 @@ def test_an_exact_job_is_verified(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not lines(caplog, "not got back")
 
 
-def test_a_forward_in_front_of_the_first_batch_is_part_of_no_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    stop(tmp_path)
-    warmed_up = []
-    resume(tmp_path, begin=lambda job: warmed_up.append(job.network(torch.ones(4, 4)).shape))
-    assert warmed_up and lines(caplog, f"verified: step {STOP + 1} is the one of the stopped process"), caplog.text
-
-
 def test_accumulation_is_played_to_the_windows_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     job = Quiet(tmp_path, accumulate=2)
@@ -194,51 +184,6 @@ def test_a_variable_that_goes_on_and_rests_in_the_played_step_is_told(
     assert outcomes(tmp_path) == ["variables differ"]
 
 
-def test_tensors_in_a_container_that_goes_on_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def train(job: Job) -> None:
-        ema = SimpleNamespace(shadow={n: p.detach().clone() for n, p in job.network.named_parameters()})
-        with job.guard as guard:
-            for _ in guard.epochs(3):
-                for x, y in job.loader:
-                    torch.nn.functional.cross_entropy(job.network(x), y).backward()
-                    job.optimizer.step()
-                    job.optimizer.zero_grad()
-                    for name, parameter in job.network.named_parameters():
-                        ema.shadow[name].lerp_(parameter.detach(), 0.1)
-                    if guard.step + 1 == STOP and guard.resumed_from_step is None:
-                        stop_at(STOP)(job, STOP)
-                    guard.step_end()
-
-    with pytest.raises(SystemExit):
-        train(Quiet(tmp_path))
-    train(Quiet(tmp_path, seed=1))
-    assert lines(caplog, "not got back: ema.shadow; if what comes later reads them, keep them"), caplog.text
-
-
-def test_a_step_without_a_forward_compares_the_variables_as_it_ends(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A replay memory that is filled before the training begins."""
-
-    def train(job: Job) -> None:
-        memory: list[float] = []
-        with job.guard as guard:
-            for _ in guard.epochs(3):
-                for x, y in job.loader:
-                    memory.append(float(x.sum()))
-                    if len(memory) > 2 * STOP:
-                        torch.nn.functional.cross_entropy(job.network(x), y).backward()
-                        job.optimizer.step()
-                    if guard.step + 1 == STOP and guard.resumed_from_step is None:
-                        stop_at(STOP)(job, STOP)
-                    guard.step_end()
-
-    with pytest.raises(SystemExit):
-        train(Quiet(tmp_path))
-    train(Quiet(tmp_path, seed=1))
-    assert lines(caplog, "not got back: memory (length 8, now 1)"), caplog.text
-
-
 def scaled_by(number: float) -> Callable[[Job, int], None]:
     """As a value of the program that a start has otherwise: it acts on the gradients of the step behind the stop."""
 
@@ -298,13 +243,6 @@ def test_whatever_happens_in_the_step_the_stop_is_as_without_it(
     _, weights = resume(tmp_path / "job")
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     assert not outcomes(tmp_path / "job"), "there is nothing to compare with"
-
-
-def test_no_time_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with 5 s of grace and less. Not with these: a loaded machine would end the process of this test."""
-    monkeypatch.setattr(guard_overlap, "_RESERVE_S", 60.0)
-    job = stop(tmp_path, grace_s=60.0)
-    assert job.steps[-1] == STOP
 
 
 def test_a_step_that_takes_too_long_is_not_played_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

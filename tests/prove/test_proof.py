@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,13 +99,6 @@ def prove_epochs(runs: Runs, tmp_path: Path, *, step: str = "pass", behind: str 
     return prove_job(runs, script, tmp_path / "ckpt", stops=4)
 
 
-def test_an_option_that_is_set_by_hand_behind_an_epoch_is_equal(runs: Runs, tmp_path: Path) -> None:
-    proof = prove_epochs(runs, tmp_path, behind='optimizer.param_groups[0]["lr"] *= 0.9; print(loss.item())')
-    assert proof.exit_code == 0, text_of(proof)
-    assert {3, 9} <= {row.resumed for row in proof.rows}, "the end of an epoch, and of the training"
-    assert not proof.lost
-
-
 def test_a_list_that_grows_behind_each_epoch_is_told(runs: Runs, tmp_path: Path) -> None:
     proof = prove_epochs(runs, tmp_path, behind="snapshots.append(copy.deepcopy(model.state_dict()))")
     assert proof.exit_code == 0, text_of(proof)
@@ -120,27 +112,6 @@ def test_a_training_that_its_own_exit_ends_is_compared_behind_its_last_step(
     proof = prove_epochs(runs, tmp_path, step="done += 1\n            if done == 7: sys.exit()")
     assert (proof.steps, proof.has_ended, proof.exit_code) == (7, True, 1)
     assert "the uninterrupted run ended after step 7" in text_of(proof) and "too many" in text_of(proof)
-
-
-@pytest.mark.drill
-def test_a_function_that_draws_and_is_fetched_ahead_is_equal(runs: Runs, tmp_path: Path) -> None:
-    proof = prove_job(runs, JOBS / "proved_function.py", tmp_path / "ckpt", stops=None)
-    assert proof.exit_code == 0, text_of(proof)
-    assert (proof.steps, proof.has_ended, len(proof.rows)) == (8, True, 10)
-
-
-@pytest.mark.drill
-def test_a_draw_that_takes_the_other_half_of_a_pair_is_named(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MINDX_UNMANAGED", "warn")
-    proof = prove_job(runs, NATURAL / "draws_after_the_boundary.py", tmp_path / "ckpt", stops=None, steps=6)
-    assert proof.exit_code == 1
-    found = {row.verdict.step: row.verdict.explained for row in proof.rows if row.verdict.explained is not None}
-    assert {3, 5} <= set(found), "at every second step"
-    for step, explained in found.items():
-        began = f"step {step} began with another torch stream: something drew from it "
-        assert explained.what.startswith(began), explained.what
 
 
 FAULTS = [
@@ -188,14 +159,6 @@ def test_a_fault_is_named(
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("fault", REFUSED)
-def test_what_the_guard_refuses_by_itself_is_told_as_that(runs: Runs, tmp_path: Path, fault: str) -> None:
-    proof = prove_fault(runs, tmp_path, fault, stops=1)
-    assert proof.exit_code == 4, text_of(proof)
-    assert "the uninterrupted run is refused: " in text_of(proof)
-
-
-@pytest.mark.drill
 @pytest.mark.parametrize(
     ("fault", "what", "cause"),
     [
@@ -214,28 +177,11 @@ def test_a_script_that_is_not_deterministic_is_named(
     assert len(proof.rows) == 2, "nothing is stopped then"
 
 
-@pytest.mark.drill
-def test_a_set_in_order_of_its_hashes_is_proved_with_a_fixed_seed(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "1")
-    command = Command(script=(str(JOBS / "proved.py"), "hashes", str(tmp_path / "ckpt")))
-    with Runs(command, timeout_s=600) as own:
-        assert prove(own, stops=1, steps=3, seed=0).exit_code == 0
-
-
 def test_a_script_that_fails(runs: Runs, tmp_path: Path) -> None:
     proof = prove_fault(runs, tmp_path, "crash")
     assert proof.exit_code == 4 and len(proof.rows) == 1
     text = text_of(proof)
     assert "the uninterrupted run fails with exit code 1: RuntimeError: the disk with the data is not there" in text
-
-
-@pytest.mark.drill
-def test_a_resumed_run_that_fails(runs: Runs, tmp_path: Path) -> None:
-    proof = prove_fault(runs, tmp_path, "resume_crash")
-    assert proof.exit_code == 1
-    assert "the resumed run fails with exit code 1: KeyError: 'not yet'" in text_of(proof)
 
 
 def test_a_refused_script(runs: Runs, tmp_path: Path) -> None:
@@ -313,18 +259,3 @@ def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:
         assert ends <= {number for _, number in choose_stops(places, stops, seed=0, has_ended=True)}
         by_seed = [set(choose_stops(places, stops, seed=seed, has_ended=True)) for seed in range(5)]
         assert len(set.union(*by_seed)) > stops, "one is chosen by the seed"
-
-
-def test_a_stop_is_carried_out_before_the_proof_ends() -> None:
-    windows = [Step(series=0, number=n, cut=n % 8 == 0) for n in range(1, 21)]
-    assert [number for _, number in choose_stops(windows, None, seed=0, has_ended=False)] == [*range(1, 17)]
-    assert len(choose_stops(windows, None, seed=0, has_ended=True)) == 20
-    unknown = [replace(step, cut=False) for step in windows]
-    assert len(choose_stops(unknown, None, seed=0, has_ended=False)) == 19
-
-
-def test_this_interpreter_runs_the_script(runs: Runs, tmp_path: Path) -> None:
-    script = tmp_path / "which.py"
-    script.write_text("import sys; print(sys.executable); raise SystemExit(7)")
-    proof = prove_job(runs, script)
-    assert "fails with exit code 7" in text_of(proof) and sys.executable in text_of(proof)

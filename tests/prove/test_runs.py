@@ -35,20 +35,6 @@ def write(tmp_path: Path, text: str) -> Command:
     return Command(script=(str(tmp_path / "script.py"),))
 
 
-def test_what_a_run_has_done_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    command = write(
-        tmp_path,
-        "print('a line')\n\nraise KeyError('gone')\n",
-    )
-    with Runs(command, fresh=True) as runs:
-        outcome = runs.run(runs.chain())
-        assert (outcome.code, outcome.hung_s, outcome.lives) == (1, 0.0, [])
-        assert outcome.last_lines[-1] == "KeyError: 'gone'"
-        assert outcome.refusal == ""
-
-
 def test_a_run_has_places_of_its_own_and_none_of_a_job_around_it(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

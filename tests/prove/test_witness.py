@@ -56,13 +56,6 @@ def run_to_the_end_of_the_proof(job: Job, **options: Any) -> None:
     assert not left.value.code
 
 
-def test_nothing_is_noted_in_an_ordinary_run(tmp_path: Path) -> None:
-    job = Job(tmp_path / "ckpt")
-    job.run(1)
-    assert proof_witness.open_proof(job.guard.ranks) is None
-    assert not list(tmp_path.rglob("*.jsonl.*")) and not list(tmp_path.rglob("rank_*.jsonl"))
-
-
 def test_it_changes_nothing(tmp_path: Path, begin: Begin) -> None:
     expected = weights_of_uninterrupted(tmp_path)
     begin()
@@ -145,12 +138,6 @@ def test_a_stop_comes_at_its_boundary_and_the_next_run_goes_on(tmp_path: Path, b
     assert {key: resumed.entered.get(key) for key in saved} == saved
 
 
-def test_an_alarm_of_another_rank_or_guard_is_left_alone(tmp_path: Path, begin: Begin) -> None:
-    folder = begin(alarm=Alarm(series=1, step=3, rank=0))
-    Job(tmp_path / "ckpt").run(1)
-    assert life_of(folder).alarm is None and life_of(folder).outcome == "finished"
-
-
 def test_the_weights_at_the_exit_are_those_of_the_script_s_end(tmp_path: Path, begin: Begin) -> None:
     folder = begin()
     job = Job(tmp_path / "ckpt")
@@ -162,26 +149,3 @@ def test_the_weights_at_the_exit_are_those_of_the_script_s_end(tmp_path: Path, b
     life = life_of(folder)
     assert life.exit["exit|model.0.bias"] == life.steps[-1].end["weights|model.0.bias"]
     assert life.exit["exit|model.0.weight"] != life.steps[-1].end["weights|model.0.weight"]
-
-
-def test_a_large_replay_memory_takes_a_line_of_usual_length(tmp_path: Path, begin: Begin) -> None:
-    class Memory:
-        def __init__(self) -> None:
-            self.items = [(float(n), n) for n in range(2000)]
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"items": list(self.items), "at": 0}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.items = list(state["items"])
-
-    memory = Memory()
-    folder = begin(steps=3)
-    job = Job(tmp_path / "ckpt", stateful={"memory": memory})
-    run_to_the_end_of_the_proof(job, middle=lambda job, step: memory.items.append((0.5, memory.items.pop(0)[1])))
-    ends = [step.end for step in life_of(folder).steps]
-    assert {key for key in ends[0] if key.startswith("stateful|memory")} == {
-        "stateful|memory.items",
-        "stateful|memory.at",
-    }
-    assert len({end["stateful|memory.items"] for end in ends}) == 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,13 @@ import pytest
 
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.config import RankInfo, SharingSettings
-from mindx_elastic.core.events import EVENTS_FILE
 from mindx_elastic.core.owners import Trust, find_owners
-from mindx_elastic.errors import DirectoryInUseError, GracefulExit, MismatchError, UnsafeDirectoryError, UsageError
+from mindx_elastic.errors import DirectoryInUseError, GracefulExit, MismatchError, UsageError
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_policy
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory
 from mindx_elastic.persist.first_save import FirstSave
-from mindx_elastic.persist.storage import LOCK_FILE, create_temp, temp_name
+from mindx_elastic.persist.storage import LOCK_FILE
 from mindx_elastic.start.directories import RankDirectories, hold_directories, prepare_directories
 from tests.guarded import Job, no_traces, stop_and_wait
 
@@ -73,14 +70,6 @@ def test_another_prefix_is_refused_and_each_way_out_works(tmp_path: Path) -> Non
     assert again.steps[0] == 3
 
 
-def test_one_job_may_have_several_prefixes_and_change_one(tmp_path: Path) -> None:
-    first = [breakpoint_policy(name, tmp_path, [15]) for name in ("stop", "request")]
-    stop(Job(tmp_path, policies=first))
-    second = Job(tmp_path, policies=[breakpoint_policy(name, tmp_path, [15]) for name in ("request", "new")])
-    second.run(epochs=1)
-    assert second.steps[0] == 3
-
-
 def test_left_overs_go_when_the_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The predecessor that is waited for may be in the middle of a save."""
     temp = tmp_path / "rank_0" / ".resnet-1_1.0123.mindx-tmp"
@@ -99,20 +88,6 @@ def test_left_overs_go_when_the_lock_is_held(tmp_path: Path, monkeypatch: pytest
         assert seen == [True] and not temp.exists()
 
 
-def test_a_plan_that_was_cut_off_goes_at_the_next_start(tmp_path: Path) -> None:
-    """Rank 0 writes strategy and plan beside the ranks' folders, and may be killed in the middle of it."""
-    ranks = RankInfo(rank=0, world_size=2)
-    left, kept = temp_name(tmp_path / "strategy.proto"), tmp_path / ".notes.txt"
-    for path in (left, kept):
-        path.write_text("torn")
-    fd, ours = create_temp(tmp_path / "resume_plan.json")  # its writer lives
-    _, trust = prepare_directories([tmp_path], ranks, SharingSettings())
-    with ExitStack() as stack:
-        hold_directories(stack, trust, ranks, grace_s=0.0)
-        assert not left.exists() and kept.exists() and ours.exists()
-    os.close(fd)
-
-
 def test_an_evaluation_beside_a_training_leaves_its_first_save_alone(tmp_path: Path) -> None:
     (tmp_path / ".resnet-1_1.0123.mindx-tmp").write_bytes(b"of a writer that may live")
     folder = tmp_path / "rank_0"
@@ -125,21 +100,6 @@ def test_an_evaluation_beside_a_training_leaves_its_first_save_alone(tmp_path: P
     )
     with no_traces(), Job(tmp_path, policies=[policy], resume="never").guard:
         assert (tmp_path / ".resnet-1_1.0123.mindx-tmp").exists() and first.path.read_bytes() == before
-
-
-def test_an_event_log_that_cannot_be_looked_at_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.lstat
-
-    def fail(path: Any, *args: Any, **more: Any) -> os.stat_result:
-        if Path(path).name == EVENTS_FILE:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return real(path, *args, **more)
-
-    monkeypatch.setattr(os, "lstat", fail)
-    with pytest.raises(UnsafeDirectoryError, match=r"events\.jsonl.*Input/output error"):
-        prepare_directories([tmp_path], RankInfo(), SharingSettings())
 
 
 @pytest.mark.parametrize(

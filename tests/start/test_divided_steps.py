@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.core.division import parts_of_member
-from mindx_elastic.errors import CorruptCheckpointError, MismatchError, UsageError
+from mindx_elastic.errors import CorruptCheckpointError, UsageError
 from mindx_elastic.persist.reader import read_checkpoint, verify_file
 from mindx_elastic.start.facts import KnownFaults, Refusal, ResumePlan, World
 from mindx_elastic.start.findings import Findings, list_files, reader_trust, scan
@@ -87,13 +87,6 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     assert "part 2 of 3 is in no usable file (files of ranks 0, 2 are there)" in str(plan)
 
 
-def test_files_of_replicas_that_were_not_the_same_do_not_fit_together(tmp_path: Path) -> None:
-    job = Replicas(tmp_path, 2)
-    job.write_share(0, 1, sample="one")
-    job.write_share(1, 1, sample="other")
-    assert isinstance(inventory(tmp_path).plan(World(2)), Refusal)
-
-
 @pytest.mark.parametrize("faulty", [0, 1, 2])
 def test_a_fault_report_takes_the_trust_from_one_file_and_the_resume_stays_exact(tmp_path: Path, faulty: int) -> None:
     job = Replicas(tmp_path, 3)
@@ -128,10 +121,3 @@ def test_one_file_of_a_divided_step_is_refused_by_name(tmp_path: Path) -> None:
     path = Replicas(tmp_path, 3).write_share(1, 1)
     with pytest.raises(UsageError, match=r"part 1, 3 is not in it.*mindx-elastic convert"):
         read_checkpoint(path)
-
-
-def test_a_file_of_another_step_is_not_mixed_in(tmp_path: Path) -> None:
-    one = Replicas(tmp_path / "one", 2, NEW).write_share(0, 1)
-    other = Replicas(tmp_path / "other", 2, OLD).write_share(1, 1)
-    with pytest.raises(MismatchError, match="of another step"):
-        read_checkpoint(one, others=[other])

@@ -107,13 +107,6 @@ def test_damage_is_said_and_only_a_start_moves_it(tmp_path: Path, caplog: pytest
     assert find(tmp_path).other, "what lies in quarantine may have been anything"
 
 
-def test_notes_of_ranks_that_never_saved(tmp_path: Path) -> None:
-    (tmp_path / "rank_1").mkdir()
-    FirstSave(tmp_path / "rank_1", "run-b").begin(1, 2)
-    found = find(tmp_path)
-    assert found.never_saved == [("run-b", 1, 2)] and not found.anything and not found.entries
-
-
 def test_small_states_of_one_rank_or_of_all(tmp_path: Path) -> None:
     machine = Machine(tmp_path, 2)
     for rank in range(2):

@@ -88,26 +88,6 @@ def test_memory_counts_for_runs_that_any_rank_knows(tmp_path: Path) -> None:
     assert planned(inventory.plan(World(2))).step == 5 and inventory.next_attempt("run-a") == 1
 
 
-def test_snapshots_of_known_runs_only(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, 3)
-    machine.know("run-a")
-    machine.snapshot(4)
-    machine.snapshot(5, ranks=[0, 1], run_id="other")
-    machine.snapshot(6, ranks=[2], sealed=False)  # half a snapshot
-    found = look_alone(machine.directory, machine.job)
-    assert {(fact.rank, fact.moment[2]) for fact in found.facts} == {(0, 4), (1, 4), (2, 4)}
-    assert found.next_attempt("other") == 1 and not found.rejected
-
-
-def test_ranks_of_one_machine_share_its_snapshots(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, 2)
-    machine.know("run-a")
-    machine.snapshot(5)
-    found = look([machine.directory] * 2, [machine.job] * 2)
-    assert [len(one.in_memory) for one in found] == [1, 1]
-    assert [fact.visible_to for fact in Inventory.merge(sent(found)).facts] == [None, None]
-
-
 def test_small_states_of_unknown_runs_and_forecasts_that_failed_do_not_count(tmp_path: Path) -> None:
     machine = Machine(tmp_path, 2)
     machine.know("run-a")
@@ -159,13 +139,6 @@ def test_what_was_damaged_is_done_without_and_said(tmp_path: Path) -> None:
     assert not inventory.is_all_known
 
 
-def test_who_met_the_damage_is_in_the_log_of_a_start(tmp_path: Path) -> None:
-    write_step(tmp_path, 7)
-    inventory = merged([tmp_path] * 2)
-    inventory.forget(1, inventory.facts[0], "cannot be read")
-    assert inventory.lines(None, ()) == ["run run-a step 7 is not used: rank 1: cannot be read"]
-
-
 def test_one_step_of_whichever_run_and_attempt_has_it(tmp_path: Path) -> None:
     write_step(tmp_path, 5)
     write_step(tmp_path, 7)
@@ -173,14 +146,6 @@ def test_one_step_of_whichever_run_and_attempt_has_it(tmp_path: Path) -> None:
     assert planned(inventory.plan(World(2), step=5)).steps_lost == 2
     refused = inventory.plan(World(2), step=6)
     assert isinstance(refused, Refusal) and "steps that are there: 7, 5" in str(refused)
-
-
-def test_what_there_would_be_without_some_files(tmp_path: Path) -> None:
-    for step in (5, 7):
-        write_step(tmp_path, step)
-    inventory = look_alone(tmp_path)
-    older = inventory.among(lambda fact: fact.moment[2] < 7)
-    assert planned(older.plan(World(2))).step == 5 and planned(inventory.plan(World(2))).step == 7
 
 
 def test_a_first_save_that_was_cut_off(tmp_path: Path) -> None:
@@ -211,25 +176,12 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     assert step.why_incomplete == "ranks 1, 3 of 4 missing"
 
 
-def test_a_long_list_of_missing_ranks_stays_one_line(tmp_path: Path) -> None:
-    write(tmp_path / "rank_0" / "a-1_1.safetensors", world_size=1000)
-    step = only_step(look_alone(tmp_path))
-    assert step.why_incomplete == "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 more of 1000 missing"
-
-
 def test_a_step_of_which_nothing_can_be_resumed_from_is_listed(tmp_path: Path) -> None:
     write(tmp_path / "a-1_1.safetensors", resumable=False)
     inventory = look_alone(tmp_path)
     step = only_step(inventory)
     assert step.why_incomplete == "rank 0 saved a state that cannot be resumed from" and not step.facts
     assert inventory.newest_complete() is None
-
-
-def test_two_world_sizes_in_one_step_are_never_complete(tmp_path: Path) -> None:
-    write(tmp_path / "rank_0" / "a-1_1.safetensors", rank=0, world_size=2)
-    write(tmp_path / "rank_1" / "a-1_1.safetensors", rank=1, world_size=2)
-    write(tmp_path / "rank_2" / "a-1_1.safetensors", rank=2, world_size=3)
-    assert only_step(look_alone(tmp_path)).why_incomplete == "its files disagree on the world size (2, 3)"
 
 
 def test_a_replica_makes_a_step_usable_and_the_small_state_makes_it_complete(tmp_path: Path) -> None:

@@ -186,14 +186,6 @@ def test_tensors_in_lists_are_carried_over_as_they_are(tmp_path: Path) -> None:
         assert_same_bits(zeros["a"], torch.zeros(3))
 
 
-def test_no_optimizer_in_the_files(tmp_path: Path) -> None:
-    Saved(2, TWO).write(tmp_path)
-    target = target_of(3, WANTED)
-    target.blueprint.optimizers["second"] = [["model.a"]]  # type: ignore[index]
-    with pytest.raises(MismatchError, match="holds nothing for second"):
-        assemble_for(plan_for(tmp_path, target), 0, target)
-
-
 # --- what is no tensor of the strategy ---
 
 
@@ -288,23 +280,6 @@ def test_a_damaged_replica_costs_nothing(tmp_path: Path) -> None:
     found = start(tmp_path, new)
     assert steps(found, new) == {7}
     assert len(list((tmp_path / QUARANTINE).rglob("*.safetensors"))) == 1
-
-
-def test_every_rank_for_itself_is_no_matter_of_another_world(tmp_path: Path) -> None:
-    """Private weights: the same name on each rank, and nobody can say what two of them would become."""
-    for rank in range(2):
-        name = {"w": (numbers(8, 3) * rank, layout([1], "R", ranks=[rank]))}
-        saved = Saved(2, name)
-        saved.write(tmp_path / str(rank))
-        folder = tmp_path / "all" / f"rank_{rank}"
-        folder.mkdir(parents=True)
-        os.replace(tmp_path / str(rank) / f"rank_{rank}/w-1_7.safetensors", folder / "w-1_7.safetensors")
-    for new in (WHOLE, layout([3], "R")):
-        for each in start(tmp_path / "all", new):
-            assert isinstance(each, MismatchError), each
-            text = str(each)
-            assert "different tensors are called model.w" in text and "Guard(layouts=...)" in text
-            assert "start it with 2 ranks" in text
 
 
 # --- what it costs ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,12 +54,6 @@ def test_never_looks_at_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a-1_3.safetensors"], "nothing is moved or deleted"
 
 
-def test_a_file_that_is_not_resumable_is_passed_over(tmp_path: Path) -> None:
-    write(tmp_path / "a-1_5.safetensors", step=5)
-    write(tmp_path / "a-1_9.safetensors", step=9, resumable=False)
-    assert step_of(find(tmp_path)) == 5
-
-
 @pytest.mark.parametrize("damage", files.DAMAGED_HEADERS)
 def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
@@ -75,16 +68,6 @@ def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(
     assert not bad.exists()
     moved = [p for p in (tmp_path / QUARANTINE).rglob("*") if p.suffix != ".txt" and p.is_file()]
     assert [p.read_bytes() for p in moved] == [content], "nothing on disk is lost"
-
-
-def test_a_second_sound_file_of_the_same_step_is_taken(tmp_path: Path) -> None:
-    write(tmp_path / "a-1_5.safetensors", step=5)
-    write(tmp_path / "a-1_9.safetensors", step=9)
-    files.flip_bit_in_data(write(tmp_path / "a-1_9_breakpoint.safetensors", step=9, kind="breakpoint"))
-    found = find(tmp_path)
-    assert step_of(found) == 9
-    assert found is not None and found.path.name == "a-1_9.safetensors"
-    assert not (tmp_path / "a-1_9_breakpoint.safetensors").exists()
 
 
 @pytest.mark.parametrize("damage", files.DAMAGES)
@@ -112,16 +95,6 @@ def test_a_linked_file_is_never_followed(tmp_path: Path) -> None:
     (directory / "a-1_9.safetensors").symlink_to(elsewhere)
     assert step_of(find(directory)) == 5
     assert elsewhere.exists()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_damaged_file_that_cannot_be_moved_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "a-1_5.safetensors", step=5)
-    files.flip_bit_in_data(write(tmp_path / "a-1_9.safetensors", step=9))
-    tmp_path.chmod(0o500)
-    found = find(tmp_path)
-    tmp_path.chmod(0o700)
-    assert found is not None and "could not be moved aside" in found.rejected[0]
 
 
 def test_several_directories_are_one_catalog(tmp_path: Path) -> None:
@@ -182,15 +155,6 @@ def test_anything_else_is_refused(tmp_path: Path, resume: Any, monkeypatch: pyte
         find(tmp_path, resume=resume)
 
 
-def test_a_link_that_was_asked_for_is_refused(tmp_path: Path) -> None:
-    link = tmp_path / "latest.safetensors"
-    target = write(tmp_path / "a-1_5.safetensors")
-    link.symlink_to(target)
-    with pytest.raises(UsageError, match=r"latest\.safetensors' is a symbolic link") as caught:
-        find(tmp_path, resume=link)
-    assert str(target) in str(caught.value)
-
-
 # --- several ranks ---
 
 
@@ -201,16 +165,6 @@ def test_another_world_size_is_said_clearly(tmp_path: Path) -> None:
         match=r"were written by 4 ranks and cannot be spread over the 2 of this job: .*start it with 4 ranks",
     ):
         steps_on(2, tmp_path)
-
-
-def test_a_newer_step_of_another_world_size_is_named(tmp_path: Path) -> None:
-    write_step(tmp_path, 5, world_size=2)
-    write_step(tmp_path, 9, world_size=4, name="b-1_9.safetensors")
-    results = find_on(2, tmp_path)
-    for result in results:
-        assert isinstance(result, Resumed) and result.checkpoint.info.step == 5
-        (line,) = result.rejected
-        assert line.startswith("run run-a step 9 is not used: written by 4 ranks: ")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.config import RankInfo
-from mindx_elastic.errors import MismatchError, NoUsableCheckpointError
+from mindx_elastic.errors import NoUsableCheckpointError
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import write
@@ -50,14 +50,6 @@ def test_a_first_save_of_one_rank_only(tmp_path: Path, caplog: pytest.LogCapture
     assert kept.exists()
 
 
-def test_and_again_in_the_next_run_with_the_other_rank(tmp_path: Path) -> None:
-    begin(tmp_path)
-    saved(tmp_path, 0)
-    begin(tmp_path, "run-b")
-    saved(tmp_path, 1, 5, run_id="run-b")
-    assert start(tmp_path) == [None, None]
-
-
 def test_a_whole_step_of_which_a_file_was_deleted_is_refused(tmp_path: Path) -> None:
     begin(tmp_path)
     saved(tmp_path, 0)
@@ -82,12 +74,6 @@ def test_on_disks_that_are_not_shared(tmp_path: Path) -> None:
     assert start(nodes) == [None, None]
     (next((nodes[1] / "rank_1").iterdir())).unlink()  # another machine in its place
     assert all(isinstance(one, NoUsableCheckpointError) for one in start(nodes))
-
-
-def test_notes_of_another_world_prove_nothing(tmp_path: Path) -> None:
-    begin(tmp_path, ranks=[1], world_size=3)
-    saved(tmp_path, 0)
-    assert all(isinstance(one, (NoUsableCheckpointError, MismatchError)) for one in start(tmp_path))
 
 
 def test_a_directory_that_was_asked_for_by_name_is_refused(tmp_path: Path) -> None:

@@ -98,18 +98,6 @@ def test_behind_it_all_of_the_small_state_in_front_is_kept_and_comes_back() -> N
         assert same_tree(side.state(rank.collector), before)
 
 
-def test_where_all_are_on_one_side_they_stay() -> None:
-    for passed in (True, False):
-        ranks = [Rank(), Rank()]
-        for rank in ranks:
-            if passed:
-                rank.pass_tail()
-        sides = [TailSide(rank.found()) for rank in ranks]
-        meet(sides)
-        for side, rank in zip(sides, ranks, strict=True):
-            assert (front_of(side.state(rank.collector)["progress"]["loop"]) is not None) == passed
-
-
 def test_the_small_state_of_a_killed_rank_decides_and_not_its_donors() -> None:
     donor, killed = Rank(), Rank()
     own = killed.own()
@@ -119,17 +107,6 @@ def test_the_small_state_of_a_killed_rank_decides_and_not_its_donors() -> None:
     assert front_of(sides[0].state(donor.collector)["progress"]["loop"]) is None
     state, is_whole = sides[1].own()
     assert state is not None and is_whole and state["progress"]["loop"]["tail_values"]
-
-
-def test_a_killed_rank_that_was_behind_goes_back_with_the_others() -> None:
-    donor, killed = Rank(), Rank()
-    killed.pass_tail(changes_weights=True)  # its weights are gone, and the donor's are those in front
-    side = TailSide(donor.found(killed.own()))
-    assert side.say() == TailSide(killed.found(killed.own())).say() != TailSide(donor.found()).say()
-    side.go_back()
-    state, is_whole = side.own()
-    assert state is not None and is_whole
-    assert state["progress"]["loop"].keys() == {"tail_values"}
 
 
 def test_weights_that_it_has_changed_cannot_go_back(caplog: pytest.LogCaptureFixture) -> None:
