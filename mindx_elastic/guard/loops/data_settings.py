@@ -6,7 +6,8 @@ on other samples. Kept are attributes that are plain values: of the data set, of
 the collate function's object, of samplers that are not torch's, and what programs set on the loader and on torch's
 samplers (`_OF_LOADER`, `_ORDER`); of samplers also arrays and tensors. They count as set by the program when they are
 others than at the guard's entry, unless one has changed while a batch was made in this process, or an iteration was
-opened (``self.calls += 1`` in ``__getitem__``): that is the data set's own, and may belong to what no file has.
+opened (``self.calls += 1`` in ``__getitem__``): that is the data set's own, and may belong to what no file has. What
+a sampler counts is kept: a resumed epoch begins with its value of the epoch's begin, and has that of the boundary then.
 
 What cannot be put back, the comparison of the resumed step with the stopped process shows: its batch is another one. So
 it is with objects that the program exchanges (``dataset.transform = strong``), and with what it sets while workers
@@ -64,8 +65,10 @@ class DataSettings:
         self._made: set[_Key] = set()
         """What has changed while a sample was made."""
         self._loaded: Mapping[str, Any] | None = None
-        self._epoch_loaded = 0
+        self._epoch_loaded, self._goes_on = 0, False
         self._start: Mapping[_Key, Any] = {}
+        self._begun: Mapping[_Key, Any] = {}
+        """Of samplers, as the iteration began."""
         self._look()
         self._start = self._now
         self._make_state()
@@ -116,11 +119,11 @@ class DataSettings:
         self._make_state()
 
     def _make_state(self) -> None:
-        now: dict[str, dict[str, Any]] = {}
-        for key, value in sorted(self._now.items(), key=lambda item: item[0]):
-            if key not in self._made and not same_tree(self._start.get(key, _OTHER), value):
-                now.setdefault(key[0], {})[key[1]] = value
-        self._state: dict[str, Any] | None = {"num_ranks": self._num_ranks, "now": now} if now else None
+        start, own = self._start, {key: value for key, value in self._now.items() if key not in self._made}
+        now = {key: value for key, value in own.items() if not same_tree(start.get(key, _OTHER), value)}
+        begun = {key: each for key, each in self._begun.items() if key in own and not same_tree(each, own[key])}
+        found = {name: _by_path(values) for name, values in (("now", now), ("begun", begun)) if values}
+        self._state: dict[str, Any] | None = {"num_ranks": self._num_ranks, **found} if found else None
 
     def _are_other_contents(self) -> bool:
         return any(
@@ -136,8 +139,10 @@ class DataSettings:
         if loaded is not None and epoch == self._epoch_loaded and loaded.get("num_ranks") == self._num_ranks:
             # The head of the epoch has run a second time: what it has done to them is undone. On another rank, or with
             # more of them, what it sets (this rank's shard) is right.
-            self._put(_flat(loaded.get("now")))
-        self.begin_making()
+            self._put({**_flat(loaded.get("now")), **_flat(loaded.get("begun"))})
+            self._goes_on = True
+        self._look()
+        self._begun = {key: value for key, value in self._now.items() if _is_of_sampler(key[0])}
 
     def begin_making(self) -> None:
         """Code that makes samples may run from here on, up to `end_making`."""
@@ -145,19 +150,30 @@ class DataSettings:
             self._look()
 
     def end_making(self) -> None:
-        """What has changed since is the data set's own affair."""
+        """What has changed since is the data set's own affair, but for what a sampler counts."""
         if self._ids() == self._seen_ids:
             return
         before = self._seen
         self._see()
-        for path, held in self._seen.items():
-            self._made |= {(path, name) for name, value in held.items() if before[path].get(name, _OTHER) is not value}
-        self._make_state()
+        changed = {
+            (path, name)
+            for path, held in self._seen.items()
+            for name, value in held.items()
+            if before[path].get(name, _OTHER) is not value
+        }
+        self._made |= {key for key in changed if not _is_of_sampler(key[0])}
+        if changed <= self._made:
+            self._make_state()
+        else:
+            self._look()
 
     def at_opened(self) -> None:
         """Its workers are there, and its sampler has skipped what was used."""
         self.end_making()
         loaded, self._loaded = self._loaded, None
+        if self._goes_on:
+            self._goes_on = False
+            self._put({key: value for key, value in _flat(loaded and loaded.get("now")).items() if key in self._begun})
         gone = sorted(f"{path}.{name}" for path, name in _flat(loaded and loaded.get("now")) if path not in self.parts)
         if gone and self.tell is not None:
             self.tell(
@@ -243,7 +259,11 @@ def _items(held: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _most_of(path: str) -> int:
-    return _MOST_OF_SAMPLER if path.startswith(("sampler", "batch_sampler")) else _MOST_ITEMS
+    return _MOST_OF_SAMPLER if _is_of_sampler(path) else _MOST_ITEMS
+
+
+def _is_of_sampler(path: str) -> bool:
+    return path.startswith(("sampler", "batch_sampler"))
 
 
 def _plain(value: Any, most: int, depth: int = 0) -> Any:
@@ -262,6 +282,13 @@ def _plain(value: Any, most: int, depth: int = 0) -> Any:
     if any(one is _OTHER for one in found) or (kind is dict and not {int, str}.issuperset(map(type, items))):
         return _OTHER
     return dict(zip(items, found, strict=True)) if kind is dict else kind(found)
+
+
+def _by_path(values: Mapping[_Key, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for (path, name), value in sorted(values.items(), key=lambda item: item[0]):
+        found.setdefault(path, {})[name] = value
+    return found
 
 
 def _flat(by_path: Any) -> dict[_Key, Any]:
