@@ -209,7 +209,7 @@ def table(title: str) -> list[list[str]]:
 
 def test_environment_variables() -> None:
     lines = []
-    for title in ("Read by the package", "Set by the agent", "Written by `mindx-elastic plan --emit-env FILE`"):
+    for title in ("Read by the package", "Written by `mindx-elastic plan --emit-env FILE`"):
         lines += [f"# {title}"]
         rows = [(name, row[1]) for row in table(title) for name in re.findall(r"`(\w+)`", row[0])]
         lines += [f"{name}, default {value}" if "Read" in title else name for name, value in sorted(rows)]
