@@ -26,7 +26,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
@@ -193,9 +193,7 @@ def _is_deeper(value: object, limit: int) -> bool:
     for _ in range(limit + 1):
         inner: list[object] = []
         for each in level:
-            if isinstance(
-                each, (dict, Mapping)
-            ):  # a dict first: the check of an abstract class takes ten times as long
+            if isinstance(each, (dict, Mapping)):  # a dict first: an abstract class takes ten times as long
                 inner += each.values()
             elif isinstance(each, (list, tuple)):
                 inner += each
@@ -248,23 +246,22 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         return f"coordinates must map names to whole numbers, {_MAX_COORDINATES} at most"
     if isinstance(info.append_info, str) or not isinstance(info.append_info, Sequence):
         return "append_info must be a list"
-    if isinstance(info.flags, str) or not isinstance(info.flags, Sequence) or len(info.flags) > MAX_FLAGS:
-        return f"flags must be a list of {MAX_FLAGS} at most"
-    if not all(isinstance(flag, str) and len(flag) <= MAX_FLAG_LENGTH for flag in info.flags):
-        return f"flags must be strings of {MAX_FLAG_LENGTH} characters at most"
-    if not isinstance(info.names, (list, tuple)) or len(info.names) > MAX_NAMES:
-        return f"names must be a list of {MAX_NAMES} at most"
-    if not all(_is_plain(name) for name in info.names):
-        return "names must be strings of reasonable length"
-    if not isinstance(info.unmanaged, (list, tuple)) or len(info.unmanaged) > MAX_NAMES:
-        return f"unmanaged must be a list of {MAX_NAMES} at most"
-    if not all(isinstance(each, str) for each in info.unmanaged):
-        return "unmanaged must be strings"
-    if not isinstance(info.certificate, (list, tuple)) or len(info.certificate) > MOST + 1:
-        return f"certificate must be a list of {MOST + 1} at most"
-    if not all(_is_plain(entry) for entry in info.certificate):
-        return "certificate must be strings of reasonable length"
+    for name, most, fits, what in _LISTS:
+        value = getattr(info, name)
+        if not isinstance(value, (list, tuple)) or len(value) > most:
+            return f"{name} must be a list of {most} at most"
+        if not all(map(fits, value)):
+            return f"{name} must be {what}"
     return None
+
+
+_LISTS: tuple[tuple[str, int, Callable[[object], bool], str], ...] = (
+    ("flags", MAX_FLAGS, lambda flag: isinstance(flag, str) and len(flag) <= MAX_FLAG_LENGTH, "short strings"),
+    ("names", MAX_NAMES, _is_plain, "strings of reasonable length"),
+    ("unmanaged", MAX_NAMES, lambda line: isinstance(line, str), "strings"),
+    ("certificate", MOST + 1, _is_plain, "strings of reasonable length"),
+)
+"""Fields that are lists: how long at most, what an item is, and that in words."""
 
 
 @dataclass(frozen=True)

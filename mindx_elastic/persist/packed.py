@@ -22,7 +22,7 @@ from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.unflatten import unflatten
 
-__all__ = ["flat_bytes", "pack_state", "unpack_section"]
+__all__ = ["flat_bytes", "pack_state", "tensor_at", "unpack_section"]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,6 +32,17 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.cpu().contiguous()
     # Not reshape(-1): it keeps the odd strides that tensors of one or no element may have, which view() then refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def tensor_at(data: bytes, start: int, dtype: str, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """The tensor whose bytes begin at `start`, in memory of its own, and where they end. Raises ValueError."""
+    tensor = torch.empty(shape, dtype=BY_NAME[dtype], device="cpu")
+    source = data[start : start + tensor.nbytes]
+    if len(source) != tensor.nbytes:
+        raise ValueError("cut off")
+    if source:
+        memory_of(tensor)[:] = source
+    return tensor, start + tensor.nbytes
 
 
 def pack_state(state: object, *, at: Sequence[str] = ()) -> list[memoryview]:
@@ -69,14 +80,7 @@ def unpack_section(
             return at, *unpack_shaped(content, data, position)
         tensors: dict[str, torch.Tensor] = {}
         for name, dtype, shape in content["tensors"]:
-            tensor = torch.empty(shape, dtype=BY_NAME[dtype], device="cpu")
-            if tensor.nbytes:
-                source = data[position : position + tensor.nbytes]
-                if len(source) != tensor.nbytes:
-                    raise ValueError("cut off")
-                flat_bytes(tensor).numpy().data[:] = source
-            position += tensor.nbytes
-            tensors[name] = tensor
+            tensors[name], position = tensor_at(data, position, dtype, shape)
         return at, unflatten(content["tree"], tensors), position
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise CorruptCheckpointError(f"malformed packed state: {error!r}") from error

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from mindx_elastic.errors import CorruptCheckpointError
-from mindx_elastic.persist.dtypes import BY_NAME, NAMES
+from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import MAX_DEPTH
-from mindx_elastic.persist.packed import flat_bytes, pack_state, unpack_section
+from mindx_elastic.persist.packed import pack_state, tensor_at, unpack_section
 
 __all__ = ["SectionPacker", "StatePacker", "unpack_sections"]
 
@@ -295,18 +295,12 @@ def _unpack_shaped(content: dict[str, Any], data: bytes, position: int) -> tuple
     blobs: list[Any] = []
     for blob in content["blobs"]:
         if isinstance(blob, int):
+            if not 0 <= blob <= len(data) - position:
+                raise ValueError("cut off")
             piece: Any = data[position : position + blob]
-            nbytes = blob
+            position += blob
         else:
-            dtype, shape = blob
-            piece = torch.empty(shape, dtype=BY_NAME[dtype], device="cpu")
-            nbytes = piece.nbytes
-            source = data[position : position + nbytes]
-            if nbytes and len(source) == nbytes:
-                flat_bytes(piece).numpy().data[:] = source
-        if nbytes < 0 or position + nbytes > len(data):
-            raise ValueError("cut off")
-        position += nbytes
+            piece, position = tensor_at(data, position, *blob)
         blobs.append(piece)
     return _build(content["shape"], numbers, blobs), position
 

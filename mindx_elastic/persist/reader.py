@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.entries import TensorEntry
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, Header, open_checkpoint
+from mindx_elastic.persist.regions import read_into
 from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = ["Checkpoint", "Pieces", "map_checkpoint", "read_checkpoint", "read_some", "verify_file"]
@@ -275,7 +275,7 @@ def _read_tensor(
         offset = header.data_start + entry.start
         for start in range(0, entry.nbytes, _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
-            _read_into(fd, piece, offset + start, entry, path)
+            read_into(fd, piece, offset + start, entry, path)
             if verify:
                 digest.update(piece)
     if verify:
@@ -289,7 +289,7 @@ def _check_tensor(fd: int, header: Header, entry: TensorEntry, path: Path) -> No
     buffer = memoryview(bytearray(min(entry.nbytes, _PIECE_BYTES)))
     for start in range(0, entry.nbytes, _PIECE_BYTES):
         piece = buffer[: min(_PIECE_BYTES, entry.nbytes - start)]
-        _read_into(fd, piece, header.data_start + entry.start + start, entry, path)
+        read_into(fd, piece, header.data_start + entry.start + start, entry, path)
         digest.update(piece)
     _compare(digest, header, entry, path)
 
@@ -298,16 +298,3 @@ def _compare(digest: Any, header: Header, entry: TensorEntry, path: Path) -> Non
     if digest.hexdigest() != header.digests[entry.name]:
         problem = f"{path}: tensor {entry.name} does not match its digest; the file is damaged"
         raise CorruptCheckpointError(problem, path=path, tensor=entry.name)
-
-
-def _read_into(fd: int, view: memoryview, offset: int, entry: TensorEntry, path: Path) -> None:
-    while view:
-        try:
-            count = os.preadv(fd, [view], offset)
-        except OSError as error:  # the medium fails: report a damaged file
-            problem = f"{path}: tensor {entry.name} cannot be read: {error.strerror}"
-            raise CorruptCheckpointError(problem, path=path, tensor=entry.name) from error
-        if count == 0:
-            problem = f"{path}: tensor {entry.name} is cut off; the file was truncated while it was read"
-            raise CorruptCheckpointError(problem, path=path, tensor=entry.name)
-        view, offset = view[count:], offset + count

@@ -19,7 +19,7 @@ from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist.entries import TensorEntry
 from mindx_elastic.persist.format import Header
 
-__all__ = ["read_box"]
+__all__ = ["read_box", "read_into"]
 
 _PIECE_BYTES = 1 << 20  # little memory beside the part itself
 _READ_BYTES = 8 << 20
@@ -36,12 +36,12 @@ def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.T
     shape, item = entry.shape, entry.nbytes // max(1, math.prod(entry.shape))
     start = header.data_start + entry.start
     inner = _inner(shape, box)
-    reader = _Reader(fd, entry, path)
     strides = [math.prod(shape[i + 1 :]) * item for i in range(len(shape))]
     base = start + sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
     for outer in product(*(range(stop - begin) for begin, stop in box[:inner])):
-        reader.fill(out[outer], base + sum(index * stride for index, stride in zip(outer, strides, strict=False)))
-    return reader.num_bytes
+        offset = base + sum(index * stride for index, stride in zip(outer, strides, strict=False))
+        _fill(out[outer], fd, offset, entry, path)
+    return out.nbytes
 
 
 def _inner(shape: Sequence[int], box: Box) -> int:
@@ -54,36 +54,29 @@ def _inner(shape: Sequence[int], box: Box) -> int:
     return inner
 
 
-class _Reader:
-    def __init__(self, fd: int, entry: TensorEntry, path: Path) -> None:
-        self._fd, self._entry, self._path = fd, entry, path
-        self.num_bytes = 0
-
-    def fill(self, place: torch.Tensor, offset: int) -> None:
-        """Fill `place` from consecutive bytes; through a small buffer where its own memory is not consecutive."""
-        if place.is_contiguous() and place.reshape(-1).stride() == (1,):  # one element may have any strides
-            self._read(place, offset)
-            return
-        if place.ndim and place.nbytes > _PIECE_BYTES:
-            for index in range(place.shape[0]):
-                self.fill(place[index], offset + index * (place.nbytes // place.shape[0]))
-            return
-        self._read(buffer := torch.empty(place.shape, dtype=place.dtype, device="cpu"), offset)
+def _fill(place: torch.Tensor, fd: int, offset: int, entry: TensorEntry, path: Path) -> None:
+    """Fill `place` from consecutive bytes; through a small buffer where its own memory is not consecutive."""
+    if place.is_contiguous() and place.reshape(-1).stride() == (1,):  # one element may have any strides
+        read_into(fd, memory_of(place), offset, entry, path)
+    elif place.ndim and place.nbytes > _PIECE_BYTES:
+        for index in range(place.shape[0]):
+            _fill(place[index], fd, offset + index * (place.nbytes // place.shape[0]), entry, path)
+    else:
+        buffer = torch.empty(place.shape, dtype=place.dtype, device="cpu")
+        read_into(fd, memory_of(buffer), offset, entry, path)
         place.copy_(buffer)
 
-    def _read(self, target: torch.Tensor, offset: int) -> None:
-        view = memory_of(target)
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._fd, [view[done : done + _READ_BYTES]], offset + done)
-            except OSError as error:
-                raise self._error(f"cannot be read: {error.strerror}") from error
-            if count == 0:
-                raise self._error("is cut off; the file was truncated while it was read")
-            done += count
-        self.num_bytes += done
 
-    def _error(self, problem: str) -> CorruptCheckpointError:
-        name = self._entry.name
-        return CorruptCheckpointError(f"{self._path}: tensor {name} {problem}", path=self._path, tensor=name)
+def read_into(fd: int, view: memoryview, offset: int, entry: TensorEntry, path: Path) -> None:
+    """Fill `view` with bytes of tensor `entry`. Raises CorruptCheckpointError when bytes are missing or the medium
+    fails. Any thread."""
+    while view:
+        try:
+            count = os.preadv(fd, [view[:_READ_BYTES]], offset)
+        except OSError as error:  # the medium fails: report a damaged file
+            problem = f"{path}: tensor {entry.name} cannot be read: {error.strerror}"
+            raise CorruptCheckpointError(problem, path=path, tensor=entry.name) from error
+        if count == 0:
+            problem = f"{path}: tensor {entry.name} is cut off; the file was truncated while it was read"
+            raise CorruptCheckpointError(problem, path=path, tensor=entry.name)
+        view, offset = view[count:], offset + count
