@@ -25,7 +25,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of, has_method
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
-__all__ = ["NO_STATE", "Attributes", "TensorAdapter", "adapted", "attributes", "paired"]
+__all__ = ["NO_STATE", "Attributes", "TensorAdapter", "adapted", "attributes"]
 
 
 class TensorAdapter:
@@ -254,47 +254,6 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
     if any(hasattr(type(target), method) for method in ("__next__", "__iter__", "__getitem__")):
         return None  # a container or an iterator of an unknown kind
     return _Object(name, target, others)
-
-
-_PAIRS = (("get_state", "set_state"), ("getstate", "setstate"), ("get_state", "load_state"), ("save", "restore"))
-"""What gives a state, without arguments, and what takes it back."""
-
-
-class _Pair:
-    """An object with methods of other names than ``state_dict`` and ``load_state_dict``."""
-
-    is_stream, gives_copies = False, False
-
-    def __init__(self, name: str, target: Any, gets: str, sets: str) -> None:
-        self._name, self._target, self._gets, self._sets = name, target, gets, sets
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": f"{type(self._target).__qualname__}.{self._gets}", "value": getattr(self._target, self._gets)()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_kind(self._name, state, f"{type(self._target).__qualname__}.{self._gets}")
-        getattr(self._target, self._sets)(state["value"])
-
-
-def paired(name: str, target: object) -> Adapter | None:
-    """The adapter for an object with such a pair of methods; None: it has none, or is adapted otherwise."""
-    if isinstance(target, (torch.Tensor, *NO_STATE)) or generator_adapter(name, target) is not None:
-        return None
-    for gets, sets in _PAIRS:
-        if has_method(target, gets, sets):
-            needs = [_needed(getattr(target, method)) for method in (gets, sets)]
-            if needs == [0, 1] and getattr(target, gets)() is not None:
-                return _Pair(name, target, gets, sets)
-    return None
-
-
-def _needed(method: Any) -> int:
-    """How many arguments a call has to give it; -1: that is not known."""
-    try:
-        given = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):
-        return -1
-    return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given)
 
 
 def _is_own(target: object) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from mindx_elastic.capture.adapters import NO_STATE, adapted, paired
+from mindx_elastic.capture.adapters import NO_STATE, adapted
 from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.capture.module_component import ModuleComponent, unwrap_module
 from mindx_elastic.capture.optimizer_component import OptimizerComponent, has_state_of_torch, unwrap_optimizer
@@ -99,8 +99,6 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
         )
     if is_stateful(target):
         return PlainComponent(name, target, others=others)
-    if (pair := paired(name, target)) is not None:
-        return AdaptedComponent(name, target, pair)
     if not _LIVES_BY_ITSELF.fullmatch(name) and (adapter := adapted(name, target, others)) is not None:
         return AdaptedComponent(name, target, adapter)
     raise UsageError(

@@ -257,6 +257,28 @@ def test_layouts_by_hand(rank: int) -> None:
     assert set(step.layout.ranks) == {0, 1, 2, 3}, "a counter goes with its parameter"
 
 
+def test_row_sums_of_a_matrix_that_is_split_by_hand_are_this_ranks_own() -> None:
+    """Adafactor's follow the split, and have no replicas."""
+    network = nn.Linear(6, 4, bias=False)
+    targets = {"model": network, "optimizer": stepped(network.parameters(), torch.optim.Adafactor)}
+    layouts = {"model.weight": Layout((4,), ("shard(0)",))}  # type: ignore[arg-type]
+    setup = parallel_setup_of(targets, RankInfo(rank=3, world_size=WORLD), layouts, ddp_modules(targets))
+    record = LayoutRecorder(Collector(targets).components, setup).record().json
+    assert layout_at(record, "model.weight") == ({**EVERYWHERE, "placements": ["S(0)"]}, (16, 6))
+    assert layout_at(record, "optimizer.state.0.row_var")[0] == {"mesh": [1], "placements": ["R"], "ranks": [[3, 1]]}
+
+
+def test_ranks_that_are_not_consecutive_and_one_shape_under_two_names(join: Join) -> None:
+    join(0)
+    wide = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
+    renamed = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("c", "d"))
+    network = Laid(w=part(wide, [Shard(0), Shard(-1)], 2, 2), y=part(renamed, [Replicate(), Shard(0)], 2, 2))
+    record = recorder({"model": network}).record().json
+    known = {"mesh": [2, 2], "ranks": [0, 2, 1, 3]}
+    assert layout_at(record, "model.w") == ({**known, "placements": ["S(0)", "S(1)"], "names": ["a", "b"]}, (4, 4))
+    assert layout_at(record, "model.y") == ({**known, "placements": ["R", "S(0)"], "names": ["c", "d"]}, (4, 2))
+
+
 @pytest.mark.parametrize(
     ("layouts", "message"),
     [

@@ -205,7 +205,7 @@ class Warmup(torch.optim.lr_scheduler.LRScheduler):
 
 
 class Noise:
-    """A state by other names; draws once in each step."""
+    """Draws once in each step."""
 
     def __init__(self, net: Net) -> None:
         self._states, self._at = [0.1, -0.2, 0.3, 0.05, -0.15, 0.25, 0.07], [0]
@@ -216,10 +216,10 @@ class Noise:
         self._at[0] += 1
         return inputs[0] + self._states[self._at[0] % 7]
 
-    def get_state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         return {"at": self._at[0]}
 
-    def set_state(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self._at[0] = state["at"]
 
 

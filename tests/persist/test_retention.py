@@ -61,12 +61,6 @@ def test_protected_steps_stay_and_do_not_push_newer_ones_out() -> None:
     assert decide(files, keep_max=2, protect=(1,)) == [2, 3]
 
 
-@pytest.mark.parametrize("kind", ["manual", "breakpoint", "request_exit", "eval", "something new"])
-def test_only_periodic_files_are_deleted_or_counted(kind: str) -> None:
-    files = [periodic(1, kind=kind), periodic(2), periodic(3), periodic(4, kind=kind)]
-    assert decide(files, keep_max=1) == [2]
-
-
 def test_low_steps_written_later_are_the_newer_ones() -> None:
     # A second run in the same directory starts at step 1 again; its files are the ones to keep.
     old = [periodic(step, minute=step, run="old") for step in (100, 200)]
@@ -81,16 +75,6 @@ def test_equal_steps_of_two_attempts_are_two_moments() -> None:
         gone = choose_deletions([old, new], keep_max=1, keep_per_n_minutes=None, protect=protect)
         assert gone == [old.path]
     assert choose_deletions([old, new], keep_max=1, keep_per_n_minutes=None, protect=[("a", 0, 7)]) == []
-
-
-def test_all_ranks_of_a_step_stay_or_go_together() -> None:
-    files = [
-        CheckpointFact(path=Path(f"rank_{rank}/{step}"), step=step, kind="periodic", created=60.0 * step + 7 * rank)
-        for step in (1, 2, 3)
-        for rank in (0, 1)
-    ]
-    gone = choose_deletions(files, keep_max=2, keep_per_n_minutes=None, protect=())
-    assert gone == [Path("rank_0/1"), Path("rank_1/1")]
 
 
 @pytest.mark.parametrize(
