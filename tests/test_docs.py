@@ -104,9 +104,10 @@ def test_every_variable_that_the_package_reads_is_on_the_page() -> None:
 
 
 def internal_variables() -> set[str]:
-    """Those that our processes set for one another; options of the agent are in the table, too."""
+    """Those that launchers and our processes set; options of the agent are in the table, too."""
     in_table = rows(section("reference.md", "Read by the package"))
-    return set(re.findall(r"`([A-Z_]{4,})`", section("reference.md", "Set by the agent"))) - set(in_table)
+    names = re.findall(r"`([A-Z_]{4,})`", section("reference.md", "Set by the launcher or the agent"))
+    return set(names) - set(in_table)
 
 
 def variables_set_by_the_agent() -> set[str]:
@@ -120,7 +121,7 @@ def variables_set_by_the_agent() -> set[str]:
 
 
 def test_the_variables_that_the_agent_sets_are_on_the_page() -> None:
-    page = section("reference.md", "Set by the agent")
+    page = section("reference.md", "Set by the launcher or the agent")
     assert not [name for name in variables_set_by_the_agent() if f"`{name}`" not in page]
 
 
