@@ -26,7 +26,7 @@ import xxhash
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
 
-__all__ = ["FirstSave", "Note", "find_notes", "note_at", "notes_in"]
+__all__ = ["FirstSave", "Note", "find_notes", "note_at"]
 
 _PREFIX, _SUFFIX = "first-save-", ".json"
 _KEPT = 8  # notes of runs that never saved: a job that dies before its first save, again and again
@@ -57,11 +57,6 @@ class FirstSave:
         self.path = folder / f"{_PREFIX}{xxhash.xxh3_64_hexdigest(run_id.encode('utf-8', 'replace'))}{_SUFFIX}"
         self._run_id = run_id
         self._is_gone = False
-
-    def note(self) -> Note | None:
-        """The note as it is on disk; None: there is none, or it is not of this run."""
-        note = note_at(self.path)
-        return note if note is not None and note.run_id == self._run_id else None
 
     def begin(self, rank: int, world_size: int) -> None:
         """Write the note at a fresh start, before anything can be saved. Raises OSError."""
@@ -100,13 +95,8 @@ class FirstSave:
 
 def find_notes(directory: Path) -> Iterator[Note]:
     """The notes under a checkpoint directory that still hold, of all ranks and runs."""
-    for folder in sorted(directory.glob("rank_*")):
-        yield from notes_in(folder)
-
-
-def notes_in(folder: Path) -> Iterator[Note]:
-    """The notes in a rank's folder that still hold."""
-    return (note for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")) if (note := note_at(path)) is not None)
+    paths = sorted(directory.glob(f"rank_*/{_PREFIX}*{_SUFFIX}"))
+    return (note for path in paths if (note := note_at(path)) is not None)
 
 
 def note_at(path: Path) -> Note | None:

@@ -34,7 +34,7 @@ from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import MismatchError
-from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
+from mindx_elastic.persist.first_save import FirstSave, find_notes
 from mindx_elastic.start.ddp_warmup import replay_orders
 from mindx_elastic.start.in_place import Boundary, InPlacePart
 from mindx_elastic.start.job_layouts import JobLayouts, own_target
@@ -43,7 +43,7 @@ from mindx_elastic.start.ports import Job, Platform, Surroundings
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, plan_of, read_together
 from mindx_elastic.start.tail_side import TailSide
 
-__all__ = ["STRATEGY_FILE", "FirstSavesPart", "PeersPart", "Start", "is_another_job", "start_job"]
+__all__ = ["STRATEGY_FILE", "PeersPart", "Start", "is_another_job", "start_job"]
 
 STRATEGY_FILE = "strategy.proto"
 _DEFAULT_NAMES = frozenset({"ckpt", "CKP", "Net"})  # of Guard and ExceptionCheckpoint, ModelCheckpoint, OnRequestExit
@@ -131,8 +131,7 @@ def start_job(
     else:
         transport, faults = around.transport, platform.faults
         source = plan_of(exchange, ranks, places, disks, transport=transport, target=layouts.target, faults=faults)
-    first_saves = FirstSavesPart(job.folder(directories[0]))
-    meet(exchange, "plan", [layouts, *around.later_parts(), first_saves, source])
+    meet(exchange, "plan", [layouts, *around.later_parts(), source])
     around.greet()
     found = read_together(exchange, source)
 
@@ -155,8 +154,7 @@ def start_job(
     meet(exchange, "loaded", platform.last_parts(() if found is None else found.checkpoint.info.flags))
     if found is not None:
         _tell(found, job, began, boundary, [note for note in risks.notes if note not in known])
-    keeps = found is not None and not job.replicated if in_place else not is_guest
-    first_save = _keep_first_save(directories[0], source.run_id, found, job, first_saves) if keeps else None
+    first_save = None if is_guest else _note_first_save(directories[0], source.run_id, found, job)
     if not in_place and not is_guest:  # in a recovery in place the files are as the first start has left them
         if ranks.rank == 0:
             assert layouts.target.strategy is not None
@@ -270,38 +268,12 @@ class PeersPart(Part):
             space_of(text)
 
 
-class FirstSavesPart(Part):
-    """The runs of which every rank still has the note that it has never saved (see `persist.first_save`)."""
-
-    name = "first_saves"
-
-    def __init__(self, folder: Path) -> None:
-        """`folder`: of this rank's files."""
-        self._own = sorted({note.run_id for note in notes_in(folder)})
-        self.runs: frozenset[str] = frozenset()
-
-    def say(self) -> Any:
-        return self._own
-
-    def merge(self, said: Sequence[Any]) -> Merged:
-        return Merged(sorted(set.intersection(*({str(run) for run in each} for each in said))))
-
-    def hear(self, answer: Answer) -> None:
-        self.runs = frozenset(map(str, answer.common))
-
-
-def _keep_first_save(
-    directory: Path, run_id: str, found: Resumed | None, job: Job, first_saves: FirstSavesPart
-) -> FirstSave | None:
-    """Write the note that this rank has never saved in this run, if that is true (see `persist.first_save`).
-
-    A run that resumes from files has had a complete step. A run that resumes from memory alone has none on disk, and
-    keeps its notes while each rank finds its own: after a move, or at another world size, nothing would keep the notes
-    up to date.
-    """
+def _note_first_save(directory: Path, run_id: str, found: Resumed | None, job: Job) -> FirstSave | None:
+    """Note at a fresh start that this rank has never saved in this run (see `persist.first_save`). A run that resumes
+    has had a complete step: its notes go."""
     ranks = job.ranks
-    first_save = FirstSave(job.folder(directory), run_id)
     if found is None:
+        first_save = FirstSave(job.folder(directory), run_id)
         if ranks.world_size > 1 and not job.replicated:  # else one file is a whole step
             try:
                 first_save.begin(ranks.rank, ranks.world_size)
@@ -309,9 +281,6 @@ def _keep_first_save(
             except OSError as error:
                 logger.warning("%s: %s; a power cut in the first save will need a hand", first_save.path, error)
         return None
-    same_world = found.plan.source.world_size == ranks.world_size > 1
-    if found.only_in_memory and same_world and not job.replicated and run_id in first_saves.runs:
-        return first_save
     for note in list(find_notes(directory)):
         if note.run_id == run_id:
             try:
