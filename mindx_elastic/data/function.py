@@ -31,7 +31,8 @@ class FunctionLoader(EngineLoader):
 
     Args:
         function: called without arguments; returns the next batch, or raises StopIteration at an epoch's end.
-        batches_per_epoch: None: an epoch without an end.
+        batches_per_epoch: None: an epoch without an end. Give it where code follows an epoch's loop: a stop waits for
+            that code where the last batch is known.
         seed: whole number. Ranks draw differently.
     """
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from mindx_elastic.data.in_process import InProcessBatches, can_be_in_process
 from mindx_elastic.data.position import Cursor
 from mindx_elastic.data.track import Mark, fetching
 from mindx_elastic.data.workers import WorkerSet, open_iterator
@@ -142,8 +141,7 @@ class Engine:
         With persistent workers `build` is called the first time only; the workers are kept here.
         """
         if not persistent:
-            loader = build()
-            return (InProcessBatches(loader), None) if can_be_in_process(loader) else open_iterator(loader)
+            return open_iterator(build())
         if self._torch_iterator is None:
             self._torch_loader = build()
             self._torch_iterator, self._workers = open_iterator(self._torch_loader)
@@ -160,7 +158,7 @@ class Engine:
         announce: Callable[[], None] | None,
     ) -> Iteration:
         batches, workers = opened
-        shared = batches is self._torch_iterator
+        shared = getattr(batches, "wrapped", batches) is self._torch_iterator
         iteration = Iteration(
             self.cursor,
             batches,
@@ -230,7 +228,7 @@ class EngineLoader:
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch that was handed out last is its epoch's last one; False where only the end tells."""
+        """Whether the batch that was handed out last is its epoch's last one; False where only a function knows."""
         return self._engine.cursor.is_at_end
 
     def state_dict(self) -> dict[str, Any]:
