@@ -198,6 +198,7 @@ class Attempt:
         self._after(_LOOK_S, self._look)
         statuses = self.workers.statuses()
         if self._recovery is not None:
+            self.workers.look_for_early_signs()
             self._recovery.prepare()
         wanted = self._context.on_look(statuses)
         self._look_at_pauses()

@@ -2,7 +2,8 @@
 
 Each rank tells the others its process id and the process-id namespace it lives in; those that share it are watched
 through a pidfd, which becomes readable when the process is gone, however it died (SIGKILL by the OOM killer, a
-segmentation fault). The process's start time shows whether its number was reused meanwhile.
+segmentation fault), and where a signal ends it through two of its threads, which are gone while it still gives its
+memory back. The process's start time shows whether its number was reused meanwhile.
 
 Rejected: time-outs on the store (5 s instead of a millisecond); messages from the agent (plain torchrun has none);
 connections between ranks (a listener and a port a rank, for the same information).
@@ -18,7 +19,7 @@ from contextlib import suppress
 
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import boot_id, open_pidfd, start_ticks
+from mindx_elastic.core.posix import boot_id, killed_by, open_pidfd, start_ticks, thread_pidfds
 
 __all__ = ["PeerWatch", "own_identity", "own_space", "report_death", "space_of"]
 
@@ -79,6 +80,8 @@ class PeerWatch:
         self.gone: list[int] = []
         """Ranks found dead so far, in the order in which they were found."""
         self._fds: dict[int, int] = {}
+        self._threads: dict[int, tuple[int, int, str]] = {}
+        """By descriptor of a thread: the peer, its process id and start time."""
         self._report: Callable[[int], None] = lambda peer: None
         _, _, space = _parse(identities[rank])
         found = {peer: _parse(text) for peer, text in identities.items()}
@@ -89,6 +92,7 @@ class PeerWatch:
     def _open(self, peer: int, pid: int, started: str) -> None:
         try:
             self._fds[peer] = open_pidfd(pid, started)
+            self._threads |= dict.fromkeys(thread_pidfds(pid), (peer, pid, started))
         except ProcessLookupError:
             self.gone.append(peer)
         except OSError as error:  # an old kernel, or a sandbox that forbids it
@@ -102,6 +106,8 @@ class PeerWatch:
             watcher.post(lambda peer=peer: on_death(peer))  # type: ignore[misc]
         for peer, fd in self._fds.items():
             watcher.watch(fd, lambda peer=peer: self._hear(peer, on_death))  # type: ignore[misc]
+        for fd in self._threads:
+            watcher.watch(fd, lambda fd=fd: self._hear_thread(fd, on_death))  # type: ignore[misc]
 
     def report(self, peer: int) -> None:
         """Another source says that `peer` is dead. Any thread."""
@@ -112,6 +118,12 @@ class PeerWatch:
         if peer not in self.gone:
             self.gone.append(peer)
             on_death(peer)
+
+    def _hear_thread(self, fd: int, on_death: Callable[[int], None]) -> None:
+        """A thread has ended: of itself, or because its process is being killed."""
+        peer, pid, started = self._threads[fd]
+        if peer not in self.gone and killed_by(pid, started):
+            self._hear(peer, on_death)
 
     def look(self) -> list[int]:
         """Peers that are gone now, whether or not the watcher has seen it yet. Any thread, never blocks."""
@@ -126,7 +138,8 @@ class PeerWatch:
         """After the watcher has stopped."""
         with suppress(ValueError):
             _started.remove(self)
-        for fd in self._fds.values():
+        for fd in (*self._fds.values(), *self._threads):
             with suppress(OSError):
                 os.close(fd)
         self._fds.clear()
+        self._threads.clear()

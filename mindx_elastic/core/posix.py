@@ -12,6 +12,7 @@ import errno
 import json
 import mmap
 import os
+import signal
 import stat
 import time
 from collections.abc import Collection
@@ -29,6 +30,7 @@ __all__ = [
     "is_alive",
     "is_own_folder",
     "is_private_folder",
+    "killed_by",
     "members_of",
     "new_map",
     "open_pidfd",
@@ -37,10 +39,14 @@ __all__ = [
     "read_small",
     "read_stat",
     "start_ticks",
+    "thread_pidfds",
 ]
 
 SMALL_BYTES = 1 << 16
 _PF_EXITING = 0x4  # include/linux/sched.h; part of the kernel's interface through /proc/PID/stat
+_STOPS = frozenset({signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
+_LOOKS, _LOOK_AGAIN_S = 5, 0.0002
+_MOST_THREADS = 2
 _SLACK_S = 2.0  # the wall clock may have been adjusted a little in between
 
 
@@ -128,6 +134,8 @@ class ProcessStat:
     """Used so far by its threads, and by its children that have ended and were waited for; in clock ticks."""
     started: str
     """Clock ticks since the boot, as text: with the process id it names a process for good."""
+    exit_status: int = 0
+    """Of a main thread that is on its way out, as `os.waitpid` gives it; 0 where /proc does not say."""
 
     @property
     def is_ending(self) -> bool:
@@ -147,6 +155,7 @@ def read_stat(pid: int) -> ProcessStat | None:
             flags=int(fields[6]),
             processor_ticks=sum(map(int, fields[11:15])),
             started=fields[19],
+            exit_status=int(fields[49]),
         )
     except (OSError, IndexError, ValueError):
         return None
@@ -213,6 +222,38 @@ def open_pidfd(pid: int, started: str | None = None) -> int:
         os.close(fd)
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
     return fd
+
+
+def thread_pidfds(pid: int) -> list[int]:
+    """Descriptors that become readable when one of the oldest threads of a process beside its main thread ends.
+
+    A killed process is gone when the last of its threads has given the memory back: 20 ms for torch, 100 ms for a GiB.
+    The others end at once, so two of them show a death that much earlier; `killed_by` says whether it is one. Empty
+    where the kernel cannot watch threads (before Linux 6.9), or there are none.
+    """
+    found: list[int] = []
+    with suppress(OSError, AttributeError):
+        for thread in sorted(int(name) for name in os.listdir(f"/proc/{pid}/task")):
+            if thread != pid and len(found) < _MOST_THREADS:
+                with suppress(ProcessLookupError):
+                    found.append(os.pidfd_open(thread, os.O_EXCL))  # PIDFD_THREAD
+    return found
+
+
+def killed_by(pid: int, started: str | None = None) -> int:
+    """After a thread of a process has ended: the signal that is ending the process for certain; 0: it is not known.
+
+    Its main thread runs no program any more then, and never will. Any thread; takes a millisecond at most.
+    """
+    for _ in range(_LOOKS):
+        found = read_stat(pid)
+        if found is None or (started is not None and found.started != started):
+            return 0
+        # The status alone would not do: while a process is traced it may be a signal that has not ended anything.
+        if found.is_ending and (signum := found.exit_status & 0x7F) and signum not in {0x7F, *_STOPS}:
+            return signum
+        time.sleep(_LOOK_AGAIN_S)
+    return 0
 
 
 def boot_id() -> str:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from mindx_elastic.core.posix import (
     has_ended,
     is_own_folder,
     is_private_folder,
+    killed_by,
     members_of,
     new_map,
     open_pidfd,
@@ -26,7 +27,20 @@ from mindx_elastic.core.posix import (
     read_json_object,
     read_small,
     start_ticks,
+    thread_pidfds,
 )
+from tests.harness import wait_until
+
+
+def _can_watch_threads() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid(), os.O_EXCL))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+watches_threads = pytest.mark.skipif(not _can_watch_threads(), reason="this kernel cannot watch threads (Linux 6.9)")
 
 
 def _link(path: Path) -> None:
@@ -130,6 +144,79 @@ def test_the_members_of_a_session() -> None:
     assert process.pid in members and len(members) == 2
     assert os.getpid() not in members
     process.communicate()
+
+
+# --- a death that shows in a thread ---
+
+_WITH_THREADS = """
+import os, sys, threading
+go_on = threading.Event()
+for _ in range(3):
+    threading.Thread(target=go_on.wait, daemon=True).start()
+print(flush=True)
+for line in sys.stdin:
+    exec(line)
+"""
+
+
+@pytest.fixture
+def threaded() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WITH_THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdin is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def _wait_for_one(fds: list[int]) -> None:
+    assert len(fds) == 2 and select.select(fds, [], [], 60.0)[0]
+    for fd in fds:
+        os.close(fd)
+
+
+def _tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+@watches_threads
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_killed_process_shows_in_its_threads(threaded: subprocess.Popen[str], signum: int) -> None:
+    fds = thread_pidfds(threaded.pid)
+    assert not select.select(fds, [], [], 0.05)[0] and killed_by(threaded.pid) == 0
+    started = start_ticks(threaded.pid)
+    threaded.send_signal(signum)
+    _wait_for_one(fds)
+    # On a busy machine its main thread has not begun to end yet, and it is not known.
+    wait_until(lambda: killed_by(threaded.pid, started) == signum, "the signal that ends it")
+    assert killed_by(threaded.pid, "1") == 0  # the number belongs to another process now
+    assert threaded.wait() == -signum
+
+
+@watches_threads
+def test_the_end_of_a_thread_is_no_death(threaded: subprocess.Popen[str]) -> None:
+    fds = thread_pidfds(threaded.pid)
+    _tell(threaded, "go_on.set()")
+    _wait_for_one(fds)
+    assert killed_by(threaded.pid) == 0
+    threaded.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, threaded.pid, os.WSTOPPED)
+    assert killed_by(threaded.pid) == 0  # /proc gives the number of the signal that has stopped it
+
+
+@watches_threads
+def test_an_exit_is_no_death_by_a_signal(threaded: subprocess.Popen[str]) -> None:
+    fds = thread_pidfds(threaded.pid)
+    _tell(threaded, "os._exit(9)")
+    _wait_for_one(fds)
+    assert killed_by(threaded.pid) == 0
+    assert threaded.wait() == 9
 
 
 def test_a_new_map_has_its_memory_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
