@@ -91,18 +91,9 @@ class _NumpyGenerator:
         if there != here:
             raise MismatchError(f"{self._name}: the checkpoint holds a {there}, this generator's bits come from {here}")
         self._bits.state = state["state"]
-        if state["seeds"] not in (None, _seed_sequence(self._bits)):
-            self._set_seeds(state["seeds"])
-
-    def _set_seeds(self, seeds: dict[str, Any]) -> None:
-        """Those of the interrupted process: it has spawned from them, or they came from the operating system."""
-        try:
+        if (seeds := state["seeds"]) not in (None, _seed_sequence(self._bits)):
+            # The interrupted process has spawned from them, or they came from the operating system.
             self._bits.__setstate__((self._bits.state, np.random.SeedSequence(**seeds)))
-        except (TypeError, ValueError):  # numpy before 1.25 has no way to set them
-            if seeds["n_children_spawned"]:
-                raise MismatchError(
-                    f"{self._name}: the generator had spawned others, which this numpy cannot resume; use 1.25 or newer"
-                ) from None
 
 
 def generator_adapter(name: str, target: object) -> Adapter | None:

@@ -16,8 +16,6 @@ from mindx_elastic.capture.tensor_copy import TensorCopy
 __all__ = ["LooseBuffers"]
 
 _SMALL = 1 << 20  # bytes
-_TINY, _MOST_TINY = 1 << 12, 8
-"""Buffers of this many bytes, and no more of them, may be made at random; more are tables that every start makes."""
 
 
 class LooseBuffers:
@@ -46,8 +44,6 @@ class LooseBuffers:
                 tensor = table[key]
                 is_large = tensor is not None and tensor.nbytes > _SMALL
                 self._kept[name] = None if tensor is None else TensorCopy(tensor, is_original=is_large)
-        tiny = [name for name, kept in self._kept.items() if kept is not None and kept.tensor.nbytes <= _TINY]
-        self._tiny = frozenset(tiny if len(tiny) <= _MOST_TINY else ())
 
     def copy(self) -> None:
         """This is a boundary."""
@@ -91,7 +87,7 @@ class LooseBuffers:
 
     def own(self) -> dict[str, torch.Tensor]:
         """The boundary's copies of those that another rank may have otherwise: in host memory, and changed by the
-        training or tiny (made at random). What is on a device is not read at each step."""
+        training (DDP makes those alike that a program builds). What is on a device is not read at each step."""
         found = {}
         for name, kept in self._kept.items():
             if kept is not None and kept.value is not None and self._is_own(name, kept):
@@ -100,7 +96,7 @@ class LooseBuffers:
 
     def _is_own(self, name: str, kept: TensorCopy) -> bool:
         is_new = kept.has_changed or name in self._changed or name in self._replaced
-        return kept.tensor.device.type == "cpu" and (is_new or name in self._tiny)
+        return kept.tensor.device.type == "cpu" and is_new
 
     def look_ahead(self) -> dict[str, torch.Tensor]:
         """In mid-step: copies of the same as they are now."""

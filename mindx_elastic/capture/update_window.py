@@ -28,15 +28,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from mindx_elastic.capture.collector import BufferLook, Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
+from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.capture.graph_replays import is_capturing
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
-from mindx_elastic.core.looks import are_equal, attributes_of
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 
 __all__ = ["UpdateWindow"]
@@ -264,28 +263,18 @@ def _differing(one: _Leaves, other: _Leaves) -> set[str]:
     for leaf, value in one.items():
         now = other.get(leaf)
         is_same = value is now or (type(value) in _PLAIN and type(value) is type(now) and value == now)
-        if not is_same and leaf in other and not _equal(value, now):
+        if not is_same and leaf in other and not same_tree(value, now):
             changed.add(leaf)
     return changed
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return type(one) is type(other) and one.shape == other.shape and bool(torch.equal(one, other))
-    if type(one) is not type(other):
-        return False
-    return are_equal(one, other)
-
-
 def _moved_alike(then: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
     """Whether a value has moved in this step as it did in the last one that was completed; each from, to."""
-    if _equal(*then):
+    if same_tree(*then):
         return True  # it stood still then; most values that move in a window do not always
     if all(type(value) is int for value in (*then, *now)):
         return bool(now[1] - now[0] == then[1] - then[0])
-    return not _equal(*now)
+    return not same_tree(*now)
 
 
 def _some(values: set[str]) -> str:

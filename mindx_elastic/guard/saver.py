@@ -483,7 +483,6 @@ class Saver:
                 step=info.step,
                 kind=info.kind,
                 created=info.created,
-                epoch=info.epoch,
                 run_id=info.run_id,
                 attempt=info.attempt,
             )

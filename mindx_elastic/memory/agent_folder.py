@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -25,13 +24,10 @@ from pathlib import Path
 from mindx_elastic.agreement.job_key import write_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import is_alive, is_own_folder, read_stat
-from mindx_elastic.core.status_page import read_page
+from mindx_elastic.core.posix import is_own_folder
 from mindx_elastic.memory.folders import (
     MAKER_FILE,
     make_own_folder,
-    maker_in,
-    maker_of,
     remove_dead,
     remove_own,
 )
@@ -69,7 +65,6 @@ class AgentFolder:
             logger.warning("%s cannot be used (%s); the workers' pages go to %s", base, error.strerror, fallback)
             self.path = make_own_folder(fallback, "agent")
         self._has_key = False
-        _let_stopped_go_on(self.path.parent)
         remove_dead(self.path.parent)
         self._sequence = 0
 
@@ -129,24 +124,3 @@ class AgentFolder:
         """Never raises: the next agent removes what is left."""
         remove_dead(self.path.parent)
         remove_own(self.path)
-
-
-def _let_stopped_go_on(parent: Path) -> None:
-    """Workers of killed agents that were stopped (SIGSTOP) go on: they have a signal that makes them save and end.
-
-    Else they would keep their lock on the checkpoint directory and their memory, which the next start needs. Not one
-    that a debugger holds.
-    """
-    for folder in parent.glob("agent-*"):
-        agent = maker_in(folder)
-        if agent is None or not is_own_folder(folder) or maker_of(folder):
-            continue
-        for path in folder.glob("rank_*.page"):
-            with suppress(OSError):
-                page, made_at = read_page(path), path.stat().st_mtime
-                stat = read_stat(page.pid) if page is not None and is_alive(page.pid, made_at) else None
-                if page is not None and stat is not None and stat.state == "T":
-                    logger.warning(
-                        "worker %d of agent %d, which was killed, is stopped: it gets SIGCONT", page.pid, agent[1]
-                    )
-                    os.kill(page.pid, signal.SIGCONT)

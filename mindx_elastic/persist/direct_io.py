@@ -307,11 +307,6 @@ class Reserve:
         if device is not None and self._touched.done.wait(_TOUCH_S):
             self._pin = PinnedMemory(self._blocks.data_ptr(), len(ring), device)
 
-    @property
-    def nbytes(self) -> int:
-        """How much memory is held."""
-        return sum(len(memory) for memory in (self._blocks, self._room) if memory is not None)
-
     def release(self) -> None:
         """Return the reserved room to the system. Call it when the save begins."""
         room, self._room = self._room, None

@@ -37,8 +37,6 @@ class CheckpointFact:
     """``periodic``, ``manual``, ``breakpoint``, ``request_exit``, ``eval``."""
     created: float
     """Unix seconds."""
-    epoch: int = 0
-    """Epoch of the boundary; for the caller's log line only."""
     run_id: str = ""
     """The run that wrote it: step 100 of one run is not step 100 of another."""
     attempt: int = 0

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.agent.workers import process_state
 from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.status_page import StatusPage, page_path
@@ -107,34 +106,6 @@ def test_what_was_in_use_at_the_start_is_removed_at_the_end(tmp_path: Path) -> N
     page_path(killed, 0).unlink()  # its worker has ended
     folder.remove()
     assert not place.exists()
-
-
-STOPS = """
-import os, signal, sys
-from pathlib import Path
-from mindx_elastic.core.status_page import StatusPage
-page = StatusPage(Path(sys.argv[1]))
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
-
-
-@pytest.mark.parametrize("agent_lives", [False, True])
-def test_a_stopped_worker_of_a_killed_agent_goes_on(tmp_path: Path, agent_lives: bool) -> None:
-    """It has a SIGTERM to act on, and the lock of a directory that the next job needs."""
-    place = user_folder(tmp_path)
-    place.mkdir(mode=0o700)
-    folder = make_dead(place, f"agent-{os.getpid() if agent_lives else 1}-aa", pid=os.getpid())
-    worker = subprocess.Popen([sys.executable, "-c", STOPS, str(page_path(folder, 0))])
-    try:
-        os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
-        AgentFolder(tmp_path).remove()
-        if agent_lives:
-            assert process_state(worker.pid) == "T"
-        else:
-            assert worker.wait(60) == 0
-    finally:
-        worker.kill()
-        worker.wait()
 
 
 def test_what_may_live_is_left_alone(tmp_path: Path) -> None:
