@@ -19,7 +19,6 @@ from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.agent_link import AgentLink, between_steps
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.memory import open_memory
 from mindx_elastic.memory.snapshots import ANY_INTERVAL
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
@@ -50,10 +49,7 @@ class Connections:
         """`home`: the directory that names the folder in shared memory; default the first one. `evaluates`: the guard
         does not train and takes no snapshots. Raises UsageError for impossible settings."""
         ranks = self._ranks = saver.ranks
-        self.evaluates = self.is_guest = evaluates
-        """`is_guest`: this guard does not train, and must not remove what a training has left here."""
-        self.keeps_nothing = False
-        """A guest that has loaded the training's state: it must leave all of that unchanged."""
+        self.evaluates = evaluates
         self.exchange = exchange
         agent = AgentInfo.from_env()
         self.link = None if agent is None else AgentLink(agent, ranks, page=None if member is None else member.page)
@@ -66,13 +62,9 @@ class Connections:
             stack.callback(self.link.close)
             stack.push(self._note_error)
         settings = MemorySettings.from_env().with_every(snapshot_every)
-        base, home = settings.base, home or directories[0]
-        self.home = home
-        self._was_there = base is not None and (job_folder(base, home) / f"rank_{ranks.rank}").exists()
+        home = self.home = home or directories[0]
         kept = None if member is None else member.take_arena()
         self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=saver.replicated, kept=kept)
-        self.has_trained = False
-        """A step has ended."""
         self.sees_steps = self.memory is not None or self.link is not None
         """`at_boundary` has something to do."""
         self.keep_memory = True
@@ -118,18 +110,17 @@ class Connections:
 
     @property
     def steps_file(self) -> Path | None:
-        """Where a little of each step is kept for the process after a kill; None: there are no snapshots to go on from,
-        or they are not this guard's."""
-        return self.memory.steps_file if self.takes_snapshots and self.memory and not self.keeps_nothing else None
+        """Where a little of each step is kept for the process after a kill; None: there are no snapshots to go on
+        from."""
+        return self.memory.steps_file if self.takes_snapshots and self.memory else None
 
     @property
     def transport(self) -> Mirror | None:
         """Carries files between nodes."""
         return self.mirror
 
-    def announce(self, found: Resumed | None, *, is_guest: bool) -> None:
+    def announce(self, found: Resumed | None) -> None:
         """Tell the agent which step is about to be loaded."""
-        self.is_guest = is_guest
         if self.link is not None and found is not None:
             self.link.announce(found.checkpoint.info.step, found.path)
 
@@ -146,7 +137,7 @@ class Connections:
         """Training begins with the restored state. `replicas`: the modules that other ranks hold, too.
         `begins_again`: after a recovery in place."""
         saver = self._saver
-        if self.memory is not None and not self.keeps_nothing:
+        if self.memory is not None:
             self.memory.start(
                 saver.collector,
                 update_gate,
@@ -181,8 +172,7 @@ class Connections:
     ) -> None:
         """Training thread: `step` has ended; `cut`: it can be resumed from. `loss`: as the program gave it. The tail:
         see `Memory.at_boundary`."""
-        self.has_trained = True
-        if self.memory is not None and cut and not self.keeps_nothing:
+        if self.memory is not None and cut:
             self.memory.at_boundary(step, tail_follows=tail_follows, after_tail=after_tail)
         if self.link is not None:
             self.link.pass_boundary(step, loss, cut=cut)
@@ -196,7 +186,7 @@ class Connections:
         and has found it clean. `gone`: the ranks known to be dead."""
         first = self._ranks.rank - self._ranks.local_rank
         copies = all(rank in gone for rank in range(first, self._ranks.rank))  # what all hold, for all of the machine
-        return self.memory is not None and not self.keeps_nothing and self.memory.keep(timeout_s, whole=copies)
+        return self.memory is not None and self.memory.keep(timeout_s, whole=copies)
 
     def leave(self, stopper: Stopper) -> None:
         """The job stops. Release the memory once every rank has reported that the agreed step is on its disk."""
@@ -243,5 +233,4 @@ class Connections:
         if self.memory is not None and self._member is not None and self._stays:
             self._member.arena = self.memory.release()
         elif self.memory is not None:
-            guest = self.is_guest and self._was_there and not self.has_trained
-            self.memory.close(keep=self._was_there if self.keeps_nothing else self.keep_memory or guest)
+            self.memory.close(keep=self.keep_memory)

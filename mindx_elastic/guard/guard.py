@@ -32,7 +32,7 @@ from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.loops.evaluations import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.opening import Opening, check_guests_path
+from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.overlap import Overlap
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
@@ -204,7 +204,7 @@ class Guard(LayeredGuard):
             with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
                 self._open(stack, prepared or self._prepare(stack))
             stack.enter_context(active(self))
-            if place is None and not self._around.is_guest:
+            if place is None and not self._around.evaluates:
                 tell_of_block(self._ranks, is_layered=self._loops.is_layered)
             elif place is not None:
                 place.opened(self.stopper, self._around, self._loaders, self._ddp)
@@ -242,7 +242,7 @@ class Guard(LayeredGuard):
         self.run_id = start.run_id
         self._resumed_from_step = start.step
         self.resumed_path = None if start.resumed is None else start.resumed.path
-        self._loops.is_layered = self._loops.is_layered or self._around.is_guest
+        self._loops.is_layered = self._loops.is_layered or self._around.evaluates
         self._loops.take_over(self._collector.position, start.restore_streams)
         self._loaders.enter(stack, self._unmanaged, settings.grace_s)
         self._checks = Checks(
@@ -257,7 +257,7 @@ class Guard(LayeredGuard):
             uneven=opening.loader_lengths.uneven,
             epoch=lambda: self._loops.epoch,
         )
-        trains = not self._around.is_guest
+        trains = not self._around.evaluates
         if trains:
             self._checks.at_entry()
             stack.callback(self._checks.refreshed.leave)
@@ -294,7 +294,7 @@ class Guard(LayeredGuard):
             self._collector,
             self._unmanaged,
             world_size=self._ranks.world_size,
-            by_hand=bool(self._options.layouts) or self._around.is_guest,
+            by_hand=bool(self._options.layouts) or self._around.evaluates,
             ddp=opening.ddp,
             hear_not_kept=self._checks.hear_not_kept,
         )
@@ -493,7 +493,6 @@ class Guard(LayeredGuard):
             return
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
-        around.has_trained = True
         if around.sees_steps:
             around.at_boundary(
                 step,
@@ -600,8 +599,6 @@ class Guard(LayeredGuard):
         require_entered(self, "save()")
         if self._overlap.is_playing and self.stopper.save.path is not None:
             return self.stopper.save.path
-        if self._around.keeps_nothing:
-            check_guests_path(path, self._resolved.values())
         with self._update_gate.hold(0.0) as problem:
             if problem is not None:
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
@@ -613,8 +610,8 @@ class Guard(LayeredGuard):
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
         """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
-        if self._around.keeps_nothing or self._overlap.is_playing:
-            return False  # said when the guard was entered
+        if self._overlap.is_playing:
+            return False
         with self._update_gate.hold(0.0) as problem:
             pass
         if problem is None:

@@ -7,7 +7,7 @@ it all, once the training goes on, is in `guard` (`Guard._start_stages`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -23,8 +23,6 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.replicas import ddp_modules, is_replicated, outermost_replicas, parallel_setup_of
 from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, RejoinSettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
-from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
@@ -48,10 +46,9 @@ from mindx_elastic.start.directories import (
     hold_directories,
     prepare_directories,
 )
-from mindx_elastic.start.restore import Resumed
 from mindx_elastic.start.start import Start, start_job
 
-__all__ = ["Opening", "check_guests_path"]
+__all__ = ["Opening"]
 
 
 class Opening:
@@ -90,7 +87,7 @@ class Opening:
         self.unmanaged = Unmanaged(self.settings.unmanaged)
         self.policies, self.periodic = options.exit_policies(), options.periodic_policies()
         check_that_one_may_enter(hears_signals=any(policy.signals for policy in self.policies))
-        """What this guard really saves: not all that `options` say, under `prove` and as a guest of a training."""
+        """What this guard really saves: not all that `options` say under `prove`."""
         self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
         """The guard says itself that it does not train."""
         self._open_log(stack)
@@ -259,7 +256,7 @@ class Opening:
     def _together(self) -> Together:
         """Whether and with which other ranks this one saves at a stop."""
         replicated = self.saver.replicated
-        can = (replicated or len(self.collector.layouts.same_parts()) > 1) and not self.around.keeps_nothing
+        can = replicated or len(self.collector.layouts.same_parts()) > 1
         divides = replicated and self.around.mirror is None
         part = saves_part(self.policies, self.periodic, self.resolved, self.collector, can=can, divides=divides)
         return Together(self._exchange, self._ranks, self.collector, part)
@@ -269,7 +266,7 @@ class Opening:
         meet(self._exchange, "entered", self._parts())
         if self._uneven is not None:
             self._uneven.tell(self.unmanaged)
-        trains = self.proof is None and self._entry is None and not self.around.is_guest
+        trains = self.proof is None and self._entry is None and not self.evaluates
         if self._ranks.rank == 0 and trains and not self._saves_on_the_way:
             by_callbacks = self._options.policies is not None
             logger.info(
@@ -301,10 +298,6 @@ class Opening:
             self._begin_saver(start)
             self.unmanaged.inherit(start.notes)
             return start
-        if self.around.is_guest and not self.evaluates:
-            self.around.keeps_nothing = True
-            self.policies, self.periodic = tuple(replace(policy, save=False) for policy in self.policies), ()
-            _say_that_a_guest_saves_nothing(self._options.folder, resumed, self._targets)
         self._begin_saver(start)
         info = resumed.checkpoint.info
         if resumed.plan.resharded:
@@ -324,29 +317,3 @@ def _open_proof(ranks: RankInfo) -> ProofObserver | None:
     if ProveSettings.from_env().control is None:
         return None
     return observers().open_proof(ranks)
-
-
-def _say_that_a_guest_saves_nothing(directory: Path, found: Resumed, targets: Mapping[str, object]) -> None:
-    """Warn that a guard without a training (see `start.start`) saves nothing in the directory of a training.
-
-    The training's next start would take such a file for its own newest one, and state would be missing in it.
-    """
-    missing = sorted(found.checkpoint.state.keys() - targets.keys() - set(RESERVED_NAMES))
-    logger.warning(
-        "%s belongs to a training, and this guard has no optimizer and lacks %s: nothing is saved here, neither at "
-        "the end nor on a stop. If this program trains too, give it a directory of its own, with resume=%r",
-        directory,
-        ", ".join(missing),
-        str(found.path),
-    )
-
-
-def check_guests_path(path: str | Path | None, directories: Iterable[Path]) -> None:
-    """Raise UsageError where a start in one of the guard's `directories` would find the file `path`."""
-    folder = None if path is None else Path(path).parent.resolve()
-    for directory in directories:
-        if folder is None or folder.is_relative_to(directory.resolve()):
-            raise UsageError(
-                f"{directory} belongs to a training, which would go on from this file and not find all of its state "
-                "there; save it elsewhere: guard.save(path=...)"
-            )

@@ -66,7 +66,7 @@ class Overlap:
         self._stopper, self._loops, self._loaders, self._boundaries = stopper, loops, loaders, boundaries
         self._observed: Callable[[], Observed] = lambda: opening.observed(stopper, loops, is_outside)
         self._collector = opening.collector
-        proof, trains = opening.proof, not opening.evaluates and not opening.around.is_guest
+        proof, trains = opening.proof, not opening.evaluates
         self._is_wanted = proof is None and trains and opening.settings.overlap
         self.observer: Observer | None = None
         """What notes each step now; nearly always None."""

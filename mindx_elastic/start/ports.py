@@ -59,9 +59,8 @@ class Surroundings(Protocol):
 
     def greet(self) -> None: ...
 
-    def announce(self, found: Resumed | None, *, is_guest: bool) -> None:
-        """`found` is about to be loaded, which may be what kills the process. `is_guest`: this process does not train,
-        and must not remove what a training has left here."""
+    def announce(self, found: Resumed | None) -> None:
+        """`found` is about to be loaded, which may be what kills the process."""
 
 
 class Platform(Protocol):

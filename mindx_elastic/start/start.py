@@ -57,8 +57,6 @@ class Start:
     attempt: int
     generation: int
     """See `FileFact.generation`."""
-    is_guest: bool
-    """This process does not train, and must not remove what a training has left here."""
     resumed: Resumed | None
     peers: PeerWatch
     restore_streams: Callable[[], None] | None
@@ -112,7 +110,6 @@ def start_job(
     """
     began = time.perf_counter()
     ranks, exchange, in_place = job.ranks, around.exchange, boundary is not None
-    had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
     places = places_of(look_in, "never" if in_place else resume, arenas=around.arenas, trust=job.trust)
 
     disks, peers = Disks(places), PeersPart(ranks)
@@ -137,8 +134,9 @@ def start_job(
 
     if found is not None and resume == "auto" and not in_place:
         _refuse_another_job(found, job.names)
-    is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
-    around.announce(found, is_guest=is_guest)  # before anything is loaded: loading may be what kills the process
+        if not around.evaluates:
+            _refuse_guest(found, targets)
+    around.announce(found)  # before anything is loaded: loading may be what kills the process
     job.events.run_id, job.events.attempt = source.run_id, source.attempt
     restore, known = None, risks.notes
     if found is None:
@@ -150,12 +148,12 @@ def start_job(
             replay_orders(found.checkpoint.state.get("gradient_order", {}), ddp, risks)
         tail = TailSide(found)
         meet(exchange, "tail", [tail])
-        restore = load(found, collector, ranks, risks, tail=tail, with_flags=not is_guest)
+        restore = load(found, collector, ranks, risks, tail=tail, with_flags=not around.evaluates)
     meet(exchange, "loaded", platform.last_parts(() if found is None else found.checkpoint.info.flags))
     if found is not None:
         _tell(found, job, began, boundary, [note for note in risks.notes if note not in known])
-    first_save = None if is_guest else _note_first_save(directories[0], source.run_id, found, job)
-    if not in_place and not is_guest:  # in a recovery in place the files are as the first start has left them
+    first_save = None if around.evaluates else _note_first_save(directories[0], source.run_id, found, job)
+    if not in_place and not around.evaluates:  # in a recovery in place the files are as the first start has left them
         if ranks.rank == 0:
             assert layouts.target.strategy is not None
             platform.write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
@@ -164,7 +162,6 @@ def start_job(
         run_id=source.run_id,
         attempt=source.attempt,
         generation=source.generation,
-        is_guest=is_guest,
         resumed=found,
         peers=PeerWatch(peers.identities, rank=ranks.rank),
         restore_streams=restore,
@@ -229,17 +226,20 @@ def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
     return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
 
 
-def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
-    """Whether this guard does not train, but evaluates or inspects the weights in a training's directory.
+def _refuse_guest(found: Resumed, targets: Mapping[str, Any]) -> None:
+    """Raise MismatchError for a guard without an optimizer in the directory of a training, which has objects that it
+    has not: the training's next start would take a file of this guard for its own newest one.
 
-    It has no optimizer, and the training had objects that it has not. A program that updates the weights by hand has no
-    optimizer either; but it resumes from a state with the same objects, or from an empty directory.
+    A program that updates the weights by hand has no optimizer either, but resumes from a state with the same objects.
     """
     if any(isinstance(t, torch.optim.Optimizer) or name.startswith("optimizer") for name, t in targets.items()):
-        return False
-    if found is None:  # a training that was killed before its first file may have its steps in memory
-        return had_strategy
-    return any(name not in targets and name not in RESERVED_NAMES for name in found.checkpoint.state)
+        return
+    if missing := sorted(found.checkpoint.state.keys() - targets.keys() - set(RESERVED_NAMES)):
+        raise MismatchError(
+            f"{found.path} is a training's, and this guard has no optimizer and lacks {', '.join(missing)}. To use its "
+            f'weights, give the guard a directory of its own, with resume="{found.path}"',
+            path=found.path,
+        )
 
 
 class PeersPart(Part):

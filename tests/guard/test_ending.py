@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from mindx_elastic import Guard
-from mindx_elastic.errors import GracefulExit, SaveError, UsageError
+from mindx_elastic.errors import GracefulExit, MismatchError, SaveError, UsageError
 from mindx_elastic.guard import saver as saving
 from mindx_elastic.guard.ending import Ending
 from mindx_elastic.persist.catalog import read_entries
@@ -214,59 +213,19 @@ def test_no_step_no_file(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-class Guest:
-    """Somebody else's program in the training's directory: a model in a guard, and nothing that trains it."""
-
-    def __init__(self, directory: Path, **options: Any) -> None:
-        network = Job(directory / "unused").network
-        self.guard = Guard(model=network, directory=directory, prefix="job", **options)
-
-    def run(self, *, end: str) -> None:
-        with self.guard as guard:
-            assert guard.resumed_from_step == STEPS_PER_EPOCH
-            for step in range(3):
-                if end == "stop" and step == 2:
-                    stop_and_wait(self)  # type: ignore[arg-type]
-                if end == "exception" and step == 2:
-                    raise RuntimeError("injected")
-                guard.step_end()
-
-
-@pytest.mark.parametrize("end", ["by itself", "stop", "exception"])
-@pytest.mark.parametrize("options", [{}, {"snapshot_every": 1}, {"periodic": 1}], ids=["plain", "memory", "periodic"])
-def test_a_guest_writes_nothing_that_the_training_would_go_on_from(
-    tmp_path: Path, end: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "job"
-    expected = Job(tmp_path / "whole").run(2)
-    Job(folder).run(1)
-    if "periodic" in options:
-        options = {"periodic": [Every(folder, 1)]}
-    if "snapshot_every" in options:
-        (tmp_path / "memory").mkdir()
-        monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path / "memory"))
-    caplog.clear()
-    with suppress(GracefulExit, RuntimeError):
-        Guest(folder, **options).run(end=end)
-    assert names(folder) == [f"job-1_{STEPS_PER_EPOCH}_final.safetensors"]
-    (line,) = [r.getMessage() for r in caplog.records if "nothing is saved" in r.getMessage()]
-    assert "lacks loader, lr_scheduler, optimizer" in line and "directory of its own" in line
-    assert events(folder, "exit" if end != "by itself" else "end"), "the guest has ended as it was to end"
-    training = Job(folder, seed=99)
-    assert_same(training.run(2), expected)
-    assert training.guard.resumed_from_step == STEPS_PER_EPOCH
-
-
-def test_a_guest_saves_by_hand_only_where_no_training_looks(tmp_path: Path) -> None:
-    Job(tmp_path / "job").run(1)
-    guest = Guest(tmp_path / "job")
-    with guest.guard as guard:
-        guard.step_end()
-        for path in (None, tmp_path / "job" / "mine.safetensors"):
-            with pytest.raises(UsageError, match=r"guard.save\(path=...\)"):
-                guard.save(path=path)
-        assert guard.save(path=tmp_path / "mine.safetensors").exists()
-    assert names(tmp_path / "job") == [f"job-1_{STEPS_PER_EPOCH}_final.safetensors"]
+def test_a_model_alone_is_no_guest_in_a_trainings_directory(tmp_path: Path) -> None:
+    """The training's next start would take a file of it for its own newest one."""
+    training = Job(tmp_path / "job")
+    training.run(1)
+    path = tmp_path / "job" / f"job-1_{STEPS_PER_EPOCH}_final.safetensors"
+    before = (names(tmp_path / "job"), path.read_bytes())
+    network = Job(tmp_path / "unused").network
+    with pytest.raises(MismatchError, match=r"lacks loader, lr_scheduler, optimizer.* a directory of its own"):
+        Guard(model=network, directory=tmp_path / "job", prefix="job").open()
+    with Guard(model=network, directory=tmp_path / "own", prefix="own", resume=path) as guard:
+        assert guard.resumed_from_step == STEPS_PER_EPOCH
+        assert torch.equal(next(network.parameters()), next(training.network.parameters()))
+    assert (names(tmp_path / "job"), path.read_bytes()) == before
 
 
 def test_updates_by_hand_without_any_file_yet_are_a_training(tmp_path: Path) -> None:
