@@ -33,7 +33,7 @@ from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.observer import NotKept
-from mindx_elastic.guard.trial_packing import TrialPacking
+from mindx_elastic.guard.trial_packing import pack_for_trial
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Boundaries"]
@@ -97,7 +97,6 @@ class Boundaries:
             replays.watch()
             stack.callback(replays.unwatch)
         self._hooks = CommHooks(targets, ddp, unmanaged)
-        self._trial = TrialPacking(collector, unmanaged)
         self._window = UpdateWindow(collector, gate)
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
@@ -151,8 +150,8 @@ class Boundaries:
         self.is_look = number <= FIRST_LOOKS or not number & (number - 1)
         if self.is_look and self._hooks.watched:
             self._hooks.look()
-        if self._trial.num_empty or (self.is_look and number > FIRST_LOOKS):
-            self._trial.at_boundary(is_later=number > FIRST_LOOKS)
+        if number == 1 or (self.is_look and number > FIRST_LOOKS):  # most optimizers have a state from their first step
+            pack_for_trial(self._collector, self._unmanaged, refuses=number == 1)
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
         self._window.at_boundary(position.step, self.hidden.sample)

@@ -10,22 +10,19 @@ after the last one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from mindx_elastic.alarm.alarm import REFUSAL, REHEARSAL
 from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
-from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.observer import Observer
-from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.stop_save import GATE_S
-from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Ending"]
 
@@ -36,21 +33,17 @@ class Ending:
     def __init__(
         self,
         stages: Stages,
-        around: Connections,
-        saver: Saver,
-        *,
-        final: Sequence[ExitPolicy],
-        periodic: Sequence[PeriodicPolicy],
-        has_resumed: bool,
-        unmanaged: Unmanaged,
+        opening: Opening,
         loops: Loops,
         loaders: Loaders,
     ) -> None:
-        """`final`: the policies that want the last boundary of a training that ends by itself."""
-        self._unmanaged, self._loops, self._loaders = unmanaged, loops, loaders
+        saver = self._saver = opening.saver
+        self._unmanaged, self._loops, self._loaders = opening.unmanaged, loops, loaders
         self._stopper, self._listeners = stages.stopper, stages.listeners
-        self._around, self._saver, self._events = around, saver, saver.events
-        self._final, self._periodic, self._has_resumed = final, periodic, has_resumed
+        self._around, self._events, self._periodic = opening.around, saver.events, opening.periodic
+        self._final = opening.policies if opening.settings.final_save else ()
+        """The policies that may want the last boundary of a training that ends by itself."""
+        self._has_resumed = opening.start.step is not None
 
     def conclude(
         self,

@@ -18,7 +18,7 @@ from torch import nn
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.targets import name_targets
-from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
@@ -234,17 +234,16 @@ class Guard(LayeredGuard):
     def _open(self, stack: ExitStack, opening: Opening) -> None:
         """All ranks together. `stack` closes everything, in the other order."""
         opening.meet(stack, self._exchange, self._last_parts)
-        settings, self._unmanaged = opening.settings, opening.unmanaged
-        self._ddp = opening.ddp
+        self._unmanaged, self._ddp = opening.unmanaged, opening.ddp
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
-        self._policies, self._periodic, self._resolved = opening.policies, opening.periodic, opening.resolved
+        self._periodic = opening.periodic
         start, self._log_filter, self._proof = opening.start, opening.log_filter, opening.proof
         self.run_id = start.run_id
         self._resumed_from_step = start.step
         self.resumed_path = None if start.resumed is None else start.resumed.path
         self._loops.is_layered = self._loops.is_layered or self._around.evaluates
         self._loops.take_over(self._collector.position, start.restore_streams)
-        self._loaders.enter(stack, self._unmanaged, settings.grace_s)
+        self._loaders.enter(stack, self._unmanaged, opening.settings.grace_s)
         self._checks = Checks(
             self._unmanaged,
             self._targets,
@@ -254,7 +253,6 @@ class Guard(LayeredGuard):
             more=self._more,
             kept=self._kept,
             own=self._own,
-            uneven=opening.loader_lengths.uneven,
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.evaluates
@@ -263,7 +261,7 @@ class Guard(LayeredGuard):
             stack.callback(self._checks.refreshed.leave)
             page = opening.around.page
             self._fewer.enter(stack, self._unmanaged, page, self._ranks, self._collector, self._loaders)
-        self._start_stages(stack, settings, opening)
+        self._start_stages(stack, opening)
         if trains:
             self._checks.watch(self._update_gate)
             self._fewer.begin_updates(stack)
@@ -286,7 +284,7 @@ class Guard(LayeredGuard):
         )
         opening.meet_last()
 
-    def _start_stages(self, stack: ExitStack, settings: Settings, opening: Opening) -> None:
+    def _start_stages(self, stack: ExitStack, opening: Opening) -> None:
         """From here on updates are seen and, in the end, alarms are heard."""
         boundaries = self._boundaries = Boundaries(
             stack,
@@ -302,31 +300,14 @@ class Guard(LayeredGuard):
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
         stages = Stages(
             stack,
-            opening.closing,
+            opening,
+            self._update_gate,
             step=self._step,
-            update_gate=self._update_gate,
-            saver=self._saver,
-            settings=settings,
-            policies=self._policies,
-            around=self._around,
-            peers=opening.start.peers,
-            relay=opening.relay,
             already_durable=self._already_durable,
             member=None if self._place is None else self._place.member,
         )
         self.stopper, self._step_gate, self._listeners = stages.stopper, stages.step_gate, stages.listeners
-        stages.open_saver(stack, asynchronous=any(policy.asynchronous for policy in self._periodic))
-        self._ending = Ending(
-            stages,
-            self._around,
-            self._saver,
-            final=self._policies if settings.final_save else (),
-            periodic=self._periodic,
-            has_resumed=self._resumed_from_step is not None,
-            unmanaged=self._unmanaged,
-            loops=self._loops,
-            loaders=self._loaders,
-        )
+        self._ending = Ending(stages, opening, self._loops, self._loaders)
         self._loops.enter(
             self._collector,
             self._unmanaged,

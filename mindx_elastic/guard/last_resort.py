@@ -43,10 +43,13 @@ import threading
 import time
 from contextlib import suppress
 from types import CodeType
+from typing import TYPE_CHECKING
 
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.core.events import logger
-from mindx_elastic.guard.stopper import Stopper
+
+if TYPE_CHECKING:
+    from mindx_elastic.guard.stopper import Stopper
 
 __all__ = ["LastResort", "is_program_over"]
 

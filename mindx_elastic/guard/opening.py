@@ -36,7 +36,7 @@ from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.guard.together import Together, saves_part
-from mindx_elastic.guard.uneven_ranks import LoaderLengthsPart, UnevenModules
+from mindx_elastic.guard.uneven_ranks import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.platforms.at_start import PlatformAtStart
 from mindx_elastic.rejoin.member import Entry
@@ -121,7 +121,6 @@ class Opening:
             evaluates=self.evaluates,
             member=None if place is None else place.member,
         )
-        self.loader_lengths = LoaderLengthsPart(self._targets)
         self.start = self._restore()
         """What the ranks have agreed on, and loaded."""
         self._begin_schedules()
@@ -289,7 +288,6 @@ class Opening:
             platform=PlatformAtStart(self._ranks, self.saver.flags),
             risks=self.unmanaged,
             ddp=self.ddp,
-            first_parts=[self.loader_lengths],
             boundary=None if place is None else place.boundary(),
         )
         self.saver.coordinates["generation"] = start.generation

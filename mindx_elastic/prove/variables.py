@@ -20,7 +20,6 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
 from itertools import islice
 from types import FrameType, GeneratorType
 from typing import Any
@@ -121,7 +120,7 @@ def _attributes(name: str, target: Any) -> list[tuple[str, str, Any, int]]:
             if key.startswith(_OF_TORCH_TOO) or (type(type(value)) is not type and not is_comparable(type(value))):
                 continue
             is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
-            if is_set or not _is_library(kind.__module__):
+            if is_set or not is_library(kind.__module__):
                 found.append((f"{label}.{key}", KEPT, value, _DEPTH - 1))
     return found
 
@@ -208,7 +207,7 @@ class _Walk:
         return digest(value)
 
     def _go_into(self, kind: str, name: str, place: str, value: Any, depth: int) -> None:
-        if kind in ("function", "class") and _is_library(str(value.__module__)):
+        if kind in ("function", "class") and is_library(str(value.__module__)):
             return
         self._known.add(id(value))
         if kind == "function":
@@ -220,9 +219,6 @@ class _Walk:
         for suffix, part in _parts(kind, value):
             if suffix != ".epoch" or id(value) not in self._without_epoch:
                 self.waiting.append((f"{name}{suffix}", place, part, depth + 1))
-
-
-_is_library = lru_cache(1024)(is_library)
 
 
 def is_clock(value: float) -> bool:
@@ -255,7 +251,7 @@ def _parts(kind: str, value: Any) -> list[tuple[str, Any]]:
         own = attributes_of(value)
         shared = [item for each in reversed(type(value).__mro__) for item in vars(each).items()]
         first = {name: item for name, item in shared if type(item) in _PLAIN and not name.startswith("__")}
-        if _is_library(
+        if is_library(
             type(value).__module__
         ):  # file names, times, queues: its class keeps them, and each run has others
             own = {name: item for name, item in own.items() if type(item) in _COUNTS or _has_tensors(item)}

@@ -272,8 +272,10 @@ def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str,
     )
     stages: Any = SimpleNamespace(stopper=stopper, listeners=listeners)
     around: Any = SimpleNamespace(leave=lambda stopper: None)
-    rest: Any = {"unmanaged": SimpleNamespace(), "loops": SimpleNamespace(), "loaders": SimpleNamespace()}
-    ending = Ending(stages, around, saver, final=(), periodic=(), has_resumed=False, **rest)
+    opening: Any = SimpleNamespace(around=around, saver=saver, unmanaged=None, policies=(), periodic=())
+    opening.settings, opening.start = SimpleNamespace(final_save=False), SimpleNamespace(step=None)
+    loop: Any = None
+    ending = Ending(stages, opening, loop, loop)
     if kind == "peer" and on_device:
         with pytest.raises(Left, match="may wait for a rank that is gone"):
             ending.leave()

@@ -1,4 +1,4 @@
-"""Trains with uneven loaders: ``DIRECTORY join|even|steps``. `join`: in DDP's join(); `steps`: each rank cycles."""
+"""Trains two ranks: ``DIRECTORY join|steps``. `join`: in DDP's join(); `steps`: each cycles through another length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    size = 20 if rank == 0 or how == "even" else 28
+    size = 20 if rank == 0 or how == "join" else 28
     loader = DataLoader(TensorDataset(torch.randn(size, 3)), 4)
     net = DistributedDataParallel(nn.Linear(3, 3))
     opt = torch.optim.SGD(net.parameters(), lr=0.1)

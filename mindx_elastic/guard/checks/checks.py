@@ -37,6 +37,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import OptimizerComponent
 from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.generators import Generators
@@ -87,17 +88,16 @@ class Checks:
         more: Mapping[str, object] | None = None,
         kept: Sequence[object] = (),
         own: Mapping[str, object] | None = None,
-        uneven: str = "",
         epoch: Callable[[], int],
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
-        may have, `kept`: those whose state is kept all the same, but for that of `own`. `uneven`: see `Start.uneven`.
-        `epoch`: gives the epoch of the last boundary."""
+        may have, `kept`: those whose state is kept all the same, but for that of `own`. `epoch`:
+        gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
         self._loaders, self._ddp, self._also_kept, self._own = tuple(loaders), ddp, tuple(kept), dict(own or {})
         self._roots = {**(more or {}), **targets}
         self._boundaries, self._evaluations = 0, 0
-        self._is_on, self._uneven = False, uneven
+        self._is_on = False
         self._modules: dict[int, _Watched] = {}
         self._scalers: dict[int, _Watched] = {}
         self._schedulers: dict[int, _Watched] = {}
@@ -139,8 +139,8 @@ class Checks:
             self._check_steps_of_schedulers()
         if self.refreshed.steps:
             self.refreshed.at_boundary()
-        if self._uneven and number == 1:
-            self._check_join()
+        if number == 1:
+            self._tell_of_join()
         if is_look:
             self._look_again(sys._getframe(1))
         self.has_news = bool(self._schedulers or self.refreshed.steps)
@@ -287,17 +287,14 @@ class Checks:
 
     # --- DDP ---
 
-    def _check_join(self) -> None:
-        """Ranks that end an epoch at different steps have no boundary in common. Without `join` a program has to give
-        each rank as many steps, which it does by itself where the loaders differ (it counts, or begins them anew)."""
+    def _tell_of_join(self) -> None:
         for name, module in self._ddp:
             config = getattr(module, "_join_config", None)
             if getattr(config, "enable", False) and not getattr(config, "throw_on_early_termination", False):
-                self._unmanaged.certain(
-                    f"{name} is trained inside join(), and {self._uneven}: the ranks make different numbers of steps "
-                    "and have no boundary in common to stop at",
-                    "Give each rank as many batches: a DistributedSampler over the whole data set, drop_last=True, or "
-                    "join(throw_on_early_termination=True)",
+                logger.info(
+                    "%s is trained inside join(): ranks that make different numbers of steps have no boundary in "
+                    "common to stop at. Give each as many batches (a DistributedSampler over the whole data set)",
+                    name,
                 )
 
     # --- what moves ---

@@ -17,7 +17,7 @@ from collections import ChainMap, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import PurePath
 from types import FrameType
@@ -344,21 +344,11 @@ def place_of(frame: FrameType) -> str:
 
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # also of modules that no list has, `_sysconfigdata_...`
-_verdicts: dict[str, bool] = {}
-_listed = (0, "")  # how many modules there were when `_own_names` was made, and the name of the last one
-_own_names: list[str] = []
-_library_roots, _own_roots = {*_CLOSED}, set[str]()
 
 
+@cache
 def is_library(module: str) -> bool:
     """Whether a module's name says that it is not the program's own code."""
-    verdict = _verdicts.get(module)
-    if verdict is None:
-        verdict = _verdicts[module] = _judge(module)
-    return verdict
-
-
-def _judge(module: str) -> bool:
     root = module.partition(".")[0]
     if root == "__main__":
         return False
@@ -374,18 +364,11 @@ def _judge(module: str) -> bool:
 
 
 def _program_modules() -> list[types.ModuleType]:
-    global _listed
-    newest = len(sys.modules), next(reversed(sys.modules))
-    if newest != _listed:  # one was imported since; most of the two thousand are torch's
-        roots = {name.partition(".")[0] for name in list(sys.modules)} - _library_roots - _own_roots
-        _library_roots.update(root for root in roots if is_library(root))
-        _own_roots.update(roots - _library_roots)
-        names = [name for name in list(sys.modules) if name.partition(".")[0] in _own_roots]
-        _own_names[:] = [n for n in names if not (_verdicts[n] if n in _verdicts else is_library(n))]
-        _listed = newest
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
-    for module in map(sys.modules.get, _own_names):
+    # By the package first: most of the two thousand are torch's.
+    names = [name for name in list(sys.modules) if not is_library(name.partition(".")[0]) and not is_library(name)]
+    for module in map(sys.modules.get, names):
         if module is None or type(module) is not types.ModuleType or module is main:
             continue
         if vars(module).get("__file__") is not None:
