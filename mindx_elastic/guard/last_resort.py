@@ -43,13 +43,10 @@ import threading
 import time
 from contextlib import suppress
 from types import CodeType
-from typing import TYPE_CHECKING
 
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.core.events import logger
-
-if TYPE_CHECKING:
-    from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.guard.stopper import Stopper
 
 __all__ = ["LastResort", "is_program_over"]
 

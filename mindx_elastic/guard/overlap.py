@@ -216,7 +216,7 @@ class Overlap:
         logger.info("the step that is played on is left: %s", why)
         if self._interrupts:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
-        self._stopper.last_resort.leave_by(time.monotonic() + _COMES_OUT_S, "the step that is played on does not end")
+        self._stopper.leave_by(time.monotonic() + _COMES_OUT_S, "the step that is played on does not end")
 
     def _bound(self, end: float) -> None:
         """Let the step end at `end` (`time.monotonic`) at the latest."""

@@ -55,7 +55,8 @@ class Stages:
             already_durable=lambda: None if saver.flags.waiting else already_durable(),
             peers_gone=peers.look,
             page=around.page,
-            last_resort=last_resort,
+            arm_last_resort=last_resort.arm,
+            leave_by=last_resort.leave_by,
             relay=relay,
             member=member,
         )

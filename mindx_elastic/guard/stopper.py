@@ -32,7 +32,6 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.leaving import Leaving, note_leaving
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase
 from mindx_elastic.errors import GracefulExit
-from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.pausing import Pauses
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, policies_for
 from mindx_elastic.guard.process_end import LogRelay, end_process, shorten_interpreter_exit
@@ -65,15 +64,17 @@ class Stopper:
         saver: Saver,
         settings: Settings,
         policies: Sequence[ExitPolicy],
-        last_resort: LastResort,
+        arm_last_resort: Callable[[Alarm], None],
+        leave_by: Callable[[float, str], None],
         relay: LogRelay,
         already_durable: Callable[[], Path | None],
         peers_gone: Callable[[], Sequence[int]] = lambda: (),
         page: StatusPage,
         member: Member | None = None,
     ) -> None:
-        """already_durable: the file that has the last boundary already; None: there is none. peers_gone: the ranks of
-        this machine whose processes are gone. page: what the agent reads."""
+        """arm_last_resort, leave_by: see `LastResort`. already_durable: the file that has the last boundary already;
+        None: there is none. peers_gone: the ranks of this machine whose processes are gone. page: what the agent reads.
+        """
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
         ranks = self.ranks = saver.ranks
         events = self.events = saver.events
@@ -94,7 +95,7 @@ class Stopper:
         )
         self.pauses = Pauses(step_gate, exchange, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause)
         self._page, self._member = page, member
-        self.last_resort, self._relay = last_resort, relay
+        self._arm_last_resort, self.leave_by, self._relay = arm_last_resort, leave_by, relay
         self._stop_decision: Decision | None = None
         self._held_decision: Decision | None = None
         """Of the second round, over held boundaries; None: there was none."""
@@ -237,7 +238,7 @@ class Stopper:
             return False
         self._relay.hurry = True
         # First of all: anything that follows may hang.
-        self.last_resort.arm(alarm)
+        self._arm_last_resort(alarm)
         self._page.set_text("reason", alarm.reason)
         self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns(), asked_code=alarm.asked_code)
         return True
@@ -451,7 +452,7 @@ class Stopper:
             return
         if can_wait:  # the training thread may come out by itself
             self.step_gate.open_until(0)
-            self.last_resort.leave_by(time.monotonic() + _PATIENCE_S, "the training thread does not come back")
+            self.leave_by(time.monotonic() + _PATIENCE_S, "the training thread does not come back")
 
     def _save_held(self, alarm: Alarm, *, can_wait: bool) -> bool:
         """Save the boundary that the ranks agree to hold. False: the claim was given up, the training thread runs to a
