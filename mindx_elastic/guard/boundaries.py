@@ -32,7 +32,6 @@ from mindx_elastic.guard.checks.checks import FIRST_LOOKS
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
-from mindx_elastic.guard.observer import NotKept
 from mindx_elastic.guard.trial_packing import pack_for_trial
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -104,7 +103,9 @@ class Boundaries:
         self._num_without_update = 0  # steps in front of the first boundary
         self._weights: TensorsLook | None = None  # as the last but one of those that are waited for has left them
         self._num_functions = [(name, t, count) for name, t in targets.items() if (count := _num_functions_of(t))]
-        self._not_kept: NotKept | None = None
+        self.look_for_not_kept: Callable[[], Sequence[str] | None] | None = None
+        """Called at the first boundaries; at the last of them it gives the names of what goes on from step to step and
+        is not kept."""
         self._hear_not_kept = hear_not_kept
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -155,8 +156,9 @@ class Boundaries:
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
         self._window.at_boundary(position.step, self.hidden.sample)
-        if self._not_kept is not None:
-            self._look_for_not_kept(self._not_kept)
+        if self.look_for_not_kept is not None and (names := self.look_for_not_kept()) is not None:
+            self.look_for_not_kept = None
+            self._hear_not_kept(names)
 
     def _tell_of_compiled(self) -> None:
         if found := self._collector.compiled.look():
@@ -165,21 +167,6 @@ class Boundaries:
                 "a resumed run meets them in another: it may differ in the last bits",
                 "Give it batches of one size (drop_last=True, padding) or write torch.compile(..., dynamic=False)",
             )
-
-    def look_for_not_kept(
-        self, look: NotKept, *, is_ahead: Callable[[], bool], tell: Callable[[Sequence[str]], None] | None
-    ) -> None:
-        """Find at the first boundaries what goes on from step to step and is not kept. `is_ahead`: see `NotKept`.
-        `tell`: says it, and is given `counts`."""
-        self._not_kept, self._is_ahead, self._tell_not_kept = look, is_ahead, tell
-
-    def _look_for_not_kept(self, look: NotKept) -> None:
-        if (names := look.at_boundary(self._is_ahead)) is not None:
-            self._not_kept = None
-            self._unmanaged.note_not_kept(names)
-            self._hear_not_kept(names)
-            if self._tell_not_kept is not None:
-                self._tell_not_kept(look.counts)
 
     def copy(self, position: Position) -> None:
         """Copy the volatile state as it is now: at `cut`, and once more where code that belongs to the step has run."""

@@ -19,8 +19,8 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.observer import Observer
 from mindx_elastic.guard.opening import Opening
+from mindx_elastic.guard.overlap import Overlap
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.stop_save import GATE_S
 
@@ -48,7 +48,7 @@ class Ending:
     def conclude(
         self,
         error: BaseException | None,
-        observer: Observer | None,
+        overlap: Overlap,
         *,
         finish: Callable[[], None],
         complete: Callable[[BaseException], str],
@@ -58,12 +58,11 @@ class Ending:
         refusal = self._unmanaged.refusal
         if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
             # The program has caught it, or has made another exception of it.
-            self.conclude(refusal, observer, finish=finish, complete=complete)
+            self.conclude(refusal, overlap, finish=finish, complete=complete)
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 raise refusal  # a launcher would take it for the end of the training
             return
-        if observer is not None:
-            observer.leave("finished" if error is None else type(error).__name__, self._unmanaged.notes)
+        overlap.leave("finished" if error is None else type(error).__name__, self._unmanaged.notes)
         if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
             finish()
             return

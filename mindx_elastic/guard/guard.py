@@ -34,7 +34,7 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
-from mindx_elastic.guard.overlap import Overlap
+from mindx_elastic.guard.overlap import open_overlap
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
 from mindx_elastic.guard.stages import Stages
@@ -273,7 +273,7 @@ class Guard(LayeredGuard):
             next_step=lambda: self._step + 1,
             begins_again=self._place is not None and self._place.entry is not None,
         )
-        self._overlap = Overlap(
+        self._overlap = open_overlap(
             stack,
             opening,
             self.stopper,
@@ -407,8 +407,8 @@ class Guard(LayeredGuard):
         second; it is not waited for). `prove` names any of the `scalars` that differs.
         """
         self.boundary()
-        if self._overlap.observer is not None:
-            self._overlap.observer.scalars = scalars
+        if self._overlap.looks:
+            self._overlap.scalars = scalars
         if not self._fewer.has_left_out:  # as `finish_step`, with a call less in each step
             self._finished_step = True
             self._offer_stop(at_tail=False, loss=scalars.get("loss"))
@@ -467,10 +467,8 @@ class Guard(LayeredGuard):
         step, tail, around, overlap = self._loops.step, self._loops.tail, self._around, self._overlap
         self._log_filter.step = step
         overlap.is_at_tail = at_tail
-        if overlap.kept_steps is not None and self._cut and not (at_tail or overlap.is_playing):
-            overlap.kept_steps.at_boundary(self._loops.position, loss)
         if overlap.is_playing:
-            overlap.at_boundary(self._loops.position, is_cut=self._cut)
+            overlap.at_boundary(self._loops.position, is_cut=self._cut, loss=loss)
             return
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
@@ -483,7 +481,7 @@ class Guard(LayeredGuard):
                 after_tail=at_tail,
             )
         if overlap.looks:
-            overlap.at_boundary(self._loops.position, is_cut=self._cut)
+            overlap.at_boundary(self._loops.position, is_cut=self._cut, loss=loss)
         if step < _LOOK_STEPS or not step % _LOOK_STEPS:
             self._listeners.handlers.take_over()
         if self._listeners.handlers.postponed and self._cut:
@@ -506,8 +504,7 @@ class Guard(LayeredGuard):
     def _pass_tail(self) -> None:
         """The code behind an epoch has run: its last boundary is here."""
         self._boundaries.copy(self._loops.position)
-        if self._overlap.observer is not None:
-            self._overlap.observer.behind_tail()
+        self._overlap.behind_tail()
         self._offer_stop(at_tail=True)
 
     def _save_if_due(self) -> None:
@@ -615,7 +612,7 @@ class Guard(LayeredGuard):
 
     def _conclude(self, error: BaseException | None) -> None:
         way_out = self._overlap.way_out(error)
-        self._ending.conclude(way_out, self._overlap.observer, finish=self._finish, complete=self._complete)
+        self._ending.conclude(way_out, self._overlap, finish=self._finish, complete=self._complete)
         if way_out is not error and way_out is not None:
             raise way_out from error
 

@@ -7,7 +7,7 @@ it all, once the training goes on, is in `guard` (`Guard._start_stages`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -26,15 +26,14 @@ from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.loops import Loops, without_streams
-from mindx_elastic.guard.observer import Observed, ProofObserver, observers
+from mindx_elastic.guard.loops.loops import without_streams
+from mindx_elastic.guard.observer import Proof, observers
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.guard.together import Together, saves_part
 from mindx_elastic.guard.uneven_ranks import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -72,8 +71,7 @@ class Opening:
         self._problem: Exception | None = None
         self._place, self._is_again = place, place is not None and place.is_again
         self._entry: Entry | None = None
-        self._options, self._ranks, self._targets = options, ranks, targets
-        self.on_difference, self.resumes_otherwise = options.on_difference, options.resume != "auto"
+        self.options, self._ranks, self.targets = options, ranks, targets
         try:
             self._prepare(stack, loaders)
         except Exception as error:
@@ -82,7 +80,7 @@ class Opening:
             self._problem = error
 
     def _prepare(self, stack: ExitStack, loaders: Loaders) -> None:
-        options, ranks = self._options, self._ranks
+        options, ranks = self.options, self._ranks
         self.settings = options.settings()
         self.unmanaged = Unmanaged(self.settings.unmanaged)
         self.policies, self.periodic = options.exit_policies(), options.periodic_policies()
@@ -94,7 +92,7 @@ class Opening:
         self.proof = _open_proof(ranks)
         self._open_directories(stack)
         loaders.begin(stack)
-        copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
+        copies = RedundancySettings.from_env().with_copies(self.options.redundancy).copies
         self._folders = RankDirectories(self._directories, self._trust, ranks, apart=copies > 1)
         self._open_saver()
 
@@ -105,7 +103,7 @@ class Opening:
         self._exchange, self._last_parts = exchange, last_parts
         if self._is_ahead:
             self._hold_directories()
-        options, place = self._options, self._place
+        options, place = self.options, self._place
         self._entry = None if place is None else place.entry
         if self._ranks.world_size > 1:
             meet(exchange, "directories", [self._folders])
@@ -125,29 +123,10 @@ class Opening:
         """What the ranks have agreed on, and loaded."""
         self._begin_schedules()
 
-    def observed(self, stopper: Stopper, loops: Loops, is_outside: Callable[[], bool]) -> Observed:
-        """What an observer may look at, at the last boundary. `is_outside`: what happens now belongs to no step."""
-        start = self.start
-        return Observed(
-            directory=self._options.folder,
-            prefix=self._options.prefix,
-            run_id=start.run_id,
-            ranks=self._ranks,
-            targets=self._targets,
-            collector=self.collector,
-            position=loops.position,
-            resumed=start.step,
-            resumed_path=None if start.resumed is None else start.resumed.path,
-            policies=self.policies,
-            stopper=stopper,
-            unmanaged=self.unmanaged,
-            is_outside=is_outside,
-        )
-
     def shared_modules(self) -> list[nn.Module]:
         """The modules of which other ranks hold the same weights, so that a rank keeps what is its own at each
         boundary."""
-        return outermost_replicas(self._targets, self.ddp) if self.saver.replicated else []
+        return outermost_replicas(self.targets, self.ddp) if self.saver.replicated else []
 
     @property
     def _saves_on_the_way(self) -> bool:
@@ -167,13 +146,13 @@ class Opening:
     def _open_directories(self, stack: ExitStack) -> None:
         """Make and lock the directories; `prove` has others in their place."""
         ranks = self._ranks
-        wanted = [self._options.folder, *(p.directory for p in self.policies), *(p.directory for p in self.periodic)]
+        wanted = [self.options.folder, *(p.directory for p in self.policies), *(p.directory for p in self.periodic)]
         places = wanted
         if self.proof is not None:
             places = self.proof.redirected(wanted)
             self.policies = tuple(replace(policy, after_save=None) for policy in self.policies)
         again = self._is_again  # a training that goes on in place needs no disk before its next save
-        resolved, self._trust = prepare_directories(places, ranks, self._options.sharing(), may_be_full=again)
+        resolved, self._trust = prepare_directories(places, ranks, self.options.sharing(), may_be_full=again)
         self.resolved: dict[Path, Path] = {p: resolved[place] for p, place in zip(wanted, places, strict=True)}
         """By the directory that the program names, the true one."""
         self._directories = list(dict.fromkeys(self.resolved.values()))
@@ -196,7 +175,7 @@ class Opening:
 
     def _open_saver(self) -> None:
         """Look at what is to be saved, and at how it is spread over the ranks."""
-        options, ranks, targets = self._options, self._ranks, self._targets
+        options, ranks, targets = self.options, self._ranks, self.targets
         ahead = None if self._place is None else self._place.take_collector(targets)
         self.collector = Collector(targets) if ahead is None else ahead
         if not self._is_again:  # the ranks of this job have found room for it, and a form
@@ -242,7 +221,7 @@ class Opening:
                 policy.begin(self._ranks, tell, name=name)
 
     def _parts(self) -> list[Part]:
-        more = [] if self._place is None else self._place.parts(list(self._targets.values()))
+        more = [] if self._place is None else self._place.parts(list(self.targets.values()))
         uneven = [] if self._uneven is None else [self._uneven]
         return [*self._last_parts, self._together.part, *uneven, *more]
 
@@ -267,7 +246,7 @@ class Opening:
             self._uneven.tell(self.unmanaged)
         trains = self.proof is None and self._entry is None and not self.evaluates
         if self._ranks.rank == 0 and trains and not self._saves_on_the_way:
-            by_callbacks = self._options.policies is not None
+            by_callbacks = self.options.policies is not None
             logger.info(
                 "nothing is saved between the stops: SIGKILL or a power cut costs all steps since this start. %s "
                 "saves meanwhile",
@@ -280,9 +259,9 @@ class Opening:
         start = start_job(
             self._directories,
             look_in=self._folders.all,
-            resume=self._options.resume,
+            resume=self.options.resume,
             collector=self.collector,
-            targets=self._targets,
+            targets=self.targets,
             job=self.saver,
             around=self.around,
             platform=PlatformAtStart(self._ranks, self.saver.flags),
@@ -310,7 +289,7 @@ class Opening:
         return start
 
 
-def _open_proof(ranks: RankInfo) -> ProofObserver | None:
+def _open_proof(ranks: RankInfo) -> Proof | None:
     """What looks at a run under `prove` or `drill`; None: this is an ordinary run."""
     if ProveSettings.from_env().control is None:
         return None

@@ -76,7 +76,7 @@ class Unmanaged:
         """Variables of the program that go on from step to step."""
         self.not_kept = printable(listed(names, _MOST_NAMES))[:_MOST_CHARACTERS]
 
-    def say_not_kept(self, counts: Sequence[str]) -> None:
+    def say_not_kept(self) -> None:
         """They are noted, in the first process of a run."""
         if self.not_kept:
             logger.info(

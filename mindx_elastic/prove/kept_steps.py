@@ -24,9 +24,9 @@ import xxhash
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
-from mindx_elastic.guard.observer import Observed
 from mindx_elastic.memory.arena import ArenaFile
 from mindx_elastic.prove.digests import stream_digest
+from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.overlap import note_comparison
 
 __all__ = ["KeptSteps", "open_kept_steps"]
@@ -82,7 +82,7 @@ class KeptSteps:
 
     @property
     def are_redone(self) -> bool:
-        """See `guard.observer.KeptSteps`."""
+        """Whether steps come that were done before."""
         return bool(self._before)
 
     def at_boundary(self, position: Position, loss: object) -> None:
@@ -186,7 +186,7 @@ def _number(value: object) -> float:
 
 
 def open_kept_steps(stack: ExitStack, seen: Observed, path: Path) -> KeptSteps | None:
-    """See `guard.observer.Observers`."""
+    """What keeps steps in the file `path` in shared memory. None: it cannot be used."""
     try:
         return KeptSteps(stack, seen, path)
     except OSError as error:

@@ -52,11 +52,12 @@ class NotKept:
         """Modules whose own attributes are in no state."""
         self._number = 0
         self.counts: Sequence[str] = ()
-        """See `guard.observer.NotKept`."""
+        """Names of those that `at_boundary` has found which have counted the steps of this process alone."""
         self._before: dict[str, str] = {}
 
     def at_boundary(self, is_ahead: Callable[[], bool]) -> Sequence[str] | None:
-        """See `guard.observer.NotKept`."""
+        """A boundary has been passed. Returns the names at the fifth one, where the look ends. `is_ahead`: whether the
+        program has fetched batches of named loaders for later steps; they are fetched again by a resumed run."""
         self._number += 1
         if self._number not in (_FIRST, _SECOND):
             return None

@@ -32,11 +32,11 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard.checks.surroundings import program_frames
-from mindx_elastic.guard.observer import Observed
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.prove.carried import carried, loops_around
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
+from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.variables import KEPT
 from mindx_elastic.prove.witness import Witness
@@ -277,7 +277,9 @@ def note_comparison(seen: Observed, step: int, outcome: str, *, reason: str, why
 
 
 def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> Comparison | None:
-    """See `guard.observer.Observers`."""
+    """What compares the first step of a resumed run with the one that the stopped process has played on, and tells;
+    None: there is none to compare with. `on_difference`: ``warn``, or ``stop``: its `at_boundary` raises
+    ResumeDiffersError on all ranks."""
     if seen.resumed is None or seen.resumed_path is None:
         return None
     saver = seen.stopper.saver

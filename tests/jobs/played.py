@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.jobs import loop
 from tests.jobs.kit import say
 
-_OVERLAP = ("guard/overlap.py", "prove/overlap.py", "prove/witness.py", "prove/digests.py", "prove/variables.py")
+_OVERLAP = ("prove/play_on.py", "prove/overlap.py", "prove/witness.py", "prove/digests.py", "prove/variables.py")
 
 
 def kill_at_call(number: int) -> None:
@@ -29,7 +29,7 @@ def kill_at_call(number: int) -> None:
         code = frame.f_code
         if event != "call" or not code.co_filename.endswith(_OVERLAP):
             return
-        if calls or (code.co_name == "_begin" and code.co_filename.endswith("guard/overlap.py")):
+        if calls or (code.co_name == "_begin" and code.co_filename.endswith("prove/play_on.py")):
             calls += 1
             if calls % 100 == 0:
                 say(f"CALLS {calls}")

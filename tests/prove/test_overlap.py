@@ -21,8 +21,7 @@ import xxhash
 from mindx_elastic.core.certificate import WITNESS_SUFFIX
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard import boundaries as guard_boundaries
-from mindx_elastic.guard import overlap as guard_overlap
-from mindx_elastic.prove import overlap
+from mindx_elastic.prove import overlap, play_on
 from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import wait_until
 
@@ -228,7 +227,7 @@ def signal_again(job: Job, step: int) -> None:
 def test_whatever_happens_in_the_step_the_stop_is_as_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Job, int], object]
 ) -> None:
-    monkeypatch.setattr(guard_overlap, "_COMES_OUT_S", 60.0)  # else the process, which is pytest's, is ended then
+    monkeypatch.setattr(play_on, "_COMES_OUT_S", 60.0)  # else the process, which is pytest's, is ended then
     expected = weights_of_uninterrupted(tmp_path)
     fired = []
 
