@@ -281,9 +281,6 @@ class Opening:
             self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
         self.unmanaged.inherit(start.notes)
         self.unmanaged.certificate = tuple(info.certificate)
-        if start.is_new_on_disk(self.around.arenas):
-            # Put together from another rank's file and what lay in memory: on disk it is whole again.
-            self.saver.save_restored(self.policies, info)
         if info.kind == "final":
             logger.info("that training had ended: only what follows its last step runs again")
         return start

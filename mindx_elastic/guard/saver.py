@@ -347,25 +347,6 @@ class Saver:
         """The header facts of the last boundary."""
         return self._info(self.collector.position, kind=kind, reason=kind, append_info=())
 
-    def save_restored(self, policies: Sequence[ExitPolicy], original: CheckpointInfo) -> None:
-        """Write this rank's share of the resumed step, which it did not have on disk. A failure is logged.
-
-        The file gets the attempt of the other ranks' files: together they are one complete step.
-        """
-        policy = next((p for p in policies if p.save and p.kind != "eval"), None)
-        if policy is None:
-            return
-        position = self.collector.position
-        info = self._info(position, kind=policy.kind, reason=original.reason, append_info=())
-        base = {name: value for name, value in original.coordinates.items() if name in _BASE}
-        own = {name: value for name, value in info.coordinates.items() if name not in _BASE}
-        info = replace(info, attempt=original.attempt, coordinates=own | base)
-        try:
-            path = self._path(policy, position)
-            self._write(path, self.collector.state(), info, finish=lambda path: self._finish(policy, path, math.inf))
-        except (OSError, UnsupportedStateError) as error:
-            self._report(error, info)
-
     def keep_unsaved(self, step: int, timeout_s: float) -> None:
         """A dying save of boundary `step` has failed: keep it in shared memory. The caller holds the update gate."""
         try:

@@ -66,14 +66,6 @@ class Start:
     first_save: FirstSave | None = None
     """The note on disk that this rank has never saved in this run; None: it has, or the note is not needed."""
 
-    def is_new_on_disk(self, arenas: Path | None) -> bool:
-        """Whether this rank's state was composed from a donor's file on disk and its own small state: no file has it
-        as a whole."""
-        found = self.resumed
-        if found is None or found.own is None or found.plan.resharded:
-            return False
-        return arenas is None or not found.path.is_relative_to(arenas)
-
     @property
     def notes(self) -> Sequence[str]:
         """What is known against an exact resume, according to the files of all ranks that the run goes on from."""

@@ -365,8 +365,8 @@ REFUSED = {
         def step(): update(disc(net(x)).mean(), opt, disc_opt)
         """,
         (
-            'optimizer "disc_opt" trains 6 parameters that none of the guard\'s objects holds: "disc.0.weight", '
-            '"disc.0.bias", "disc.1.weight" and 3 more. Write Guard(model=[net, disc], ...)'
+            'optimizer "optimizer_1" trains 6 parameters that none of the guard\'s objects holds: "disc.0.weight", '
+            '"disc.0.bias", "disc.1.weight" and 3 more. Write Guard(model=[..., disc], ...)'
         ),
     ),
     "a criterion with weights": (
@@ -380,8 +380,8 @@ REFUSED = {
         def step(): update((net(x) - criterion.centers).square().mean(), opt)
         """,
         (
-            'optimizer "opt" trains 1 parameter that none of the guard\'s objects holds: "criterion.centers". '
-            "Write Guard(model=[net, criterion], ...)"
+            'optimizer "optimizer" trains 1 parameter that none of the guard\'s objects holds: "criterion.centers". '
+            "Write Guard(model=[..., criterion], ...)"
         ),
     ),
     "a temperature": (
@@ -391,7 +391,7 @@ REFUSED = {
         def step(): update((net(x) * log_alpha.exp()).square().mean(), opt, alpha_opt)
         """,
         (
-            'optimizer "alpha_opt" trains 1 parameter that none of the guard\'s objects holds: "log_alpha" (Tensor, '
+            'optimizer "optimizer_1" trains 1 parameter that none of the guard\'s objects holds: "log_alpha" (Tensor, '
             'train.py). Write Guard(stateful={"log_alpha": torch.nn.ParameterList([log_alpha])}, ...)'
         ),
     ),
@@ -410,7 +410,7 @@ REFUSED = {
         PARTS = dict(model=[net, disc], optimizer=opt)
         def step(): update(disc(net(x)).mean(), opt, disc_opt)
         """,
-        'optimizer "disc_opt" (Adam, train.py) steps and is not named. Write Guard(optimizer=[opt, disc_opt], ...)',
+        'optimizer "disc_opt" (Adam, train.py) steps and is not named. Write Guard(optimizer=[..., disc_opt], ...)',
     ),
     "an optimizer that steps now and then": (
         """
@@ -434,7 +434,7 @@ REFUSED = {
         """,
         (
             'optimizer "sam.base_optimizer" (SGD, train.py) steps and is not named. '
-            "Write Guard(optimizer=[sam, sam.base_optimizer], ...)"
+            "Write Guard(optimizer=[..., sam.base_optimizer], ...)"
         ),
     ),
     "an optimizer that was made anew": (
@@ -443,7 +443,7 @@ REFUSED = {
         new = torch.optim.Adam(net.parameters(), lr=0.1)
         def step(): update(net(x).square().mean(), new)
         """,
-        ('optimizer "new" (Adam, train.py) steps and is not named. Write Guard(optimizer=[opt, new], ...)'),
+        ('optimizer "new" (Adam, train.py) steps and is not named. Write Guard(optimizer=[..., new], ...)'),
     ),
     "a scheduler of each step": (
         """
@@ -471,8 +471,7 @@ REFUSED = {
         """,
         (
             'scheduler "sched" (LambdaLR, train_one_epoch() in train.py) belongs to an optimizer of the guard, steps '
-            "and is not named. Make it once, before the guard, in a variable of its own, and write "
-            "Guard(lr_scheduler=[sched, own_sched], ...)"
+            "and is not named. Write Guard(lr_scheduler=[..., sched], ...), with one that is made before the guard"
         ),
     ),
     "a loader that is made anew in each epoch": (
@@ -503,7 +502,7 @@ REFUSED = {
         """,
         (
             'scheduler "sched" (ReduceLROnPlateau, train.py) belongs to an optimizer of the guard, steps and is not '
-            "named. Write Guard(lr_scheduler=[warm, sched], ...)"
+            "named. Write Guard(lr_scheduler=[..., sched], ...)"
         ),
     ),
     "a scaler": (

@@ -21,7 +21,7 @@ from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.guard import saver as saving_module
-from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name, breakpoint_policy
+from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.places import neighbours_in
@@ -372,7 +372,6 @@ def make_saver(tmp_path: Path, **ranks: int) -> Saver:
 
 
 def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
-    """And what is put together of an earlier attempt's files says where that one began."""
     base = ("base_attempt", "base_step")
     for _ in range(3):
         with pytest.raises(GracefulExit):
@@ -387,12 +386,6 @@ def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
     saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id=infos[1].run_id, attempt=2))
     saver.begin(infos[1])
     assert saver.describe("snapshot").coordinates == {"base_attempt": 1, "base_step": infos[1].step}
-    policy = breakpoint_policy("one", tmp_path / "new", (), None, (), exceptions=True)
-    saver.save_restored([policy], infos[1])
-    (path,) = (tmp_path / "new").iterdir()
-    restored = read_header(path).info
-    kept = {name: infos[1].coordinates[name] for name in base}
-    assert (restored.attempt, restored.coordinates) == (1, kept)
 
 
 def test_drain_tells_whether_background_saves_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

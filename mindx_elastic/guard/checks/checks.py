@@ -180,7 +180,6 @@ class Checks:
         loose = self._loose_parameters(kept)
         seen = look(frame, self._roots, map(id, (*(p for _, p in loose), *self._targets.values())))
         if self._boundaries == 0:
-            self._remedies.at_entry(seen)
             self._rebound.at_entry(self._targets, seen)
         self._check_parameters(loose, seen)
         self._check_schedulers(seen, kept)
@@ -232,12 +231,9 @@ class Checks:
                 names.append(f"one of shape {list(parameter.shape)}")
         optimizer = loose[0][0]
         count = "1 parameter" if len(loose) == 1 else f"{len(loose)} parameters"
-        what = (
-            f'optimizer "{self._remedies.name_of(optimizer)}" trains {count} that none of the guard\'s objects holds: '
-        )
-        what += listed(names, 3)
+        what = f'optimizer "{optimizer}" trains {count} that none of the guard\'s objects holds: {listed(names, 3)}'
         if owners:
-            remedy = f"Write {self._remedies.line('model', [found.name for found in owners.values()])}"
+            remedy = self._remedies.argument_line("model", [found.name for found in owners.values()])
         elif variables:
             content = ", ".join(
                 f'"{self._remedies.key(v.name)}": torch.nn.ParameterList([{v.name}])' for v in variables[:3]
@@ -257,7 +253,7 @@ class Checks:
             number = sum(len(group["params"]) for group in optimizer.param_groups)
             shown = str(found) if found is not None else f"of {number} parameters ({type(optimizer).__name__})"
             what = f"optimizer {shown} steps and is not named"
-            remedy = self._remedies.how_to_name("optimizer", found or Found("", "", optimizer))
+            remedy = self._remedies.argument_line("optimizer", ["" if found is None else found.name])
             self._unmanaged.certain(what, remedy)
 
     # --- schedulers ---
@@ -272,7 +268,7 @@ class Checks:
             if key in self._schedulers:
                 continue
             # It may be unused, or left over from an earlier training: it is refused when it steps.
-            steps, remedy = _steps_of(found.value), self._remedies.how_to_name("lr_scheduler", found)
+            steps, remedy = _steps_of(found.value), self._remedies.argument_line("lr_scheduler", [found.name])
             watched = self._schedulers[key] = _Watched(weakref.ref(found.value), str(found), remedy, steps)
             if steps <= 1:
                 what = f"scheduler {watched.name} belongs to an optimizer of the guard and is not named"
@@ -305,7 +301,7 @@ class Checks:
         for key, found in _outermost(seen.modules, kept):
             missing = {id(tensor) for each in kept.missing(found.value) for tensor in each}
             if key not in self._modules and missing - claimed and not is_sharded_in_part(found.value):
-                remedy = self._remedies.how_to_keep(found)
+                remedy = self._remedies.stateful_line([found.name])
                 self._modules[key] = _Watched(weakref.ref(found.value), str(found), remedy)
             claimed |= missing
         for key, found in seen.scalers.items():

@@ -109,11 +109,10 @@ class Generators:
             names = list(dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names))
         if len(often) == 1:
             what, remedy = f"generator {first} draws numbers in the training and is not kept", "seed it"
-            line = self._remedies.how_to_keep(first)
         else:
             what = f"generator {first} and {len(often) - 1} more draw numbers in the training and are not kept"
-            remedy, line = "seed them", f"Write {self._remedies.stateful_line(names)}"
-        remedy = f"{line}, or {remedy} anew in each step"
+            remedy = "seed them"
+        remedy = f"{self._remedies.stateful_line(names)}, or {remedy} anew in each step"
         if owner := names[0].rpartition(".")[0]:
             remedy += f". Name whatever else of {owner} changes in the training, too"
         self._unmanaged.certain(what, remedy)
