@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.graph_replays import GraphReplays
 from mindx_elastic.capture.hidden_changes import HiddenChanges
@@ -32,8 +30,8 @@ from mindx_elastic.guard.checks.checks import FIRST_LOOKS
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
+from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.trial_packing import pack_for_trial
-from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Boundaries"]
 
@@ -54,18 +52,13 @@ class Boundaries:
     def __init__(
         self,
         stack: ExitStack,
-        targets: Mapping[str, Any],
-        collector: Collector,
-        unmanaged: Unmanaged,
+        opening: Opening,
         *,
-        world_size: int,
-        by_hand: bool,
-        ddp: DdpModules,
         hear_not_kept: Callable[[Sequence[str]], None],
     ) -> None:
-        """`by_hand`: see `GradientOrders`. `ddp`: the DDP modules and their paths. `hear_not_kept`: is told the
-        names of what goes on from step to step and is not kept."""
-        self._collector, self._unmanaged = collector, unmanaged
+        """`hear_not_kept`: is told the names of what goes on from step to step and is not kept."""
+        targets, ddp, world_size = opening.targets, opening.ddp, opening.saver.ranks.world_size
+        collector, unmanaged = self._collector, self._unmanaged = opening.collector, opening.unmanaged
         self.has_passed = False
         """A boundary was passed since the start."""
         self.number = 0
@@ -97,6 +90,7 @@ class Boundaries:
             stack.callback(replays.unwatch)
         self._hooks = CommHooks(targets, ddp, unmanaged)
         self._window = UpdateWindow(collector, gate)
+        by_hand = bool(opening.options.layouts) or opening.evaluates
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())

@@ -245,11 +245,8 @@ class Guard(LayeredGuard):
         self._loops.take_over(self._collector.position, start.restore_streams)
         self._loaders.enter(stack, self._unmanaged, opening.settings.grace_s)
         self._checks = Checks(
-            self._unmanaged,
-            self._targets,
-            self._collector,
+            opening,
             loaders=self._loaders.named,
-            ddp=opening.ddp,
             more=self._more,
             kept=self._kept,
             own=self._own,
@@ -286,16 +283,7 @@ class Guard(LayeredGuard):
 
     def _start_stages(self, stack: ExitStack, opening: Opening) -> None:
         """From here on updates are seen and, in the end, alarms are heard."""
-        boundaries = self._boundaries = Boundaries(
-            stack,
-            self._targets,
-            self._collector,
-            self._unmanaged,
-            world_size=self._ranks.world_size,
-            by_hand=bool(self._options.layouts) or self._around.evaluates,
-            ddp=opening.ddp,
-            hear_not_kept=self._checks.hear_not_kept,
-        )
+        boundaries = self._boundaries = Boundaries(stack, opening, hear_not_kept=self._checks.hear_not_kept)
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
         stages = Stages(

@@ -89,4 +89,4 @@ def test_a_look_waits_for_the_devices_first(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_line_to_write_is_python_for_a_part_of_a_sequential() -> None:
-    assert Remedies({}).stateful_line(["model.0.gen"]) == 'Guard(stateful={"gen": model[0].gen}, ...)'
+    assert Remedies({}).stateful_line(["model.0.gen"]) == 'Write Guard(stateful={"gen": model[0].gen}, ...)'

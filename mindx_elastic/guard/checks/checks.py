@@ -33,9 +33,7 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import OptimizerComponent
-from mindx_elastic.capture.ddp_order import DdpModules
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
@@ -54,7 +52,7 @@ from mindx_elastic.guard.checks.surroundings import (
     kind_of,
     look,
 )
-from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.guard.opening import Opening
 
 __all__ = ["FIRST_LOOKS", "Checks"]
 
@@ -79,22 +77,20 @@ class Checks:
 
     def __init__(
         self,
-        unmanaged: Unmanaged,
-        targets: Mapping[str, Any],
-        collector: Collector,
+        opening: Opening,
         *,
         loaders: Sequence[Any] = (),
-        ddp: DdpModules = (),
         more: Mapping[str, object] | None = None,
         kept: Sequence[object] = (),
         own: Mapping[str, object] | None = None,
         epoch: Callable[[], int],
     ) -> None:
-        """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
+        """`loaders`: the named ones. `more`: objects to look into that no variable
         may have, `kept`: those whose state is kept all the same, but for that of `own`. `epoch`:
         gives the epoch of the last boundary."""
-        self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
-        self._loaders, self._ddp, self._also_kept, self._own = tuple(loaders), ddp, tuple(kept), dict(own or {})
+        unmanaged, targets = self._unmanaged, self._targets = opening.unmanaged, opening.targets
+        self._collector, self._ddp, self._epoch = opening.collector, opening.ddp, epoch
+        self._loaders, self._also_kept, self._own = tuple(loaders), tuple(kept), dict(own or {})
         self._roots = {**(more or {}), **targets}
         self._boundaries, self._evaluations = 0, 0
         self._is_on = False
