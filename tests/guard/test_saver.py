@@ -27,8 +27,6 @@ from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.places import neighbours_in
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
-from mindx_elastic.start import inventory
-from mindx_elastic.start.file_facts import facts_of
 from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
 from tests.guarded import Job, no_traces, plain_environment, stop_and_wait, weights_of_uninterrupted
@@ -300,33 +298,6 @@ def test_what_may_become_whole_is_kept(tmp_path: Path, asynchronous: bool, other
     saver.prune(Every(tmp_path, asynchronous=asynchronous, keep_max=1))
     assert steps_in(tmp_path / "rank_1") == left
     assert steps_in(tmp_path / "rank_0") == others
-
-
-def test_a_step_that_was_judged_is_not_judged_again_after_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This rank is ahead of the other one: after each of its saves the newest whole step is the same."""
-    judged: list[int] = []
-
-    def counted(entries: Sequence[Any]) -> Any:
-        judged.extend(entry.info.step for entry in entries)
-        return facts_of(entries)
-
-    monkeypatch.setattr(inventory, "facts_of", counted)
-    saver, every = make_saver(tmp_path, rank=1, world_size=2), Every(tmp_path, keep_max=1)
-
-    def save(rank: int, step: int) -> None:
-        path = tmp_path / f"rank_{rank}" / f"every-1_{step}.safetensors"
-        checkpoint_files.write(path, step=step, rank=rank, world_size=2, run_id="run")
-
-    save(0, 1)
-    for step in (1, 2, 3):
-        save(1, step)
-        saver.prune(every)
-    assert judged == [1, 1], "two files, once"
-    save(0, 3)
-    saver.prune(every)
-    assert judged == [1, 1, 3, 3] and steps_in(tmp_path / "rank_1") == [3]
 
 
 # --- saves at the end ---
