@@ -21,8 +21,8 @@ from mindx_elastic.start.shares import Share
 
 __all__ = ["Problem", "ShareReader"]
 
-Problem = tuple[int, int, str]
-"""Old rank, number among its files, and why the file could not be used."""
+Problem = tuple[str, str]
+"""The path of a file, and why it could not be used."""
 
 
 class ShareReader:
@@ -49,35 +49,34 @@ class ShareReader:
 
         Raises MismatchError when the files are sound and do not fit this program.
         """
-        problems = [
-            (fact.rank, number, problem) for fact, number in share.verify if (problem := self._verify(Path(fact.path)))
-        ]
+        problems = [(fact.path, problem) for fact in share.verify if (problem := self._verify(Path(fact.path)))]
         if problems:
             return None, problems
         self.small = None
-        if share.small_from is not None and (unread := self._read_small(*share.small_from)):
-            return None, [unread]
+        small_from = share.rank.small_from
+        if small_from is not None and (problem := self._read_small(small_from)):
+            return None, [(small_from.path, problem)]
         return self._assemble(share, blueprint) if share.rank.assembled else self._read_own(share)
 
-    def _read_small(self, fact: FileFact, number: int) -> Problem | None:
-        """Read this rank's own small state from another rank's file. Returns the problem."""
+    def _read_small(self, fact: FileFact) -> str:
+        """Read this rank's own small state from another rank's file. Returns the problem; empty: there is none."""
         path = Path(fact.path)
         if problem := self._outside(path):
-            return fact.rank, number, problem
+            return problem
         try:
             with open_checkpoint(path, self._trust.of(path)) as (fd, header):
                 node = neighbours_in(header).get(self._rank)
                 if header.info.moment != fact.moment or node is None:
-                    return fact.rank, number, f"{path} is of another step by now"
+                    return f"{path} is of another step by now"
                 self.small = OwnState(read_some(fd, header, node, path), forecast=False)
                 self.small.unpack()
         except UntrustedFileError as error:
-            return fact.rank, number, str(error)
+            return str(error)
         except CheckpointError as error:
-            return fact.rank, number, self._put_aside(path, str(error))
+            return self._put_aside(path, str(error))
         except OSError as error:
-            return fact.rank, number, f"{path.name} cannot be read: {error}"
-        return None
+            return f"{path.name} cannot be read: {error}"
+        return ""
 
     # --- whole files ---
 
@@ -87,16 +86,16 @@ class ShareReader:
             if isinstance(path, str):
                 problems.append(path)
                 continue
-            checkpoint, problem, where = self._read_file(path, share)
-            if where is not None:
-                return None, [(*where, problem)]
+            checkpoint, problem, bad = self._read_file(path, share)
+            if bad != path:  # one of `RankPlan.others`
+                return None, [(str(bad), problem)]
             if checkpoint is not None and checkpoint.info.moment != share.plan.moment:
                 checkpoint, problem = None, f"{path} is of another step by now"
             if checkpoint is not None:
                 self.path = path
                 return checkpoint, []
             problems.append(problem)
-        return None, [(share.rank.file.rank, share.number, "; ".join(problems) or "no rank has it")]
+        return None, [(share.rank.file.path, "; ".join(problems) or "no rank has it")]
 
     def _paths(self, share: Share) -> Iterator[Path | str]:
         """The paths at which this rank can read the file, after fetching a copy if needed; or a str, why it cannot."""
@@ -123,23 +122,25 @@ class ShareReader:
                 return ""
         return f"{path} is outside of the checkpoint directory and is not touched"
 
-    def _read_file(self, path: Path, share: Share) -> tuple[Checkpoint | None, str, tuple[int, int] | None]:
-        """The file's content, or the problem and, if that is with one of `share.others`, whose it is and its number."""
-        places = {Path(fact.path): (fact.rank, number) for fact, number in share.others}
-        for each in (path, *places):
+    def _read_file(self, path: Path, share: Share) -> tuple[Checkpoint | None, str, Path]:
+        """The file's content, or the problem; and which file it is about: this one, or one of `RankPlan.others`."""
+        others = [Path(fact.path) for fact in share.rank.others]
+
+        def named(error: Exception) -> Path:
+            found = _path_of(error, path)
+            return found if found in others else path
+
+        for each in (path, *others):
             if problem := self._outside(each):
-                return None, problem, places.get(each)
+                return None, problem, each
         try:
-            owners = self._trust.of(path)
-            return read_checkpoint(path, verify=True, owners=owners, others=list(places)), "", None
+            return read_checkpoint(path, verify=True, owners=self._trust.of(path), others=others), "", path
         except (UntrustedFileError, MismatchError) as error:  # exchanged since it was looked at
-            return None, str(error), places.get(_path_of(error, path))
+            return None, str(error), named(error)
         except CheckpointError as error:
-            bad = _path_of(error, path)
-            return None, self._put_aside(bad, str(error)), places.get(bad)
+            return None, self._put_aside(_path_of(error, path), str(error)), named(error)
         except OSError as error:
-            bad = _path_of(error, path)
-            return None, f"{bad.name} cannot be read: {error}", places.get(bad)
+            return None, f"{_path_of(error, path).name} cannot be read: {error}", named(error)
 
     def _put_aside(self, path: Path, problem: str) -> str:
         """Move a damaged file to quarantine; returns the problem for the log."""
@@ -182,21 +183,12 @@ class ShareReader:
         except MismatchError:
             raise  # sound files, another program
         except (CheckpointError, OSError) as error:
-            path = getattr(error, "path", None) or getattr(error, "filename", None)
-            found = [] if path is None or Path(path) == self.path else _places_of(share, Path(path))
-            return None, [(*(found or [(share.rank.file.rank, share.number)])[0], str(error))]
+            path = str(_path_of(error, self.path))
+            is_known = any(fact.path == path for facts in share.plan.files.values() for fact in facts)
+            return None, [(path if is_known else share.rank.file.path, str(error))]
 
 
 def _path_of(error: Exception, path: Path) -> Path:
     """The file that an error is about; `path` where it does not say."""
     named = getattr(error, "path", None) or getattr(error, "filename", None)
     return path if named is None else Path(named)
-
-
-def _places_of(share: Share, path: Path) -> list[tuple[int, int]]:
-    return [
-        (old, number)
-        for old, facts in share.plan.files.items()
-        for number, fact in enumerate(facts)
-        if Path(fact.path) == path and fact.seen_by(share.rank.rank)
-    ]

@@ -45,7 +45,7 @@ from mindx_elastic.memory.memory_files import OwnState, SmallRecord, own_rings, 
 from mindx_elastic.persist.catalog import read_entries, root_of
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import Checkpoint
-from mindx_elastic.start.facts import KnownFaults, Refusal, ResumePlan, World
+from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, ResumePlan, World
 from mindx_elastic.start.findings import (
     EVERYTHING,
     Findings,
@@ -353,9 +353,9 @@ class PlanPart(FollowedPart):
             return self._first_plan(said)
         with making_sense("what the ranks could not read"):
             problems = [
-                (rank, self._plan.files[int(old)][int(number)], str(text))
+                (rank, self._file_at(str(path), rank), str(text))
                 for rank, each in enumerate(said)
-                for old, number, text in each
+                for path, text in each
             ]
         for rank, fact, text in problems:
             self._inventory.forget(rank, fact, text)
@@ -365,6 +365,15 @@ class PlanPart(FollowedPart):
             if line not in self._told_lines:  # else logged by the rank that moved the file to quarantine
                 logger.warning("%s", line)
         return Merged({"go": True})
+
+    def _file_at(self, path: str, rank: int) -> FileFact:
+        """The file of the plan that `rank` sees there, or fetches. Raises ValueError."""
+        assert self._plan is not None
+        found = [fact for facts in self._plan.files.values() for fact in facts if fact.path == path]
+        seen = [fact for fact in found if rank in self._inventory.seen_by(fact)]
+        if not found:
+            raise ValueError(f"{path:.200} is in no plan")
+        return (seen or found)[0]
 
     def _first_plan(self, said: Sequence[Any]) -> Merged:
         with making_sense("what the ranks have found"):
@@ -504,7 +513,7 @@ class PlanPart(FollowedPart):
         elif donor is not None and not plan.resharded and share.uses_own_state:
             own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
         in_memory = bool(answer.common["only_in_memory"])
-        own_from = None if own is None or share.small_from is None else Path(share.small_from[0].path)
+        own_from = None if own is None or share.rank.small_from is None else Path(share.rank.small_from.path)
         found = Resumed(self._reader.path, checkpoint, plan, lines, donor, own, own_from)
         if donor is not None and not plan.resharded:
             places = self._places

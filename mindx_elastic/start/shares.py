@@ -7,7 +7,7 @@ rows of all files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +30,11 @@ class Share:
     plan: ResumePlan
     """What this rank needs of it: `ranks` is empty, and `files` has its own file, or where it is assembled all."""
     rank: RankPlan
-    number: int
-    """The index of this rank's file among the files of its old rank."""
     is_seen: bool
     """The rank can read the file itself; else it fetches it from one of `sources`."""
     sources: Sequence[tuple[int, Place]]
-    verify: Sequence[tuple[FileFact, int]]
-    """The files whose digests this rank checks for all ranks, and their indexes: the ranks share that work."""
-    others: Sequence[tuple[FileFact, int]]
-    """The files with what this rank's file lacks of a divided state, and their indexes."""
-    small_from: tuple[FileFact, int] | None
-    """The file that has this rank's own small state, and its index; None: its own file, or memory."""
+    verify: Sequence[FileFact]
+    """The files whose digests this rank checks for all ranks: the ranks share that work."""
     uses_own_state: bool
     """Whether this rank uses its own small state of the step (see `Inventory.may_use`)."""
 
@@ -55,22 +49,18 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
     has_own = inventory.own_states.get(plan.moment, set())
     own = []
     for share in plan.ranks:
-        fact = share.file
-        is_seen = share.rank in inventory.seen_by(fact)
+        is_seen = share.rank in inventory.seen_by(share.file)
+        sources = [] if is_seen else inventory.sources(share.rank, share.file)
         own.append(
             {
-                "old": fact.rank,
-                "number": plan.files[fact.rank].index(fact),
-                "row": _row(fact),
+                "file": _row(share.file),
                 "assembled": share.assembled,
                 "seen": is_seen,
-                "sources": []
-                if is_seen
-                else [[holder, list(place)] for holder, place in inventory.sources(share.rank, fact)],
-                "verify": [[each.rank, number, _row(each)] for each, number in verify.get(share.rank, ())],
+                "sources": [[holder, list(place)] for holder, place in sources],
+                "verify": list(map(_row, verify.get(share.rank, ()))),
                 "own_state": share.rank in has_own,
-                "others": [_place_in(plan, each) for each in share.others],
-                "small": None if share.small_from is None else _place_in(plan, share.small_from),
+                "others": list(map(_row, share.others)),
+                "small": None if share.small_from is None else _row(share.small_from),
             }
         )
     common = {
@@ -86,39 +76,32 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
     }
     more: dict[str, Any] = {}
     if any(share.assembled for share in plan.ranks):
-        rows = [[old, [_row(fact) for fact in facts]] for old, facts in plan.files.items()]
+        rows = [_row(fact) for facts in plan.files.values() for fact in facts]
         more = {_FILES: rows, _SOURCE: plan.source.to_json()}
     return Merged(common, own, more)
 
 
-def _verifiers(
-    plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]
-) -> dict[int, list[tuple[FileFact, int]]]:
+def _verifiers(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]) -> dict[int, list[FileFact]]:
     """The files that each rank checks: the used files, divided among the ranks that see them."""
-    found: dict[int, list[tuple[FileFact, int]]] = {}
+    found: dict[int, list[FileFact]] = {}
     turns: dict[frozenset[int], tuple[list[int], int]] = {}
     used = plan.used_paths()
-    for facts in plan.files.values():
-        for number, fact in enumerate(facts):
-            if fact.path not in used or (fact.where, fact.path) in verified:
-                continue
-            seen_by = inventory.seen_by(fact)
-            readers, turn = turns.get(seen_by) or (sorted(seen_by), 0)
-            turns[seen_by] = readers, turn + 1
-            if readers:
-                found.setdefault(readers[turn % len(readers)], []).append((fact, number))
-                verified.add((fact.where, fact.path))  # nodes may have other bytes under the same path
+    for fact in (fact for facts in plan.files.values() for fact in facts):
+        if fact.path not in used or (fact.where, fact.path) in verified:
+            continue
+        seen_by = inventory.seen_by(fact)
+        readers, turn = turns.get(seen_by) or (sorted(seen_by), 0)
+        turns[seen_by] = readers, turn + 1
+        if readers:
+            found.setdefault(readers[turn % len(readers)], []).append(fact)
+            verified.add((fact.where, fact.path))  # nodes may have other bytes under the same path
     return found
 
 
-def _place_in(plan: ResumePlan, fact: FileFact) -> list[Any]:
-    return [fact.rank, plan.files[fact.rank].index(fact), _row(fact)]
-
-
 def _row(fact: FileFact) -> list[Any]:
+    """What a rank has to know of a file that it reads."""
     visible = None if fact.visible_to is None else _runs(sorted(fact.visible_to))
-    held = encode_parts(fact.held)
-    return [fact.path, fact.kind, fact.created, fact.nbytes, fact.epoch, fact.step_in_epoch, visible, held]
+    return [fact.rank, fact.path, visible, encode_parts(fact.held)]
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
@@ -142,39 +125,23 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     moment = (str(run), int(attempt), int(step))
     old_size = int(common["old_size"])
     assembled = bool(own["assembled"])
-    source, rows = Strategy(old_size, ()), []
+    source, rows = Strategy(old_size, ()), [own["file"]]
     if assembled:
         rows, content = answer.more([_FILES, _SOURCE])
         source = Strategy.from_json(content)
 
-    def fact_of(old: int, row: Sequence[Any]) -> FileFact:
-        path, kind, created, nbytes, epoch, step_in_epoch, visible, held = row
-        if not isinstance(path, str) or not isinstance(kind, str) or type(old) is not int or not 0 <= old < old_size:
+    def fact_of(row: Sequence[Any]) -> FileFact:
+        old, path, visible, held = row
+        if not isinstance(path, str) or type(old) is not int or not 0 <= old < old_size:
             raise ValueError("not a file of a rank")
-        return FileFact(
-            path=path,
-            rank=old,
-            moment=moment,
-            world_size=old_size,
-            strategy=source,
-            kind=kind,
-            created=float(created),
-            nbytes=int(nbytes),
-            epoch=int(epoch),
-            step_in_epoch=int(step_in_epoch),
-            visible_to=None if visible is None else frozenset(_expand(visible)),
-            held=decode_parts(held),
-        )
+        readers = None if visible is None else frozenset(_expand(visible))
+        return FileFact(path, old, moment, old_size, source, visible_to=readers, held=decode_parts(held))
 
-    def placed(content: Sequence[Any]) -> tuple[FileFact, int]:
-        old, number, row = content
-        return fact_of(old, row), int(number)
-
-    others = [placed(each) for each in own["others"]]
-    file = fact_of(own["old"], own["row"])
-    files: Mapping[int, tuple[FileFact, ...]] = {file.rank: (file,)}
-    if assembled:
-        files = {old: tuple(fact_of(old, row) for row in facts) for old, facts in rows}
+    files: dict[int, list[FileFact]] = {}
+    for fact in map(fact_of, rows):
+        files.setdefault(fact.rank, []).append(fact)
+    small = None if own["small"] is None else fact_of(own["small"])
+    others = tuple(map(fact_of, own["others"]))
     plan = ResumePlan(
         moment=moment,
         epoch=int(common["epoch"]),
@@ -182,7 +149,7 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
         source=source,
         world=World(int(common["size"]), target),
         ranks=(),
-        files=files,
+        files={old: tuple(facts) for old, facts in files.items()},
         resharded=bool(common["resharded"]),
         inexact=tuple(map(str, common["inexact"])),
         unmanaged=tuple(map(str, common["unmanaged"])),
@@ -190,13 +157,10 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     )
     return Share(
         plan,
-        RankPlan(rank, file, assembled, tuple(fact for fact, _ in others)),
-        int(own["number"]),
+        RankPlan(rank, fact_of(own["file"]), assembled, others, small),
         bool(own["seen"]),
         [(int(holder), (int(root), str(name))) for holder, (root, name) in own["sources"]],
-        [placed(each) for each in own["verify"]],
-        others,
-        None if own["small"] is None else placed(own["small"]),
+        list(map(fact_of, own["verify"])),
         bool(own["own_state"]),
     )
 
