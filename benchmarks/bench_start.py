@@ -230,12 +230,10 @@ def measure(mode: str, world_size: int, num_tensors: int) -> Measured:
         findings.memory_share = disks.memory_share
         findings.facts = files(rank)
         findings.known, findings.anything = {"run"}, True
-        return [
-            layouts,
-            PlanPart(
-                exchanges[rank], ranks[rank], places[rank], lambda everything: findings, ReadsNothing(), target=target
-            ),
-        ]
+        disks.findings = findings
+        plan = PlanPart(exchanges[rank], ranks[rank], places[rank], disks, target=target)
+        plan.reader = ReadsNothing()
+        return [layouts, plan]
 
     plans: list[Any] = [each[-1] for each in meet("plan", second)]
     for plan in plans:
@@ -264,9 +262,13 @@ class _Disk(Disks):
     def __init__(self, places: Places, rank: int) -> None:
         super().__init__(Places((), "never"))
         self._rank = rank
+        self.findings = Findings()
 
     def say(self) -> Any:
         return ["disk", f"node {self._rank // RANKS_PER_NODE}"]
+
+    def look(self, *args: Any, **options: Any) -> Findings:
+        return self.findings
 
 
 def job(

@@ -163,32 +163,17 @@ class Findings:
 
     def encode(self) -> str:
         """Encode as compact JSON; `decode` is the inverse. Strategies are replaced by their digests."""
-        facts = (*self.facts, *self.in_memory)
-        runs = list(dict.fromkeys(fact.moment[0] for fact in facts))
-        digests: dict[int, str] = {}
-        for fact in facts:
-            if id(fact.strategy) not in digests:
-                digests[id(fact.strategy)] = fact.strategy.digest
-        strategies = list(dict.fromkeys(digests.values()))
-        numbers = {run: number for number, run in enumerate(runs)}
-        places = {digest: number for number, digest in enumerate(strategies)}
+        digests: dict[int, str] = {}  # a strategy's own one goes through all its tensors
 
-        def rows(facts: Iterable[FileFact]) -> list[list[Any]]:
-            return [
-                [
-                    *(numbers[f.moment[0]], *f.moment[1:], places[digests[id(f.strategy)]]),
-                    *(getattr(f, name) for name in _ROW),
-                    encode_parts(f.held),
-                ]
-                for f in facts
-            ]
+        def row(fact: FileFact) -> list[Any]:
+            strategy = digests.get(id(fact.strategy)) or digests.setdefault(id(fact.strategy), fact.strategy.digest)
+            values = (getattr(fact, name) for name in _ROW)
+            return [*fact.moment, strategy, *values, encode_parts(fact.held)]
 
         content = {
             **{name: getattr(self, name) for name in _PLAIN},
-            "runs": runs,
-            "strategies": strategies,
-            "facts": rows(self.facts),
-            "in_memory": rows(self.in_memory),
+            "facts": list(map(row, self.facts)),
+            "in_memory": list(map(row, self.in_memory)),
             "own": [
                 [rank, *moment, state.forecast, state.trusted]
                 for rank, states in self.own.items()
@@ -207,8 +192,6 @@ class Findings:
         Raises ValueError, KeyError or TypeError for a text that `encode` cannot produce.
         """
         content = json.loads(text)
-        runs = [_text(run) for run in content["runs"]]
-        laid = [strategies[_text(digest)] for digest in content["strategies"]]
         disk, machine = _text(content["disk"]), _text(content["machine"])
         own: dict[int, dict[Moment, OwnState]] = {}
         for rank, *moment, forecast, trusted in content["own"]:
@@ -219,14 +202,14 @@ class Findings:
             machine=machine,
             share=_share(content["share"]),
             memory_share=_share(content["memory_share"]),
-            facts=[_fact(row, runs, laid, disk) for row in content["facts"]],
-            in_memory=[_fact(row, runs, laid, machine) for row in content["in_memory"]],
+            facts=[_fact(row, strategies, disk) for row in content["facts"]],
+            in_memory=[_fact(row, strategies, machine) for row in content["in_memory"]],
             places={_text(path): (_whole(root), _text(name)) for path, (root, name) in content["places"].items()},
             own=own,
             unforeseen={_moment(each) for each in content["unforeseen"]},
             foreseen={_text(run): (_whole(a), _whole(s)) for run, (a, s) in content["foreseen"].items()},
             attempts={run: _whole(attempt) for run, attempt in content["attempts"].items()},
-            known={_text(run) for run in _listed(content["known"])},
+            known=set(map(_text, content["known"])),
             rejected=[Rejected(_text(what), _text(reason)) for what, reason in content["rejected"]],
             anything=bool(content["anything"]),
             other=bool(content["other"]),
@@ -245,7 +228,7 @@ _ROW = (
 _WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch", "generation")
 
 
-def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy], where: str) -> FileFact:
+def _fact(row: Sequence[Any], strategies: Mapping[str, Strategy], where: str) -> FileFact:
     """Decode the facts of one file. Raises ValueError for a row that cannot come from a header."""
     run, attempt, step, strategy, *values, held = row
     named = dict(zip(_ROW, values, strict=True))
@@ -264,8 +247,8 @@ def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy
     base, unmanaged = named.pop("base"), tuple(named.pop("unmanaged"))
     neighbours = tuple(_whole(rank) for rank in named.pop("neighbours"))
     return FileFact(
-        moment=(runs[_whole(run)], _whole(attempt), _whole(step)),
-        strategy=strategies[_whole(strategy)],
+        moment=_moment((run, attempt, step)),
+        strategy=strategies[_text(strategy)],
         where=where,
         base=None if base is None else (_whole(base[0]), _whole(base[1])),
         unmanaged=unmanaged,
@@ -299,12 +282,6 @@ def _text(value: object) -> str:
 def _whole(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r:.40} is not a whole number from 0")
-    return value
-
-
-def _listed(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r:.40} is not a list")
     return value
 
 

@@ -18,7 +18,7 @@ import os
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,6 @@ __all__ = [
     "Resumed",
     "Target",
     "places_of",
-    "plan_of",
     "put_strategy",
     "read_strategies",
     "read_together",
@@ -308,17 +307,18 @@ class PlanPart(FollowedPart):
         exchange: Exchange,
         ranks: RankInfo,
         places: Places,
-        look: Callable[[bool], Findings],
-        reader: ShareReader,
+        disks: Disks,
         *,
+        transport: Transport | None = None,
         target: Target | None = None,
         faults: KnownFaults | None = None,
     ) -> None:
-        """`look`: finds what there is; given True, it leaves no share to other ranks. `target`: the layouts of this
-        start; without them a start can only use files of the same world size, or that hold whole tensors. `faults`:
-        from the platform's report; rank 0's counts."""
+        """Scans this rank's share of disks and memory. `target`: the layouts of this start; without them a start can
+        only use files of the same world size, or that hold whole tensors. `faults`: from the platform's report; rank
+        0's counts."""
         self._exchange, self._ranks, self._places = exchange, ranks, places
-        self._look, self._reader = look, reader
+        self._disks, self._transport = disks, transport
+        self.reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
         self._target, self._faults = target, faults
         self._find(everything=False)
         self._answer: Answer | None = None
@@ -332,7 +332,7 @@ class PlanPart(FollowedPart):
         self._told_lines: set[str] = set()
 
     def _find(self, *, everything: bool) -> None:
-        self._findings = self._look(everything)
+        self._findings = self._disks.look(self._ranks, self._transport, everything=everything)
         strategies = self._findings.strategies
         self._pieces = [[d, s.world_size, put_strategy(self._exchange, s)] for d, s in strategies.items()]
         self._problems: list[Problem] | None = None
@@ -501,20 +501,20 @@ class PlanPart(FollowedPart):
             own_strategy = None if self._target is None else self._target.own
             share = share_in(replace(answer, common=answer.common["plan"]), self._ranks.rank, own_strategy)
             lines = [str(line) for line in answer.common["lines"]]
-        checkpoint, self._problems = self._reader.read(share, None if self._target is None else self._target.blueprint)
+        checkpoint, self._problems = self.reader.read(share, None if self._target is None else self._target.blueprint)
         self.resumed = None
         if checkpoint is None:
             return
         plan = share.plan if self._plan is None else self._plan
         donor = share.rank.donor
         own = None
-        if donor is not None and not plan.resharded and self._reader.small is not None:
-            own = self._reader.small
+        if donor is not None and not plan.resharded and self.reader.small is not None:
+            own = self.reader.small
         elif donor is not None and not plan.resharded and share.uses_own_state:
             own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
         in_memory = bool(answer.common["only_in_memory"])
         own_from = None if own is None or share.rank.small_from is None else Path(share.rank.small_from.path)
-        found = Resumed(self._reader.path, checkpoint, plan, lines, donor, own, own_from)
+        found = Resumed(self.reader.path, checkpoint, plan, lines, donor, own, own_from)
         if donor is not None and not plan.resharded:
             places = self._places
             mine, theirs = (own_rings(places.directories, places.arenas, each) for each in (self._ranks.rank, donor))
@@ -537,25 +537,6 @@ def records_of(found: Resumed, mine: Sequence[Path], theirs: Sequence[Path], tru
         return [each for each in records if each.moment[0] == moment[0] and each.moment <= moment]
 
     return replace(found, own_records=read(mine), donor_records=read(theirs))
-
-
-def plan_of(
-    exchange: Exchange,
-    ranks: RankInfo,
-    places: Places,
-    disks: Disks,
-    *,
-    transport: Transport | None = None,
-    target: Target | None = None,
-    faults: KnownFaults | None = None,
-) -> PlanPart:
-    """Scan this rank's share of disks and memory for the meeting *plan*; see `PlanPart`."""
-    reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
-
-    def look(everything: bool) -> Findings:
-        return disks.look(ranks, transport, everything=everything)
-
-    return PlanPart(exchange, ranks, places, look, reader, target=target, faults=faults)
 
 
 def read_together(exchange: Exchange, plan: FollowedPart) -> Resumed | None:

@@ -1,6 +1,6 @@
 """Starts a job: the ranks meet, choose where the state of each comes from, load it, and record the plan.
 
-The state comes from files, on disk and in memory (`restore.plan_of`: the ranks find what is there, rank 0 plans), or in
+The state comes from files, on disk and in memory (`PlanPart`: the ranks find what is there, rank 0 plans), or in
 a recovery in place from the living (`in_place`: what to go on from is agreed on already). The rest is the same.
 
 The meetings (see `agreement.gather`); each of their topics is a `Part`:
@@ -40,7 +40,7 @@ from mindx_elastic.start.in_place import Boundary, InPlacePart
 from mindx_elastic.start.job_layouts import JobLayouts, own_target
 from mindx_elastic.start.loading import load
 from mindx_elastic.start.ports import Job, Platform, Surroundings
-from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, plan_of, read_together
+from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, read_together
 from mindx_elastic.start.tail_side import TailSide
 
 __all__ = ["STRATEGY_FILE", "PeersPart", "Start", "is_another_job", "start_job"]
@@ -119,7 +119,7 @@ def start_job(
         source = InPlacePart(boundary, ranks, around.arenas, job.trust, collector.module_names)
     else:
         transport, faults = around.transport, platform.faults
-        source = plan_of(exchange, ranks, places, disks, transport=transport, target=layouts.target, faults=faults)
+        source = PlanPart(exchange, ranks, places, disks, transport=transport, target=layouts.target, faults=faults)
     meet(exchange, "plan", [layouts, *around.later_parts(), source])
     around.greet()
     found = read_together(exchange, source)

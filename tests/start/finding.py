@@ -12,7 +12,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.start.facts import KnownFaults
 from mindx_elastic.start.findings import Transport
-from mindx_elastic.start.restore import Disks, PlanPart, Resumed, Target, places_of, plan_of, read_together
+from mindx_elastic.start.restore import Disks, PlanPart, Resumed, Target, places_of, read_together
 from tests.start.shared_store import on_all_ranks
 
 __all__ = ["find", "find_and_read", "find_on", "find_plan", "step_of"]
@@ -34,7 +34,7 @@ def find_plan(
     places = places_of(directories, resume, arenas=arenas, trust=trust)
     disks = Disks(places)
     meet(exchange, "here", [disks])
-    plan = plan_of(exchange, ranks, places, disks, transport=transport, target=target, faults=faults)
+    plan = PlanPart(exchange, ranks, places, disks, transport=transport, target=target, faults=faults)
     meet(exchange, "plan", [plan])
     read_together(exchange, plan)
     return plan

@@ -67,14 +67,12 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("facts", [[0, 0, 3, 0, "p", 2, 2, "periodic", 0.0, 1, 1, 1, 0, {}, None]]),
-        ("facts", [[0, 0, 3]]),
+        ("facts", [["run-a", 0, 3]]),
         ("share", [2, 2]),
-        ("strategies", ["none of ours"]),
         ("own", [[-1, "run-a", 0, 3, False, True]]),
         ("unforeseen", [["run-a", 0]]),
         ("foreseen", {"run-a": [0]}),
-        ("known", {"run-a": "yesterday"}),
+        ("known", [3]),
         ("attempts", {"run-a": 1.5}),
         ("rejected", [["what"]]),
         ("never_saved", [["run-a", 0, "2"]]),

@@ -23,7 +23,7 @@ from mindx_elastic.start import reader as reading
 from mindx_elastic.start import restore
 from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.reader import ShareReader
-from mindx_elastic.start.restore import Disks, Resumed, places_of, plan_of, read_together
+from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, read_together
 from tests.checkpoint_files import write_step
 from tests.start.finding import find_and_read
 from tests.start.shared_store import on_all_ranks
@@ -127,7 +127,7 @@ def test_a_log_that_grows_while_the_ranks_meet_costs_no_reading(
         disks = Disks(places)
         meet(exchange, "here", [disks])
         log.emit("alarm", text=f"rank {rank} has met the others")
-        plan = plan_of(exchange, RankInfo(rank=rank, world_size=4), places, disks)
+        plan = PlanPart(exchange, RankInfo(rank=rank, world_size=4), places, disks)
         meet(exchange, "plan", [plan])
         return read_together(exchange, plan)
 
@@ -161,7 +161,7 @@ def test_files_that_come_while_a_rank_waits_are_found_by_all(tmp_path: Path) -> 
             disks = Disks(places)
         info = RankInfo(rank=rank, world_size=3)
         meet(exchange, "here", [disks])
-        plan = plan_of(exchange, info, places, disks)
+        plan = PlanPart(exchange, info, places, disks)
         meet(exchange, "plan", [plan])
         return read_together(exchange, plan)
 
