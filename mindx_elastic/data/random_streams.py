@@ -213,13 +213,10 @@ class SeededDataset(Dataset[Any]):
         self.wrapped = wrapped
         self.collate_fn = collate_fn
         self._use = use
-        self._is_watched: bool | None = None  # None: the first batch is not loaded
-        self._notes = False  # while it is found out which streams it draws from
-        self._seeded_to: _States | None = None  # then: what the last seed has given
+        self._is_watched: bool | None = None  # only the streams that it draws from are seeded; None: not known yet
         self._draws = not _draws_nothing(wrapped, collate_fn)
         self._own: dict[str, Any] | None = None
         self._complete = False
-        self._loads_batches = False
         self._last: tuple[Any, Any, Any] = (None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,9 +225,7 @@ class SeededDataset(Dataset[Any]):
             "_own": None,
             "_complete": False,
             "_use": None,
-            "_notes": False,
             "_is_watched": None,
-            "_seeded_to": None,
             "_last": (None,) * 3,
         }
 
@@ -250,7 +245,11 @@ class SeededDataset(Dataset[Any]):
         if use is None or self._is_watched is False or get_worker_info() is not None:
             return self._kept(self._load_batch, keys)
         if self._is_watched is None:
-            return self._load_first_batch(keys, use)
+            if use.may_read is None:
+                use.may_read = may_read_streams([self.wrapped, self.collate_fn])
+            self._is_watched = not (use.may_read or self._generators())
+            if not self._is_watched:
+                return self._kept(self._load_batch, keys)
         last, drawn = self._last, use.drawn  # what has not moved since is taken over, not copied
         before = python_state(last[0]), numpy_state(last[1]), torch_state()
         self._last = before
@@ -264,7 +263,10 @@ class SeededDataset(Dataset[Any]):
         else:
             moved = _moved(before, drawn)
             _put_back(before, drawn | moved)
-            if not moved:
+            if not self._complete:
+                self._complete, self._own = True, None
+                self._is_watched = not self._generators()  # the first sample may have made some
+            if not moved and self._is_watched:
                 return batch
         use.drawn |= moved
         return self._kept(self._load_batch, keys)
@@ -273,7 +275,7 @@ class SeededDataset(Dataset[Any]):
         """As `_load_batch`, and only the streams `drawn` are seeded."""
         dataset = self.wrapped
         first_seed = keys[0][0] if keys else 0
-        if self._loads_batches:
+        if _loads_batches(dataset):
             seed_streams(first_seed, drawn)
             samples = dataset.__getitems__([index for _, index in keys])
         elif not drawn:
@@ -287,28 +289,6 @@ class SeededDataset(Dataset[Any]):
             seed_streams(mix(first_seed, _COLLATE), drawn)
         return self.collate_fn(samples)
 
-    def _load_first_batch(self, keys: list[tuple[int, Any]], use: StreamUse) -> Any:
-        """With all seeds, and find out which streams have moved after they were seeded."""
-        with preserved_streams(self._generators()):
-            self._notes = True
-            try:
-                batch = self._load_batch(keys)
-                self._note_draws()
-            finally:
-                self._notes, self._seeded_to = False, None
-        if use.may_read is None:
-            use.may_read = may_read_streams([self.wrapped, self.collate_fn])
-        self._last = _now()
-        self._is_watched = not (use.may_read or self._generators()) if self._complete else None
-        self._loads_batches = _loads_batches(self.wrapped)
-        return batch
-
-    def _note_draws(self) -> None:
-        use = self._use
-        if self._seeded_to is None or use is None:
-            return
-        use.drawn |= _moved(self._seeded_to, use.drawn)
-
     def _kept(self, load: Callable[[Any], Any], keys: Any) -> Any:
         if get_worker_info() is not None:
             return load(keys)
@@ -321,13 +301,10 @@ class SeededDataset(Dataset[Any]):
         return self._own
 
     def _seed(self, seed: int) -> None:
-        self._note_draws()
         seed_streams(seed)
         own = self._generators()
         if own:
             seed_generators(own, seed)
-        if self._notes:
-            self._seeded_to = _now()
 
     def _seeded(self, seed: int, load: Callable[[], Any]) -> Any:
         """What `load` gives under `seed`. The first time again if it has made the data set create generators."""
