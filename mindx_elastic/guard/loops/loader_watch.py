@@ -17,7 +17,6 @@ inside of one step, or inside of a data set is free.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -64,7 +63,6 @@ class LoaderWatch:
         self._boundaries = 0
         self._fetched = 0  # by the first named loader up to the last boundary
         self._crossing = ""
-        self._endless: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.is_outside = self.ends_epoch = False
         """The latter: the last boundary ends an epoch that is a number of steps, whatever the loaders say."""
         self._active = False
@@ -112,36 +110,28 @@ class LoaderWatch:
                 setattr(_BaseDataLoaderIter, name, self._originals[name])
 
     def _see(self, iterator: Any) -> None:
+        """It is asked for a batch."""
         state = iterator.__dict__
-        began = state.get(_BEGAN)
-        if began is None:
-            state[_BEGAN] = self._boundaries
-            if state.get(_MADE) is not self:
-                self._see_older(iterator)
-            else:
+        if is_ours := isinstance(iterator, Iteration):
+            loader = iterator.loader()
+            if isinstance(loader, FunctionLoader) and loader.batches_per_epoch is None:  # a new iterator goes on
+                state = loader.__dict__
+        by, began = state.get(_BEGAN, (None, 0))
+        if by is not self:
+            state[_BEGAN] = self, self._boundaries
+            if is_ours or state.get(_MADE) is self:
                 self._see_first()
-        elif began != self._boundaries and state.get(_KEPT) is None:
-            self._cross(_describe(iterator))
+            else:
+                self._see_older(iterator)
+        elif began != self._boundaries and state.get(_KEPT) is None and not self._crossing:
+            described = _describe_ours(iterator.loader()) if is_ours else _describe(iterator)
+            already = "beside the named ones" if self._has_named else "and no loader is named"
+            self._crossing = f"steps use batches of {described}, {already}: its position is not kept"
 
     def _see_ours(self, iteration: Iteration) -> None:
         """A loader of ours that no guard follows is asked for a batch."""
-        if not self._active or self.is_outside:
-            return
-        loader = iteration.loader()
-        state = iteration.__dict__
-        began: int | None
-        if isinstance(loader, FunctionLoader) and loader.batches_per_epoch is None:
-            began = self._endless.setdefault(loader, self._boundaries)  # a new iterator goes on
-        elif (began := state.get(_BEGAN)) is None:
-            began = state[_BEGAN] = self._boundaries
-            self._see_first()
-        if began != self._boundaries:
-            self._cross(_describe_ours(loader))
-
-    def _cross(self, described: str) -> None:
-        """Steps on both sides of a boundary have batches of the same iterator of that loader."""
-        already = "beside the named ones" if self._has_named else "and no loader is named"
-        self._crossing = self._crossing or f"steps use batches of {described}, {already}: its position is not kept"
+        if self._active and not self.is_outside:
+            self._see(iteration)
 
     def _see_older(self, iterator: Any) -> None:
         for name, loader in self._adopted.items():
