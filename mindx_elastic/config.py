@@ -249,9 +249,9 @@ class RejoinSettings:
     """``GROUP_RANK``: the node of this process, from 0."""
     num_nodes: int = 1
     """``GROUP_WORLD_SIZE``."""
-    whole_nodes: str = ""
-    """``MINDX_REJOIN_NODES``: where the agents of nodes hear others' ranks (``0=HOST:PORT 1=HOST:PORT``), so that
-    another node can take the place of a lost one; empty: it does not."""
+    keepers: str = ""
+    """``MINDX_REJOIN_NODES``: where the agents of nodes hear others' ranks (``0=HOST:PORT 1=HOST:PORT``), and keep what
+    replicas do not share of them for the start that follows the loss of a node; empty: they do not."""
     job: str = ""
     """``MINDX_JOB_ID``: name of the job that no other one has, the same on all nodes and after restarts; empty: it has
     none."""
@@ -264,7 +264,7 @@ class RejoinSettings:
 
         The death of another node's rank may be that of its agent, too, and of the store that this hosts: only the
         agents know. So ranks of two nodes on one machine do not watch each other, no more than on two machines."""
-        return f"node {self.node}" if self.in_place and self.whole_nodes and self.num_nodes > 1 else ""
+        return f"node {self.node}" if self.in_place and self.keepers and self.num_nodes > 1 else ""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RejoinSettings:
@@ -284,7 +284,7 @@ class RejoinSettings:
             scope=env.get("MINDX_REJOIN_SCOPE", "").strip(),
             node=_integer(env, "GROUP_RANK", 0),
             num_nodes=_integer(env, "GROUP_WORLD_SIZE", 1),
-            whole_nodes=env.get("MINDX_REJOIN_NODES", "").strip(),
+            keepers=env.get("MINDX_REJOIN_NODES", "").strip(),
             job=env.get("MINDX_JOB_ID", "").strip(),
             nccl=nccl == "1",
         )

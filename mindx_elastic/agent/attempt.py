@@ -53,7 +53,6 @@ _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers he
 _UNKILLABLE_S = 15.0
 _WORK_S = 10.0  # how often it is measured what ranks do that have left their guards
 _STOPPED = " (stopped, as by SIGSTOP)"
-_OUT = "this node was taken for lost: its processes are ended, and it meets the others anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +110,6 @@ class Attempt:
         self._work_due, self._pause_timer = 0.0, False
         self._recovery = context.recovery(workers)
         self._looks_at_recovery = False
-        self.is_out = False
-        """This node was taken for lost, and its workers were ended."""
         self._stuck: dict[int, tuple[str, float]] = {}
         """Ranks that were killed because they were stuck, the cause, and since when, where others may live on."""
         self._killed_at = -math.inf  # when the last of them were
@@ -120,8 +117,6 @@ class Attempt:
     def run(self) -> Ending:
         """Wait for the end of all workers, stopping them where that is called for."""
         self._after(0.0, self._look)
-        if self._recovery is not None and self._recovery.is_active:  # this node has come for it
-            self._look_at_recovery_soon()
         while self.workers.live or self._waits_for_new_process():
             self._step()
         if self._recovery is not None:
@@ -139,8 +134,6 @@ class Attempt:
         )
         if ending.outcome == "failed" and not ending.cause:
             ending = replace(ending, cause=self._otherwise)
-        if self.is_out and ending.outcome in ("failed", "membership"):
-            return Ending(outcome="membership", code=EXIT_TEMPORARY, cause=_OUT)
         if ending.cut_off:
             return replace(ending, cause="; ".join(self._cut_off.values()))
         if (
@@ -298,9 +291,6 @@ class Attempt:
             worker_rank=end.rank,
             worker_pid=end.pid,
         )
-        if self._recovery is not None and self._recovery.is_out:
-            self._leave_job()
-            return
         failed = what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP)
         if end.rank in self._cut_off or (failed and self._is_cut_off(end)):
             return  # its training was finished
@@ -321,9 +311,6 @@ class Attempt:
             if recovery is not None and recovery.begin(end, why, stuck_s=now - since):
                 self._look_at_recovery_soon()
                 return
-            if recovery is not None and recovery.is_out:
-                self._leave_job()
-                return
             if stuck:
                 self._fail(stuck, end.rank, f"rank {end.rank} is gone: {stuck}")
                 self.failed_at = since
@@ -341,9 +328,6 @@ class Attempt:
 
     def _hear_other_agents(self, recovery: Recovery) -> None:
         """Another node's agent may have begun a recovery, or be lost."""
-        if recovery.is_out:
-            self._leave_job()
-            return
         is_stopping = self._deadline is not None or self.stop is not None or self._signum is not None
         for news in recovery.hear_others(is_stopping=is_stopping):
             if news.about is not None:
@@ -352,18 +336,6 @@ class Attempt:
                 self._fail(news.words, -1, news.words)
                 return
             self._look_at_recovery_soon()
-
-    def _leave_job(self) -> None:
-        """This node was taken for lost: the others go on without it, or with another one in its place."""
-        if self.is_out:
-            return
-        self.is_out = True
-        logger.error("%s", _OUT)
-        self._context.events.emit("membership", reason=_OUT)
-        self.stop = self.stop or StopKind.MEMBERSHIP
-        self._begin_stop(half_way=False)
-        for rank in list(self.workers.live):
-            self.workers.kill(rank)
 
     def _look_at_recovery_soon(self) -> None:
         if not self._looks_at_recovery:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import modules_path
 
-__all__ = ["Beginning", "ForkedStart"]
+__all__ = ["ForkedStart"]
 
 _ENTER_S = 30.0
 """A worker that has not entered a guard by then will not, or takes long anyway."""
@@ -36,16 +35,6 @@ _FIRST_WAIT_S = 600.0
 _MOST_ZYGOTES = 3
 """Who kills it more often has a reason."""
 _MOST_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """What workers do before the program. No worker is started without it."""
-
-    hook: str
-    """See `Zygote.fork`."""
-    fresh: Callable[[tuple[str, ...]], tuple[str, ...]]
-    """The whole command line of a fresh interpreter, from that of a worker."""
 
 
 class ForkedStart:
@@ -82,21 +71,18 @@ class ForkedStart:
             self._zygote.wait(_WAIT_S)
 
     @contextmanager
-    def start(self, number: int, *, beginning: Beginning | None = None) -> Iterator[None]:
-        """Within it, torch's start of workers forks them. `number`: of the attempt, from 0. `beginning`: what they
-        do before the program, whether they are forked or not."""
+    def start(self, number: int) -> Iterator[None]:
+        """Within it, torch's start of workers forks them. `number`: of the attempt, from 0."""
         self._began, self.num_forked = time.monotonic(), 0
         original: Any = getattr(torch_processes, "get_subprocess_handler", None)
         if original is None:  # this torch does it otherwise
             self._zygotes_left = 0
-        if beginning is not None and original is None:
-            raise RuntimeError("this version of torch starts workers in a way that is not known")
-        if original is None or not (self._zygotes_left or beginning is not None):
+        if not self._zygotes_left:
             yield
             return
 
         def handler(*arguments: Any, **more: Any) -> SubprocessHandler:
-            return _Handler(self, number, beginning, *arguments, **more)
+            return _Handler(self, number, *arguments, **more)
 
         torch_processes.get_subprocess_handler = handler
         try:
@@ -180,14 +166,6 @@ class ForkedStart:
             self._zygote = None
         self._zygotes_left = 0
 
-    def warm_up(self, command: Sequence[str]) -> None:
-        """This node stands by: start the zygote, so that its workers are there at once. `command`: a worker's, with the
-        shim."""
-        if self._zygotes_left and self._zygote is None:
-            self.learn(command)
-            if self._command:
-                self._start_zygote()
-
     def _start_zygote(self) -> None:
         self._zygote = Zygote(self._command, {**WORKER_DEFAULTS, **os.environ})
         self._zygote.start()
@@ -206,21 +184,18 @@ class ForkedStart:
 class _Handler(SubprocessHandler):
     """Torch's, with a worker that is forked where that is possible."""
 
-    def __init__(
-        self, forks: ForkedStart, number: int, beginning: Beginning | None, *arguments: Any, **more: Any
-    ) -> None:
-        self._forks, self._number, self._beginning = forks, number, beginning
+    def __init__(self, forks: ForkedStart, number: int, *arguments: Any, **more: Any) -> None:
+        self._forks, self._number = forks, number
         super().__init__(*arguments, **more)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        beginning = self._beginning
-        if self._forks.is_for(self._number, args) or beginning is not None:
+        if self._forks.is_for(self._number, args):
             outputs = ["" if file is None else file.fileno() for file in (self._stdout, self._stderr)]
-            worker: Any = self._forks.fork(args, env, *outputs, hook="" if beginning is None else beginning.hook)
+            worker: Any = self._forks.fork(args, env, *outputs)
             if worker is not None:
                 return worker  # type: ignore[no-any-return]
         self._forks.learn(args)
-        return super()._popen(args if beginning is None else beginning.fresh(args), env)
+        return super()._popen(args, env)
 
 
 def _processors() -> int:

@@ -1,9 +1,7 @@
 """How the agents of several nodes hear that the others live (`failure_detector` decides who does).
 
 Each other agent holds one connection to the first node's (`Heartbeat`) and says a word a second, which is answered; so
-the first node's agent hears all of them, and each of them hears it. A node that was put out is told so, at once or when
-it comes back (`is_out`): its place may be taken. The first node's agent decides which other nodes are lost. Its own
-loss restarts the job.
+the first node's agent hears all of them, and each of them hears it. The loss of a node restarts the job.
 
 Ranks of other nodes connect to it, too, and send their small records, which outlive their node here
 (`HeartbeatServer.records_of`, `rejoin.small_records`). So each agent has a `HeartbeatServer`; agents connect to the
@@ -16,7 +14,6 @@ What they say goes in frames (`core.frames`): a greeting, which is sealed with t
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import selectors
@@ -31,19 +28,18 @@ from typing import Annotated, Any
 from mindx_elastic.agent.failure_detector import FailureDetector, Lost
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.fields import Between, Text, Words, read
+from mindx_elastic.core.fields import Between, Words, read
 from mindx_elastic.core.frames import FrameError, Frames, frame
 from mindx_elastic.core.wakeup import Wakeup
-from mindx_elastic.rejoin.lost_node import FIRST
-from mindx_elastic.rejoin.small_records import MOST_MESSAGE_BYTES, Kept
+from mindx_elastic.memory.boundaries import BoundaryRecord
+from mindx_elastic.rejoin.small_records import FIRST, MOST_MESSAGE_BYTES, Kept
 
 __all__ = ["Heartbeat", "HeartbeatServer"]
 
 _BEAT_S, _POLL_S = 1.0, 0.2
-_CONNECT_S, _TRY_S, _AGAIN_S, _LATER_S, _PAUSE_S = 5.0, 2.0, 0.2, 1.0, 0.05
-_MANY_TRIES = 150
+_CONNECT_S, _TRY_S, _AGAIN_S, _PAUSE_S = 5.0, 2.0, 0.2, 0.05
 _MOST_BYTES, _PIECE_BYTES = 8192, 1 << 18
-_BEAT, _BYE, _OUT = b".", b"bye", b"out"
+_BEAT, _BYE = b".", b"bye"
 _MOST_PENDING, _MOST_RANKS = 4096, 4096
 _DESCRIPTORS = 1 << 14
 _SHARE_OF_RANKS, _SHARE_OF_ALL = 0.5, 0.75  # of the descriptors that this process may have
@@ -54,7 +50,6 @@ class _Greeting:
     """An agent's first frame."""
 
     node: int
-    token: Annotated[str, Text(64)]
     name: Annotated[str, Words(200)]
     first: int
     """Of its ranks."""
@@ -66,8 +61,8 @@ class _Talk:
     """One connection, and what has come over it."""
 
     frames: Frames = field(default_factory=lambda: Frames(_MOST_BYTES))
-    agent: tuple[int, str] | None = None
-    """The node and the token of an agent."""
+    agent: int | None = None
+    """The node of an agent."""
     number: int = 0
     """Of the agent's connection; see `FailureDetector.greet`."""
     kept: Kept | None = None
@@ -96,16 +91,13 @@ class HeartbeatServer:
         self._talks: dict[socket.socket, _Talk] = {}
         self._kept: dict[int, Kept] = {}
         """By rank."""
-        self.is_out = False
-        """Another agent says that this node, the first one, was taken for lost, and must not go on."""
         self.wakeup = Wakeup()
         self._stopping = threading.Event()
-        self._says_bye = True
         self._thread = threading.Thread(target=self._run, name="mindx-heartbeats", daemon=True)
         self._thread.start()
 
     def lost(self) -> list[Lost]:
-        """The nodes that give no sign of life now, and have not been put out. Any thread."""
+        """The nodes that give no sign of life now. Any thread."""
         with self._lock:
             return self._agents.lost()
 
@@ -115,34 +107,19 @@ class HeartbeatServer:
         with self._lock:
             return self._agents.connected
 
-    def put_out(self, lost: Lost) -> None:
-        """This node does not belong to the job any more; it is told so when it can hear it."""
-        with self._lock:
-            self._agents.put_out(lost.node, lost.token)
-            for connection, talk in self._talks.items():
-                if talk.agent == (lost.node, lost.token):
-                    _say(connection, _OUT)
-
-    def expect(self, node: int, token: str) -> None:
-        """The agent with this token has taken the place of a lost node."""
-        with self._lock:
-            self._agents.expect(node, token, time.monotonic())
-
     @property
     def ranks_kept(self) -> list[int]:
         """The ranks of which there are small records. Any thread."""
         with self._lock:
             return sorted(self._kept)
 
-    def records_of(self, rank: int) -> dict[str, Any] | None:
-        """What has come of this rank's small records; None: nothing. Any thread."""
+    def records_of(self, rank: int) -> list[BoundaryRecord]:
+        """What has come of this rank's small records, the oldest first. Any thread."""
         with self._lock:
-            kept = self._kept.get(rank)
-            return None if kept is None else kept.to_json()
+            return self._kept[rank].records if rank in self._kept else []
 
-    def close(self, *, says_bye: bool = True) -> None:
+    def close(self) -> None:
         """At the end of the attempt: this node leaves by itself."""
-        self._says_bye = says_bye
         self._stopping.set()
         self._thread.join(2.0)
         self._server.close()
@@ -170,7 +147,7 @@ class HeartbeatServer:
                 if self.lost():
                     self.wakeup.ring()
             for connection, talk in self._talks.items():
-                if self._says_bye and talk.agent is not None:
+                if talk.agent is not None:
                     _say(connection, _BYE)
                 connection.close()
 
@@ -211,15 +188,12 @@ class HeartbeatServer:
             if talk.kept is not None:
                 return talk.kept.take(said)
             if talk.agent is None:
-                return self._greet(connection, talk, said)
-            self._agents.hear(*talk.agent, time.monotonic(), goodbye=said == _BYE)
-        if said == _OUT:
-            self.is_out = True
-            self.wakeup.ring()
+                return self._greet(talk, said)
+            self._agents.hear(talk.agent, time.monotonic(), goodbye=said == _BYE)
         _say(connection, _BEAT)
         return True
 
-    def _greet(self, connection: socket.socket, talk: _Talk, said: bytes) -> bool:
+    def _greet(self, talk: _Talk, said: bytes) -> bool:
         try:
             content = json.loads(self._seal.open("hello", said, limit=_MOST_BYTES))
             if "rank" in content and type(content["rank"]) is int:
@@ -228,12 +202,9 @@ class HeartbeatServer:
         except (NotOursError, ValueError, TypeError, RecursionError) as error:
             logger.debug("a connection that is no agent's of this job: %s", error)
             return False
-        agent, ranks = (hello.node, hello.token), tuple(range(hello.first, hello.first + hello.count))
-        talk.number = self._agents.greet(*agent, time.monotonic(), name=hello.name, ranks=ranks)
-        if talk.number:
-            talk.agent = agent
-            if self._agents.is_out(*agent):
-                _say(connection, _OUT)
+        ranks = tuple(range(hello.first, hello.first + hello.count))
+        talk.number = self._agents.greet(hello.node, time.monotonic(), name=hello.name, ranks=ranks)
+        talk.agent = hello.node if talk.number else None
         return talk.agent is not None
 
     def _greet_rank(self, talk: _Talk, rank: int) -> bool:
@@ -256,7 +227,7 @@ class HeartbeatServer:
             talk = self._talks.pop(connection)
             self._num_ranks -= talk.kept is not None
             if talk.agent is not None:
-                self._agents.end(*talk.agent, time.monotonic(), connection=talk.number)
+                self._agents.end(talk.agent, time.monotonic(), connection=talk.number)
         connection.close()
 
 
@@ -283,17 +254,14 @@ class Heartbeat:
     """The side of every other node. Main thread."""
 
     def __init__(
-        self, address: tuple[str, int], scope: str, key: bytes | None, *, node: int, token: str, ranks: Sequence[int]
+        self, address: tuple[str, int], scope: str, key: bytes | None, *, node: int, ranks: Sequence[int]
     ) -> None:
-        """`token`: of this agent, new for each attempt. `ranks`: of this node, one after the other."""
+        """`ranks`: of this node, one after the other."""
         self._address = address
         name = f"{socket.gethostname()}, pid {os.getpid()}"
-        hello = json.dumps(asdict(_Greeting(node, token, name, ranks[0], len(ranks))))
+        hello = json.dumps(asdict(_Greeting(node, name, ranks[0], len(ranks))))
         self._hello = frame(Seal(key, f"heartbeat/{scope}", node).close("hello", hello).encode())
-        self.is_out = False
-        """This node was taken for lost, and must not go on."""
         self.wakeup = Wakeup()
-        self._last_word = _BYE
         self._is_connected, self._stopping = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._first = FailureDetector(time.monotonic())
@@ -310,7 +278,7 @@ class Heartbeat:
         """The first node, where its agent gives no sign of life; of its name and ranks nothing is known here."""
         with self._lock:
             found = self._first.lost()
-        return found[0] if found and not self.is_out else None
+        return found[0] if found else None
 
     @property
     def is_connected(self) -> bool:
@@ -318,10 +286,8 @@ class Heartbeat:
         with self._lock:
             return bool(self._first.connected)
 
-    def close(self, *, says_bye: bool = True, says_out: bool = False) -> None:
-        """At the end of the attempt: this node leaves by itself. `says_out`: the other side was taken for lost, and
-        must not go on, in case that it ever wakes up."""
-        self._last_word = _OUT if says_out else _BYE if says_bye else b""
+    def close(self) -> None:
+        """At the end of the attempt: this node leaves by itself."""
         self._stopping.set()
         self.wakeup.ring()
         self._thread.join(_BEAT_S)
@@ -329,31 +295,25 @@ class Heartbeat:
             self.wakeup.close()
 
     def _run(self) -> None:
-        tries = 0  # since a connection that has lasted; who was cut off for hours must still hear that it is out
-        while not self._stopping.is_set() and not self.is_out:
-            tries += 1
-            began, number = math.inf, 0
+        while not self._stopping.is_set():
+            number = 0
             try:
                 with socket.create_connection(self._address, _TRY_S) as connection:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     connection.sendall(self._hello)
-                    began = time.monotonic()
                     with self._lock:
-                        number = self._first.greet(FIRST, "", began, name="", ranks=())
+                        number = self._first.greet(FIRST, time.monotonic(), name="", ranks=())
                     self._is_connected.set()
                     self._talk(connection)
             except OSError as error:
                 logger.debug("%s:%d cannot be reached: %s", *self._address, error)
             now = time.monotonic()
-            if now - began > _BEAT_S:
-                tries = 0
             with self._lock:
                 self._first.go_on(now)  # a machine that is gone does not answer for some seconds
                 if number:
-                    self._first.end(FIRST, "", now, connection=number)
+                    self._first.end(FIRST, now, connection=number)
             self._look(now)
-            if tries > 1:
-                self._stopping.wait(_AGAIN_S if tries < _MANY_TRIES else _LATER_S)
+            self._stopping.wait(_AGAIN_S)
 
     def _look(self, now: float) -> None:
         """Is the other side lost, as of what had come by `now`?"""
@@ -381,14 +341,9 @@ class Heartbeat:
                     if not piece:
                         return
                     words = list(frames.feed(piece))
-                    if _OUT in words:
-                        self.is_out = True
-                        self.wakeup.ring()
-                        return
                     with self._lock:
-                        self._first.hear(FIRST, "", time.monotonic(), goodbye=_BYE in words)
+                        self._first.hear(FIRST, time.monotonic(), goodbye=_BYE in words)
                 elif ready:
                     self._stopping.wait(_PAUSE_S)  # the wakeup stays readable until it is drained
                 self._look(began)
-            if self._last_word:
-                connection.sendall(frame(self._last_word))
+            connection.sendall(frame(_BYE))

@@ -61,7 +61,7 @@ _NEWER_FIELDS = (
 """What some versions of torch from 2.6 on lack."""
 _IN_A_STORE = (
     *("mindx-board", "mindx-exit-barrier", "mindx-goodbye", "mindx-membership", "mindx-plans", "mindx-reconnect"),
-    *("mindx-places", "PeriodicTimer", "RendezvousKeepAliveTimer"),
+    *("mindx-nodes", "PeriodicTimer", "RendezvousKeepAliveTimer"),
 )
 """Threads of the agent's and of torch's rendezvous that may wait in a store whose host is gone. One that comes out of
 torch's code while the interpreter ends aborts the process ("terminate called without an active exception")."""

@@ -67,10 +67,6 @@ class Generation:
     ready: dict[int, dict[str, Any]] = field(default_factory=dict)
     stood_in: dict[int, StandIn] = field(default_factory=dict)
     told: bool = False
-    node: str = ""
-    """The machine and agent of the node that was lost; empty: none was."""
-    taken_by: str = ""
-    """The machine and agent that have taken its place."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,7 @@ class Recovery:
                 board.write(f"{generation}/out/{end.rank}", {"dead": True})
                 plan = {"generation": generation, "rank": end.rank, "cause": cause}
                 plan = board.write(f"{generation}/plan", plan)
-                reason = str(plan.get("refusal", "")) or self._why_not_plan(plan)  # of the agent of another node
+                reason = str(plan.get("refusal", ""))  # of the agent of another node
             if not reason:
                 self._machine.begin([end.rank])
                 self._board = board
@@ -328,8 +324,6 @@ class Recovery:
             outcome=outcome,
             cause=now.cause,
             stood_in=tuple(now.stood_in[rank] for rank in sorted(now.stood_in)),
-            node=now.node,
-            taken_by=now.taken_by,
             stages={**stages, **({"first_step": round(took, 4)} if trains else {})},
             duration_s=took,
         )
@@ -363,11 +357,6 @@ class Recovery:
         return ()
 
     @property
-    def is_out(self) -> bool:
-        """Whether this node was taken for lost: its processes must not go on."""
-        return False
-
-    @property
     def has_lost_node(self) -> bool:
         """Whether a node was lost in this attempt, and what it had in memory with it."""
         return False
@@ -376,10 +365,6 @@ class Recovery:
         """What other agents have begun, and which of them are lost. `is_stopping`: this node's workers are being
         stopped."""
         return []
-
-    def _why_not_plan(self, plan: Mapping[str, Any]) -> str:
-        """Why this node can take no part in a recovery that another one has planned; empty: it can."""
-        return ""
 
     def _hear_out(self, rank: int, note: Mapping[str, Any]) -> None:
         """What there is in place of the report of `rank`."""
@@ -462,8 +447,6 @@ class Recovery:
         assert self._board is not None
         self._call_off(self._machine.reason)
         self._has_given_up = True
-        if self.is_out:  # the board has just said so: the others go on without this node
-            return
         generation = self._machine.generation
         refusal: dict[str, Any] = {"refusal": self._machine.reason}
         try:

@@ -46,7 +46,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from mindx_elastic.agent.heartbeat import HeartbeatServer
-from mindx_elastic.agent.standby import NodePlace, Standby, round_store
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import Between, Text, Words, read
@@ -217,12 +216,8 @@ class HostedStoreRendezvous(_Wrapped):
         """The workers' store of this round, where this process hosts it."""
         self.scope = ""
         """A name of this round that no other one has, the same on all nodes."""
-        self.standby: Standby | None = None
-        """Waits in front of the rendezvous where the job runs without this node."""
         self.ranks = 0
         """Processes of this node; for the other agents."""
-        self.place: NodePlace | None = None
-        """Of a lost node, which this one has taken in this round."""
         self.server: HeartbeatServer | None = None
         """Of this round, where there are other nodes. The caller closes it, unless another round begins."""
         self.first_server: tuple[str, int] = ("", 0)
@@ -233,15 +228,9 @@ class HostedStoreRendezvous(_Wrapped):
         if self.server is not None:  # of a meeting that has come to nothing
             self.server.close()
         self.server = None
-        self.place, info = (None, None) if self.standby is None else self.standby.next_rendezvous()
-        if (place := self.place) is not None:
-            self.hosted, self.scope, self.first_server = None, place.scope, (place.address, place.agent_port)
-            self._introduce(round_store(self.inner), place.node)
-            master = RendezvousStoreInfo(place.address, place.port)
-            return RendezvousInfo(self._store, place.node, place.num_nodes, master)
-        info = info or self.inner.next_rendezvous()
+        info = self.inner.next_rendezvous()
         await_nodes(self.inner, info.store, info.rank, info.world_size)
-        has_others = info.world_size > 1 and self.standby is not None
+        has_others = info.world_size > 1
         if info.rank == 0:
             address = info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
             # One for each round: a new attempt must not find the addresses of the old one's ranks.
@@ -373,7 +362,7 @@ def _reconnect(handler: RendezvousHandler) -> bool:
 
 def open_again(handler: RendezvousHandler) -> Store | None:
     """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`."""
-    return round_store(_inner(handler)) if reconnect(handler) else None
+    return _inner(handler)._get_store() if reconnect(handler) else None
 
 
 class HostLostError(RendezvousError):

@@ -23,9 +23,9 @@ from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import FORKED, FRESH, SPARE
 from mindx_elastic.rejoin.spare import PIPE_VARIABLE, WAITS, environment_of_spare, promotion
 
-__all__ = ["JOINER", "Replacements"]
+__all__ = ["Replacements"]
 
-JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
+_JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
 _MOST_LOST = 5
 """Spares that end by themselves before the agent gives them up."""
 
@@ -63,7 +63,7 @@ class Replacements:
         found: Any = None if self._spares is None else self._spares.take(own, *outputs)
         by = SPARE
         if found is None:
-            by, found = FORKED, self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=JOINER)
+            by, found = FORKED, self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=_JOINER)
         if found is None:
             if can_wait and self._forks.is_starting:
                 return None

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,7 +29,7 @@ from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.boards import Boards, PlanWatch, connect
 from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
 from mindx_elastic.agent.exit_barrier import ExitBarrier, NodeEnd, Signs, end_together
-from mindx_elastic.agent.forked_start import Beginning, ForkedStart
+from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.holder import flush
@@ -44,7 +43,7 @@ from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_commands import PauseDesk
 from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
-from mindx_elastic.agent.recovery import Recovery, joining_command
+from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
     HostedStoreRendezvous,
@@ -55,7 +54,7 @@ from mindx_elastic.agent.rendezvous import (
     open_again,
     require_host,
 )
-from mindx_elastic.agent.replacements import JOINER, Replacements
+from mindx_elastic.agent.replacements import Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
@@ -134,9 +133,7 @@ class Supervisor(LocalElasticAgent):
         self._nodes: NodeWatch | None = None
         """Of a job of several nodes whose dead ranks are replaced in place."""
         if options.in_place and num_nodes > 1 and isinstance(spec.rdzv_handler, HostedStoreRendezvous):
-            can_join = joining_command([str(each) for each in spec.args[_SHIM:]], sys.executable) is not None
-            ranks = spec.local_world_size
-            self._nodes = NodeWatch(spec.rdzv_handler, ranks=ranks, can_join=can_join, stand_by=self._stand_by)
+            self._nodes = NodeWatch(spec.rdzv_handler, ranks=spec.local_world_size)
         self._barrier: ExitBarrier | None = None
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
@@ -164,7 +161,7 @@ class Supervisor(LocalElasticAgent):
                 self._initialize_workers(self._worker_group)
                 attempt = self._run_attempt()
                 goes_on = self._goes_on(attempt)
-                self._say_end(attempt, goes_on)
+                self._say_end(goes_on)
                 if not goes_on:
                     break
                 self._remaining_restarts -= self.ending.outcome == "failed"
@@ -261,7 +258,7 @@ class Supervisor(LocalElasticAgent):
             self._runs = False
         finally:
             if self._nodes is not None:
-                self._nodes.close(is_out=attempt.is_out)
+                self._nodes.close()
             if self._replacements is not None:
                 self._replacements.close()
             self._note_arenas(workers.last_statuses())
@@ -301,12 +298,10 @@ class Supervisor(LocalElasticAgent):
             timeout_s=float(getattr(self, "_exit_barrier_timeout", _END_S)),
         )
 
-    def _say_end(self, attempt: Attempt, goes_on: bool) -> None:
-        """To the other nodes, which may have finished and wait for this one. If it was taken for lost, another one may
-        have its place."""
+    def _say_end(self, goes_on: bool) -> None:
+        """To the other nodes, which may have finished and wait for this one."""
         if self._barrier is not None:
-            if not attempt.is_out:
-                self._barrier.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
+            self._barrier.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
             self._barrier.close()
 
     def _make_recovery(self, workers: Workers) -> Recovery | None:
@@ -346,11 +341,7 @@ class Supervisor(LocalElasticAgent):
             assert self._nodes is not None, "the rendezvous is a hosted one"
             boards = Boards(lambda: connect(address, port, scope), scope, writer)
             watch = PlanWatch(lambda: connect(address, port, scope), num_nodes)
-            place = self._nodes.place_of_any(address, port, attempt=self._number)
-            more |= {"watch": watch, "nodes": self._nodes, "place": place}
-            recovery = NodesRecovery(workers, boards, self._replacements.start, **more)
-            if self._nodes.place is not None:
-                recovery.join(self._nodes.place)
+            recovery = NodesRecovery(workers, boards, self._replacements.start, watch=watch, nodes=self._nodes, **more)
             watch.start()
             return recovery
 
@@ -504,42 +495,24 @@ class Supervisor(LocalElasticAgent):
             self._held.close()
             self._held = HeldSockets(self._folder.path)
         self._number = max(self._number + 1, self._least_number)
-        place = None
         if self._nodes is not None:
-            place, ranks = self._nodes.place, [worker.global_rank for worker in worker_group.workers]
+            ranks = [worker.global_rank for worker in worker_group.workers]
             node, num_nodes = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 1)
             told = self._nodes.open(node=node, num_nodes=num_nodes, ranks=ranks) if num_nodes > 1 else ""
             os.environ["MINDX_REJOIN_NODES"] = told
             os.environ["MINDX_JOB_ID"] = self._nodes.job
-        if place is not None:
-            self._number = place.attempt
         os.environ["MINDX_ATTEMPT"] = str(self._number)
         os.environ["MINDX_REJOIN_SCOPE"] = self._scope
         with self._inbox.interrupting():
             self._forks.prepare(self._number)
         try:
-            beginning = None
-            if place is not None:
-                os.environ["MINDX_REJOIN"] = str(place.generation)
-                beginning = Beginning(JOINER, self._joining_command)
-            with self._forks.start(self._number, beginning=beginning):
+            with self._forks.start(self._number):
                 ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
-            os.environ.pop("MINDX_REJOIN", None)
             self._inbox.install()  # torch has just put its own handlers there
         self._runs = self._has_run = True
         self._error_files = dict(getattr(self._pcontext, "error_files", {}))
         return ids
-
-    def _joining_command(self, whole: tuple[str, ...]) -> tuple[str, ...]:
-        joining = joining_command(whole[_SHIM + 1 :], sys.executable)
-        assert joining is not None, "see NodeWatch"
-        return (*whole[: _SHIM + 1], *joining)
-
-    def _stand_by(self) -> None:
-        """The job runs without this node, which may be needed in a moment."""
-        spec = self._worker_group.spec
-        self._forks.warm_up([str(spec.entrypoint), *map(str, spec.args)])
 
     def _stop_workers(self, worker_group: WorkerGroup, *more: Any) -> None:
         self._shutdown()

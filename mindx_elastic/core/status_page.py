@@ -18,9 +18,7 @@ from typing import Any
 from mindx_elastic.core.posix import new_map, read_small
 
 __all__ = [
-    "NODES_REPLACED",
     "PAGE_BYTES",
-    "RANKS_REPLACED",
     "Status",
     "StatusPage",
     "WorkerPhase",
@@ -29,9 +27,6 @@ __all__ = [
 ]
 
 PAGE_BYTES = 8192
-RANKS_REPLACED, NODES_REPLACED = 1, 2
-"""Values of `Status.in_place`: a new process can take a dead rank's place; another node can take a lost one's, too, as
-every rank has the whole state."""
 _MAGIC = 0x6D696E6478303033  # "mindx003"
 _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
@@ -100,7 +95,7 @@ class Status:
     finished: int = 0
     """1: its block has ended by itself, so that the training is done; the process may have more to do."""
     in_place: int = 0
-    """The rank takes part in recoveries in place: `RANKS_REPLACED`, `NODES_REPLACED`, or 0: it does not."""
+    """1: a new process can take this rank's place while the others live on."""
     generation: int = 0
     """Of the last one that it took part in."""
     pause_heard: int = 0

@@ -187,8 +187,7 @@ class Place:
         member.opened(host)
         if not stopper.saver.replicated:
             tell_once(member.ranks, f"{PARTS_DIFFER}: when a rank dies, the whole job is restarted")
-        part = member.part_of_node(replicated=stopper.saver.replicated)
-        member.page.set(in_place=part, generation=member.generation)
+        member.page.set(in_place=1, generation=member.generation)
         if self.entry is not None:
             member.entered()
         if (alarm := self._unanswered) is not None:

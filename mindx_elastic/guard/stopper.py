@@ -171,13 +171,8 @@ class Stopper:
             self.stop(alarm)
 
     def hear_orphan(self) -> None:
-        """Watcher thread: the agent of this machine is gone. Where another node may take this one's place the process
-        ends, and no other rank is asked to stop: the agents see the loss, and every other rank has the same state."""
-        member = self._member
-        if member is None or not member.ends_with_agent or self._ending or self.finished or self.is_leaving:
-            self.hear(self.alarms.of_orphan())
-        elif self.phase is StopPhase.TRAINING:
-            self.end_unsaved(self.alarms.of_orphan().reason)
+        """Watcher thread: the agent of this machine is gone."""
+        self.hear(self.alarms.of_orphan())
 
     def end_unsaved(self, why: str) -> NoReturn:
         """This process does not belong to the job any more: it ends, saves nothing, asks nobody to stop. Any thread."""

@@ -20,7 +20,6 @@ from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
-from mindx_elastic.core.status_page import RANKS_REPLACED
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.ahead import share_orders
 from mindx_elastic.rejoin.board import Board, board_key
@@ -83,8 +82,6 @@ class Member:
         self.is_joiner = settings.generation > 0
         self.has_entered = False
         """A guard of this process has been entered."""
-        self.ends_with_agent = False
-        """This rank's agent is gone, and with it its node: the rank ends, and another node may take its place."""
         self.page: Any = None
         """The status page, which stays over all recoveries."""
         self.arena: Any = None
@@ -278,19 +275,10 @@ class Member:
 
     # --- what is otherwise on several nodes, see `nodes_member` -------------------------------------------------------
 
-    _verdict_s = 0.0
-    """How much longer than for anything else to wait for the reports of all ranks."""
-
-    def part_of_node(self, *, replicated: bool) -> int:
-        """The guard is open: value of the page's `in_place`. `replicated`: every rank has the whole state."""
-        return RANKS_REPLACED
 
     def courier(self, *, replicated: bool) -> Callable[..., None] | None:
         """Training thread, before the guard is open: what takes the rank's small records to another node, too."""
         return None
-
-    def _comes_in(self, board: Board, generation: int) -> None:
-        """A new process, before it connects to the others. Raises RejoinFailed where it must not."""
 
     def hears_from_afar(self) -> bool:
         """Training thread, after an error: whether a rank of another node is gone."""
@@ -323,7 +311,7 @@ class Member:
 
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
-        notes = self._wait(board, list(keys.values()), host, more_s=self._verdict_s)
+        notes = self._wait(board, list(keys.values()), host)
         for note in notes.values():
             if note.get("refusal"):  # the coordinator has given up before this rank has written its report
                 raise self._refused(note, "")
@@ -413,7 +401,6 @@ class Member:
             if self.laid_out.get(name, order) != order:
                 raise UnfitSpareError(f"the gradients of {name} arrive in another order than when it was forked")
         end_setup()
-        self._comes_in(board, generation)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         where = self._find_state(board, generation, verdict, receive)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
-from mindx_elastic.core.events import logger
-from mindx_elastic.core.printable import printable
-from mindx_elastic.core.status_page import NODES_REPLACED, RANKS_REPLACED
-from mindx_elastic.memory.arena import RankArena
-from mindx_elastic.memory.folders import job_folder
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.copies import Parcel, Receive, send, sources, take
 from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.host import Host
-from mindx_elastic.rejoin.lost_node import FIRST, keepers
 from mindx_elastic.rejoin.member import Found, Member
 from mindx_elastic.rejoin.protocol import Report, Verdict
-from mindx_elastic.rejoin.small_records import Courier, newest, put_into_ring
+from mindx_elastic.rejoin.small_records import Courier, keepers
 
 __all__ = ["NodesMember"]
-
-_OTHER_NODE_S = 5.0  # the agents' word that no other node has come is to be faster
-_AFAR_S = 3.0  # a death has to go through the store to another node's agent
 
 
 class NodesMember(Member):
@@ -35,22 +25,14 @@ class NodesMember(Member):
     def __init__(self, settings: RejoinSettings, ranks: RankInfo, agent: AgentInfo) -> None:
         super().__init__(settings, ranks, agent)
         self._node, self._num_nodes = settings.node, settings.num_nodes
-        self._whole_nodes = bool(settings.whole_nodes)
-        self._keepers = _parse_keepers(settings.whole_nodes)
+        self._keepers = _parse_keepers(settings.keepers)
         """Where nodes' agents keep small records."""
         self._couriers: dict[tuple[str, int], Courier] = {}
         self._sources: dict[int, int] = {}
         """By node: the rank that copies the boundary there."""
 
-    _verdict_s = _OTHER_NODE_S
-
-    def part_of_node(self, *, replicated: bool) -> int:
-        # With the first node's agent the store ends, through which its ranks could stop others: they save, and end.
-        self.ends_with_agent = self._whole_nodes and replicated and self._node != FIRST
-        return NODES_REPLACED if self._whole_nodes and replicated else RANKS_REPLACED
-
     def courier(self, *, replicated: bool) -> Callable[..., None] | None:
-        if not self._whole_nodes or not replicated:
+        if not replicated:
             return None
         mine = keepers(self._num_nodes, self._node)
         wanted = [self._keepers[node] for node in mine if node in self._keepers]
@@ -69,19 +51,13 @@ class NodesMember(Member):
         for courier in self._couriers.values():
             courier.send(*record, **kind)
 
-    def _comes_in(self, board: Board, generation: int) -> None:
-        # Its node may have been lost, with it, and another one have taken the place: one of the two must not go on.
-        own = secrets.token_hex(8)
-        if board.write(f"{generation}/joins/{self.ranks.rank}", {"process": own}).get("process") != own:
-            raise RejoinFailed(f"another process has taken the place of rank {self.ranks.rank}")
-
     def hears_from_afar(self) -> bool:
         """Training thread, after an error: whether another rank is gone, perhaps on another node. Its connections end
         before this node's agent has heard of it."""
-        return self._failures is not None and self._failures.seen and self._wants_out.wait(_AFAR_S)
+        return self._failures is not None and self._failures.seen and self.comes_out_soon()
 
     def _hears_soon(self) -> bool:
-        return self._host is not None and (self._wants_out.wait(_AFAR_S) or super()._hears_soon())
+        return self._host is not None and self.comes_out_soon()
 
     def _note_of(self, report: Report) -> dict[str, Any]:
         return {**report.to_json(), "node": self._node}
@@ -122,48 +98,14 @@ class NodesMember(Member):
     def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive) -> Found:
         self._move_copies(board, host, generation, verdict, receive)
         self._wait_for_state(board, host, generation)
-        self._hear_of_keepers(board, generation)
         key = f"{generation}/copy/{self._node}"
         path, source = Path(str(self._wait(board, [key], host)[key]["path"])), self._sources.get(self._node)
-        if host is None:
-            self._take_records(board, generation, path, verdict)
         return Found(path, verdict.donor if source is None else source)
 
     def _find_state(self, board: Board, generation: int, verdict: Verdict, receive: Receive) -> Callable[[], Found]:
         where = super()._find_state(board, generation, verdict, receive)
         where()  # at once: the donor waits until this node has its file, and opening the guard waits for the donor
         return where
-
-    def _hear_of_keepers(self, board: Board, generation: int) -> None:
-        """Where the small records go. What is not said is as it was."""
-        try:
-            keys = {f"{generation}/keeper/{node}": node for node in keepers(self._num_nodes)}
-            found = {keys[key]: (str(n["address"]), int(n["port"])) for key, n in board.read(list(keys)).items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("what the nodes say of themselves makes no sense: %s", printable(str(error), 200))
-            return
-        self._keepers |= found
-
-    def _take_records(self, board: Board, generation: int, path: Path, verdict: Verdict) -> None:
-        """A new process: what other nodes have kept of the rank whose node was lost, into its own ring."""
-        base = MemorySettings.from_env().base
-        keys = [f"{generation}/records/{self.ranks.rank}/{node}" for node in range(self._num_nodes)]
-        try:
-            notes = board.read(keys).values()
-            if not notes or base is None:
-                return
-            note = max(notes, key=newest)
-            given = next(f"{generation}/copy/{node}" for node, rank in self._sources.items() if rank == verdict.donor)
-            directory = Path(str(board.read([given])[given]["parcel"]["directory"]))
-            if job_folder(base, directory) != path.parent.parent:
-                raise ValueError(f"{path} is not in the folder of {directory}")
-            arena = RankArena(base, directory, self.ranks.rank)
-            try:
-                put_into_ring(note, verdict.run_id, arena.folder)
-            finally:
-                arena.close()
-        except (OSError, ValueError, KeyError, TypeError) as error:  # it goes on without, and says what that means
-            logger.warning("rank %d's small records cannot be used: %s", self.ranks.rank, printable(str(error), 200))
 
     def _move_copies(
         self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive

@@ -78,10 +78,6 @@ class RecoveryRecord:
     """The boundary that all go on from."""
     steps_lost: int | None = None
     """How many steps that every rank had passed are done again."""
-    node: str = ""
-    """Machine and process of the agent whose whole node was lost; empty: single ranks were."""
-    taken_by: str = ""
-    """Machine and process of the agent that has taken its place."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """When the last rank had come so far, by `STAGES`; what is not known is not in it."""
     duration_s: float | None = None
@@ -113,8 +109,6 @@ def as_event(record: RecoveryRecord) -> dict[str, Any]:
     """The arguments of `EventLog.emit` behind the event's name."""
     found = asdict(record)
     del found["attempt"], found["time"]  # the log's own
-    if not record.node:
-        del found["node"], found["taken_by"]
     reason = record.reason or record.cause
     return {name: value if value != "" else None for name, value in found.items()} | {"reason": reason or None}
 
@@ -150,8 +144,6 @@ def as_lines(records: Sequence[RecoveryRecord]) -> list[str]:
 def _what(record: RecoveryRecord) -> str:
     who = f"rank{'s' * (len(record.ranks) > 1)} {_numbers(record.ranks)}: " if record.ranks else ""
     words = [who + (_short(record.cause) or "gone")]
-    if record.taken_by:
-        words.append(f"{_short(record.taken_by)} has taken its place")
     if record.outcome != IN_PLACE:
         words.append({RESTART: "not in place", STOPPED: "stopped meanwhile", FINISHED: "not in place"}[record.outcome])
         if record.reason:

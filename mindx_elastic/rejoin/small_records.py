@@ -1,23 +1,21 @@
 """A rank's small records on two other nodes as well, so that they outlive the rank's own node.
 
 What replicas do not share (random streams, buffers, counters) is in the rank's boundary ring, in its node's memory.
-Each record of the ring goes to two other nodes' agents in the same moment (`Courier`; `lost_node.keepers` says which),
-which keep the newest of each kind (`Kept`). They are a few kilobytes. Nothing waits for it: what does not fit into the
-connection's buffer is left out. If the node is lost, the new processes of its ranks find their records on the board,
-and put them into rings of their own (`put_into_ring`): then they go on bit for bit, as where only a process has died.
+Each record of the ring goes to two other nodes' agents in the same moment (`Courier`; `keepers` says which), which keep
+the newest of each kind (`Kept`). They are a few kilobytes. Nothing waits for it: what does not fit into the buffer of
+the connection is left out. If the node is lost, the agents bring them to the checkpoint directory (`put_into_ring`),
+where the next start finds them: then all ranks go on bit for bit, as where only a process has died.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -25,7 +23,6 @@ from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.frames import frame
 from mindx_elastic.memory.boundaries import (
-    BOUNDARIES_FILE,
     NUM_BOUNDARIES,
     NUM_FORECASTS,
     NUM_PINNED,
@@ -34,7 +31,11 @@ from mindx_elastic.memory.boundaries import (
     read_ring,
 )
 
-__all__ = ["MOST_BYTES", "MOST_MESSAGE_BYTES", "Courier", "Kept", "newest", "put_into_ring", "records_in"]
+__all__ = ["FIRST", "MOST_BYTES", "MOST_MESSAGE_BYTES", "Courier", "Kept", "keepers", "put_into_ring"]
+
+FIRST = 0
+"""The node whose agent hosts the workers' store."""
+_NUM_KEEPERS = 2
 
 _HEAD = struct.Struct("<qqQ16s")  # attempt, step, flags, digest
 _FORECAST, _TRUSTED, _PINNED = 1, 2, 4
@@ -44,8 +45,14 @@ MOST_BYTES = 1 << 18
 MOST_MESSAGE_BYTES = _HEAD.size + _RUN_BYTES + MOST_BYTES
 _BUFFER_BYTES = 4 << 20
 _CONNECT_S = 2.0
-_MOST_NOTE_BYTES = 700_000  # less than a board takes, in base64
 _SPARE = 2
+
+
+def keepers(num_nodes: int, node: int | None = None) -> tuple[int, ...]:
+    """The nodes whose agents keep the small records of the ranks of `node`: two others, the first one among them, so
+    that the loss of two nodes of which one is the first leaves no rank without. `node` None: all that keep some."""
+    some = tuple(range(min(num_nodes, _NUM_KEEPERS + 1)))
+    return some if node is None else tuple(each for each in some if each != node)[:_NUM_KEEPERS]
 
 
 class Courier:
@@ -114,7 +121,7 @@ class Courier:
 
 
 def _pack(record: BoundaryRecord) -> bytes:
-    """As it goes over a connection, and on the board."""
+    """As it goes over a connection."""
     content = record.run_id.encode()[:_RUN_BYTES].ljust(_RUN_BYTES, b"\0") + record.content
     flags = _FORECAST * record.forecast | _TRUSTED * record.trusted | _PINNED * record.pinned
     digest = xxhash.xxh3_128_digest(content)
@@ -153,38 +160,27 @@ class Kept:
         self._kinds[record.forecast, record.pinned and not record.forecast].append(record)
         return True
 
-    def to_json(self) -> dict[str, Any]:
-        """For the board: the oldest first. What would be too long for it is left out, the oldest first."""
-        records = [record for kind in self._kinds.values() for record in kind]
-        records.sort(key=lambda record: (record.attempt, record.step, record.forecast))
-        while records and sum(len(record.content) for record in records) > _MOST_NOTE_BYTES:
-            del records[0]
-        return {"records": [base64.b64encode(_pack(record)).decode() for record in records]}
+    @property
+    def records(self) -> list[BoundaryRecord]:
+        """The oldest first."""
+        found = [record for kind in self._kinds.values() for record in kind]
+        return sorted(found, key=lambda record: (record.attempt, record.step, record.forecast))
 
 
-def records_in(content: Mapping[str, Any]) -> list[BoundaryRecord]:
-    """What `Kept.to_json` has written. Raises ValueError, KeyError, TypeError for anything else."""
-    return [_unpack(base64.b64decode(text, validate=True)) for text in content["records"]]
-
-
-def newest(content: Mapping[str, Any]) -> tuple[int, int, int]:
-    """To compare what several nodes have kept of one rank. Raises ValueError, KeyError, TypeError for anything else."""
-    records = records_in(content)
-    return max(((each.attempt, each.step, len(records)) for each in records), default=(-1, -1, 0))
-
-
-def put_into_ring(content: Mapping[str, Any], run_id: str, folder: Path) -> int:
-    """Put a rank's records of `run_id` into the ring in its `folder` in shared memory, unless that has newer ones: the
-    rank had been on this very machine. Returns how many. Raises ValueError, KeyError, TypeError for anything else than
-    records, and ArenaError, OSError."""
-    records = [record for record in records_in(content) if record.run_id == run_id]
+def put_into_ring(records: Sequence[BoundaryRecord], ring_path: Path) -> int:
+    """Put a rank's records, of the run of the newest, into its ring, unless that has newer ones. Returns how many.
+    Raises ArenaError, OSError."""
+    if not records:
+        return 0
+    run_id = records[-1].run_id
+    records = [record for record in records if record.run_id == run_id]
     there: list[BoundaryRecord] = []
     with suppress(FileNotFoundError):
-        there = [record for record in read_ring(folder / BOUNDARIES_FILE) if record.run_id == run_id]
+        there = [record for record in read_ring(ring_path) if record.run_id == run_id]
     own = max(((record.attempt, record.step) for record in there), default=(-1, -1))
-    if not records or own >= max((record.attempt, record.step) for record in records):
+    if own >= max((record.attempt, record.step) for record in records):
         return 0
-    ring = BoundaryRing(folder / BOUNDARIES_FILE, run_id, _SPARE * max(len(record.content) for record in records))
+    ring = BoundaryRing(ring_path, run_id, _SPARE * max(len(record.content) for record in records))
     try:
         for record in records:
             ring.write_again(record)

@@ -297,25 +297,6 @@ def test_the_failures_of_replaced_processes_are_known_but_not_those_of_whom_they
     assert [end.code for end in workers.exits] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("finds_out", ["before", "as it begins a recovery"])
-def test_a_node_that_was_given_up_makes_nothing_of_its_dead(run: Callable[..., Ending], finds_out: str) -> None:
-    """Its ranks fail when they wake up, because the others have gone on without them."""
-
-    class Out(Replacing):
-        is_out = finds_out == "before"
-
-        def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
-            assert not self.is_out
-            self.is_out = True
-            return False
-
-    workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
-    workers.end(1, -11)
-    ending = run(workers, recovery=Out)
-    assert ending.outcome == "membership" and "taken for lost" in ending.cause
-    assert workers.sent == {0: [KILL], 1: []}  # no order to save
-
-
 @pytest.mark.parametrize(("states", "found"), [("SRS", [1]), ("SSD", [2]), ("SST", [2]), ("SSS", []), ("RRR", [])])
 def test_who_the_others_wait_for_in_the_same_step(states: str, found: list[int]) -> None:
     stuck = [Stuck(rank, 3, 60.0) for rank in range(3)]

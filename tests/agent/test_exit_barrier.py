@@ -194,7 +194,7 @@ def test_the_last_words_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 OWN = Ending(outcome=FINISHED, code=0)
-GONE = Lost(1, "host, pid 7", "", (1,), is_silent=False)
+GONE = Lost(1, "host, pid 7", (1,), is_silent=False)
 
 
 @pytest.fixture(autouse=True)

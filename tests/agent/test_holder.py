@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,11 +16,10 @@ import pytest
 from mindx_elastic.agent import holder
 from mindx_elastic.agent.holder import drop, flush, keep_ring
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.frames import Frames
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.memory import arena as arena_module
-from mindx_elastic.memory.boundaries import BoundaryRing
+from mindx_elastic.memory.boundaries import BoundaryRecord, BoundaryRing
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
@@ -29,7 +27,6 @@ from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.persist.reader import verify_file
-from mindx_elastic.rejoin.small_records import Courier, Kept
 from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import EPOCH_0, flip_bit_in_data, overwrite_header, write
 from tests.start.arenas import RUN, Machine
@@ -311,17 +308,10 @@ def test_what_the_survivors_have_saved_and_the_killed_ranks_own_state(replicas: 
     assert replicas.start() == [(50, 1, 50), (50, None, None), (50, None, None)]
 
 
-def records(step: int, *, run: str = RUN) -> dict[str, Any]:
+def records(step: int) -> list[BoundaryRecord]:
     """What another node has kept of rank 0."""
     content = b"".join(pack_state({"rng": {"of": 0, "step": step}, "buffers": {}}))
-    one, other = socket.socketpair()
-    kept, courier = Kept(), Courier.__new__(Courier)
-    courier._left, courier._socket = b"", one
-    courier.send(run, 0, step, content, forecast=False, trusted=True, pinned=False)
-    assert all(map(kept.take, Frames(1 << 16).feed(other.recv(1 << 16))))
-    courier.close()
-    other.close()
-    return kept.to_json()
+    return [BoundaryRecord(RUN, 0, step, content, forecast=False, trusted=True, pinned=False)]
 
 
 def test_what_was_kept_of_a_lost_nodes_rank_stands_beside_a_replicas_file(replicas: Job) -> None:
@@ -330,10 +320,8 @@ def test_what_was_kept_of_a_lost_nodes_rank_stands_beside_a_replicas_file(replic
     assert keep_ring(replicas.directory, 0, records(49)) and keep_ring(replicas.directory, 0, records(50))
     assert replicas.start()[0] == (50, 1, 50)
     assert not keep_ring(replicas.directory, 0, records(49)), "an older one"
-    assert not keep_ring(replicas.directory, 0, {"records": []})
+    assert not keep_ring(replicas.directory, 0, [])
     assert replicas.start()[0] == (50, 1, 50)
-    with pytest.raises(ValueError, match="base64"):
-        keep_ring(replicas.directory, 0, {"records": ["no base 64"]})
 
 
 def test_the_killed_ranks_snapshot_completes_what_the_survivors_have_saved(replicas: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agent.boards import Boards, PlanWatch
+from mindx_elastic.agent.failure_detector import Lost
 from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.recovery import NewProcess
 from mindx_elastic.agent.workers import WorkerExit
@@ -53,20 +55,14 @@ class Agent:
             processes=dict(self.live), live=self.live, statuses=lambda: self.pages, replace=self.live.__setitem__
         )
         watch: Any = Plans(store)
-        nodes: Any = SimpleNamespace(
-            server=None, heartbeat=None, node=node, num_nodes=num_nodes, name=f"machine {node}", has_first_gone=False
-        )
-        nodes.keeper = nodes.note_first_lost = nodes.note_whole = nodes.drain = lambda: None
-        nodes.is_out = False
-        nodes.note_lost, nodes.lost_now = lambda lost: None, list
-        place: Any = None
+        nodes: Any = SimpleNamespace(server=None, heartbeat=None, lost={}, drain=lambda: None, lost_now=list)
+        nodes.note_lost, self.nodes = nodes.lost.update, nodes
         self.recovery = NodesRecovery(
             workers,
             self.board,
             self.start,
             watch=watch,
             nodes=nodes,
-            place=place,
             timeout_s=60.0,
             most=10,
             note=self.records.append,
@@ -87,6 +83,10 @@ class Agent:
             self.recovery.hear_end(end)
         elif self.recovery.phase is Phase.RUN:
             self.recovery.begin(end, KILLED)
+
+    def lose(self, node: int, *, is_silent: bool = False) -> None:
+        lost = Lost(node, "machine", (node,), is_silent)
+        self.nodes.lost_now = lambda: [] if node in self.nodes.lost else [lost]
 
     def hear(self) -> None:
         news = self.recovery.hear_others(is_stopping=False)
@@ -188,53 +188,30 @@ def test_a_hang_is_not_recovered_from(agents: list[Agent]) -> None:
     assert agents[0].recovery.why_not([]) == ""
 
 
-def test_a_node_that_was_given_up_calls_nothing_off_when_it_wakes_up() -> None:
-    """Its agent sees its dead rank before it hears what it is itself: the plan says that as well."""
-    store: Any = dist.HashStore()
-    first, woken = (Agent(store, node, 2, 1) for node in range(2))
-    plan = {"generation": 1, "rank": 1, "cause": "node 1 is lost", "node": 1, "name": "m, pid 5"}
-    assert first.board(1).write("1/plan", plan) == plan
-    woken.kill(1)
-    assert woken.recovery.is_out and not woken.recovery.is_active
-    assert not first.board(1).read(["1/over", "1/out/1"])
-    assert not woken.started
+def test_the_loss_of_a_node_restarts_the_job_for_all(agents: list[Agent]) -> None:
+    agents[0].lose(1)
+    (news,) = agents[0].recovery.hear_others(is_stopping=False)
+    assert news.about is None and news.words == "node 1 (machine) is lost: its agent is gone"
+    assert [each.words for each in agents[2].recovery.hear_others(is_stopping=False)] == [news.words]
+    assert not agents[0].recovery.hear_others(is_stopping=False), "it is said once"
+    agents[1].kill(1)  # it had only stood still
+    assert not agents[1].recovery.is_active and not agents[1].started
+    assert agents[0].recovery.has_lost_node and agents[0].records[0].cause == news.words
 
 
-def test_a_node_that_hears_the_plan_of_its_own_loss_is_out() -> None:
-    store: Any = dist.HashStore()
-    first, woken = (Agent(store, node, 2, 1) for node in range(2))
-    first.board(1).write("1/plan", {"generation": 1, "rank": 1, "cause": "x", "node": 1, "name": "m, pid 5"})
-    woken.hear()
-    assert woken.recovery.is_out and not first.recovery.is_out and not woken.told
-
-
-def test_the_second_of_two_lost_nodes_calls_nothing_off_when_it_wakes_up() -> None:
-    """The plan names the first one only; nobody has its place yet."""
-    store: Any = dist.HashStore()
-    first, _, woken = (Agent(store, node, 3, 1) for node in range(3))
-    board = first.board(1)
-    board.write("1/plan", {"generation": 1, "rank": 1, "cause": "node 1 is lost", "node": 1, "name": "m, pid 5"})
-    for node in (1, 2):
-        board.write(f"1/open/{node}", {"name": f"m, pid {node}"})
-    woken.kill(2)
-    assert woken.recovery.is_out and not woken.started
-    woken.recovery.close()
-    assert not board.read(["1/over", "1/out/2", "2/over"])
-
-
-def test_a_node_that_is_put_out_during_a_recovery_releases_nobody(agents: list[Agent]) -> None:
+def test_the_loss_of_a_node_during_a_recovery_ends_it_for_all(agents: list[Agent]) -> None:
     agents[0].kill(0)
-    for agent in agents[1:]:
-        agent.hear()
-    agents[1].reports(1)
-    agents[0].board(1).write("1/open/2", {"name": "m, pid 5"})
-    agents[2].kill(2)
-    agents[2].pages[2] = replace(agents[2].pages[2], pid=202)
-    agents[2].live[2] = SimpleNamespace(pid=202)
-    agents[2].kill(2)  # the new one: for this node the recovery has come to nothing
-    assert agents[2].recovery.look() is Phase.FALLBACK and agents[2].recovery.is_out
-    assert not agents[0].board(1).read(["1/over", "1/state"])
-    assert agents[0].recovery.look() is Phase.AGREED
+    agents[2].hear()
+    agents[0].pages[0] = replace(agents[0].pages[0], pid=200)
+    agents[0].lose(1)
+    agents[0].hear()
+    assert [agents[node].recovery.look() for node in (0, 2)] == [Phase.FALLBACK] * 2
+
+
+def test_a_silent_node_is_not_lost_while_the_job_trains_on(agents: list[Agent]) -> None:
+    agents[0].lose(1, is_silent=True)
+    agents[0].pages[0] = replace(agents[0].pages[0], boundary_ns=time.monotonic_ns())
+    assert not agents[0].recovery.hear_others(is_stopping=False)
 
 
 # --- the parts ---

@@ -1,15 +1,13 @@
 """Agents of several nodes in one process, on a simulated clock, network and store. One seed is one story.
 
 What decides is the code that runs (`nodes`). Simulated are what is around it: time, the store, the connections between
-agents, the processes of ranks, and agents that wait for a place. A node may crash, stand still, or be cut off
-from the first one; a rank may be killed or fail by itself at any moment; connections end and come back, words come
-late; what threads of one agent do comes in any order.
+agents and the processes of ranks. A node may crash, stand still, or be cut off from the first one; a rank may be killed
+or fail by itself at any moment; connections end and come back, words come late; what threads of one agent do comes in
+any order.
 
 What must hold at every moment: two processes of a rank never train in one generation; only a node that was out of
-reach, or stood still, is taken for lost, and told so once; a place is offered once, when it can be filled, and given
-once; a node that a plan has put out writes nothing, and none that was put out ends a recovery; when one node restarts
-the job, all others do soon. And in the end (`Job.check_end`): all nodes that go on have the same recoveries behind them
-and one process for each rank.
+reach, or stood still, is taken for lost; when one node restarts the job, all others do soon. And in the end
+(`Job.check_end`): all nodes that go on have the same recoveries behind them and one process for each rank.
 
     python -m tests.simulation.agents [--schedules 1000] [--first 0] [--seed 7]
 """
@@ -17,19 +15,16 @@ and one process for each rank.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from mindx_elastic.agent import nodes_recovery, recovery
 from mindx_elastic.agent.failure_detector import BACK_S, SILENCE_S
-from mindx_elastic.agent.recovery import ERRORS
-from mindx_elastic.agent.standby import NodePlace
 from tests.simulation.nodes import TIMEOUT_S, Clock, Node
 
 __all__ = ["TICK_S", "TIMEOUT_S", "Job", "play", "play_any", "play_mildly"]
@@ -52,29 +47,19 @@ class Job:
         self.dice, self.clock, self.content = random.Random(seed), Clock(), dict[str, bytes]()
         self.num_nodes, self.ranks, self.world_size = num_nodes, ranks, num_nodes * ranks
         self.story: list[str] = []
-        self.offered: NodePlace | None = None
-        self.num_standby = self.dice.randrange(3)
-        self.out: set[str] = set()
-        """The tokens of the agents that the first one has put out."""
-        self._offers: set[tuple[int, int]] = set()
-        self._given: dict[tuple[int, int], Node] = {}
-        """By generation and node: offered, and given to."""
         self.is_broken = False
         """A rank has had no process for so long that all others have noticed."""
         self.step, self.trained_at = 7, self.clock.now
         """The last boundary that all ranks have passed, and when."""
         self._whole_at = self.clock.now
         self._pid = 100
-        self.nodes = [Node(self, node, f"t{node}") for node in range(num_nodes)]
+        self.nodes = [Node(self, node) for node in range(num_nodes)]
         for each in self.nodes[1:]:
             self._connect(each)
 
     def new_pid(self) -> int:
         self._pid += 1
         return self._pid
-
-    def agent_of(self, token: str) -> Node:
-        return next(each for each in self.nodes if each.token == token)
 
     def tell(self, words: str) -> None:
         self.story.append(f"{self.clock.now - 1000:.2f} s: {words}")
@@ -88,7 +73,7 @@ class Job:
     def _connect(self, node: Node) -> None:
         """The first machine takes the connection also where its agent stands still, and has not read the greeting."""
         line = node.connection
-        line.theirs = node.agents.greet(0, "", self.clock.now, name="", ranks=())
+        line.theirs = node.agents.greet(0, self.clock.now, name="", ranks=())
         line.stands = True
         line.words.append((self.clock.now, "first", b"hello"))
 
@@ -107,11 +92,11 @@ class Job:
         line, first, now = node.connection, self.nodes[0], self.clock.now
         if node.is_crashed or first.is_crashed or node.is_cut:
             self.break_connection(node, 0.0)
-        elif node.is_still or node.outcome:
+        elif node.is_still or node.has_ended:
             pass
         elif not line.stands:
             has_read_its_end = all(side == "first" for _, side, _ in line.words)
-            if now >= line.retry_at and has_read_its_end and not first.outcome:
+            if now >= line.retry_at and has_read_its_end and not first.has_ended:
                 self._connect(node)
         elif now >= line.beat_at:
             line.beat_at = now + _BEAT_S
@@ -131,21 +116,17 @@ class Job:
             line.words.remove(word)
             what = word[2]
             if to == "other":
-                node.is_out = node.is_out or what == b"out"
                 if what:
-                    node.agents.hear(0, "", now, goodbye=what == b"bye")
+                    node.agents.hear(0, now, goodbye=what == b"bye")
                 else:
-                    node.agents.end(0, "", now, connection=line.theirs)
+                    node.agents.end(0, now, connection=line.theirs)
             elif what == b"hello":
-                line.mine = first.agents.greet(node.node, node.token, now, name=node.name, ranks=tuple(node.own))
-                if first.agents.is_out(node.node, node.token):
-                    self.send(node, "other", b"out")
+                line.mine = first.agents.greet(node.node, now, name=node.name, ranks=tuple(node.own))
             elif not what:
-                first.agents.end(node.node, node.token, now, connection=line.mine)
+                first.agents.end(node.node, now, connection=line.mine)
             else:
-                first.agents.hear(node.node, node.token, now, goodbye=what == b"bye")
-                first.is_out = first.is_out or what == b"out"
-                if not first.outcome and line.stands:
+                first.agents.hear(node.node, now, goodbye=what == b"bye")
+                if not first.has_ended and line.stands:
                     self.send(node, "other", b".")
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -168,13 +149,12 @@ class Job:
             while self.clock.now < end:
                 self.clock.now += TICK_S
                 self._note_state()
-                self._take_place()
                 acts: list[Callable[[], None]] = []
                 for node in self.nodes:
                     acts.append(partial(self._listen, node))
                     if node.node:
                         self._keep_up(node)
-                    if not (node.is_crashed or node.is_still or node.outcome):
+                    if node.goes_on and not node.is_still:
                         acts += [node.watch_plans, node.step, node.step_ranks]
                 self.dice.shuffle(acts)
                 for act in acts:
@@ -186,7 +166,7 @@ class Job:
         end, quiet_at, before = self.clock.now + _CALM_S, self.clock.now, ""
         while self.clock.now < min(end, quiet_at + _QUIET_S):
             self.run(1.0)
-            now = str([(n.outcome, n.recovery._machine.generation, len(n.live)) for n in self.nodes])
+            now = str([(n.has_ended, n.recovery._machine.generation, len(n.live)) for n in self.nodes])
             is_busy = any(node.recovery.is_active or node.leaves_at is not None for node in self.going())
             if now != before or is_busy:
                 before, quiet_at = now, self.clock.now
@@ -198,40 +178,16 @@ class Job:
             is_away = not node.connection.stands or node.is_cut or node.is_crashed or first.is_crashed
             node.connection.away.note(now, is_so=is_away)
         world, going = set(range(self.world_size)), self.going()
-        is_whole = {rank for node in going if node.token not in self.out for rank in node.live} == world
+        is_whole = {rank for node in going for rank in node.live} == world
         self._whole_at = now if is_whole else self._whole_at
         self.is_broken = now - self._whole_at > _NOTICED_S
         well = [node for node in going if node.is_well and not node.recovery.is_active]
         if {rank for node in well for rank, each in node.live.items() if not each.has_left} == world:
             self.step, self.trained_at = self.step + 1, now
-        ends = not first.goes_on or any(node.is_end_heard and node.token not in self.out for node in self.nodes)
+        ends = not first.goes_on or any(node.is_end_heard for node in self.nodes)
         for node in going:
             is_alone = ends and node.leaves_at is None and node.is_well and not first.is_still
             node.alone_s = node.alone_s + TICK_S if is_alone else 0.0
-
-    def _take_place(self) -> None:
-        """An agent that waits claims what is offered."""
-        place = self.offered
-        if place is None or not self.num_standby or self.dice.random() < 0.7 or self.nodes[0].is_crashed:
-            return
-        node = Node(self, place.node, f"n{self._pid}")
-        board = node.board(place.generation)
-        try:
-            if board.read([f"{place.generation}/over"]):
-                return
-            note = board.write(f"{place.generation}/taken/{place.node}", {"token": node.token, "name": node.name})
-        except ERRORS:
-            return
-        if note.get("token") == node.token:
-            assert (place.generation, place.node) not in self._given, self.tale(f"place {place.node} is given twice")
-            self._given[place.generation, place.node] = node
-            self.num_standby -= 1
-            self.tell(f"{node.token} takes the place of node {place.node}")
-            for process in node.live.values():
-                process.told, process.is_new = place.generation, True
-            node.recovery.join(place)
-            self.nodes.append(node)
-            self._connect(node)
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
@@ -239,7 +195,7 @@ class Job:
         """Something bad, at this moment."""
         node = node or self.dice.choice(self.nodes)
         what = what or self.dice.choice(("kill", "kill", "fail", "crash", "still", "still", "cut", "reset", "wake"))
-        self.tell(f"{what} {node.token}")
+        self.tell(f"{what} {node.name}")
         with self._patched():
             if what in ("kill", "fail") and node.goes_on:
                 node.kill(self.dice.choice(list(node.own)), by_itself=what == "fail")
@@ -273,40 +229,15 @@ class Job:
                     key = (process.generation, process.number)
                     assert key not in newest, self.tale(f"two processes of rank {process.number} train in {key[0]}")
                     newest[key] = process.pid
-            assert node.alone_s <= _TOGETHER_S, self.tale(f"{node.token} goes on alone: another node restarts the job")
+            assert node.alone_s <= _TOGETHER_S, self.tale(f"{node.name} goes on alone: another node restarts the job")
 
     def check_loss(self, lost: Node, other: Node) -> None:
-        """`lost` is taken for lost, by the first agent, or is the first one, and taken so by `other`."""
+        """`lost` is taken for lost, by the first agent, or is the first one, and taken so by `other`. The connection is
+        that of the one that is not the first."""
         now = self.clock.now
         is_away = other.connection.away.seconds(now) >= BACK_S - 2 * TICK_S
         is_still = lost.still.seconds(now) >= SILENCE_S - _BEAT_S - max(_LATE_S) - TICK_S
         assert not lost.goes_on or is_away or is_still, self.tale(f"{lost.name} is taken for lost, and is well")
-
-    def check_offer(self, first: Node, place: NodePlace) -> None:
-        key, machine = (place.generation, place.node), first.recovery._machine
-        holders = [node for node in self.nodes if node.node == place.node]
-        ranks = holders[0].own
-        what = f"the place of node {place.node} is offered"
-        assert all(node.token in self.out for node in holders), self.tale(f"{what}, and its agent was not put out")
-        assert key not in self._offers, self.tale(f"{what} twice in recovery {place.generation}")
-        self._offers.add(key)
-        joins = [f"{place.generation}/joins/{rank}" for rank in ranks]
-        in_vain = machine.has_state or any(machine.reports.get(rank) is not None for rank in ranks)
-        in_vain = in_vain or any(key in self.content for key in joins)
-        assert not in_vain, self.tale(f"{what}, and nobody could fill it")
-
-    def check_write(self, node: Node, key: str, note: Mapping[str, Any]) -> None:
-        """A node that a plan has put out takes no part in that recovery, and none that was put out ends one."""
-        generation, _, what = key.partition("/")
-        plan = json.loads(self.content.get(f"{generation}/plan", b"{}"))
-        holder = self._given.get((int(generation), node.node))
-        is_named = plan.get("node") == node.node and holder is not node and "/taken/" not in key
-        assert not is_named, self.tale(f"{node.token} writes {key}, and the plan has put it out")
-        # Its ranks cannot know yet, and report. Once a recovery has come to nothing there is no other one to end.
-        ends_it = what == "over" or ("refusal" in note and (what == "state" or what.startswith("out/")))
-        goes_on = not any(each.endswith("/over") and b"refusal" in said for each, said in self.content.items())
-        is_out = node.token in self.out and ends_it and goes_on
-        assert not is_out, self.tale(f"{node.token} writes {key}, and was put out")
 
     def check_end(self) -> None:
         """All are healed, and much time has passed: who goes on, goes on with the same generation and all ranks."""
@@ -314,8 +245,6 @@ class Job:
         if not going:
             return
         assert not any(node.recovery.is_active for node in going), self.tale("a recovery never ends")
-        assert not any(node.token in self.out for node in going), self.tale("a node that was put out goes on")
-        assert self.offered is None, self.tale("a place is still offered")
         generations = {node.recovery._machine.generation for node in going}
         assert len(generations) == 1, self.tale(f"nodes go on in generations {generations}")
         ranks = sorted(rank for node in going for rank in node.live)
@@ -344,15 +273,16 @@ def play_mildly(seed: int) -> Job:
     job = Job(seed)
     job.run(2.0)
     for _ in range(job.dice.randint(1, 4)):
-        others = [node for node in job.going() if node.node]
-        what = job.dice.choice(("kill", "reset", "still", "crash", "stall"))
+        assert len(job.going()) == job.num_nodes, job.tale("the job could have gone on")
+        others = job.nodes[1:]
+        what = job.dice.choice(("kill", "reset", "still"))
         if what == "reset":
             node = job.dice.choice(others)
-            job.tell(f"a short reset of {node.token}")
+            job.tell(f"a short reset of {node.name}")
             job.break_connection(node, job.dice.choice((0.0, TICK_S)))
         elif what == "kill":
             job.fault("kill", job.dice.choice(job.going()))
-        elif what == "still":  # for a moment; a connection may be reset meanwhile
+        else:  # it stands still for a moment; a connection may be reset meanwhile
             node = job.dice.choice(job.going())
             if node.node == 0 and job.dice.random() < 0.5:  # the news of it is the last that the first agent hears
                 job.break_connection(job.dice.choice(others), job.dice.choice((0.0, 0.5)))
@@ -363,15 +293,10 @@ def play_mildly(seed: int) -> Job:
                 job.break_connection(job.dice.choice(others), job.dice.choice((0.0, 0.5)))
                 job.run(job.dice.choice((1.0, 3.0)) if node.node == 0 else 0.0)
             job.heal()
-        elif job.num_standby:
-            job.fault("crash" if what == "crash" else "still", job.dice.choice(others))
-            job.run(SILENCE_S + 5.0)
-            job.heal()
         job.run(TIMEOUT_S / 2)
     job.calm_down()
     job.check_end()
-    ends = [f"{node.token}: {node.outcome}" for node in job.nodes if node.outcome not in ("", "out")]
-    assert not ends and len(job.going()) == job.num_nodes, job.tale(f"the job could have gone on ({', '.join(ends)})")
+    assert len(job.going()) == job.num_nodes, job.tale("the job could have gone on")
     return job
 
 

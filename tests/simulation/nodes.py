@@ -6,17 +6,15 @@ What decides in an agent is the code that runs: `NodesRecovery` with its `Coordi
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mindx_elastic.agent.failure_detector import FailureDetector, Lost
 from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.recovery import ERRORS, NewProcess
-from mindx_elastic.agent.standby import NodePlace
 from mindx_elastic.agent.workers import WorkerExit
-from mindx_elastic.core.status_page import NODES_REPLACED, Status, WorkerPhase
+from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Phase, Report, decide
 
@@ -83,8 +81,6 @@ class Store:
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self._reach()
-        if key not in self._content:
-            self._job.check_write(self._node, key, json.loads(desired))
         return self._content.setdefault(key, desired.encode())
 
 
@@ -122,13 +118,12 @@ class Connection:
 class Node:
     """A machine with its agent; what `NodeWatch` is to the recovery."""
 
-    def __init__(self, job: Job, node: int, token: str) -> None:
-        self.job, self.node, self.token, self.num_nodes = job, node, token, job.num_nodes
-        self.name = f"machine of {token}"
-        self.is_crashed = self.is_still = self.is_cut = self.is_out = False
+    def __init__(self, job: Job, node: int) -> None:
+        self.job, self.node, self.name = job, node, f"node {node}"
+        self.is_crashed = self.is_still = self.is_cut = False
         self.still = Spell()
-        self.outcome = ""
-        """How its attempt has ended; empty: it goes on."""
+        self.has_ended = False
+        """Its attempt has: it restarts the job."""
         self.leaves_at: float | None = None
         """It restarts the job, and its ranks save until then; None: it does not."""
         self.is_end_heard = False
@@ -140,15 +135,9 @@ class Node:
         self.exits: list[WorkerExit] = []
         self.agents = FailureDetector(job.clock.now)
         self.connection = Connection()
-        self.server: Any = SimpleNamespace(
-            put_out=self._put_out,
-            expect=lambda node, token: self.agents.expect(node, token, job.clock.now),
-            records_of=lambda rank: None,
-            ranks_kept=[],
-            wakeup=SimpleNamespace(fd=0),
-        )
+        self.server: Any = SimpleNamespace(records_of=lambda rank: [], ranks_kept=[], wakeup=SimpleNamespace(fd=0))
         self.heartbeat: Any = None
-        self.has_first_gone = False
+        self.lost: dict[int, str] = {}
         processes: Any = dict(self.live)
         self.workers: Any = SimpleNamespace(
             processes=processes, live=self.live, statuses=self.statuses, replace=self._replace, exits=[]
@@ -162,7 +151,6 @@ class Node:
             self._start,
             watch=watch,
             nodes=nodes,
-            place=NodePlace("none", 0, job.num_nodes, 0, 0, "first", 1, 1, "s", 0, 0),
             timeout_s=TIMEOUT_S,
             most=10,
             note=lambda record: None,
@@ -181,7 +169,7 @@ class Node:
     def _page(self, process: Rank) -> Status:
         phase = WorkerPhase.STOPPING if process.has_left else WorkerPhase.TRAINING
         boundary_ns = int(self.job.trained_at * 1e9)
-        facts: dict[str, Any] = {"step": self.job.step, "in_place": NODES_REPLACED, "boundary_ns": boundary_ns}
+        facts: dict[str, Any] = {"step": self.job.step, "in_place": 1, "boundary_ns": boundary_ns}
         return Status(pid=process.pid, phase=phase, **facts)
 
     def _replace(self, rank: int, process: Rank) -> None:
@@ -191,42 +179,19 @@ class Node:
         process: Any = Rank(rank, self.job.new_pid(), told=generation, is_new=True)
         return NewProcess(process, "zygote")
 
-    def _put_out(self, lost: Lost) -> None:
-        other = self.job.agent_of(lost.token)
-        self.job.check_loss(other, other)
-        assert other.token not in self.job.out, self.job.tale(f"{other.name} is put out twice")
-        self.job.out.add(other.token)
-        self.agents.put_out(lost.node, lost.token)
-        if other.connection.stands:
-            self.job.send(other, "other", b"out")
-
-    def keeper(self) -> None:
-        return None
-
     def drain(self) -> None:
         pass
 
-    def note_lost(self, lost: object) -> None:
-        pass
-
-    def note_whole(self) -> None:
-        pass
-
-    def note_first_lost(self) -> None:
-        self.job.check_loss(self.job.nodes[0], self)
-        self.has_first_gone = True
-
-    def offer(self, place: NodePlace | None) -> None:
-        if place is not None:
-            self.job.check_offer(self, place)
-        self.job.offered = place
+    def note_lost(self, lost: dict[int, str]) -> None:
+        for node in lost:
+            self.job.check_loss(self.job.nodes[node], self if self.node else self.job.nodes[node])
+        self.lost |= lost
 
     def lost_now(self) -> list[Lost]:
-        lost = self.agents.lost()
+        lost = [each for each in self.agents.lost() if each.node not in self.lost]
         if self.node == 0:
             return lost
-        first = Lost(0, "machine of the first", "", tuple(range(self.job.ranks)), lost[0].is_silent if lost else False)
-        return [first] if lost and not self.has_first_gone else []
+        return [replace(each, name="node 0", ranks=tuple(range(self.job.ranks))) for each in lost]
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
@@ -236,7 +201,7 @@ class Node:
 
     @property
     def goes_on(self) -> bool:
-        return not (self.is_crashed or self.outcome)
+        return not (self.is_crashed or self.has_ended)
 
     def kill(self, rank: int, *, by_itself: bool = False) -> None:
         """`by_itself`: it fails, and has left its guard."""
@@ -248,53 +213,43 @@ class Node:
 
     def leave(self, *, has_told: bool = True) -> None:
         """Its ranks save and end, which may take a while. `has_told`: the other agents, if it can reach the board."""
-        if self.recovery.is_out:
-            self.end("out")
-        elif self.leaves_at is None:
+        if self.leaves_at is None:
             self.is_end_heard = has_told and self._is_heard
             self.leaves_at = self.job.clock.now + self.job.dice.choice((0.0, 0.0, _SAVE_S))
-            self.job.tell(f"{self.token} restarts the job")
+            self.job.tell(f"{self.name} restarts the job")
 
     @property
     def _is_heard(self) -> bool:
         first = self.job.nodes[0]
         return self.is_well and ((self.connection.stands and first.is_well) or self is first)
 
-    def end(self, outcome: str) -> None:
-        self.outcome = outcome
-        self.is_end_heard = self.is_end_heard or (outcome == "restart" and self._is_heard)
-        self.job.tell(f"{self.token} ends: {outcome}")
+    def end(self) -> None:
+        self.has_ended = True
+        self.is_end_heard = self.is_end_heard or self._is_heard
+        self.job.tell(f"{self.name} ends")
         self.live.clear()
         self.recovery.close()
         line_ends = [self] if self.node else self.job.nodes[1:]
         for each in line_ends:
             if each.connection.stands:
                 side = "first" if self.node else "other"
-                if self.node or not self.is_out:
-                    self.job.send(each, side, b"out" if self.has_first_gone else b"bye")
+                self.job.send(each, side, b"bye")
                 self.job.send(each, side, b"")
 
     def step(self) -> None:
         """What the main thread of its agent does when it wakes up; see `Attempt`."""
-        if self.outcome:
-            return
-        if self.recovery.is_out:
-            self.end("out")
-            return
         ends, self.exits = self.exits, []
         for end in ends:
             if self.recovery.is_active:
                 self.recovery.hear_end(end)
             elif self.leaves_at is None and not self.recovery.begin(end, "killed by SIGKILL"):
                 self.leave()
-        if self.outcome:
-            return
         for news in self.recovery.hear_others(is_stopping=self.leaves_at is not None):
             if news.words and news.about is None:
                 self.leave()
         if self.leaves_at is not None:
             if self.job.clock.now >= self.leaves_at:
-                self.end("restart")
+                self.end()
             return
         phase = self.recovery.look()
         if phase is Phase.FALLBACK or (phase is Phase.RUN and len(self.live) < len(self.own) and not self.exits):
@@ -328,11 +283,7 @@ class Node:
     def _take_part(self, process: Rank) -> None:
         """As `rejoin.member`: report, agree, give the state, say that it is ready."""
         board, g, world = self.board(process.told), process.told, range(self.job.world_size)
-        if process.is_new:
-            if board.write(f"{g}/joins/{process.number}", {"process": process.pid}).get("process") != process.pid:
-                process.has_left = True
-                return
-        else:
+        if not process.is_new:
             facts: dict[str, Any] = {"run_id": "run", "attempt": 0, "step": self.job.step, "clean": True, "groups": "g"}
             note = {**Report(rank=process.number, **facts).to_json(), "pid": process.pid}
             if board.write(f"{g}/out/{process.number}", note).get("pid") != process.pid:
@@ -351,8 +302,6 @@ class Node:
         verdict = decide(reports, world_size=len(world))
         if verdict.refusal:
             board.write(f"{g}/refusal", {"rank": process.number, "refusal": verdict.refusal})
-            return
-        if not board.has([f"{g}/joins/{rank}" for rank in verdict.dead]):
             return
         if process.number == verdict.donor:
             board.write(f"{g}/state", {"path": "/dev/shm/slot"})

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from mindx_elastic.agent.recovery import Recovery
-from tests.simulation.agents import TICK_S, Job, play, play_any, play_mildly
+from tests.simulation.agents import TICK_S, Job, play, play_any
 from tests.simulation.nodes import TIMEOUT_S
 
 _BLOCK = 100
@@ -45,12 +45,12 @@ def test_every_story_of_four_nodes_with_two_ranks_ends_well(block: int) -> None:
 
 def test_the_stories_come_to_every_end() -> None:
     ends = Counter(
-        (each.outcome or ("crashed" if each.is_crashed else "goes on"), each.token[0])
+        "ended" if each.has_ended else "crashed" if each.is_crashed else "goes on"
         for seed in range(60)
         for each in play(seed).nodes
     )
-    assert {("goes on", "t"), ("goes on", "n"), ("crashed", "t"), ("restart", "t"), ("out", "t")} <= set(ends)
-    assert any(each.token[0] == "n" for seed in range(20) for each in play_mildly(seed).going())
+    assert len(ends) == 3, ends
+    assert any(node.recovery._machine.generation for seed in range(20) for node in play(seed).going())
 
 
 def test_agents_that_settle_nothing_between_them_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def end_of(job: Job) -> Job:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_first_node_that_only_stood_still_puts_nobody_out(seed: int) -> None:
+def test_a_first_node_that_only_stood_still_takes_nobody_for_lost(seed: int) -> None:
     """A connection was reset meanwhile, and has had no time to come back when it looks again."""
     job = Job(seed)
     job.run(2.0)
@@ -80,7 +80,9 @@ def test_a_first_node_that_only_stood_still_puts_nobody_out(seed: int) -> None:
     job.break_connection(job.nodes[1], 0.5)
     job.run(3.0)
     end_of(job)
-    assert [node.recovery._machine.generation for node in job.going()] == [0, 0, 0], job.tale("a node was put out")
+    assert [node.recovery._machine.generation for node in job.going()] == [0, 0, 0], job.tale(
+        "a node was taken for lost"
+    )
 
 
 @pytest.mark.parametrize("still_s", [1.0, 1.5, 2.0])
@@ -95,7 +97,9 @@ def test_a_first_node_that_stood_still_for_a_moment_reads_before_it_judges(seed:
     job.fault("still", job.nodes[0])
     job.run(still_s)
     end_of(job)
-    assert [node.recovery._machine.generation for node in job.going()] == [0, 0, 0], job.tale("a node was put out")
+    assert [node.recovery._machine.generation for node in job.going()] == [0, 0, 0], job.tale(
+        "a node was taken for lost"
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -129,25 +133,14 @@ def test_an_agent_that_wakes_up_with_a_dead_rank_does_not_wait_for_those_that_re
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_loss_of_the_first_node_is_heard_by_an_agent_whose_ranks_are_all_new(seed: int) -> None:
+@pytest.mark.parametrize("node", range(3))
+def test_the_loss_of_a_node_in_a_recovery_restarts_the_job(seed: int, node: int) -> None:
     job = Job(seed)
     job.run(2.0)
-    job.fault("cut", job.nodes[2])  # so that the recovery lasts
     job.fault("kill", job.nodes[1])
-    job.run(2 * TICK_S)
-    assert job.nodes[1].recovery.is_active
-    job.nodes[0].is_out = True
-    job.run(TIMEOUT_S / 4)
-    assert job.nodes[1].leaves_at is not None, job.tale("it waits")
-    end_of(job)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_no_place_is_offered_for_a_rank_that_its_own_agent_replaces(seed: int) -> None:
-    """The plan is the lost agent's own, and its new process has begun to connect."""
-    job = Job(seed)
-    job.run(2.0)
-    job.break_connection(job.nodes[2], 2.0)
-    job.fault("kill", job.nodes[2])
-    job.run(3.0)
+    job.run(TICK_S)
+    job.fault("crash", job.nodes[node])
+    job.run(TIMEOUT_S / 2)
+    others = [each for each in job.nodes if each.node != node]
+    assert all(each.leaves_at is not None for each in others), job.tale("a node waits")
     end_of(job)
