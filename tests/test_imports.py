@@ -42,7 +42,6 @@ PURE = [
         "agreement/stop_step.py",
         "cluster/messages.py",
         "cluster/table.py",
-        "rejoin/lost_node.py",
         "rejoin/protocol.py",
         "mirror/partners.py",
         "persist/retention.py",

@@ -272,8 +272,7 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         type=_seconds(0.1, 86400),
         default=30.0,
         metavar="SECONDS",
-        help="with --recover in-place: how long a recovery may take before the job is restarted, and how long to wait "
-        "for another node in a lost one's place (default: 30)",
+        help="with --recover in-place: how long a recovery may take before the job is restarted (default: 30)",
     )
     add(
         "--min-nproc",
