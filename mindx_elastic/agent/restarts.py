@@ -5,10 +5,8 @@ causes are equal but for what differs between any two processes (pids, addresses
 boundary, on whatever rank. `repeats` of them in a row stop the job, with a text for the person who finds it in the
 morning.
 
-One case is worth another try: the last `repeats` attempts went on from the same checkpoint and none passed a boundary.
-Then the checkpoint itself may be the cause; it is set aside and an older one is tried, once. What happens next decides:
-the same failure again clears the checkpoint of suspicion and stops the job; a later step starts all counts anew.
-Nothing is set aside a second time in between, or a broken program would use up one good checkpoint after another.
+So do `repeats` attempts in a row, whatever their causes, that went on from the same checkpoint and passed no boundary:
+the checkpoint itself may be the cause, and the text says how to go on from an older one.
 
 A training that its guard has refused (`UnmanagedStateError`) is stopped at once: every attempt would be refused. So is
 a program that makes a wrong call (`UsageError`: no process group, say), or names a directory of others
@@ -102,12 +100,9 @@ class Failure:
 class Verdict:
     """What to do about a failure."""
 
-    action: Literal["restart", "stop", "set_aside"]
-    """``set_aside``: move the checkpoint (all files of its step) out of the way, then restart."""
+    action: Literal["restart", "stop"]
     explanation: str
-    """Why, in lines for a person; empty for an ordinary restart."""
-    path: str = ""
-    """With ``set_aside``: a file of the checkpoint in question."""
+    """Why, in lines for a person; empty for a restart."""
 
 
 class CrashLoop:
@@ -122,8 +117,6 @@ class CrashLoop:
         """The newest failures, all the same."""
         self._resumes: list[Failure] = []
         """The newest failures of any cause that went on from the same checkpoint and passed no boundary."""
-        self._set_aside: Failure | None = None
-        """The failure that set a checkpoint aside, until the job has got further than it."""
 
     def judge(self, failure: Failure) -> Verdict:
         """Take one more failure into account and say what to do. Failures only: a stop that was asked for is none."""
@@ -133,16 +126,10 @@ class CrashLoop:
             return Verdict("stop", "no restart: every attempt would end with this error")
         if not self._repeats or not failure.guarded:
             return Verdict("restart", "")
-        suspect = self._set_aside
-        if suspect is not None and failure.step > suspect.step:
-            suspect = self._set_aside = None
-            self._row, self._resumes = [], []
         self._row = [*self._row, failure] if self._row and _same(self._row[-1], failure) else [failure]
         self._count_resume(failure)
-        if suspect is not None and _cleared(suspect, failure):
-            return Verdict("stop", _explain_cleared(suspect, failure))
-        if len(self._resumes) >= self._repeats and suspect is None:
-            return self._put_aside(failure)
+        if len(self._resumes) >= self._repeats:
+            return Verdict("stop", _explain_resumes(self._resumes))
         if len(self._row) >= self._repeats:
             return Verdict("stop", _explain_loop(self._row))
         return Verdict("restart", "")
@@ -155,11 +142,6 @@ class CrashLoop:
             self._resumes.append(failure)
         else:
             self._resumes = [failure]
-
-    def _put_aside(self, failure: Failure) -> Verdict:
-        explanation = _explain_set_aside(self._resumes)
-        self._set_aside, self._row, self._resumes = failure, [], []
-        return Verdict("set_aside", explanation, failure.resumed_path)
 
 
 _REFUSAL = "UnmanagedStateError: "
@@ -194,13 +176,6 @@ def _same(one: Failure, other: Failure) -> bool:
     return one.step == other.step and same_cause(one.cause) == same_cause(other.cause)
 
 
-def _cleared(suspect: Failure, failure: Failure) -> bool:
-    """Whether the older checkpoint fails too: at the same step, or as the newer one did, before any boundary."""
-    if same_cause(suspect.cause) != same_cause(failure.cause):
-        return False
-    return failure.step == suspect.step or not failure.boundaries
-
-
 def _text(headline: str, **rows: str) -> str:
     """For the person who finds the job in the morning."""
     return "\n".join([headline, *(f"  {name.replace('_', ' ') + ':':<12}{row}" for name, row in rows.items())])
@@ -227,34 +202,16 @@ def _explain_loop(row: Sequence[Failure]) -> str:
     )
 
 
-def _explain_set_aside(row: Sequence[Failure]) -> str:
+def _explain_resumes(row: Sequence[Failure]) -> str:
     last = row[-1]
     origin = f"right after they had gone on from the checkpoint of step {last.resumed_step}"
     return _text(
-        f"{_times(row)} {origin}, before they passed a single step.",
+        f"{_times(row)} {origin}, before they passed a single step. The job is stopped.",
         what="; then ".join(dict.fromkeys(failure.cause for failure in row)),
         where=_ranks(row),
         checkpoint=last.resumed_path,
-        now="set aside (moved, not deleted); an older one is tried, once. If that fails too, the job is stopped",
-    )
-
-
-def _explain_cleared(suspect: Failure, failure: Failure) -> str:
-    if failure.resumed_step < 0:
-        tried = "a fresh start fails in the same way"
-    elif failure.resumed_step < suspect.resumed_step:
-        tried = f"the older checkpoint of step {failure.resumed_step} fails in the same way"
-    else:
-        tried = f"another file of step {failure.resumed_step} fails in the same way"
-    when = "at the same step" if failure.step == suspect.step else "before its first step"
-    verdict = "the cause is the program, the data or the machine, not the checkpoint. The job is stopped"
-    return _text(
-        f"The checkpoint of step {suspect.resumed_step} was set aside, and {tried} {when}: {verdict}.",
-        what=failure.cause,
-        where=f"{_place(failure)}; {_ranks([failure])}",
-        set_aside=f"{suspect.resumed_path} (this does not speak against it: move it back to keep its steps)",
-        look_at=advice(failure.cause, failure.rank, failure.step),
-        to_go_on=_way_on(failure),
+        look_at=advice(last.cause, last.rank, last.step),
+        to_go_on=f"{_way_on(last)}. From an older one: move all files of step {last.resumed_step} out of the directory",
     )
 
 

@@ -42,7 +42,6 @@ from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_commands import PauseDesk
 from mindx_elastic.agent.progress_log import ProgressLog
-from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
@@ -378,17 +377,15 @@ class Supervisor(LocalElasticAgent):
         verdict = self._crash_loop.judge(failure)
         is_free = self._shrinking is not None and self._shrinking.has_fallen_back
         allowed = verdict.action != "stop" and (is_free or self._restarts.take(time.monotonic()))
-        if verdict.explanation and (allowed or verdict.action == "stop"):
+        if verdict.explanation:
             for line in verdict.explanation.splitlines():  # a record is one line
                 logger.error("%s", line)
-            self._events.emit("crash_loop", reason=verdict.explanation, outcome=verdict.action, path=verdict.path)
+            self._events.emit("crash_loop", reason=verdict.explanation, outcome=verdict.action)
         if not allowed:
             self.is_hopeless = verdict.action == "stop"
             if verdict.action != "stop":
                 logger.error("no restart: %s", self._restarts.why_not)
             return False
-        if verdict.action == "set_aside":
-            set_checkpoint_aside(Path(verdict.path), verdict.explanation, [Path(arena) for arena in self.arenas])
         print_block(render(self.ledger.records, self.ledger.recoveries))
         logger.warning("restart %s", "that does not count" if is_free else self._restarts.count)
         self._events.emit("restart", reason=ending.cause, restart=self._restarts.total)

@@ -195,14 +195,16 @@ def test_the_same_failure_again_and_again_stops_the_job() -> None:
 
 
 @pytest.mark.drill
-def test_a_checkpoint_that_kills_its_resumes_is_set_aside() -> None:
+def test_a_checkpoint_that_kills_its_resumes_stops_the_job_and_an_older_one_can_be_taken() -> None:
     arguments = ["--save-at", 2, 4, "--kill-at", 5, "--poison", 4]
     with agent(SMALL, "ckpt", *arguments, options=["--max-restarts", "10", "--snapshot-every", "0"]) as job:
+        job.wait()
+    assert resumed(job) == ["None", "4", "4", "4"]
+    assert job.matches("move all files of step 4 out of the directory")
+    Path("ckpt/small-1_4.safetensors").unlink()
+    with agent(SMALL, "ckpt", *arguments) as job:
         job.expect(0)
-    assert resumed(job) == ["None", "4", "4", "4", "2"]
-    assert [path.name for path in Path("ckpt/quarantine").glob("*.safetensors")] == ["small-1_4.safetensors"]
-    assert job.matches("set aside: 1 files of step 4")
-    assert attempts()[-2:] == [("failed", 2), ("finished", None)]
+    assert resumed(job) == ["2"]
 
 
 def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
