@@ -301,8 +301,6 @@ class ShrinkSettings:
     accumulation; ``scale-lr``: the learning rate."""
     places: tuple[int, ...] = ()
     """``MINDX_PLACES``: which of the node's places (devices) the ranks have, by local rank."""
-    is_trial: bool = False
-    """``MINDX_TRIAL``: 1: this process only tries whether a rank can run in its place, see `rejoin.trial`."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ShrinkSettings:
@@ -316,7 +314,6 @@ class ShrinkSettings:
             full_size=_integer(env, "MINDX_FULL_WORLD_SIZE", 0),
             mode=mode,
             places=places,
-            is_trial=env.get("MINDX_TRIAL", "").strip() == "1",
         )
 
     def is_shrunk(self, world_size: int) -> bool:

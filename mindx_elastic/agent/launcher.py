@@ -207,7 +207,7 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     os.environ["MINDX_REHEARSE"] = options.rehearse
     os.environ["MINDX_RECOVER"] = "in-place" if options.in_place else "restart"
     os.environ["MINDX_REJOIN_TIMEOUT_S"] = f"{options.rejoin_timeout_s:g}"
-    for name in ("MINDX_FULL_WORLD_SIZE", "MINDX_ON_SHRINK", "MINDX_PLACES", "MINDX_TRIAL", "MINDX_REHEARSED"):
+    for name in ("MINDX_FULL_WORLD_SIZE", "MINDX_ON_SHRINK", "MINDX_PLACES", "MINDX_REHEARSED"):
         os.environ.pop(name, None)
     if options.min_nproc is not None:
         os.environ["MINDX_FULL_WORLD_SIZE"] = str(plan.config.nproc_per_node)
@@ -296,24 +296,21 @@ def _make_supervisor(
         lines=lines,
         num_nodes=config.max_nodes,
         forks=forks,
-        shrinking=_make_shrinking(plan, events, forks, shim),
+        shrinking=_make_shrinking(plan, events),
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
     )
 
 
-def _make_shrinking(plan: Launch, events: EventLog, forks: ForkedStart, shim: Sequence[str]) -> Shrinking | None:
+def _make_shrinking(plan: Launch, events: EventLog) -> Shrinking | None:
     options = plan.options
     if options.min_nproc is None:
         return None
     return Shrinking(
         Places(plan.config.nproc_per_node, options.min_nproc, options.on_shrink),
         events,
-        forks,
-        shim,
         patience_s=options.rejoin_timeout_s,
         regrow_after_s=options.regrow_after_s,
-        run_dir=options.run_dir,
     )
 
 

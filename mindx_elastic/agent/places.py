@@ -86,10 +86,6 @@ class Places:
         """The process that runs there has passed a boundary."""
         self.suspects.discard(place)
 
-    def note_works(self, place: int) -> None:
-        """A process can run in a lost place again, as far as a trial shows."""
-        self.lost.pop(place, None)
-
     def choose(self, *, refusal: str = "", window: int = 1) -> Choice:
         """What to go on with. `refusal`: why the program cannot run with another number of ranks; empty: it can.
         `window`: over how many batches each of all N accumulates; 0: it does not ask over how many more it is to."""

@@ -29,6 +29,7 @@ __all__ = ["ERRORS", "LOOK_S", "Generation", "NewProcess", "News", "Notes", "Rec
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
+_JOINER = "mindx_elastic.rejoin.joiner"
 _FOR_ZYGOTE = 2 / 3  # of the time-out; its imports have begun before those of a fresh interpreter could
 _LONGEST = 300
 """How long a process may take to end that is killed."""
@@ -466,14 +467,12 @@ class Recovery:
         self._tell_of_failure(FINISHED if self._has_finished else RESTART)
 
 
-def joining_command(
-    command: Sequence[str], executable: str, module: str = "mindx_elastic.rejoin.joiner"
-) -> tuple[str, ...] | None:
+def joining_command(command: Sequence[str], executable: str) -> tuple[str, ...] | None:
     """The command of a new process in the place of a dead one, from that of the workers; None: it does not run a Python
-    program in this interpreter. `module`: runs the program."""
+    program in this interpreter."""
     if not command or command[0] != executable:
         return None
     for index, word in enumerate(command[1:], 1):
         if word == "-m" or not word.startswith("-"):
-            return (*command[:index], "-m", module, *command[index:])
+            return (*command[:index], "-m", _JOINER, *command[index:])
     return None

@@ -247,7 +247,7 @@ class Supervisor(LocalElasticAgent):
             why_fewer="" if self._shrinking is None else self._shrinking.reason,
         )
         if self._shrinking is not None:
-            self._shrinking.begin_attempt(self._pcontext)
+            self._shrinking.begin_attempt()
         self._pauses.begin_attempt(self._number)
         try:
             self.ending = attempt.run()

@@ -10,7 +10,6 @@ from typing import Any
 
 from mindx_elastic.config import AgentInfo
 from mindx_elastic.errors import UsageError
-from mindx_elastic.rejoin.trial import pass_trial
 
 __all__ = [
     "active",
@@ -53,9 +52,7 @@ def request_stop(reason: str, exit_code: int) -> bool:
 
 
 def check_that_it_is_not_active(guard: object) -> None:
-    """Raises UsageError: on every rank alike; the block that is open goes on. A trial ends here, before it meets
-    other ranks (see `rejoin.trial`)."""
-    pass_trial()
+    """Raises UsageError: on every rank alike; the block that is open goes on."""
     if guard in entered:
         raise UsageError("this guard is active already: write `with guard:` once around the loop")
 

@@ -39,7 +39,7 @@ from mindx_elastic.guard.observer import observers
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import ahead, groups, nccl, spare, trial
+from mindx_elastic.rejoin import ahead, groups, nccl, spare
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.rejoin.copies import DONOR_RING
 from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
@@ -252,7 +252,6 @@ def run_in_place(
 ) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that.
     `enters_at_once`: the first that `block` does is to enter that guard."""
-    trial.pass_trial()
     ahead_of_rank = _warm_up(targets()) if spare.is_waiting() else None
     modules = [target for target in targets().values() if isinstance(target, nn.Module)]
     member = find_member(current_ranks(RankInfo.from_env()), modules, is_first_guard=not has_been_one())

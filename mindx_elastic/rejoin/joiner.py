@@ -47,9 +47,8 @@ class _SetupCollective(BaseException):
     """The program has called a collective before its guard; the process ends, and the job is restarted."""
 
 
-def prepare(refuse: Callable[[str], None] | None = None) -> None:
-    """Make `init_process_group` and `new_group` of this process build groups without peers. Before the program runs.
-    `refuse`: called with the words for a collective of the program's own; default: end the recovery."""
+def prepare() -> None:
+    """Make `init_process_group` and `new_group` of this process build groups without peers. Before the program runs."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
     from torch.distributed import distributed_c10d as c10d
 
@@ -73,11 +72,10 @@ def prepare(refuse: Callable[[str], None] | None = None) -> None:
         hold()
     _patch(c10d, "_new_process_group_helper", new_group_without_peers)
     _patch(c10d, "_store_based_barrier", lambda *arguments, **named: None)
-    tell = refuse or _tell
-    instead = {name: _refusing(f"torch.distributed.{name}()", tell) for name in _COLLECTIVES}
+    instead = {name: _refusing(f"torch.distributed.{name}()") for name in _COLLECTIVES}
     _patch_all(c10d, {**instead, **dict.fromkeys(_PASSED, lambda *arguments, **named: None)})
     if _FUNCTIONAL in sys.modules:
-        told = {name: _refusing(f"a collective of DTensors ({name})", tell) for name in _FUNCTIONAL_COLLECTIVES}
+        told = {name: _refusing(f"a collective of DTensors ({name})") for name in _FUNCTIONAL_COLLECTIVES}
         _patch_all(sys.modules[_FUNCTIONAL], told)
 
 
@@ -110,10 +108,10 @@ def _until_end(original: Callable[..., Any], instead: Callable[..., Any]) -> Cal
     return in_setup
 
 
-def _refusing(what: str, tell: Callable[[str], None]) -> Callable[..., Any]:
+def _refusing(what: str) -> Callable[..., Any]:
     def refuse(*arguments: Any, **named: Any) -> Any:
         text = f"the program calls {what} before its guard, and the other ranks take no part in that"
-        tell(text)
+        _tell(text)
         raise _SetupCollective(text)
 
     return refuse

@@ -33,12 +33,12 @@ def test_a_process_that_another_one_took_along_says_nothing() -> None:
     assert places.note_ends([failed(2)]) == [2]
 
 
-def test_a_place_that_has_failed_again_after_a_trial_is_lost_at_once() -> None:
+def test_a_place_that_is_tried_again_and_fails_is_lost_at_once() -> None:
     places = Places(2, 1)
     places.note_ends([failed(1)])
     places.note_ends([failed(1)])
     places.active = places.choose().active
-    places.note_works(1)
+    places.lost.clear()
     assert places.choose().active == (0, 1)
     assert places.note_ends([failed(1)]) == [1]
 

@@ -41,7 +41,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=0.0, help="scale the learning rate in each update by hand")
     parser.add_argument("--stop-at", type=int, default=0)
     parser.add_argument("--mend-at", type=int, default=0, help="with fewer ranks: from here on all places work")
-    parser.add_argument("--late", action="store_true", help="a trial does not see that a place is broken")
     parser.add_argument("--step-s", type=float, default=0.0)
     return parser.parse_args()
 
@@ -202,7 +201,7 @@ def main() -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     settings = ShrinkSettings.from_env()
     place = settings.places[local_rank] if settings.places else local_rank
-    if (args.directory / f"broken_{place}").exists() and not (args.late and settings.is_trial):
+    if (args.directory / f"broken_{place}").exists():
         say(f"BROKEN {place}")
         sys.exit(3)
     dist.init_process_group("gloo")
