@@ -67,7 +67,7 @@ def assert_near(job: Job, plain: Job) -> None:
 def test_two_ranks_become_one_and_two_again(tmp_path: Path) -> None:
     """A sum of two is the same in any order, so the end is that of the undisturbed run to the bit."""
     plain = run(tmp_path / "plain", 2, "--size", 54)
-    options = ["--min-nproc", "1", "--regrow-after", "0.2"]
+    options = ["--min-nproc", "1", "--regrow-after", "1.0"]
     faults = ["--break", "1:3", "--mend-at", 6, "--step-s", 0.15]
     job = run(tmp_path / "job", 2, "--size", 54, *faults, options=options)
     assert job.matches("^FAULT 1 3"), job.report()
@@ -137,7 +137,7 @@ def test_in_place_a_place_that_cannot_be_filled_is_left_out_too(tmp_path: Path, 
 
 @drill
 def test_a_scaled_rate_is_the_programs_own_again_when_the_job_has_grown(tmp_path: Path) -> None:
-    options = ["--min-nproc", "2", "--regrow-after", "0.2", "--on-shrink", "scale-lr"]
+    options = ["--min-nproc", "2", "--regrow-after", "1.0", "--on-shrink", "scale-lr"]
     args = ["--break", "2:3", "--mend-at", 6, "--step-s", 0.15, "--size", 54]
     job = run(tmp_path, 3, *args, options=options)
     assert [match[1] for match in job.matches(r"READY 0 (\d)")] == ["3", "2", "3"], job.report()

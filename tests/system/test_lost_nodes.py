@@ -160,15 +160,6 @@ def test_an_agent_that_stands_still_while_its_ranks_train_is_not_lost(tmp_path: 
 
 
 @drill
-def test_a_node_lost_behind_the_last_step_ends_no_training(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", "1:24:after:node")
-        _, (other,) = dead_and_others(nodes)
-        assert other.wait(400) == 0, nodes.report()
-    assert not other.matches("the job is restarted|Error waiting on exit barrier"), other.report()
-
-
-@drill
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(tmp_path: Path, rank: int) -> None:
     """The job restarts with another node, while the old process still has its byte of the lock. Rank 0 would take
