@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY, ROOM, ROOM_BYTES
+from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY
 from mindx_elastic.core.posix import open_pidfd, read_stat
 
 __all__ = [
@@ -140,8 +140,6 @@ class Zygote:
         self._is_ready = False
         self._preloaded: list[str] = []
         self._no_preload = False
-        self._strays: set[int] = set()
-        """What was adopted beside a worker: some worker's helper, whose parent ended at that moment."""
 
     @property
     def problem(self) -> str:
@@ -180,7 +178,7 @@ class Zygote:
         try:
             self._popen = subprocess.Popen(
                 [*arguments, *([" " * padding] if padding else [])],  # so that workers can show their own command line
-                env={**self._env, ROOM: "." * ROOM_BYTES},
+                env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=self._said,
@@ -236,9 +234,8 @@ class Zygote:
                 "hook": hook,
             }
             outputs = [_open(stdout, 1, opened), _open(stderr, 2, opened)]
-            with _subreaper() as adopted:
+            with _subreaper():
                 pid = self._fork(request, [0, *outputs])
-            self._strays |= adopted - {pid}
         except OSError as error:
             self._hear()
             raise ZygoteError(self._problem or f"{type(error).__name__}: {error}") from error
@@ -300,11 +297,6 @@ class Zygote:
 
     def _hear(self) -> None:
         """Take in what the process has reported."""
-        for pid in list(self._strays):
-            with suppress(ChildProcessError):
-                if os.waitpid(pid, os.WNOHANG)[0] == 0:
-                    continue
-            self._strays.discard(pid)
         while self._channel is not None and select.select([self._channel], [], [], 0)[0]:
             with suppress(OSError):
                 if message := self._channel.recv(MOST_BYTES):
@@ -397,28 +389,16 @@ def _open(where: str | int, own: int, opened: list[int]) -> int:
 
 
 @contextmanager
-def _subreaper() -> Iterator[set[int]]:
-    """This process adopts the orphans among what descends from it; afterwards, as before. What it has adopted is put
-    into the set."""
+def _subreaper() -> Iterator[None]:
+    """This process adopts the orphans among what descends from it; afterwards, as before."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int(0)
     if libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) != 0:
         raise ZygoteError("the kernel does not let the agent adopt workers")
     if not before.value and libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise ZygoteError("the kernel does not let the agent adopt workers")
-    children, adopted = _children(), set[int]()
     try:
-        yield adopted
+        yield
     finally:
         if not before.value:
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-        adopted |= _children() - children
-
-
-def _children() -> set[int]:
-    """Of all threads of this process. Empty where the kernel does not tell."""
-    found: set[int] = set()
-    with suppress(OSError, ValueError):
-        for thread in os.listdir("/proc/self/task"):
-            found |= set(map(int, Path(f"/proc/self/task/{thread}/children").read_text().split()))
-    return found

@@ -41,7 +41,7 @@ from mindx_elastic.core.forking import seed_at_random as seed_anew
 from mindx_elastic.core.script import prepare, puts_folder_first, script_folder
 from mindx_elastic.errors import UsageError
 
-__all__ = ["COMMAND", "FORK", "MOST_BYTES", "PRELOAD", "READY", "ROOM", "ROOM_BYTES", "Imports", "answer", "serve"]
+__all__ = ["COMMAND", "FORK", "MOST_BYTES", "PRELOAD", "READY", "Imports", "answer", "serve"]
 
 COMMAND = (
     "import sys; began = {*sys.modules}; del sys.path[:not getattr(sys.flags, 'safe_path', sys.flags.isolated)]; "
@@ -50,8 +50,6 @@ COMMAND = (
 """The folder that ``-c`` puts on the path is none of the worker's."""
 FORK, PRELOAD, READY = b"fork", b"preload", b"ready\n"
 MOST_BYTES = 1 << 16
-ROOM, ROOM_BYTES = "ZYGOTE_ROOM", 4096
-"""The last variable of the zygote's own environment: room in which a worker shows its own, see `_show`."""
 _ADOPTED_S = 10.0
 _ADOPTED_POLL_S = 0.0002
 _PRELOAD_S = 0.05
@@ -146,7 +144,7 @@ class Imports:
         self._problem = self._spoilt_by = ""
         self._done: list[str] = []
         self._began = set(began)
-        self.began_with = dict(os.environ)
+        self._began_with = dict(os.environ)
         self._folders = _installed()
         self._fds = _fds()
         self._count = 1
@@ -224,8 +222,8 @@ class Imports:
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """`env` with the changes that imports have made."""
         now, found = dict(os.environ), dict(env)
-        for name in now.keys() | self.began_with.keys():
-            if now.get(name) != self.began_with.get(name):
+        for name in now.keys() | self._began_with.keys():
+            if now.get(name) != self._began_with.get(name):
                 if name in now:
                     found[name] = now[name]
                 else:
@@ -294,7 +292,7 @@ def _begin(agent: int, descriptors: Sequence[int], imports: Imports) -> tuple[ty
     _open_streams()
     time.tzset()
     sys.orig_argv = [*request["interpreter"], *command]
-    _show(sys.orig_argv, {name: env[name] for name in request["env"] if name in env and name not in imports.began_with})
+    _show(sys.orig_argv)
     if request["hook"]:
         module, _, function = request["hook"].partition(":")
         getattr(importlib.import_module(module), function)()
@@ -360,24 +358,15 @@ def _open_stream(stream: io.TextIOWrapper, target: int) -> None:
     stream.mode = mode[0]  # type: ignore[misc]
 
 
-def _show(command: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Have the process list (``ps``, ``/proc/PID/cmdline``) show the worker's own command line, and
-    ``/proc/PID/environ`` the variables that the zygote does not have.
+def _show(command: Sequence[str]) -> None:
+    """Have the process list (``ps``, ``/proc/PID/cmdline``) show the worker's own command line.
 
-    Overwrites what the kernel has put there for the zygote, whose command line is as long, and whose last variable is
-    nothing but room. Other variables stay where they are: C libraries may have kept their addresses.
+    Overwrites what the kernel has put there for the zygote, whose command line is as long.
     """
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        begin, end, _, env_end = map(int, fields[45:49])  # arg_start, arg_end, env_start, env_end
-        _overwrite(begin, end, b"\0".join(map(os.fsencode, command)))
-        own = f"{ROOM}={'.' * ROOM_BYTES}\0".encode()
-        if ctypes.string_at(env_end - len(own), len(own)) == own:
-            text = b"\0".join(os.fsencode(f"{name}={value}") for name, value in variables.items())
-            _overwrite(env_end - len(own), env_end, text)
-
-
-def _overwrite(begin: int, end: int, text: bytes) -> None:
-    if 0 < begin < end:
-        ctypes.memmove(begin, text[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
+        begin, end = map(int, fields[45:47])  # arg_start, arg_end
+        if 0 < begin < end:
+            text = b"\0".join(map(os.fsencode, command))
+            ctypes.memmove(begin, text[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)

@@ -91,9 +91,6 @@ SELF = """
         print(type(s.buffer), s.buffer.mode, s.buffer.name, s.isatty(), s.closed)
     print(sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__)
     print(threading.current_thread() is threading.main_thread(), threading.main_thread().ident == threading.get_ident())
-    def variables():
-        return dict(e.split('=', 1) for e in open('/proc/self/environ').read().split(chr(0)) if '=' in e)
-    print(sorted(variables().items()))
     print(hash('a'), len(open('/proc/self/cmdline').read().rstrip(chr(0)).split(chr(0))))
     print(sorted(os.listdir('/proc/self/fd'))[:3], open('/proc/self/comm').read())
     import torch
