@@ -49,24 +49,11 @@ class PauseDesk:
         self._folder, self._events, self._note_pause = folder, events, note_pause
         self._watch = PauseWatch()
         self._written: Order | None = None
-        self._number = 0
-        self._was_paused: int | None = None
-        """The step at which every rank waited when the attempt's end began."""
 
-    def begin_attempt(self, number: int) -> None:
-        """New workers run."""
-        if self._was_paused is not None:
-            logger.warning(
-                "attempt %d trains: the pause at step %d has ended with attempt %d (mindx-elastic pause pauses again)",
-                number,
-                self._was_paused,
-                self._number,
-            )
-        self._number, self._was_paused, self._written = number, None, None
-
-    def end_attempt(self, cause: str) -> None:
+    def end_attempt(self, number: int, cause: str) -> None:
         """All workers have ended."""
-        self._end(f"attempt {self._number} has ended ({cause or 'the job has finished'})")
+        self._written = None
+        self._end(f"attempt {number} has ended ({cause or 'the job has finished'})")
 
     def look(self, workers: Workers, *, stopping: bool) -> float:
         """Do what is due. Returns in how many seconds to look again, at most; 0: with the next usual look."""
@@ -97,8 +84,7 @@ class PauseDesk:
                 workers.call(rank)
 
     def _end(self, why: str) -> None:
-        step = self._watch.end(why, time.monotonic())
-        self._was_paused = step if self._was_paused is None else self._was_paused
+        self._watch.end(why, time.monotonic())
         self._hand_out()
 
     def _hand_out(self) -> None:

@@ -96,9 +96,6 @@ class PauseWatch:
         self._paused: tuple[int, float] | None = None
         """At which step every rank waits, and since when."""
         self._seen_step = -1
-        self._stopped_step: int | None = None
-        """Where every rank waited when they went on without an order, because ranks stop or were replaced; None: they
-        have, or trained on behind it."""
 
     @property
     def is_busy(self) -> bool:
@@ -136,11 +133,8 @@ class PauseWatch:
         """Whether the rank with this page has yet to be told of the order."""
         return status.phase in _GUARDED and (self._order_number is None or status.pause_heard < self._order_number)
 
-    def end(self, why: str, now: float) -> int | None:
-        """The workers are being stopped, or have ended. Returns the step at which every rank waited; None: they did
-        not."""
-        step = self.paused_step if self._stopped_step is None else self._stopped_step
-        self._stopped_step = None
+    def end(self, why: str, now: float) -> None:
+        """The workers are being stopped, or have ended."""
         for request, _ in self._waiting:
             pauses = request.kind == PAUSE
             text = f"not paused: {why}" if pauses else f"no rank waits any more: {why}"
@@ -149,7 +143,6 @@ class PauseWatch:
             self.changes.append(PauseChange(self._paused[0], False, now - self._paused[1], why))
         self._waiting.clear()
         self._order = self._paused = None
-        return step
 
     # --- what the pages say -------------------------------------------------------------------------------------------
 
@@ -163,16 +156,10 @@ class PauseWatch:
         elif not all_wait and self._paused is not None:
             self._seen_step = self._paused[0]
             gone_on = [status for status in statuses.values() if status.pause_order and not status.pause_order % 2]
-            if not gone_on or any(status.phase >= WorkerPhase.STOPPING for status in statuses.values()):
-                self._stopped_step = self._seen_step
             reasons = sorted({status.pause_reason for status in gone_on} - {""})
             why = "; ".join(reasons) or "ranks stop, or were replaced"
             self.changes.append(PauseChange(self._paused[0], False, now - self._paused[1], why))
             self._paused = None
-        elif self._stopped_step is not None and any(
-            status.phase in _GUARDED and status.step > self._stopped_step for status in statuses.values()
-        ):
-            self._stopped_step = None
 
     def _begin_next(self, statuses: Mapping[int, Status], num_live: int, now: float) -> None:
         kind = self._waiting[0][0].kind

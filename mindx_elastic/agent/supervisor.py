@@ -248,12 +248,11 @@ class Supervisor(LocalElasticAgent):
         )
         if self._shrinking is not None:
             self._shrinking.begin_attempt()
-        self._pauses.begin_attempt(self._number)
         try:
             self.ending = attempt.run()
             if self.ending.outcome == "finished" and barrier is not None:
                 self.ending = self._end_with_others(attempt, barrier, membership)
-            self._pauses.end_attempt(self.ending.cause)
+            self._pauses.end_attempt(self._number, self.ending.cause)
             self._runs = False
         finally:
             if self._nodes is not None:
