@@ -275,7 +275,6 @@ class Member:
 
     # --- what is otherwise on several nodes, see `nodes_member` -------------------------------------------------------
 
-
     def courier(self, *, replicated: bool) -> Callable[..., None] | None:
         """Training thread, before the guard is open: what takes the rank's small records to another node, too."""
         return None
