@@ -51,7 +51,6 @@ _LEAVE_TOO_S = 3.0  # how long a guarded rank may take to hear by itself that an
 _STUCK_S = 5.0  # how long a stuck rank may take to save by itself, which its watcher thread often can
 _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers hear of the stop
 _UNKILLABLE_S = 15.0
-_WORK_S = 10.0  # how often it is measured what ranks do that have left their guards
 _STOPPED = " (stopped, as by SIGSTOP)"
 
 
@@ -107,7 +106,7 @@ class Attempt:
         self._woke_at = time.monotonic()
         self._cut_off: dict[int, str] = {}  # what became of ranks that were ended after their training, in words
         self._hurried: set[int] = set()  # ranks past their guards that are being ended
-        self._work_due, self._pause_timer = 0.0, False
+        self._pause_timer = False
         self._recovery = context.recovery(workers)
         self._looks_at_recovery = False
         self._stuck: dict[int, tuple[str, float]] = {}
@@ -235,17 +234,12 @@ class Attempt:
 
     def _look_at_leavers(self, statuses: Mapping[int, Status]) -> None:
         """Ranks past their guards: do they come to their end?"""
-        exits, now = self._context.exits, time.monotonic()
         past = {r: s for r, s in statuses.items() if s.phase == WorkerPhase.LEFT and r not in self._hurried}
         states = {rank: process_state(status.pid) for rank, status in past.items()}
         if "t" in states.values():
             return  # a debugger holds it
-        work = None
-        if exits.wants_work and len(past) == len(self.workers.live) and now >= self._work_due:
-            self._work_due, work = now + _WORK_S, self.workers.work()
         leavers = {rank: Leaver(left_ns=status.left_ns, stopped=states[rank] == "T") for rank, status in past.items()}
-        overdue = exits.observe(leavers, time.monotonic_ns(), num_live=len(self.workers.live), work=work)
-        if overdue:
+        if overdue := self._context.exits.observe(leavers, time.monotonic_ns()):
             self._hear_overdue(overdue, statuses)
 
     # --- what can happen ----------------------------------------------------------------------------------------------

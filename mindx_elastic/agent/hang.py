@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
-__all__ = ["ExitWatch", "HangWatch", "Leaver", "Overdue", "Stuck", "Work"]
+__all__ = ["ExitWatch", "HangWatch", "Leaver", "Overdue", "Stuck"]
 
 
 MIN_INTERVALS = 10
@@ -183,20 +183,8 @@ def _duration(seconds: float) -> str:
 
 
 STOPPED_S = 60.0
-IDLE_S = 1800.0
-WORK_SHARE, WORK_BYTES = 0.02, 1 << 20
-"""Less than this share of one processor, and fewer bytes than these between two looks, does not count as work."""
 JUMP_S = 30.0
 """Looks come twice a second; a gap of so many seconds is a standstill of the machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What the living workers of this machine and their children have done so far, all together."""
-
-    processor_s: float
-    nbytes: int
-    """Read and written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,20 +210,13 @@ class Overdue:
 class ExitWatch:
     """Looks at the ranks that have left their guards, again and again, and names those that do not end.
 
-    Such a rank may be stopped (SIGSTOP), wait for another one in a collective (destroying the group), or work for a
-    long time on a last evaluation or an export, which must not be taken for the first two.
-
-    timeout_s: seconds after the guard's end, whatever the rank does; 0 never judges. With None
-
-    * a stopped process is stuck after a minute: it does nothing, and nothing can be waiting for it to go on;
-    * others only when all ranks that still live here have left their guards and none of them (or of their children)
-      has worked for half an hour: the longest that torch's collectives wait by themselves. A rank that idles while
-      another one of the machine works may be waiting for it in a barrier. With several nodes (`alone` is False) the
-      one that works may be on another machine, so only a stopped process is judged.
+    timeout_s: seconds after the guard's end, whatever the rank does; 0 never judges. With None a stopped process
+    (SIGSTOP) is stuck after a minute: it does nothing, and nothing can be waiting for it to go on. Any other may work
+    for a long time on a last evaluation or an export, or wait for one that does.
     """
 
-    def __init__(self, timeout_s: float | None, *, alone: bool = True) -> None:
-        self.timeout_s, self._alone = timeout_s, alone
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
         self.reset()
 
     def reset(self, now_ns: int = 0) -> None:
@@ -244,36 +225,20 @@ class ExitWatch:
         self._since_ns = now_ns
         self._stopped_ns: dict[int, int] = {}
         self._last_look_ns: int | None = None
-        self._work: Work | None = None
-        self._work_ns = self._worked_ns = 0
 
-    @property
-    def wants_work(self) -> bool:
-        """Whether `observe` judges by what the processes do."""
-        return self.timeout_s is None and self._alone
-
-    def observe(
-        self, leavers: Mapping[int, Leaver], now_ns: int, *, num_live: int, work: Work | None = None
-    ) -> list[Overdue]:
-        """The ranks that are to be ended now.
-
-        Stopped ones come alone, for the others may be waiting for them; call `reset` when they are ended. num_live:
-        workers of this machine that have not ended. work: None when it was not measured at this look.
-        """
+    def observe(self, leavers: Mapping[int, Leaver], now_ns: int) -> list[Overdue]:
+        """The ranks that are to be ended now. Stopped ones come alone, for the others may be waiting for them; call
+        `reset` when they are ended."""
         if self.timeout_s == 0 or not leavers:
             self.reset()
             return []
         self._look(leavers, now_ns)
         if self.timeout_s is not None:
-            found = {rank: (now_ns - max(each.left_ns, self._since_ns)) / _NS for rank, each in leavers.items()}
-            found = {rank: seconds for rank, seconds in found.items() if seconds > self.timeout_s}
+            began, most_s = {rank: max(each.left_ns, self._since_ns) for rank, each in leavers.items()}, self.timeout_s
         else:
-            found = {rank: (now_ns - since) / _NS for rank, since in self._stopped_ns.items()}
-            found = {rank: seconds for rank, seconds in found.items() if seconds > STOPPED_S}
-            if not found and self._alone and len(leavers) == num_live:
-                idle_s = self._idle_s(leavers, work, now_ns)
-                found = dict.fromkeys(leavers, idle_s) if idle_s > IDLE_S else {}
-        overdue = [Overdue(rank, found[rank], leavers[rank].stopped) for rank in sorted(found)]
+            began, most_s = self._stopped_ns, STOPPED_S
+        found = {rank: (now_ns - since) / _NS for rank, since in began.items()}
+        overdue = [Overdue(rank, found[rank], leavers[rank].stopped) for rank in sorted(found) if found[rank] > most_s]
         return [each for each in overdue if each.stopped] or overdue
 
     def _look(self, leavers: Mapping[int, Leaver], now_ns: int) -> None:
@@ -288,19 +253,3 @@ class ExitWatch:
                 self._stopped_ns.pop(rank, None)
         for rank in self._stopped_ns.keys() - leavers.keys():
             del self._stopped_ns[rank]
-
-    def _idle_s(self, leavers: Mapping[int, Leaver], work: Work | None, now_ns: int) -> float:
-        if work is not None:
-            before, elapsed_s = self._work, (now_ns - self._work_ns) / _NS
-            # Less than before: a child has ended, and its share is gone from the sum.
-            if (
-                before is None
-                or abs(work.processor_s - before.processor_s) > WORK_SHARE * elapsed_s
-                or abs(work.nbytes - before.nbytes) > WORK_BYTES
-            ):
-                self._worked_ns = now_ns
-            self._work, self._work_ns = work, now_ns
-        if self._work is None:
-            return 0.0
-        newest = max(each.left_ns for each in leavers.values())
-        return (now_ns - max(newest, self._worked_ns, self._since_ns)) / _NS

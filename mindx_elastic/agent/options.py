@@ -222,8 +222,7 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         default="auto",
         metavar="SECONDS|auto|0",
         help="a rank that has not ended so long after its training counts as stuck: its stack is written, it is ended, "
-        "and the job has finished; auto: a minute for a stopped process, else half an hour in which no rank of a "
-        "one-node job works; 0 never (default: auto)",
+        "and the job has finished; auto: a process that is stopped (SIGSTOP) after a minute; 0 never (default: auto)",
     )
     add(
         "--run-dir",

@@ -222,7 +222,7 @@ class Supervisor(LocalElasticAgent):
             folder=self._folder,
             inbox=self._inbox,
             hang=self._hang,
-            exits=ExitWatch(self._options.exit_timeout_s, alone=num_nodes == 1),
+            exits=ExitWatch(self._options.exit_timeout_s),
             barrier=barrier,
             stop_files=self._stop_files,
             membership=membership,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from mindx_elastic.agent.hang import Work
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import killed_by, members_of, open_pidfd, read_stat, thread_pidfds
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
@@ -24,7 +23,6 @@ __all__ = ["Process", "WorkerExit", "Workers", "process_state", "write_stacks"]
 _NO_PIDFD_POLL_S = 0.05
 _REMAINS_GRACE_S = 2.0  # how long what a worker leaves may take to end by itself
 _REMAINS_S = 2.0  # and the kernel to end what was killed
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Process(Protocol):
@@ -241,17 +239,6 @@ class Workers:
         """The last that is known of all workers, dead or alive."""
         dead = {end.rank: end.status for end in self.exits if end.status is not None}
         return {**dead, **self.statuses()}
-
-    def work(self) -> Work:
-        """What the live workers and their children have done so far."""
-        ticks = nbytes = 0
-        for pid in members_of({process.pid for process in self.live.values()}):
-            stat = read_stat(pid)
-            ticks += 0 if stat is None else stat.processor_ticks
-            for line in _proc(pid, "io").splitlines():
-                name, _, number = line.partition(": ")
-                nbytes += int(number) if name in ("rchar", "wchar") else 0
-        return Work(processor_s=ticks / _TICKS_PER_S, nbytes=nbytes)
 
     def is_guarded(self, rank: int) -> bool:
         """Whether the worker is inside its guard, so that it can save and leave by itself."""

@@ -130,8 +130,6 @@ class ProcessStat:
     session: int
     flags: int
     """The kernel's flags of the main thread."""
-    processor_ticks: int
-    """Used so far by its threads, and by its children that have ended and were waited for; in clock ticks."""
     started: str
     """Clock ticks since the boot, as text: with the process id it names a process for good."""
     exit_status: int = 0
@@ -153,7 +151,6 @@ def read_stat(pid: int) -> ProcessStat | None:
             state=fields[0],
             session=int(fields[3]),
             flags=int(fields[6]),
-            processor_ticks=sum(map(int, fields[11:15])),
             started=fields[19],
             exit_status=int(fields[49]),
         )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.agent.hang import IDLE_S, STOPPED_S, ExitWatch, HangWatch, Leaver, Overdue, Stuck, Work
+from mindx_elastic.agent.hang import STOPPED_S, ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
 POLL_S = 0.5
@@ -190,38 +190,24 @@ NS = 1_000_000_000
 
 
 class Clock:
-    """Looks twice a second, as an attempt does; measures the work every ten seconds."""
+    """Looks twice a second, as an attempt does."""
 
-    def __init__(self, timeout_s: float | None, *, alone: bool = True) -> None:
-        self.watch = ExitWatch(timeout_s, alone=alone)
-        self.now, self.work = 1000.0, 0.0
+    def __init__(self, timeout_s: float | None) -> None:
+        self.watch, self.now = ExitWatch(timeout_s), 1000.0
         self.leavers: dict[int, Leaver] = {}
-        self.num_live = 2
-        self._measured = 0.0
 
     def leave(self, rank: int, *, stopped: bool = False) -> None:
         left = self.leavers[rank].left_ns if rank in self.leavers else int(self.now * NS)
         self.leavers[rank] = Leaver(left_ns=left, stopped=stopped)
 
-    def look(self) -> list[Overdue]:
-        work = None
-        if self.now - self._measured >= 10:
-            self._measured, work = self.now, Work(processor_s=self.work, nbytes=0)
-        return self.watch.observe(self.leavers, int(self.now * NS), num_live=self.num_live, work=work)
-
-    def wait(self, seconds: float, *, works: float = 0.0) -> list[Overdue]:
-        """Until somebody is overdue; `works`: share of a processor that is used meanwhile."""
+    def wait(self, seconds: float) -> list[Overdue]:
+        """Until somebody is overdue."""
         end = self.now + seconds
         while self.now < end:
             self.now += 0.5
-            self.work += works * 0.5
-            if found := self.look():
+            if found := self.watch.observe(self.leavers, int(self.now * NS)):
                 return found
         return []
-
-    def stand_still(self, seconds: float) -> list[Overdue]:
-        self.now += seconds
-        return self.look()
 
 
 def ranks(found: list[Overdue]) -> list[int]:
@@ -231,8 +217,8 @@ def ranks(found: list[Overdue]) -> list[int]:
 def test_a_given_timeout_counts_from_the_guard_s_end_whatever_the_rank_does() -> None:
     clock = Clock(20)
     clock.leave(0)
-    assert clock.wait(20, works=1.0) == []
-    (found,) = clock.wait(1, works=1.0)
+    assert clock.wait(20) == []
+    (found,) = clock.wait(1)
     assert found.rank == 0 and 20 < found.seconds <= 21 and not found.stopped
 
 
@@ -249,14 +235,13 @@ def test_a_stopped_one_goes_alone_and_the_others_get_their_time_again() -> None:
 
 
 def test_by_itself_a_stopped_process_has_a_minute() -> None:
-    for alone in (True, False):
-        clock = Clock(None, alone=alone)
-        clock.leave(0)
-        clock.leave(1)
-        assert clock.wait(300) == []
-        clock.leave(1, stopped=True)
-        assert clock.wait(STOPPED_S) == []
-        assert ranks(clock.wait(1)) == [1]
+    clock = Clock(None)
+    clock.leave(0)
+    clock.leave(1)
+    assert clock.wait(3600) == [], "they may work"
+    clock.leave(1, stopped=True)
+    assert clock.wait(STOPPED_S) == []
+    assert ranks(clock.wait(1)) == [1]
 
 
 def test_a_process_that_goes_on_again_was_only_paused() -> None:
@@ -268,22 +253,3 @@ def test_a_process_that_goes_on_again_was_only_paused() -> None:
     clock.leave(0, stopped=True)
     assert clock.wait(STOPPED_S) == []
     assert ranks(clock.wait(1)) == [0]
-
-
-def test_by_itself_work_is_never_cut_off() -> None:
-    """A long evaluation on one rank; the other one idles in a barrier."""
-    clock = Clock(None)
-    clock.leave(0)
-    clock.leave(1)
-    assert clock.wait(5 * IDLE_S, works=0.1) == []
-
-
-def test_idle_ranks_are_not_judged_while_another_one_trains_or_on_another_node() -> None:
-    clock = Clock(None)
-    clock.leave(0)
-    assert clock.wait(2 * IDLE_S) == [], "rank 1 has not left its guard"
-    clock = Clock(None, alone=False)
-    clock.leave(0)
-    clock.leave(1)
-    assert not clock.watch.wants_work
-    assert clock.wait(2 * IDLE_S) == []

@@ -168,15 +168,6 @@ def test_a_daemon_with_a_session_of_its_own_was_meant_to_live_on(group: Group, t
     workers.close()
 
 
-def test_what_workers_and_their_children_have_done(group: Group, tmp_path: Path) -> None:
-    workers = Workers({0: group.start(NEST), 1: group.start(WAIT)}, tmp_path)
-    before = workers.work()
-    assert before.processor_s > 0 and before.nbytes > 0
-    busy = "print('up', flush=True)\nwhile True: pass"
-    workers.processes[2] = workers.live[2] = group.start(busy)
-    wait_until(lambda: workers.work().processor_s > before.processor_s + 0.2, "work")
-
-
 def test_what_the_pages_say(group: Group, tmp_path: Path) -> None:
     workers = Workers({0: group.start(CATCH), 1: group.start(WAIT), 2: group.start(WAIT)}, tmp_path)
     page = StatusPage(page_path(tmp_path, 0))
