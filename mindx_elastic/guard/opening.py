@@ -21,7 +21,7 @@ from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.replicas import ddp_modules, is_replicated, outermost_replicas, parallel_setup_of
-from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, RejoinSettings
+from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, RejoinSettings, SavingSettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
@@ -34,7 +34,7 @@ from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.together import Together, saves_part
+from mindx_elastic.guard.together import SavesPart, Together
 from mindx_elastic.guard.uneven_ranks import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.platforms.at_start import PlatformAtStart
@@ -176,8 +176,7 @@ class Opening:
     def _open_saver(self) -> None:
         """Look at what is to be saved, and at how it is spread over the ranks."""
         options, ranks, targets = self.options, self._ranks, self.targets
-        ahead = None if self._place is None else self._place.take_collector(targets)
-        self.collector = Collector(targets) if ahead is None else ahead
+        self.collector = Collector(targets)
         if not self._is_again:  # the ranks of this job have found room for it, and a form
             check_state_and_space(self.collector, self._directories)
         self.ddp = ddp_modules(targets)
@@ -236,7 +235,17 @@ class Opening:
         replicated = self.saver.replicated
         can = replicated or len(self.collector.layouts.same_parts()) > 1
         divides = replicated and self.around.mirror is None
-        part = saves_part(self.policies, self.periodic, self.resolved, self.collector, can=can, divides=divides)
+        named = [*(policy.directory for policy in self.policies), *(policy.directory for policy in self.periodic)]
+        part = SavesPart(
+            self.policies,
+            self.periodic,
+            [self.resolved[directory] for directory in named],
+            self.saver.expected_bytes,
+            can=can,
+            divides=divides,
+            node=RedundancySettings.from_env().node_name(),
+            mode=SavingSettings.from_env().divide,
+        )
         return Together(self._exchange, self._ranks, self.collector, part)
 
     def meet_last(self) -> None:

@@ -23,7 +23,6 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.signals import release_signals
-from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.replicas import ddp_modules
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
@@ -84,13 +83,12 @@ class Place:
         unanswered: Alarm | None = None,
         *,
         join: Callable[[], Entry] | None = None,
-        collector: Collector | None = None,
     ) -> None:
         """`entry`: what the last recovery has agreed on; None: there was none. `objects`: see `rejoin.before_call`.
         `unanswered`: see `EnterAgain`; the job stops for it as soon as the guard is open. `join`: gives the entry of a
-        new process, which waits for the other ranks. `collector`: see `take_collector`."""
+        new process, which waits for the other ranks."""
         self.member, self._entry, self.objects, self._unanswered = member, entry, objects, unanswered
-        self._join, self._collector = join, collector
+        self._join = join
 
     @property
     def entry(self) -> Entry | None:
@@ -110,13 +108,6 @@ class Place:
         """Whether the other ranks are not out of their loops yet, so that nobody waits while a new process does what
         needs none of them."""
         return self._join is not None and not self.member.others_are_out()
-
-    def take_collector(self, targets: Mapping[str, Any]) -> Collector | None:
-        """What a spare has made of the guard's objects, to which nothing has happened since; None: there is none."""
-        collector, self._collector = self._collector, None
-        if collector is None or list(collector.targets) != list(targets):
-            return None
-        return collector if all(collector.targets[name] is targets[name] for name in targets) else None
 
     @property
     def name(self) -> str:
@@ -271,13 +262,12 @@ def run_in_place(
     unanswered: Alarm | None = None
     objects = ObjectsBeforeCall(targets()) if ahead_of_rank is None else ahead_of_rank.objects
     objects.look_at_groups()
-    collector = ahead_of_rank.collector if ahead_of_rank is not None and enters_at_once else None
     try:
         while True:
             try:
-                return block(Place(member, entry, objects, unanswered, join=join, collector=collector))
+                return block(Place(member, entry, objects, unanswered, join=join))
             except EnterAgain as again:
-                join = collector = None
+                join = None
                 entry, unanswered = again.entry, again.unanswered
                 objects.put_back()
                 # With it go the frames of the program's loop, its iterators, their workers.
@@ -317,7 +307,6 @@ class _AheadOfRank:
     objects: ObjectsBeforeCall
     laid_out: Mapping[str, list[int]]
     """The order in which DDP's gradients arrive, for those modules that are ready for it."""
-    collector: Collector
 
 
 def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
@@ -334,4 +323,4 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     laid_out: Mapping[str, list[int]] = {}
     if agent is not None:
         laid_out = ahead.lay_out_buckets(ddp_modules(targets), agent.folder, settings.scope or str(agent.attempt))
-    return _AheadOfRank(ObjectsBeforeCall(targets), laid_out, Collector(targets))
+    return _AheadOfRank(ObjectsBeforeCall(targets), laid_out)

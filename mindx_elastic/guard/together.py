@@ -38,7 +38,7 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.weight_samples import sample_of
-from mindx_elastic.config import RankInfo, RedundancySettings, SavingSettings
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.division import MAX_PARTS, Division, parts_of_member
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import boot_id
@@ -56,7 +56,7 @@ from mindx_elastic.persist.places import places_in
 
 _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
 
-__all__ = ["Agreed", "Group", "SavesPart", "Together", "neighbours", "saves_part"]
+__all__ = ["Agreed", "Group", "SavesPart", "Together", "neighbours"]
 
 NUM_NEIGHBOURS = 2
 """So many ranks' small states are in a file beside its own rank's."""
@@ -370,20 +370,3 @@ def _sample(shared: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> str:
     for group in sample_of([tensors[name] for name in names[:: max(1, len(names) // _SAMPLES)]]).groups:
         digest.update(memory_of(flat_bytes(group.cpu())))
     return digest.hexdigest()
-
-
-def saves_part(
-    policies: Sequence[ExitPolicy],
-    periodic: Sequence[PeriodicPolicy],
-    resolved: Mapping[Path, Path],
-    collector: Collector,
-    *,
-    can: bool,
-    divides: bool,
-) -> SavesPart:
-    """The part of the last meeting for a guard that saves by these. Raises UsageError for the environment's."""
-    named = [*(policy.directory for policy in policies), *(policy.directory for policy in periodic)]
-    folders = [resolved.get(directory, directory) for directory in named]
-    nbytes = 3 * sum(parameter.nbytes for parameter in collector.parameters)
-    node, mode = RedundancySettings.from_env().node_name(), SavingSettings.from_env().divide
-    return SavesPart(policies, periodic, folders, nbytes, can=can, divides=divides, node=node, mode=mode)

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from torch import nn
 
-from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard import running
@@ -37,9 +35,7 @@ class NewProcess:
         self.directory = directory
         self.found: list[bool] = []
         """At each meeting: whether the guard's directory was there."""
-        self.place = Place(
-            cast("Member", Others(are_out=are_out)), None, ObjectsBeforeCall({}), join=self.join, collector=None
-        )
+        self.place = Place(cast("Member", Others(are_out=are_out)), None, ObjectsBeforeCall({}), join=self.join)
 
     def join(self) -> Entry:
         self.found.append(self.directory.exists())
@@ -69,22 +65,6 @@ def test_what_goes_wrong_ahead_is_raised_when_the_others_can_hear_of_it(tmp_path
     with pytest.raises(UsageError, match="is a file"):
         guard_in(file, new).open()
     assert new.found == [True]
-
-
-def test_a_collector_that_was_made_ahead_serves_the_same_objects_once() -> None:
-    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    targets = {"model": model, "optimizer": optimizer}
-
-    def place() -> Place:
-        return Place(cast("Member", Others(are_out=True)), None, ObjectsBeforeCall({}), collector=Collector(targets))
-
-    one = place()
-    assert one.take_collector(dict(targets)) is not None
-    assert one.take_collector(targets) is None
-    assert place().take_collector({"model": model}) is None
-    assert place().take_collector({"model": other, "optimizer": optimizer}) is None
-    assert place().take_collector({"optimizer": optimizer, "model": model}) is None
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,6 @@ class Seen:
     generators: dict[int, Found] = field(default_factory=dict)
     asked: dict[int, list[Found]] = field(default_factory=dict)
     """All variables, attributes and items that hold one of those that were asked for."""
-    loaders: dict[int, Found] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.by_kind = {
@@ -127,7 +126,6 @@ class Seen:
             "scaler": self.scalers,
             "module": self.modules,
             "generator": self.generators,
-            "loader": self.loaders,
         }
 
 
