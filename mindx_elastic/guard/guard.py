@@ -188,7 +188,21 @@ class Guard(LayeredGuard):
         self._enter(sys._getframe(1))
         return self
 
+    def open(self) -> None:
+        """The begin of ``with guard:``, for hosts that call back, where no block can be written. What it raises has
+        closed the guard again."""
+        self._enter(sys._getframe(1))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The end of what `open` has begun. `error`: the exception that has ended the training; None: it is finished.
+
+        With an error the last boundary is saved as the policies say, and the host raises the error again. Raises
+        GracefulExit where the job is to stop, also without an error.
+        """
+        self.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+
     def _enter(self, frame: FrameType) -> None:
+        """`frame`: that of the program, which enters."""
         check_that_it_is_not_active(self)
         self._loops.open(frame, self, self._targets)
         with ExitStack() as stack:

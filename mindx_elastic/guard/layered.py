@@ -1,11 +1,9 @@
-"""What layers above a guard call: `Model.train`, and the integrations of trainers. All but `open`, `close` and
-`reach_resumed_step` come before the guard is entered."""
+"""What layers above a guard call: `Model.train`, and the integrations of trainers. All but `reach_resumed_step`
+come before the guard is entered."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType, TracebackType
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
@@ -65,29 +63,7 @@ class LayeredGuard(SizedGuard):
         self._place = place
 
     def reach_resumed_step(self) -> None:
-        """After `open`: the host's loop is where the resumed run goes on, which need not be at a batch. What code has
-        changed on the way there (random streams, objects) is put back; on a fresh start there is nothing to do."""
+        """After the guard is entered: the host's loop is where the resumed run goes on, which need not be at a batch.
+        What code has changed on the way there (random streams, objects) is put back; on a fresh start there is nothing
+        to do."""
         self._loops.reach_resumed_step()
-
-    # --- for hosts that call back, where no block can be written ---
-
-    def open(self) -> None:
-        """The begin of ``with guard:``. What it raises has closed the guard again."""
-        self._enter(sys._getframe(1))
-
-    def close(self, error: BaseException | None = None) -> None:
-        """The end of what `open` has begun. `error`: the exception that has ended the training; None: it is finished.
-
-        With an error the last boundary is saved as the policies say, and the host raises the error again. Raises
-        GracefulExit where the job is to stop, also without an error.
-        """
-        self.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
-    def _enter(self, frame: FrameType) -> None:
-        """`frame`: that of the program, which enters."""
-        raise NotImplementedError
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        raise NotImplementedError

@@ -27,7 +27,7 @@ from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
-from mindx_elastic.guard.observer import Proof, observers
+from mindx_elastic.guard.observer import observers
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import job_names
@@ -89,7 +89,8 @@ class Opening:
         self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
         """The guard says itself that it does not train."""
         self._open_log(stack)
-        self.proof = _open_proof(ranks)
+        self.proof = None if ProveSettings.from_env().control is None else observers().open_proof(ranks)
+        """What looks at a run under `prove` or `drill`; None: this is an ordinary run."""
         self._open_directories(stack)
         loaders.begin(stack)
         copies = RedundancySettings.from_env().with_copies(self.options.redundancy).copies
@@ -293,10 +294,3 @@ class Opening:
         if info.kind == "final":
             logger.info("that training had ended: only what follows its last step runs again")
         return start
-
-
-def _open_proof(ranks: RankInfo) -> Proof | None:
-    """What looks at a run under `prove` or `drill`; None: this is an ordinary run."""
-    if ProveSettings.from_env().control is None:
-        return None
-    return observers().open_proof(ranks)

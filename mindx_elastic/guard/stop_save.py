@@ -163,9 +163,8 @@ class StopSave:
                 if not (tries_left and isinstance(error.__cause__, DeviceWentOnError)):
                     raise
                 end, agreed = time.monotonic() + _DEVICE_S, False
-                if problem := choose_held_boundary(
-                    self._saver.collector, None, self._update_gate, partial(_is_before, end)
-                ):
+                collector, gate = self._saver.collector, self._update_gate
+                if problem := choose_held_boundary(collector, None, gate, partial(_is_before, end)):
                     raise UnsupportedStateError("the state", problem) from error
         raise AssertionError("the last try has returned or raised")
 

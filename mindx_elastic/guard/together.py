@@ -245,7 +245,7 @@ class Together:
         decision = self._exchange.decide(_ROUND, step, timeout_s)
         if decision.step != step:
             logger.info("the ranks do not save together (%s): each writes all of its state", decision.reason)
-            return Agreed(None, self._small_states_of(step))
+            return Agreed(None)
         # Not everybody's: of many ranks that would be gigabytes through one store, in the seconds of a stop.
         wanted = sorted({*self.part.neighbours, *(self.part.group.ranks if own is not None else ())})
         try:
@@ -256,12 +256,6 @@ class Together:
             return Agreed(None)
         small = {rank: said[rank].small for rank in self.part.neighbours if said[rank].small}
         return Agreed(own if own is not None and self._is_alike(said) else None, small)
-
-    def _small_states_of(self, step: int) -> dict[int, bytes]:
-        """What neighbours have told of the boundary `step` by now, though not all ranks have: one that has died since
-        took its own along."""
-        heard = {rank: self._heard(_ROUND, rank) for rank in self.part.neighbours}
-        return {rank: said.small for rank, said in heard.items() if said and said.step == step and said.small}
 
     def _heard(self, name: str, rank: int) -> _Said | None:
         """What `rank` has told last; None: nothing yet, or it cannot be read."""

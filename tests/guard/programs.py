@@ -582,9 +582,9 @@ REFUSED = {
         def step(): update((net(x) + torch.randn(3, generator=world.rng) * world.envs[2].rng.random()).sum(), opt)
         """,
         (
-            'generator "world.rng" (Generator, train.py) and 1 more draw numbers in the training and are not kept. '
+            'generator "world.rng" (Generator, train.py) (and 1 more) draws numbers in the training and is not kept. '
             'Write Guard(stateful={"world_rng": world.rng, "world_envs_2_rng": world.envs[2].rng}, ...), '
-            "or seed them anew in each step. Name whatever else of world changes in the training, too"
+            "or seed it anew in each step. Name whatever else of world changes in the training, too"
         ),
     ),
     "more generators than a line can name": (
@@ -596,8 +596,8 @@ REFUSED = {
         def step(): update((net(x) * sum(env.random() for env in world.envs)).sum(), opt)
         """,
         (
-            'generator "world.envs[0]" (Random, train.py) and 5 more draw numbers in the training and are not kept. '
-            'Write Guard(stateful={"world": world}, ...), or seed them anew in each step'
+            'generator "world.envs[0]" (Random, train.py) (and 5 more) draws numbers in the training and is not kept. '
+            'Write Guard(stateful={"world": world}, ...), or seed it anew in each step'
         ),
     ),
     "a python generator of a module": (

@@ -142,37 +142,6 @@ class _Rounds(_Exchange):
         return [self.told[rank] for rank in wanted] if all(rank in self.told for rank in wanted) else None
 
 
-@pytest.mark.parametrize(
-    ("told", "kept"),
-    [
-        ({}, {}),
-        ({1: (7, b"one")}, {1: b"one"}),
-        ({1: (6, b"of another step"), 2: (7, b"two")}, {2: b"two"}),
-        ({1: (7, b""), 2: (7, b"two")}, {2: b"two"}),
-    ],
-)
-def test_what_a_rank_had_told_before_it_died_is_kept(
-    monkeypatch: pytest.MonkeyPatch, told: dict[int, tuple[int, bytes]], kept: dict[int, bytes]
-) -> None:
-    texts = {rank: json.dumps([step, "", base64.b64encode(small).decode()]) for rank, (step, small) in told.items()}
-    exchange = _Rounds(Decision(None, "rank 1 is gone"), texts)
-    part = SavesPart([], [], [], 0, can=False)
-    together = Together(cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), part)
-    part.neighbours = (1, 2)
-    monkeypatch.setattr(together, "_pack", lambda packer: b"mine")
-    assert together.agree(7, {}, {}, 1.0) == Agreed(None, kept)
-    assert json.loads(exchange.told[0])[0] == 7
-
-
-def test_text_that_is_no_small_state_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = _Rounds(Decision(None, "rank 1 is gone"), {1: "[]", 2: '[7, "", "?"]'})
-    part = SavesPart([], [], [], 0, can=False)
-    together = Together(cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), part)
-    part.neighbours = (1, 2)
-    monkeypatch.setattr(together, "_pack", lambda packer: b"mine")
-    assert together.agree(7, {}, {}, 1.0) == Agreed(None, {})
-
-
 def test_of_many_ranks_only_those_are_read_whose_words_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's small state is kilobytes: all of them for all ranks would be gigabytes in the seconds of a stop."""
     size = 512

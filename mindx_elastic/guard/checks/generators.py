@@ -104,18 +104,14 @@ class Generators:
             self._tell(often)
 
     def _tell(self, often: Sequence[Found]) -> None:
-        first, names = often[0], [found.name for found in often]
+        names = [found.name for found in often]
         if len(names) > _MOST_NAMES:
             names = list(dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names))
-        if len(often) == 1:
-            what, remedy = f"generator {first} draws numbers in the training and is not kept", "seed it"
-        else:
-            what = f"generator {first} and {len(often) - 1} more draw numbers in the training and are not kept"
-            remedy = "seed them"
-        remedy = f"{self._remedies.stateful_line(names)}, or {remedy} anew in each step"
+        more = f" (and {len(often) - 1} more)" if len(often) > 1 else ""
+        remedy = f"{self._remedies.stateful_line(names)}, or seed it anew in each step"
         if owner := names[0].rpartition(".")[0]:
             remedy += f". Name whatever else of {owner} changes in the training, too"
-        self._unmanaged.certain(what, remedy)
+        self._unmanaged.certain(f"generator {often[0]}{more} draws numbers in the training and is not kept", remedy)
 
 
 def _global_generators() -> set[int]:
