@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.generators import GENERATORS, generator_adapter, with_state
+from mindx_elastic.capture.nested import ATOMS
 from mindx_elastic.capture.stand_ins import MARK, class_of, fields_of, originals, stand_in
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.errors import UnsupportedStateError
 
 __all__ = ["put_back", "snapshot"]
 
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
 _DEEPEST = 60
 _GENERATOR = "generator"
 """The class that a stand-in names for a random generator."""
@@ -34,12 +34,12 @@ def snapshot(value: Any, place: str, depth: int = 0) -> Any:
     Raises UnsupportedStateError, which names the `place`, for what could not be put back.
     """
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return value
     if depth > _DEEPEST:
         raise UnsupportedStateError(place, f"nested deeper than {_DEEPEST} levels, or it contains itself")
     if kind in (list, tuple, deque, set, frozenset):
-        if _ATOMS.issuperset(map(type, value)):  # numbers, in a tenth of the time
+        if ATOMS.issuperset(map(type, value)):  # numbers, in a tenth of the time
             return value if kind in (tuple, frozenset) else value.copy()
         items = [snapshot(item, f"{place}.{number}", depth + 1) for number, item in enumerate(value)]
         return deque(items, value.maxlen) if kind is deque else items if kind is list else kind(items)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindx_elastic.capture.nested import leaves_of, rebuilt
+from mindx_elastic.capture.nested import ATOMS, leaves_of, rebuilt
 from mindx_elastic.capture.stand_ins import stand_in
 from mindx_elastic.core.looks import are_equal
 
@@ -25,8 +25,6 @@ __all__ = [
     "to_host",
 ]
 
-_ATOMS = frozenset((type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size))
-"""Immutable. A set: to look for a type in a tuple compares it with each one, and takes ten times as long."""
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _WITH_COPY = frozenset((set, Counter, bytearray, np.ndarray))
 
@@ -53,19 +51,19 @@ def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
     name at the first boundary.
     """
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return value
     # Most of what a scheduler or a loader has are plain values: no call for each of them.
     if kind is dict:
-        return {key: item if type(item) in _ATOMS else copy_tree(item, of_others) for key, item in value.items()}
+        return {key: item if type(item) in ATOMS else copy_tree(item, of_others) for key, item in value.items()}
     if kind is list:
         for item in value:
-            if type(item) not in _ATOMS:
+            if type(item) not in ATOMS:
                 return [copy_tree(item, of_others) for item in value]
         return value.copy()
     if kind is tuple:
         for item in value:
-            if type(item) not in _ATOMS:
+            if type(item) not in ATOMS:
                 return tuple([copy_tree(item, of_others) for item in value])
         return value
     if kind is OrderedDict:
@@ -89,7 +87,7 @@ def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:
     copied: dict[str, Any] = {}
     for key, item in value.items():  # at each boundary, where a comprehension would be one call more
         if key != but:
-            copied[key] = item if type(item) in _ATOMS else copy_tree(item, _stand_in)
+            copied[key] = item if type(item) in ATOMS else copy_tree(item, _stand_in)
     return copied
 
 
@@ -112,7 +110,7 @@ def same_tree(one: Any, other: Any) -> bool:
     else:
         return are_equal(one, other) or (type(one) is float and one != one and other != other)
     for mine, theirs in pairs:  # without a call for what most are
-        if mine is theirs or (type(mine) in _ATOMS and type(mine) is type(theirs) and mine == theirs):
+        if mine is theirs or (type(mine) in ATOMS and type(mine) is type(theirs) and mine == theirs):
             continue
         if not same_tree(mine, theirs):
             return False
@@ -175,16 +173,16 @@ def map_containers(value: Any) -> Any:
     """`value` in containers of its own, as `map_tensors` makes them, with stand-ins for what a checkpoint has no word
     for; everything else is the same object."""
     kind = type(value)
-    if kind in _ATOMS or kind in _TENSORS:
+    if kind in ATOMS or kind in _TENSORS:
         return value
     if isinstance(value, dict):
         copied = value.copy()
         for key, item in value.items():
-            if type(item) not in _ATOMS and type(item) is not torch.Tensor:
+            if type(item) not in ATOMS and type(item) is not torch.Tensor:
                 copied[key] = map_containers(item)
         return copied
     if kind in (list, tuple):
-        if _ATOMS.issuperset(map(type, value)):
+        if ATOMS.issuperset(map(type, value)):
             return kind(value)
         return kind([map_containers(one) for one in value])
     if kind is deque:

@@ -26,6 +26,7 @@ from typing import Any, Generic
 import numpy as np
 import torch
 
+from mindx_elastic.capture.nested import ATOMS
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
@@ -62,7 +63,6 @@ _OWN_WAYS = frozenset(
     __del__ __next__ __enter__""".split()  # noqa: SIM905
 )
 """Whoever has one of these is more than its attributes."""
-_PLAIN = frozenset((type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size))
 _CONTAINERS = frozenset((list, tuple, deque, set, frozenset, dict, OrderedDict))
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _plain_classes: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
@@ -115,7 +115,7 @@ def _with_keys(value: Any, change: Callable[[Any], Any]) -> Any:
     """`change`: of a key that is no plain value. No call for what most keys and items are."""
     kind = type(value)
     if kind in (list, tuple):
-        if _PLAIN.issuperset(map(type, value)):
+        if ATOMS.issuperset(map(type, value)):
             return value
         items = [_with_keys(item, change) for item in value]
         return value if all(map(_is, items, value)) else kind(items)
@@ -123,8 +123,8 @@ def _with_keys(value: Any, change: Callable[[Any], Any]) -> Any:
         return value
     pairs, is_same = [], True
     for key, item in value.items():
-        new_key = key if type(key) in _PLAIN else change(key)
-        new_item = item if type(item) in _PLAIN else _with_keys(item, change)
+        new_key = key if type(key) in ATOMS else change(key)
+        new_item = item if type(item) in ATOMS else _with_keys(item, change)
         is_same = is_same and new_key is key and new_item is item
         pairs.append((new_key, new_item))
     if is_same:
@@ -254,7 +254,7 @@ def _is_of_python(module: str) -> bool:
 
 def _has_plain_data_only(value: Any, depth: int, also: tuple[type, ...]) -> bool:
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in ATOMS:
         return True
     if depth > _DEEPEST:
         return False
@@ -298,7 +298,7 @@ def _parts(value: Any, place: str, owner: str, depth: int) -> Iterator[tuple[str
     """Place and value of all that is no plain value, and the class of the object that has it, if it is one that is
     stored by its attributes."""
     kind = type(value)
-    if kind in _PLAIN or depth > 4 * _DEEPEST:
+    if kind in ATOMS or depth > 4 * _DEEPEST:
         return
     yield place, value, owner
     items: Any = ()
@@ -309,7 +309,7 @@ def _parts(value: Any, place: str, owner: str, depth: int) -> Iterator[tuple[str
     elif is_plain_class(kind) and not issubclass(kind, Enum):
         items, owner = attributes_of(value).items(), kind.__qualname__
     for key, item in items:
-        if type(item) not in _PLAIN:
+        if type(item) not in ATOMS:
             yield from _parts(item, f"{place}.{key}" if type(key) in (str, int) else place, owner, depth + 1)
 
 

@@ -18,16 +18,15 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.agreement.job_key import write_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import is_own_folder
 from mindx_elastic.memory.folders import (
     MAKER_FILE,
     make_own_folder,
+    make_private,
     remove_dead,
     remove_own,
 )
@@ -62,7 +61,9 @@ class AgentFolder:
             self.path = make_own_folder(base, "agent")
         except OSError as error:
             fallback = Path(tempfile.gettempdir())
-            logger.warning("%s cannot be used (%s); the workers' pages go to %s", base, error.strerror, fallback)
+            logger.warning(
+                "%s cannot be used (%s); the workers' pages go to %s", base, error.strerror or error, fallback
+            )
             self.path = make_own_folder(fallback, "agent")
         self._has_key = False
         remove_dead(self.path.parent)
@@ -103,18 +104,13 @@ class AgentFolder:
     def _make_again(self) -> bool:
         try:
             for folder in (self.path.parent, self.path):
-                with suppress(FileExistsError):
-                    folder.mkdir(mode=0o700)
-                if not is_own_folder(folder):
-                    raise LostFolderError(f"the agent's folder was removed, and {folder} is no folder of this user's")
+                make_private(folder)
             has_key = not self._has_key or (self.path / _KEY).exists()
             if has_key and (self.path / MAKER_FILE).exists():
                 return False
             (self.path / MAKER_FILE).write_text(own_identity())
             if not has_key:
                 self.make_key()
-        except LostFolderError:
-            raise
         except OSError as error:
             raise LostFolderError(f"the agent's folder was removed, and cannot be made again ({error})") from error
         logger.warning("%s was emptied while the job ran: the restart makes what it needs there anew", self.path)

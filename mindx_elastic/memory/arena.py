@@ -40,9 +40,9 @@ import torch
 import xxhash
 
 from mindx_elastic.core.pinned import PinnedMemory
-from mindx_elastic.core.posix import is_private_folder, open_regular, read_small
+from mindx_elastic.core.posix import open_regular, read_small
 from mindx_elastic.errors import ArenaError
-from mindx_elastic.memory.folders import OWNER_FILE, job_folder, make_user_folder, remove_rank
+from mindx_elastic.memory.folders import OWNER_FILE, job_folder, make_private, make_user_folder, remove_rank
 
 __all__ = [
     "STEPS_FILE",
@@ -288,14 +288,12 @@ def _open_locked(base: Path, directory: Path, rank: int) -> tuple[Path, Path, in
     A job that ends at this moment, this one's predecessor or another one, may take a folder away in between.
     """
     end = time.monotonic() + _PREDECESSOR_S
+    folder = job_folder(base, directory) / f"rank_{rank}"
     while True:
-        folder = job_folder(base, directory) / f"rank_{rank}"
         try:
             make_user_folder(base)
-            job = job_folder(base, directory)
-            folder = job / f"rank_{rank}"
-            for each in (job, folder):
-                _make_private(each)
+            job = make_private(folder.parent)
+            make_private(folder)
             fd = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
             _lock_soon(fd, folder, end)
             if os.fstat(fd).st_nlink:
@@ -304,23 +302,6 @@ def _open_locked(base: Path, directory: Path, rank: int) -> tuple[Path, Path, in
         except FileNotFoundError as error:
             if not base.is_dir() or time.monotonic() > end:
                 raise ArenaError(f"{folder}: cannot be created: {error.strerror}", path=folder) from error
-
-
-def _make_private(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        raise  # the folder around it is gone: see `_open_locked`
-    except OSError as error:
-        raise ArenaError(f"{folder}: cannot be created: {error.strerror}", path=folder) from error
-    if not is_private_folder(folder):
-        raise ArenaError(
-            f"{folder} is not a folder of this user's own with mode 700: somebody else could read or plant snapshots. "
-            "Remove it, or give another place in MINDX_ARENA_DIR",
-            path=folder,
-        )
 
 
 def _lock_soon(fd: int, folder: Path, end: float) -> None:

@@ -33,12 +33,14 @@ from mindx_elastic.core.posix import (
     read_json_object,
 )
 from mindx_elastic.core.status_page import read_page
+from mindx_elastic.errors import ArenaError
 
 __all__ = [
     "MAKER_FILE",
     "OWNER_FILE",
     "job_folder",
     "make_own_folder",
+    "make_private",
     "make_user_folder",
     "maker_in",
     "maker_of",
@@ -67,20 +69,23 @@ def user_folder(base: Path) -> Path:
 
 
 def make_user_folder(base: Path) -> Path:
-    """The folder of this user below `base`, made if need be. Raises OSError, also where it is not this user's own: any
-    user may take its name in a folder like /dev/shm."""
-    folder = user_folder(base)
+    """The folder of this user below `base`, made if need be. Raises OSError, as `make_private`."""
+    return make_private(user_folder(base))
+
+
+def make_private(folder: Path) -> Path:
+    """A folder that this user alone can look into, made if need be. Raises ArenaError where it is another one: any user
+    may take a name in a folder like /dev/shm; FileNotFoundError where another process takes it away; OSError."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if is_private_folder(folder):
         return folder
-    if not os.path.lexists(folder):  # taken away again: see the callers
+    if not os.path.lexists(folder):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-    raise NotADirectoryError(
-        errno.ENOTDIR,
-        f"it is not a folder of this user's own with mode 700: somebody else could read or plant snapshots. Remove "
-        f"{folder}, or give another place in MINDX_ARENA_DIR",
-        str(folder),
+    raise ArenaError(
+        f"{folder} is not a folder of this user's own with mode 700: somebody else could read or plant snapshots. "
+        f"Remove {folder}, or give another place in MINDX_ARENA_DIR",
+        path=folder,
     )
 
 

@@ -19,7 +19,7 @@ import pytest
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory import arena as arena_module
 from mindx_elastic.memory.arena import ArenaFile, RankArena, SlotRecord, SlotState, bytes_of
-from mindx_elastic.memory.folders import job_folder, rank_folders
+from mindx_elastic.memory.folders import job_folder, make_private, rank_folders
 
 _HOLD = """
 import os, sys
@@ -176,15 +176,13 @@ def test_a_predecessor_that_removes_it_at_this_moment(
             first.remove()
         lock_soon(fd, folder, end)
 
-    make_private = arena_module._make_private
-
     def make(folder: Path) -> None:
         make_private(folder)
         if folder == first.job and what == "folder":
             first.remove()
 
     monkeypatch.setattr(arena_module, "_lock_soon", slow)
-    monkeypatch.setattr(arena_module, "_make_private", make)
+    monkeypatch.setattr(arena_module, "make_private", make)
     with open_arena(base, directory) as arena:
         arena.slots[0].resize(10)
         assert os.path.samestat(os.fstat(arena._lock), os.stat(arena.folder / "lock"))
