@@ -76,6 +76,9 @@ class Collector:
         """Called at a boundary at which modules, parameters or groups have changed."""
         self.at_first_boundary: Callable[[], None] | None = None
         """Called once, by `leave_head`."""
+        self.before_keeping: Callable[[], None] = lambda: None
+        """Called in the training thread before the last boundary is kept outside of this object: what is not worth the
+        time at every boundary is made part of it (`add_to_boundary`)."""
         self.problems: list[str] = []
         """What the last such boundary has that a start cannot make again, in words."""
         self.structure_is_new = False
@@ -306,6 +309,7 @@ class Collector:
 
     def return_to_boundary(self) -> None:
         """The program asks for a save between two steps: what is not copied at boundaries is taken as it is now."""
+        self.before_keeping()
         for component in self._adapted:
             component.at_boundary = True
 

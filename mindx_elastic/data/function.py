@@ -31,8 +31,7 @@ class FunctionLoader(EngineLoader):
 
     Args:
         function: called without arguments; returns the next batch, or raises StopIteration at an epoch's end.
-        batches_per_epoch: None: an epoch without an end. Give it where code follows an epoch's loop: a stop waits for
-            that code where the last batch is known.
+        batches_per_epoch: None: an epoch without an end.
         seed: whole number. Ranks draw differently.
     """
 

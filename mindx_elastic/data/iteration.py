@@ -158,7 +158,7 @@ class Engine:
         announce: Callable[[], None] | None,
     ) -> Iteration:
         batches, workers = opened
-        shared = getattr(batches, "wrapped", batches) is self._torch_iterator
+        shared = batches is self._torch_iterator
         iteration = Iteration(
             self.cursor,
             batches,
@@ -228,7 +228,7 @@ class EngineLoader:
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch that was handed out last is its epoch's last one; False where only a function knows."""
+        """Whether the batch that was handed out last is its epoch's last one; False where only the end tells."""
         return self._engine.cursor.is_at_end
 
     def state_dict(self) -> dict[str, Any]:

@@ -119,8 +119,7 @@ class ReplayLoader(EngineLoader):
         announce: Callable[[], None] | None = None
         try:
             self._settings = self._current_settings()
-            # Of an iterable data set a length is a guess.
-            cursor.size = self._length() if self._skipper is not None and len(cursor.sizes) < 2 else None
+            cursor.size = self._length() if len(cursor.sizes) < 2 else None
             if cursor.start is None and self._following:
                 cursor.start = self._following.pop(0)
             if cursor.start is None:
@@ -134,17 +133,11 @@ class ReplayLoader(EngineLoader):
                 self._restore(cursor.start)
                 skip = cursor.batch
             self._streams = SeparateStreams(cursor.start["streams"])
-            batches, workers = self._open(skip)
+            opened = self._open(skip)
         except BaseException:
             cursor.abandon()
             raise
-        ahead = _OneAhead(batches) if cursor.size is None else None
-        return self._engine.iterate(
-            (ahead or batches, workers),
-            loader=self,
-            progress=lambda count: (0, ahead is not None and ahead.is_at_end),
-            announce=announce,
-        )
+        return self._engine.iterate(opened, loader=self, progress=lambda count: (0, False), announce=announce)
 
     def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
         """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
@@ -320,32 +313,6 @@ class _Apart(Iterator[Any]):
                     "stop, and samples come twice or never. Give its data set, and each shuffle in it, a fixed seed"
                 )
         return batch
-
-
-class _OneAhead(Iterator[Any]):
-    """Fetches a batch ahead where no length tells which one is the last."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self.wrapped = getattr(batches, "wrapped", batches)
-        self._batches = batches
-        self._fetched: tuple[Any, Exception | None] | None = None
-        self.is_at_end = False
-        """The last batch has been given."""
-
-    def __next__(self) -> Any:
-        batch, error = self._fetch() if self._fetched is None else self._fetched
-        self._fetched = None
-        if error is not None:
-            raise error
-        self._fetched = self._fetch()
-        self.is_at_end = isinstance(self._fetched[1], StopIteration)
-        return batch
-
-    def _fetch(self) -> tuple[Any, Exception | None]:
-        try:
-            return next(self._batches), None
-        except Exception as error:  # it comes in its turn
-            return None, error
 
 
 def _digest(batch: Any) -> str:

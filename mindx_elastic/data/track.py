@@ -64,6 +64,8 @@ class Track:
         """Called when an iteration begins, before its workers have a copy of the data set."""
         self.at_opened: Callable[[], None] | None = None
         """Called when they have it, and what was used of the epoch is skipped."""
+        self.at_next_batch: Callable[[], None] | None = None
+        """Called once, when the training thread has got another batch of this iteration. It may raise."""
         self.at_exhaustion: Callable[[], None] | None = None
         """Called when the training thread has asked for a batch in vain, and has got none since the last boundary."""
         self.other_thread: str | None = None
@@ -107,7 +109,7 @@ class Track:
 
     def begin(self) -> None:
         self.iterations += 1
-        self.at_next_ask = None
+        self.at_next_ask = self.at_next_batch = None
         self._handed_at_begin = self.handed
         self.left_early |= self._left_at_boundary
         self._left_at_boundary = False
@@ -150,6 +152,9 @@ class Track:
             self._marks.append(mark())
         self.handed += 1
         self._exhausted = False  # not sooner: until then batches of the epoch before may still be used
+        if self.at_next_batch is not None and threading.get_ident() == self._thread:
+            look, self.at_next_batch = self.at_next_batch, None
+            look()
 
     def end(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -315,6 +316,8 @@ class Guard(LayeredGuard):
             self._unmanaged,
             late_boundary=self._late_boundary,
             after_tail=self._pass_tail,
+            keep_again=self._keep_again,
+            stop_here=partial(self._stop_between_steps, is_between=False),
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
             is_clean=self._update_gate.is_clean,
@@ -509,6 +512,14 @@ class Guard(LayeredGuard):
         self._overlap.behind_tail()
         self._offer_stop(at_tail=True)
 
+    def _keep_again(self) -> None:
+        """The data has ended, unforeseen, and code that belongs to the last boundary follows: what it reads was not
+        part of that boundary when it was kept. It was the place for a stop as well, which waits now."""
+        self._collector.return_to_boundary()
+        self._around.at_boundary(self._loops.step, cut=self._cut, after_tail=True)
+        self._save_if_due()
+        self._collector.leave_boundary()
+
     def _save_if_due(self) -> None:
         for policy in self._periodic:
             if self._cut and policy.due(self._collector.position):
@@ -566,11 +577,14 @@ class Guard(LayeredGuard):
         if self._step_gate.enter_step():
             self._stop_between_steps()
 
-    def _stop_between_steps(self) -> None:
-        """Stop at the last boundary, unless what has run since has changed the weights: then at the next one."""
+    def _stop_between_steps(self, *, is_between: bool = True) -> None:
+        """Stop at the last boundary, unless what has run since has changed the weights: then at the next one.
+
+        `is_between`: False where the next batch is here, so that the stop can play on with it.
+        """
         with self._update_gate.hold(0.0) as problem:
             pass
-        self.stopper.at_limit(is_cut=problem is None, is_between=True)
+        self.stopper.at_limit(is_cut=problem is None, is_between=is_between)
 
     # --- saves and stops that the program asks for ---
 

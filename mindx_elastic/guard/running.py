@@ -162,7 +162,12 @@ class Place:
         groups.devices.look()
         stopper.update_gate.before_update = member.before_update
 
-        loaders.at_every_ask(member.at_batch)
+        def at_batch() -> None:
+            if member.wants_out:  # with what the program's variables have now
+                stopper.saver.collector.before_keeping()
+            member.at_batch()
+
+        loaders.at_every_ask(at_batch)
         host = Host(
             stopper.saver,
             around.memory,

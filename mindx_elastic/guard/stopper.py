@@ -268,6 +268,7 @@ class Stopper:
             return  # a pause: over, or inside an accumulation window, where the next boundary asks again
         alarm = self.state.alarm
         if alarm is None and self._wants_out:
+            self.saver.collector.before_keeping()
             raise LeavesToRejoin
         assert alarm is not None, "the step gate has a limit only in a pause or after an alarm"
         if not self.state.is_settled:

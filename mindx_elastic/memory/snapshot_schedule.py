@@ -24,7 +24,8 @@ class SnapshotSchedule:
     def __init__(self, every: int | None, *, start: int = 0) -> None:
         """`every` steps; 0: never; None: by measuring. `start`: the step that the attempt begins at."""
         self.every = every
-        self._last = self._newest = start
+        self._last = self.newest = start
+        self._taken = -1
         self._boundaries = 0
         self._plain: list[float] = []
         self._trials: list[float] = []
@@ -35,19 +36,22 @@ class SnapshotSchedule:
         return self.every == 1
 
     def due(self, step: int) -> bool:
-        """Whether the boundary `step` is to be kept.
+        """Whether the boundary `step` is to be kept. Asked once more of the `newest`, which has got more that belongs
+        to it: whether it was.
 
         Boundaries need not come at every step, nor at multiples of anything: inside an accumulation window there is
         none. So the first one in each stretch of N steps is due; on every rank the same.
         """
+        if step == self.newest:
+            return step == self._taken
         self._boundaries += 1
         if self.every is None:
             due = self._boundaries > _PLAIN_STEPS and self._boundaries % 4 == 0 and len(self._trials) < _TRIALS
         else:
             due = self.every > 0 and step // self.every > self._last // self.every
-        self._newest = step
+        self.newest = step
         if due:
-            self._last = step
+            self._last = self._taken = step
         return due
 
     def note(self, step_s: float, *, extra: bool) -> None:
@@ -70,4 +74,4 @@ class SnapshotSchedule:
     def agree(self, proposals: list[int]) -> None:
         """What all ranks have proposed; the rarest is taken."""
         self.every = max(proposals)
-        self._last = self._newest
+        self._last = self.newest

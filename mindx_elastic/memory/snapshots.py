@@ -107,7 +107,8 @@ class Snapshotter:
         """Shared memory has no room, or the state has no form; said once, training goes on without snapshots."""
 
     def at_boundary(self, step: int) -> None:
-        """The boundary `step` has just been passed, its volatile state is copied."""
+        """The boundary `step` has just been passed, its volatile state is copied. Once more for the same one, with more
+        that belongs to it: a snapshot that was taken of it is taken again."""
         if self.broken:
             if self.schedule.every is None:
                 self.schedule.every = 0
@@ -115,9 +116,14 @@ class Snapshotter:
                     self._exchange.publish("snapshot_every", ANY_INTERVAL)
             return
         now = time.perf_counter()
-        if self._step_began is not None:
+        is_known = step == self.schedule.newest
+        if self._step_began is not None and not is_known:
             self.schedule.note(now - self._step_began, extra=self._extra)
         self._extra = self.schedule.due(step)
+        if self._extra:
+            self._collector.before_keeping()
+            if is_known:
+                self.settle()
         if self._extra and self._instead is not None:
             self._instead()
         elif self._extra and (self.schedule.synchronous or self._gate.unguarded):

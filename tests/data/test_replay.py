@@ -331,18 +331,3 @@ def test_a_sampler_without_a_length_is_replayed(workers: int) -> None:
     batches = iter(second)
     assert same([next(batches) for _ in range(3)], expected)
     second.shutdown()
-
-
-class Broken(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(2)
-        raise ValueError("sample 2")
-
-
-def test_without_a_length_the_last_batch_is_known_and_an_error_comes_in_its_turn() -> None:
-    loader = ReplayLoader([1, 2, 3])
-    assert [(batch, loader.is_last) for batch in loader] == [(1, False), (2, False), (3, True)]
-    batches = iter(ReplayLoader(DataLoader(Broken(), batch_size=None)))
-    assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(ValueError, match="sample 2"):
-        next(batches)

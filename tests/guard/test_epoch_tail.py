@@ -360,9 +360,11 @@ class Stream(IterableDataset[Any]):
         yield from (Points()[number] for number in range(len(Points())))
 
 
-def test_a_loader_without_a_length_knows_its_last_batch(tmp_path: Path) -> None:
+@pytest.mark.drill
+@pytest.mark.parametrize("data", [Stream, Points])
+def test_a_loader_that_knows_the_end_only_when_it_is_asked(tmp_path: Path, data: type) -> None:
     check_every_boundary(
-        last_name, tmp_path, make_options=lambda: {"loader": ReplayLoader(DataLoader(Stream(), batch_size=4))}
+        last_name, tmp_path, make_options=lambda: {"loader": ReplayLoader(DataLoader(data(), batch_size=4))}
     )
 
 

@@ -373,6 +373,14 @@ def train(schedule: SnapshotSchedule, steps: range, *, step_s: float, cost_s: fl
     return taken
 
 
+@pytest.mark.parametrize("every", [1, 3, 0, None])
+def test_a_boundary_that_has_got_more_is_kept_again_if_it_was_kept(every: int | None) -> None:
+    schedule = SnapshotSchedule(every)
+    for step in range(1, 30):
+        assert schedule.due(step) == schedule.due(step) == schedule.due(step)
+    assert not SnapshotSchedule(1, start=5).due(5)  # what was resumed from
+
+
 @pytest.mark.parametrize(
     ("cost_s", "interval"),
     [(0.0, 2), (0.001, 2), (0.0149, 2), (0.0151, 4), (0.05, 8), (0.1, 16), (1.0, 256), (10.0, 2048), (1e9, 1 << 14)],

@@ -50,7 +50,9 @@ class Rank:
             WeightSamples(self.collector),
             is_alone=False,
             is_clean=lambda: not changes_weights,
+            stop=lambda: None,
             after=lambda: self.collector.copy(END),
+            keep_again=lambda: None,
         )
         tail.layer_waits = True
         tail.at_boundary(sys._getframe(), ends=True)

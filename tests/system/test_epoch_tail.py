@@ -51,3 +51,19 @@ def test_all_run_that_code_again_where_one_had_not_come_to_its_end(
     assert job.hashes() == expected.hashes() and len(expected.hashes()) == ranks, job.report()
     assert losses(job) == losses(expected) and len(losses(expected)) == 4 * ranks, job.report()
     assert bool(job.matches("the code behind epoch 2 runs again on all ranks")) == bool(when), job.report()
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=drill)])
+@pytest.mark.parametrize("where", ["tail", pytest.param("next", marks=drill)])
+def test_a_snapshot_of_a_last_boundary_that_nobody_knew_to_be_the_last(
+    tmp_path: Path, uninterrupted: Uninterrupted, where: str, every: int
+) -> None:
+    """A loader without a length: the snapshot is there when its end shows, and it has what the tail reads."""
+    whole = uninterrupted("stream_tail.py", 1)
+    options = ["--snapshot-every", str(every), "--max-restarts", "1"]
+    args = (tmp_path / "job", "--kill", where)
+    with start_agent("stream_tail.py", *args, options=options, run_dir=tmp_path / "run") as job:
+        job.expect(0)
+    assert len(job.matches("KILLED")) == 1 and job.matches("READY 0 \\d+ 6"), job.report()
+    assert {m[0] for m in job.matches("LOSS .*")} == {m[0] for m in whole.matches("LOSS .*")}, job.report()
+    assert job.hashes() == whole.hashes() and len(whole.hashes()) == 1, job.report()

@@ -6,9 +6,16 @@ and periodic saves wait until the tail has run. The boundary is then copied agai
 its epoch, and a resumed run begins with the next one. A kill does not wait, and neither does a stop in
 `guard.outside_step`: the boundary in front of the tail has the values that the epoch has set (`tail_values`).
 
-The last batch of an epoch is known with it: by the loader's length, because a loader without one fetches a batch ahead
-(`data.replay`), or because the epoch is a loop over `guard.steps`. A second pass within the epoch, or a break out of
-both loops, ends the wait as well: at the next boundary, or at the end of the block.
+==========================================  ============================================================================
+the last batch of an epoch is known         the stop
+==========================================  ============================================================================
+with it (the loader knows its length, or    waits for the end of the tail
+the epoch is a loop over `guard.steps`)
+when the next one is asked for              waits for that; if there is a batch, the job stops at the boundary before it
+==========================================  ============================================================================
+
+A second pass within the epoch, or a break out of both loops, ends the wait as well: at the next boundary, or at the end
+of the block.
 
 A boundary that is copied again keeps the small state in front of the tail as well, until the next one: a rank that was
 killed in its tail resumes in front of it, and the tail may have collectives. Then all ranks go back (`tail_side`).
@@ -42,7 +49,7 @@ class EpochTail:
         """The layer above, which keeps the loop itself, has such code of the program's."""
         self._epoch_values: EpochValues | None = None
         self._values: Mapping[str, Any] = {}  # of the resumed boundary
-        self._has_told = False
+        self._has_told = self._has_kept = self._may_go_on = False
 
     def enter(
         self,
@@ -51,15 +58,19 @@ class EpochTail:
         *,
         is_alone: bool,
         is_clean: Callable[[], bool],
+        stop: Callable[[], None],
         after: Callable[[], None],
+        keep_again: Callable[[], None],
     ) -> None:
-        """`is_alone`: there are no other ranks. `is_clean`: as `UpdateGate.is_clean`. `after`: the tail has run, copy
-        its boundary again."""
+        """`is_alone`: there are no other ranks. `is_clean`: as `UpdateGate.is_clean`. `stop`: stops the job at the last
+        boundary, after code that has fetched a batch. `after`: the tail has run, copy its boundary again. `keep_again`:
+        the boundary was kept somewhere without what its tail reads."""
         self._collector, self._samples, self.is_alone, self._is_clean = collector, samples, is_alone, is_clean
-        self._after = after
+        self._stop, self._after, self._keep_again = stop, after, keep_again
         self.is_pending = False
         self._weights_in_front: Mapping[str, WeightSample] = {}
-        self._loaders.at_exhaustion(self._is_at_end)
+        collector.before_keeping = self.before_keeping
+        self._loaders.at_unforeseen_end(self._is_at_end)
 
     def resume(self) -> None:
         """The epoch of the resumed boundary comes once more, or none."""
@@ -72,35 +83,63 @@ class EpochTail:
     def at_boundary(self, frame: FrameType, *, ends: bool | None = None) -> None:
         """A boundary within an epoch has been copied. `ends`: whether its step is the last one, where a loop over
         ``guard.steps(n)`` makes the epoch; None: the first loader does."""
+        self.is_pending = self._may_go_on = self._has_kept = False
         self._values = {}
-        at_end = self._loaders.is_at_end_of_epoch() if ends is None else ends
-        self.is_pending = at_end and (self._epoch_values is not None or self.layer_waits)
-        if self.is_pending:
-            if not self.is_alone:
-                self._weights_in_front = self._samples.take()
+        at_end, is_foreseen = self._loaders.at_end_of_epoch() if ends is None else (ends, True)
+        waits = self._epoch_values is not None or self.layer_waits
+        self._may_go_on = not is_foreseen and waits
+        if at_end and waits:
+            self._wait()
             self._keep_values(frame)
+
+    def before_keeping(self) -> None:
+        """The boundary is to be kept, and may turn out to be the last of its epoch."""
+        if self._may_go_on and not self.is_pending and not self._has_kept:
+            self._has_kept = True
+            self._keep_values(sys._getframe(1))
 
     def _keep_values(self, frame: FrameType) -> None:
         if self._epoch_values is not None and (values := self._epoch_values.changed(frame)):
             self._collector.add_to_boundary({VALUES: values})
 
+    def _wait(self) -> None:
+        if not self.is_pending:
+            self.is_pending = True
+            if not self.is_alone:
+                self._weights_in_front = self._samples.take()
+
     def pass_step(self) -> None:
         """Another step has ended, or the tail, or another epoch begins."""
-        self.is_pending = False
+        self.is_pending = self._may_go_on = False
 
     def holds_stop(self) -> bool:
         """At a boundary where the job is to stop: whether it goes on for now."""
+        if not self.is_pending and self._may_go_on:
+            self.before_keeping()
+            self._wait()
+            self._loaders.at_next_batch(self._at_batch)
         if self.is_pending and not self._has_told:
             self._has_told = True
             logger.info(
-                "at an epoch's end the job stops after the code that follows the loop over the batches, as far as the "
-                "time allows"
+                "at an epoch's end the job stops after the code that follows the loop over the batches, or, where the "
+                "data goes on, at the next batch, as far as the time allows"
             )
         return self.is_pending
 
+    def _at_batch(self) -> None:
+        """There is another batch: the boundary was not the last of its epoch."""
+        if self.is_pending:
+            self.is_pending = False
+            self._stop()
+
     def _is_at_end(self) -> None:
         """There is no other batch, and the boundary was the last of its epoch."""
+        is_unforeseen = self._may_go_on
+        if is_unforeseen:
+            self._wait()
         self._keep_values(sys._getframe(1))  # code behind `step_end` may have counted the last step
+        if is_unforeseen:
+            self._keep_again()
         if self._values:
             self.put_back(sys._getframe(1))
 

@@ -260,6 +260,12 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             )
         return True
 
+    def foresees_end(self) -> bool:
+        """Whether it knows that a batch is the last of its epoch when it gives it."""
+        if isinstance(self.loader, ReplayLoader):
+            return self.loader._skipper is not None and self.engine.cursor.size is not None
+        return not (isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None)
+
     def is_in_mid_epoch(self) -> bool:
         """Whether it is gone through, and has given a batch."""
         return self.engine.cursor.live and self.track is not None and self.track.handed > 0

@@ -220,15 +220,23 @@ class Loaders:
 
     # --- the end of an epoch ---
 
-    def is_at_end_of_epoch(self) -> bool:
-        """At a boundary: whether its step has used the last batch of an epoch."""
+    def at_end_of_epoch(self) -> tuple[bool, bool]:
+        """At a boundary: whether its step has used the last batch of an epoch, and whether the first loader knows that
+        before the next one is asked for."""
         followed = self._of_epochs
-        return followed is not None and followed.look_ahead.ahead == 0 and self._has_ended
+        if followed is None or followed.look_ahead.ahead != 0:
+            return False, True
+        return self._has_ended, followed.foresees_end()
 
-    def at_exhaustion(self, look: Callable[[], None]) -> None:
+    def at_unforeseen_end(self, look: Callable[[], None]) -> None:
         """Have `look` called when an epoch of the first loader ends behind the last boundary."""
         if self._of_epochs is not None and self._of_epochs.track is not None:
             self._of_epochs.track.at_exhaustion = look
+
+    def at_next_batch(self, look: Callable[[], None]) -> None:
+        """Have `look` called when the first loader has given another batch of its epoch."""
+        if self._of_epochs is not None and self._of_epochs.track is not None:
+            self._of_epochs.track.at_next_batch = look
 
     def at_every_ask(self, look: Callable[[], None]) -> None:
         """Have `look` called in the training thread whenever a batch is asked for."""

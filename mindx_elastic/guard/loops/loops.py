@@ -109,6 +109,8 @@ class Loops:
         *,
         late_boundary: Callable[[], None],
         after_tail: Callable[[], None],
+        keep_again: Callable[[], None],
+        stop_here: Callable[[], None],
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
         is_clean: Callable[[], bool],
@@ -116,6 +118,7 @@ class Loops:
     ) -> None:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
         `after_tail`: the code behind an epoch has run, copy its last boundary again.
+        `keep_again`: the last boundary has more now than when it was kept. `stop_here`: the job may stop at it.
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
         `is_alone`: there are no other ranks.
         """
@@ -136,7 +139,9 @@ class Loops:
             self._samples,
             is_alone=is_alone,
             is_clean=is_clean,
+            stop=stop_here,
             after=after_tail,
+            keep_again=keep_again,
         )
         self._running: object = None  # the loop over epochs that has yielded last
         self._ended = 0  # epochs that a loop of this process has gone through
@@ -484,7 +489,7 @@ class Loops:
             return self.step >= self._steps_of_run
         is_one_step = not self.loaders and self._left > 0
         last = self._steps_of_epoch or self.position.batch_num or int(is_one_step)
-        is_over = self._loaders.is_at_end_of_epoch() or 0 < last <= self.step_in_epoch
+        is_over = self._loaders.at_end_of_epoch()[0] or 0 < last <= self.step_in_epoch
         if not is_over:
             return False
         return not is_tail_over or self.epoch >= self._left > 0
