@@ -12,7 +12,6 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from mindx_elastic.capture.components import (
     ModuleComponent,
-    OptimizerComponent,
     PlainComponent,
     component_for,
     unwrap_module,
@@ -205,34 +204,6 @@ def test_what_a_checkpoint_cannot_hold_is_named() -> None:
     component = ModuleComponent("model", module)
     with pytest.raises(UnsupportedStateError, match=r"model\.table: sparse tensor"):
         flatten({"model": component.state()})
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"n": 0, "seen": []}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-@pytest.mark.parametrize(
-    ("target", "kind"),
-    [
-        (nn.Linear(1, 1), ModuleComponent),
-        (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), OptimizerComponent),
-        (Counter(), PlainComponent),
-    ],
-)
-def test_each_object_gets_its_component(target: object, kind: type) -> None:
-    assert type(component_for("x", target)) is kind
-
-
-def test_an_object_without_state_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"meter is a list_iterator without state_dict\(\) and load_state_dict\(\)"):
-        component_for("meter", iter([]))
 
 
 def resumed(trained: ModuleComponent, module: nn.Module) -> ModuleComponent:

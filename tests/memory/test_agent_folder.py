@@ -52,8 +52,8 @@ def test_orders_are_numbered_and_replace_each_other(tmp_path: Path) -> None:
     assert [path.name for path in folder.path.iterdir()] == ["agent.json"]
 
 
-@pytest.mark.parametrize("planted", ["wide", "link", "file"])
-def test_a_place_of_somebody_else_is_passed_over(
+@pytest.mark.parametrize("planted", ["wide", "link", "file", "no shared memory"])
+def test_a_place_that_cannot_be_used_is_passed_over(
     tmp_path: Path, planted: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`mkdir /dev/shm/mindx-elastic-0` by anybody must not stop root's agents."""
@@ -63,23 +63,13 @@ def test_a_place_of_somebody_else_is_passed_over(
     elif planted == "link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         place.symlink_to("elsewhere")
-    else:
+    elif planted == "file":
         place.write_text("")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
-    folder = AgentFolder(tmp_path)
+    folder = AgentFolder(tmp_path / "missing" if planted == "no shared memory" else tmp_path)
     assert folder.path.parent == user_folder(tmp_path / "temporary")
     assert caplog.text.count("cannot be used") == 1
-    folder.remove()
-
-
-def test_without_shared_memory_it_lies_in_the_temporary_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    folder = AgentFolder(tmp_path / "missing")
-    assert folder.path.parent == user_folder(tmp_path)
-    assert "cannot be used" in caplog.text
     folder.remove()
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,18 +26,6 @@ from mindx_elastic.memory.memory_files import OwnState, own_states
 from tests.persist.states import assert_same
 
 RUN = "20260102T030405-abcdef01"
-_WRITER = """
-import sys
-from pathlib import Path
-from mindx_elastic.memory.boundaries import BoundaryRing
-ring = BoundaryRing(Path(sys.argv[1]), "run", 1 << 20)
-step = 0
-while True:
-    step += 1
-    ring.write(0, step, bytes([step % 256]) * (1 << 20), forecast=step % 2 == 0)
-    if step == 8:
-        print("WRITING", flush=True)
-"""
 
 
 def write(ring: BoundaryRing, step: int, *, attempt: int = 0, forecast: bool = False, trusted: bool = True) -> None:
@@ -122,28 +107,6 @@ def test_a_write_that_was_cut_off_costs_the_oldest_record_only(
     again = BoundaryRing(path, RUN, 64)
     write(again, 5)
     assert facts(read_ring(path))[:3] == [(0, step, False) for step in (5, 4, 3)]
-
-
-@pytest.mark.drill
-def test_a_process_that_is_killed_while_it_writes(path: Path) -> None:
-    for _ in range(5):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-        )
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "WRITING\n"
-        finally:
-            process.kill()
-            process.stdout.close()
-        assert process.wait() == -signal.SIGKILL
-        records = read_ring(path)
-        boundaries = [record.step for record in records if not record.forecast]
-        assert len(boundaries) >= 3, "only the place that was being written is lost"
-        for record in records:
-            assert record.content == bytes([record.step % 256]) * (1 << 20)
-            assert record.forecast == (record.step % 2 == 0)
-        path.unlink()
 
 
 @pytest.mark.parametrize("at", ["content", "length", "sequence", "digest"])
