@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from mindx_elastic.capture.components import OptimizerComponent, PlainComponent
 from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.graph_replays import GraphReplays
 from mindx_elastic.capture.hidden_changes import HiddenChanges
@@ -26,12 +27,13 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.checks.checks import FIRST_LOOKS
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.unreduced import UnreducedUpdates
 from mindx_elastic.guard.opening import Opening
-from mindx_elastic.guard.trial_packing import pack_for_trial
+from mindx_elastic.persist.flatten import flatten
 
 __all__ = ["Boundaries"]
 
@@ -146,13 +148,32 @@ class Boundaries:
         if self.is_look and self._hooks.watched:
             self._hooks.look()
         if number == 1 or (self.is_look and number > FIRST_LOOKS):  # most optimizers have a state from their first step
-            pack_for_trial(self._collector, self._unmanaged, refuses=number == 1)
+            self._pack_for_trial(refuses=number == 1)
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
         self._window.at_boundary(position.step, self.hidden.sample)
         if self.look_for_not_kept is not None and (names := self.look_for_not_kept()) is not None:
             self.look_for_not_kept = None
             self._hear_not_kept(names)
+
+    def _pack_for_trial(self, *, refuses: bool) -> None:
+        """Make all of a file but its bytes: what no checkpoint can hold is found here, and not at the stop. `refuses`:
+        else it warns, since to refuse late would throw away the steps that were done."""
+        collector = self._collector
+        try:
+            for component in collector.components.values():
+                if isinstance(component, (OptimizerComponent, PlainComponent)):
+                    component.check()
+            with collector.devices.reading():
+                flatten(collector.state())
+            collector.layout()
+        except UnsupportedStateError as error:
+            if refuses:
+                remedy = 'With unmanaged="warn" the training goes on, and no step of it can be saved'
+                self._unmanaged.certain(f"no checkpoint can hold {error}", remedy)
+            else:
+                remedy = "Take it out of what the guard keeps, or keep it as tensors, numbers and texts"
+                self._unmanaged.risk(f"no step can be saved any more: no checkpoint can hold {error}", remedy)
 
     def _tell_of_compiled(self) -> None:
         if found := self._collector.compiled.look():

@@ -94,7 +94,7 @@ class FewerRanks:
             handle = register_optimizer_step_pre_hook(_only(named, self._check_window))
             told = f"they stand in for all {full}, and accumulate over more batches: the global batch stays"
         else:
-            handle = register_optimizer_step_post_hook(_only(named, self._put_back))
+            handle = register_optimizer_step_post_hook(_only(named, lambda optimizer: self._put_back(id(optimizer))))
             self._scales = _only(named, self._scale)
             told = f"each update takes the learning rate times {world_size}/{full}"
         stack.callback(handle.remove)
@@ -150,10 +150,10 @@ class FewerRanks:
     def end_step(self) -> None:
         """At a step's end, and the guard's: put back what an ``optimizer.step()`` that was cut off has left scaled."""
         for key in list(self._scaled):
-            self._put_back_of(key)
+            self._put_back(key)
 
     def _scale(self, optimizer: torch.optim.Optimizer) -> None:
-        self._put_back(optimizer)
+        self._put_back(id(optimizer))
         scaled = []
         for group in optimizer.param_groups:
             if "lr" in group:
@@ -162,10 +162,7 @@ class FewerRanks:
                 scaled.append((group, own, group["lr"]))
         self._scaled[id(optimizer)] = scaled
 
-    def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        self._put_back_of(id(optimizer))
-
-    def _put_back_of(self, key: int) -> None:
+    def _put_back(self, key: int) -> None:
         for group, own, scaled in self._scaled.pop(key, ()):
             if group["lr"] is scaled:
                 group["lr"] = own

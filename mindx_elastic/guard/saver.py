@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,7 +85,9 @@ class Saver:
         """Numbers for every file's header."""
         self.newest_step = 0
         """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
-        self._meter = _SaveMeter()
+        self._page = StatusPage()
+        """What saves have cost this process and brought it, for `agent.metrics`."""
+        self._nbytes = self._stall_ns = 0
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
@@ -141,7 +141,7 @@ class Saver:
             self.coordinates |= dict(zip(_BASE, (resumed.attempt, resumed.step), strict=True))
             self.newest_step = resumed.step
         self._first_save, self._mirror, self.together = first_save, mirror, together
-        self._meter.page = page or self._meter.page
+        self._page = page or self._page
         self._gone, self._keep_in_memory = gone, keep_in_memory
 
     def folder(self, directory: Path) -> Path:
@@ -218,8 +218,12 @@ class Saver:
         With ``policy.asynchronous`` only the copy to host memory happens here; a failure shows up in the log and the
         events.
         """
-        with self._meter.holding():
+        began = time.monotonic_ns()
+        try:
             return self._save_periodic(policy)
+        finally:
+            self._stall_ns += time.monotonic_ns() - began
+            self._page.set(stall_ns=self._stall_ns)
 
     def _save_periodic(self, policy: PeriodicPolicy) -> bool:
         position = self.collector.position
@@ -441,7 +445,8 @@ class Saver:
         )
         if info.resumable:
             self.newest = (info.step, result.path)
-            self._meter.note(info.step, result.nbytes)
+            self._nbytes += result.nbytes
+            self._page.set(durable_step=info.step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
         if self._mirror is not None and not dying:
             self._mirror.submit(result.path, info.step)
         return result
@@ -508,30 +513,3 @@ def _with_small(flat: Flat, small: Mapping[int, bytes]) -> Flat:
         return flat
     tree, tensors = flatten({NEIGHBOURS: {str(rank): packed for rank, packed in small.items()}})
     return {**flat[0], **tree}, {**flat[1], **tensors}
-
-
-class _SaveMeter:
-    """What saves have cost this process and brought it, told to the agent on the status page, for `agent.metrics`. Any
-    thread."""
-
-    def __init__(self) -> None:
-        self.page = StatusPage()
-        self._lock = threading.Lock()
-        self._nbytes = self._stall_ns = 0
-
-    def note(self, step: int, nbytes: int) -> None:
-        """A file that a start can go on from is on the disk."""
-        with self._lock:
-            self._nbytes += nbytes
-            self.page.set(durable_step=step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
-
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Inside, the training thread makes a save and not a step."""
-        began = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._stall_ns += time.monotonic_ns() - began
-                self.page.set(stall_ns=self._stall_ns)

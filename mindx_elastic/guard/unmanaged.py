@@ -49,14 +49,14 @@ class Unmanaged:
         `what`: a sentence without its full stop that names the thing. `remedy`: the line to write. `saves`: the state
         of the last boundary is whole, and the corrected program goes on from it: saved as at any exception.
         """
-        if self._refuses and saves:
-            error = UnmanagedStateError(f"{what}. {remedy}")
-            error.saves = True
-            raise error
-        if self._refuses:
-            self._refusal, self.has_refused = f"{what}. {remedy}", True
-            raise UnmanagedStateError(self._refusal)
-        self.risk(what, remedy)
+        if not self._refuses:
+            self.risk(what, remedy)
+            return
+        error = UnmanagedStateError(f"{what}. {remedy}")
+        error.saves = saves
+        if not saves:
+            self._refusal, self.has_refused = str(error), True
+        raise error
 
     def risk(self, what: str, remedy: str) -> None:
         """A resumed run may differ: warns once."""
