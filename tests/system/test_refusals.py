@@ -47,7 +47,7 @@ def test_an_error_of_one_rank_at_entry_is_raised_on_all(tmp_path: Path) -> None:
     script, env = Path(__file__).parents[1] / "jobs" / "unmanaged.py", {"MINDX_ARENA_DIR": str(shm)}
     with start_job("ranks.py", 2, script, tmp_path, "entry", 12, env=env) as job:
         assert job.wait() != 0
-    said = 'UnmanagedStateError: (rank 1: )?optimizer "opt" trains 1 parameter that none of the guard'
+    said = 'UnmanagedStateError: (rank 1: )?optimizer "optimizer" trains 1 parameter that none of the guard'
     assert len(job.matches(said)) == 2, job.report()
     assert not job.matches("READY") and files(tmp_path) == []
     assert not [path for path in shm.rglob("*") if path.is_file()], "nothing is kept where there is nothing"

@@ -365,7 +365,9 @@ def _program_modules() -> list[types.ModuleType]:
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
     # By the package first: most of the two thousand are torch's.
-    names = [name for name in list(sys.modules) if not is_library(name.partition(".")[0]) and not is_library(name)]
+    roots = {name.partition(".")[0] for name in list(sys.modules)} - _CLOSED
+    own = {root for root in roots if not is_library(root)}
+    names = [name for name in list(sys.modules) if name.partition(".")[0] in own and not is_library(name)]
     for module in map(sys.modules.get, names):
         if module is None or type(module) is not types.ModuleType or module is main:
             continue
