@@ -167,7 +167,7 @@ def _measure_dcp(_mode: str, ranks: int, tensors: int, _faults: int) -> dict[str
     items: list[list[Any]] = [[] for _ in range(ranks)]
     for spec in (spec for strategy in make_strategies("fsdp", ranks, tensors) for spec in strategy.tensors):
         for shard, holders in enumerate(spec.layout.holders):
-            (box,) = spec.layout.boxes(spec.shape, shard)
+            box = spec.layout.box(spec.shape, shard)
             chunk = ChunkStorageMetadata(
                 offsets=torch.Size(low for low, _ in box), sizes=torch.Size(high - low for low, high in box)
             )

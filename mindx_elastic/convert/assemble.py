@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mindx_elastic.convert.mapped import Scratch
-from mindx_elastic.core.layout import Box, Layout, local_places
+from mindx_elastic.core.layout import Box, Layout
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError, UsageError
 
@@ -124,8 +124,7 @@ def assemble(
     whole = scratch.empty(shape, first.dtype)  # bounded: all its parts are there
     for number, found in enumerate(parts):
         if found is not None:
-            for box, local in local_places(layout.segments(shape, number)):
-                whole[_slices(box)] = found[_slices(local)]
+            whole[_slices(layout.box(shape, number))] = found
     return whole
 
 

@@ -5,19 +5,18 @@ hand. What each rank holds is computed from the mesh and not stored, so that tho
 
 A split follows ``torch.chunk``: pieces of ``ceil(n / parts)``, the last ones shorter or empty. Mesh dimensions split a
 tensor from left to right, except for ``_StridedShard``: its split factor is the number of pieces that dimensions to its
-right have made *before* it (FSDP2 around tensor parallel), so those go first. On an uneven dimension torch's own
-reading of such a placement (left to right, pieces put together again) can differ from what FSDP2 holds; ours is what
-FSDP2 holds.
+right have made *before* it (FSDP2 around tensor parallel), so those go first. A shard is one box of the tensor. On an
+uneven dimension torch's own reading of such a placement (left to right, pieces put together again) can differ from what
+FSDP2 holds; ours is what FSDP2 holds.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 from mindx_elastic.errors import UsageError
@@ -30,7 +29,6 @@ __all__ = [
     "Layout",
     "Placement",
     "Shard",
-    "local_places",
     "overlap",
     "parse_placement",
 ]
@@ -46,8 +44,6 @@ _STRIDED = re.compile(
 )
 MAX_MESH_DIMS = 16
 MAX_RANKS = 1 << 18
-MAX_SPLIT_FACTOR = 1 << 16
-"""Of all mesh dimensions together: into so many pieces a tensor is cut at most."""
 _MAX_NAME = 256
 
 
@@ -116,7 +112,9 @@ class Layout:
     ranks: Sequence[int] = ()
     """Empty: 0, 1, ... A range or a tuple."""
     mesh_dim_names: tuple[str, ...] = field(default=(), compare=False)
-    """For people, and to scale a mesh by name."""
+    """For people."""
+    split_orders: Mapping[int, Sequence[int]] = field(init=False, compare=False, repr=False)
+    """For each dimension of the tensor that is split the mesh dimensions that do it, in the order in which they do."""
 
     def __post_init__(self) -> None:
         shape = tuple(self.mesh_shape)
@@ -126,10 +124,8 @@ class Layout:
         if len(placements) != len(shape):
             raise UsageError(f"{len(placements)} placements for a mesh of {len(shape)} dimensions")
         for placement in placements:
-            if not 1 <= placement.split_factor <= MAX_SPLIT_FACTOR or (placement.dim is not None and placement.dim < 0):
+            if placement.split_factor < 1 or (placement.dim is not None and placement.dim < 0):
                 raise UsageError(f"placement {placement}: dimensions count from 0, split factors from 1")
-        if math.prod(placement.split_factor for placement in placements) > MAX_SPLIT_FACTOR:
-            raise UsageError(f"placements {[str(p) for p in placements]!s:.200} cut a tensor into too many pieces")
         size = math.prod(shape)
         if size > MAX_RANKS:
             raise UsageError(f"mesh shape {shape!r:.80} has {size} ranks; {MAX_RANKS} at most")
@@ -148,6 +144,7 @@ class Layout:
         if names and len(names) != len(shape):
             raise UsageError(f"{len(names)} names for a mesh of {len(shape)} dimensions")
         object.__setattr__(self, "mesh_dim_names", names)
+        object.__setattr__(self, "split_orders", self._split_orders())
 
     # --- who holds what ---
 
@@ -204,36 +201,25 @@ class Layout:
 
     # --- which part of a tensor a shard is ---
 
-    def boxes(self, shape: Sequence[int], shard: int) -> list[Box]:
-        """The parts of a tensor of global `shape` that `shard` consists of, in the order of its own memory.
-
-        A ``_StridedShard`` in a mesh without the splits that it refers to has several; an empty shard has none.
-        """
-        return [box for box in product(*self.segments(shape, shard)) if all(stop > start for start, stop in box)]
-
-    def segments(self, shape: Sequence[int], shard: int) -> list[list[Interval]]:
-        """For each dimension of the tensor the intervals that `shard` holds; its memory is their grid.
+    def box(self, shape: Sequence[int], shard: int) -> Box:
+        """The part of a tensor of global `shape` that `shard` is; perhaps an empty one.
 
         Raises UsageError when the layout splits a dimension that the tensor does not have.
         """
-        split = {self.placements[i].dim for i in self.splitting}
-        if max((dim for dim in split if dim is not None), default=-1) >= len(shape):
+        if max(self.split_orders, default=-1) >= len(shape):
             raise UsageError(f"{self} splits a dimension that a tensor of shape {list(shape)} does not have")
-        return [
-            self.intervals(int(size), dim, shard) if dim in split else [(0, int(size))]
-            for dim, size in enumerate(shape)
-        ]
-
-    def intervals(self, size: int, dim: int, shard: int) -> list[Interval]:
-        """What `shard` holds along dimension `dim` of a tensor that has `size` there."""
-        coordinate, found = self._coordinate(shard), [(0, size)]
-        for mesh_dim, factor in self._orders.get(dim, ()):
-            found = _take(found, coordinate[mesh_dim], self.mesh_shape[mesh_dim], factor)
-        return found
+        coordinate, found = self._coordinate(shard), []
+        for dim, size in enumerate(shape):
+            start, stop = 0, int(size)
+            for mesh_dim in self.split_orders.get(dim, ()):
+                first, last = _chunk(stop - start, coordinate[mesh_dim], self.mesh_shape[mesh_dim])
+                start, stop = start + first, start + last
+            found.append((start, stop))
+        return tuple(found)
 
     def local_shape(self, shape: Sequence[int], shard: int) -> tuple[int, ...]:
         """Shape of what a rank with `shard` holds."""
-        return tuple(sum(stop - start for start, stop in each) for each in self.segments(shape, shard))
+        return tuple(stop - start for start, stop in self.box(shape, shard))
 
     def global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
         """The whole tensor's, where all shards are of equal size."""
@@ -254,25 +240,20 @@ class Layout:
             shard, found[i] = divmod(shard, self.mesh_shape[i])
         return found
 
-    @cached_property
-    def _orders(self) -> Mapping[int, list[tuple[int, int]]]:
-        dims = {dim for i in self.splitting if (dim := self.placements[i].dim) is not None}
-        return {dim: self._split_order(dim) for dim in dims}
-
-    def _split_order(self, dim: int) -> list[tuple[int, int]]:
-        """Mesh dimensions that split `dim`, in the order in which they do, and the factor that is left to obey."""
-        order: list[tuple[int, int]] = []
-        for i in reversed([i for i in self.splitting if self.placements[i].dim == dim]):
-            factor, before = self.placements[i].split_factor, 0
-            made = 1
+    def _split_orders(self) -> Mapping[int, Sequence[int]]:
+        """Raises UsageError for a ``_StridedShard`` without the splits that it speaks of."""
+        orders: dict[int, list[int]] = {}
+        for i in reversed(self.splitting):
+            dim, factor = self.placements[i].dim, self.placements[i].split_factor
+            assert dim is not None
+            order, before, made = orders.setdefault(dim, []), 0, 1
             while made < factor and before < len(order):
-                made *= self.mesh_shape[order[before][0]]
+                made *= self.mesh_shape[order[before]]
                 before += 1
-            if made == factor:
-                order.insert(before, (i, 1))
-            else:  # the mesh does not have those splits: pieces of pieces, as in torch
-                order.insert(0, (i, factor))
-        return order
+            if made != factor:
+                raise UsageError(f"{self}: no other splits of dimension {dim} make {factor} pieces first")
+            order.insert(before, i)
+        return orders
 
     # --- text ---
 
@@ -319,36 +300,10 @@ def _as_range(ranks: Sequence[int]) -> Sequence[int]:
     return consecutive if tuple(consecutive) == tuple(ranks) else tuple(ranks)
 
 
-def _take(segments: list[Interval], part: int, parts: int, factor: int) -> list[Interval]:
-    """What `part` of `parts` gets of `segments` laid end to end; with `factor`, of each of that many pieces of them."""
-    if factor == 1:
-        return _cut(segments, *_chunk(_length(segments), part, parts))
-    found: list[Interval] = []
-    for piece in range(factor):
-        inner = _cut(segments, *_chunk(_length(segments), piece, factor))
-        found += _cut(inner, *_chunk(_length(inner), part, parts))
-    return found
-
-
-def _length(segments: Sequence[Interval]) -> int:
-    return sum(stop - start for start, stop in segments)
-
-
 def _chunk(length: int, part: int, parts: int) -> Interval:
     """As ``torch.chunk``, with empty pieces at the end."""
     size = -(-length // parts)
     return min(part * size, length), min((part + 1) * size, length)
-
-
-def _cut(segments: Sequence[Interval], first: int, last: int) -> list[Interval]:
-    """Elements [first, last) of `segments` laid end to end."""
-    found, done = [], 0
-    for start, stop in segments:
-        low, high = max(first - done, 0), min(last - done, stop - start)
-        if low < high:
-            found.append((start + low, start + high))
-        done += stop - start
-    return found
 
 
 def overlap(one: Box, other: Box) -> Box | None:
@@ -360,16 +315,3 @@ def overlap(one: Box, other: Box) -> Box | None:
             return None
         found.append((low, high))
     return tuple(found)
-
-
-def local_places(segments: Sequence[Sequence[Interval]]) -> Iterator[tuple[Box, Box]]:
-    """Each box of a shard: its place in the whole tensor, and its place in the shard's own memory."""
-    places = []
-    for each in segments:
-        done, row = 0, []
-        for start, stop in each:
-            row.append(((start, stop), (done, done + stop - start)))
-            done += stop - start
-        places.append([entry for entry in row if entry[0][1] > entry[0][0]])
-    for combination in product(*places):
-        yield tuple(whole for whole, _ in combination), tuple(local for _, local in combination)

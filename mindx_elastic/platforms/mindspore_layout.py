@@ -207,7 +207,7 @@ def fields_of(spec: TensorSpec, stage_size: int) -> Fields | None:
     """MindSpore's fields for a tensor; None where they cannot say how it is laid out."""
     layout = spec.layout
     orders = split_orders(layout)
-    if orders is None or not _stands_alone(layout, stage_size):
+    if not _stands_alone(layout, stage_size):
         return None
     # One entry for each dimension, also for those behind the last that is split: MindSpore compares the numbers.
     num_dims = spec.num_dims or len(spec.shape)
@@ -236,20 +236,10 @@ def _stands_alone(layout: Layout, stage_size: int) -> bool:
     return isinstance(layout.ranks, range) and layout.size == stage_size and layout.ranks.start % stage_size == 0
 
 
-def split_orders(layout: Layout) -> Orders | None:
+def split_orders(layout: Layout) -> Orders:
     """For each dimension of the tensor, up to the last that is split, the mesh dimensions that split it, outermost cut
-    first. None where a ``_StridedShard`` stands without the splits that it speaks of."""
-    dims = [layout.placements[m].dim or 0 for m in layout.splitting]
-    orders: Orders = [[] for _ in range(1 + max(dims, default=-1))]
-    for m in reversed(layout.splitting):
-        order, before, made = orders[layout.placements[m].dim or 0], 0, 1
-        while made < layout.placements[m].split_factor and before < len(order):
-            made *= layout.mesh_shape[order[before]]
-            before += 1
-        if made != layout.placements[m].split_factor:
-            return None
-        order.insert(before, m)
-    return orders
+    first."""
+    return [list(layout.split_orders.get(dim, ())) for dim in range(1 + max(layout.split_orders, default=-1))]
 
 
 def _candidates(mesh: tuple[int, ...], orders: Orders) -> Iterator[Fields]:

@@ -429,14 +429,14 @@ class _Assignment:
         if wanted.is_marker or not specs:
             return []
         spec = next((each for each in specs if each.layout == wanted.layout), specs[0])
-        mine = wanted.layout.boxes(wanted.shape, shard)
+        mine = wanted.layout.box(wanted.shape, shard)
         related = [spec, *self._states.get(spec.name, ())]
         found = []
         for each in related:
             for part in range(each.layout.num_shards):
-                theirs = each.layout.boxes(each.shape, part)
-                alike = each.shape == wanted.shape
-                if theirs and mine and (not alike or any(overlap(a, b) is not None for a in theirs for b in mine)):
+                theirs = each.layout.box(each.shape, part)
+                common = overlap(mine, theirs if each.shape == wanted.shape else mine)
+                if common is not None and overlap(theirs, theirs) is not None:
                     found.append((each.layout, part))
         return found
 

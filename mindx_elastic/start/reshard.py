@@ -22,7 +22,7 @@ import torch
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.capture.parameter_names import grouped
 from mindx_elastic.core.division import Divided, Piece, piece_name
-from mindx_elastic.core.layout import REPLICATE, Box, Interval, Layout, local_places, overlap
+from mindx_elastic.core.layout import REPLICATE, Box, Layout, overlap
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.strategy import TensorSpec, global_name
@@ -54,8 +54,7 @@ class Parts:
         self._open: dict[str, tuple[_PartFile, ExitStack]] = {}
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mindx-persist-read")
         # A network has few different shapes. Layouts by id: those of thousands of ranks take long to hash.
-        self._segments: dict[tuple[int, tuple[int, ...], int], list[list[Interval]]] = {}
-        self._places: dict[tuple[int, tuple[int, ...], int], list[tuple[Box, Box]]] = {}
+        self._boxes: dict[tuple[int, tuple[int, ...], int], Box] = {}
 
     def __enter__(self) -> Parts:
         return self
@@ -93,25 +92,22 @@ class Parts:
     def tensor(self, spec: TensorSpec, layout: Layout, rank: int) -> torch.Tensor:
         """What `rank` holds of the tensor `spec` under `layout`, filled after `finish`. Raises MismatchError for
         missing elements."""
-        segments = self._segments_of(layout, spec.shape, layout.shard_of(rank))
-        shape = tuple(sum(stop - start for start, stop in each) for each in segments)
+        mine = self._box_of(layout, spec.shape, layout.shard_of(rank))
+        shape = tuple(stop - start for start, stop in mine)
         out: torch.Tensor | None = None
         missing = math.prod(shape)
-        places = list(local_places(segments))
         for shard in self._shards(spec, layout, rank):
-            for whole, theirs in self._places_of(spec.layout, spec.shape, shard):
-                for wanted, place in places:
-                    common = overlap(whole, wanted) if spec.shape else ()
-                    if common is None:
-                        continue
-                    fact = next(self.plan.holders(spec.layout, shard, self.reader))
-                    if out is None:
-                        out = torch.empty(shape, dtype=self.file(fact).dtype(spec), device="cpu")
-                    inside = _shift(common, whole, theirs)
-                    target = out[tuple(slice(a, b) for a, b in _shift(common, wanted, place))]
-                    self._read(fact, spec, inside, target)
-                    missing -= target.numel()
-            if not missing and out is not None:
+            theirs = self._box_of(spec.layout, spec.shape, shard)
+            common = overlap(theirs, mine)
+            if common is None:
+                continue
+            fact = next(self.plan.holders(spec.layout, shard, self.reader))
+            if out is None:
+                out = torch.empty(shape, dtype=self.file(fact).dtype(spec), device="cpu")
+            target = out[tuple(slice(a, b) for a, b in _inside(common, mine))]
+            self._read(fact, spec, _inside(common, theirs), target)
+            missing -= target.numel()
+            if not missing:
                 break
         if out is None:  # an empty shard still needs the right type
             out = torch.empty(shape, dtype=self._any_file(spec).dtype(spec), device="cpu")
@@ -146,24 +142,15 @@ class Parts:
         old = spec.layout
         if rank in old:
             shard = old.shard_of(rank)
-            if self._segments_of(old, spec.shape, shard) == self._segments_of(
-                layout, spec.shape, layout.shard_of(rank)
-            ):
+            if self._box_of(old, spec.shape, shard) == self._box_of(layout, spec.shape, layout.shard_of(rank)):
                 return [shard]
         return range(old.num_shards)
 
-    def _segments_of(self, layout: Layout, shape: tuple[int, ...], shard: int) -> list[list[Interval]]:
+    def _box_of(self, layout: Layout, shape: tuple[int, ...], shard: int) -> Box:
         key = (id(layout), shape, shard)
-        if key not in self._segments:
-            self._segments[key] = layout.segments(shape, shard)
-        return self._segments[key]
-
-    def _places_of(self, layout: Layout, shape: tuple[int, ...], shard: int) -> list[tuple[Box, Box]]:
-        """The boxes of a shard, in the whole tensor and in the shard."""
-        key = (id(layout), shape, shard)
-        if key not in self._places:
-            self._places[key] = list(local_places(self._segments_of(layout, shape, shard)))
-        return self._places[key]
+        if key not in self._boxes:
+            self._boxes[key] = layout.box(shape, shard)
+        return self._boxes[key]
 
     def any_state(self, component: str, name: str, specs: Sequence[TensorSpec]) -> tuple[_PartFile, Any]:
         """A file whose optimizer has parameter `name`, and the tree of its state; None: it had no state (yet). Raises
@@ -280,10 +267,9 @@ class _States:
         """The tensors in it that were DTensors."""
 
 
-def _shift(common: Box, whole: Box, place: Box) -> Box:
-    """Translate `common`, a part of `whole`, to its place in a tensor that has `whole` at `place`."""
-    moves = [to - first for (first, _), (to, _) in zip(whole, place, strict=True)]
-    return tuple((start + move, stop + move) for (start, stop), move in zip(common, moves, strict=True))
+def _inside(common: Box, whole: Box) -> Box:
+    """Where `common`, a part of `whole`, is in a tensor that has just that."""
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(common, whole, strict=True))
 
 
 def assemble(plan: ResumePlan, share: RankPlan, blueprint: Blueprint, trust: Trust | None = None) -> Checkpoint:

@@ -81,4 +81,4 @@ def _equal_boxes(one: TensorSpec, other: TensorSpec) -> bool:
         return False
     if not a.splitting and not b.splitting:
         return True
-    return all(a.segments(one.shape, a.shard_of(rank)) == b.segments(one.shape, b.shard_of(rank)) for rank in a.ranks)
+    return all(a.box(one.shape, a.shard_of(rank)) == b.box(one.shape, b.shard_of(rank)) for rank in a.ranks)

@@ -107,9 +107,8 @@ def write_rank(
 
 def part(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     """What `rank` holds of `tensor`, by way of index lists (not as the code under test does it)."""
-    for dim, each in enumerate(layout.segments(tuple(tensor.shape), layout.shard_of(rank))):
-        chosen = [i for start, stop in each for i in range(start, stop)]
-        tensor = tensor.index_select(dim, torch.tensor(chosen, dtype=torch.long))
+    for dim, (start, stop) in enumerate(layout.box(tuple(tensor.shape), layout.shard_of(rank))):
+        tensor = tensor.index_select(dim, torch.arange(start, stop))
     return tensor
 
 

@@ -25,6 +25,7 @@ from mindx_elastic.platforms.strategy_file import (
     save_strategy,
 )
 from tests.platforms.wire import bytes_field, layout_item, number_field, strategy_item, strategy_map
+from tests.start.strategies import draw_placements
 
 both_forms = pytest.mark.parametrize("name", ["s.pb", "s.ckpt", "s.json"])
 
@@ -152,12 +153,7 @@ def some_strategy(draw: st.DrawFn) -> Strategy:
         if draw(st.booleans()):
             ranks = draw(st.permutations(ranks))
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-        placements = []
-        for _ in mesh:
-            dim = draw(st.sampled_from([None, *range(len(shape))]))
-            factor = draw(st.integers(1, 4))
-            placements.append("R" if dim is None else f"_S({dim},{factor})")
-        layout = Layout(tuple(mesh), tuple(placements), ranks[: math.prod(mesh)])  # type: ignore[arg-type]
+        layout = Layout(tuple(mesh), draw_placements(draw, mesh, len(shape)), ranks[: math.prod(mesh)])
         specs.append(TensorSpec(draw(st.sampled_from(["w", "a-b", "3-c", "ä\n"])) + str(number), shape, layout, "F16"))
     return Strategy(world_size, tuple(specs))
 
@@ -174,7 +170,7 @@ def test_any_strategy_comes_back(tmp_path_factory: pytest.TempPathFactory, name:
         for rank in old.layout.ranks:
             match = next(spec for spec in found.by_name[old.name] if rank in spec.layout)
             shard, other = old.layout.shard_of(rank), match.layout.shard_of(rank)
-            assert old.layout.boxes(old.shape, shard) == match.layout.boxes(match.shape, other)
+            assert old.layout.box(old.shape, shard) == match.layout.box(match.shape, other)
         assert new.dtype == "F16"
 
 
@@ -201,7 +197,7 @@ def test_mindspores_fields_alone_give_the_same_boxes(
         assert not spec.shape or spec.shape == old.shape
         for rank in old.layout.ranks:
             shard, other = old.layout.shard_of(rank), spec.layout.shard_of(rank)
-            assert old.layout.boxes(old.shape, shard) == spec.layout.boxes(old.shape, other)
+            assert old.layout.box(old.shape, shard) == spec.layout.box(old.shape, other)
 
 
 # --- MindSpore's own, made by hand ---
@@ -230,7 +226,7 @@ def test_golden_bytes_of_mindspore(tmp_path: Path) -> None:
         "table": ((10,), "[m0=2:R, m1=4:S(0)]", range(8)),
     }
     (bias,) = found.by_name["dense.bias"]
-    assert bias.layout.boxes((16,), bias.layout.shard_of(1)) == [((8, 10),)]
+    assert bias.layout.box((16,), bias.layout.shard_of(1)) == ((8, 10),)
     whole = with_shapes(found, {"dense.weight": (4, 7), "dense.bias": (2,)})
     assert (whole.by_name["dense.weight"][0].shape, whole.by_name["dense.bias"][0].shape) == ((16, 7), (16,))
     again = load_strategy(save_strategy(tmp_path / "again.ckpt", found))

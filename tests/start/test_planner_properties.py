@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from itertools import product
 from typing import Any
 
 import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.core.layout import Box, Layout, Placement, local_places, overlap
+from mindx_elastic.core.layout import Box, Layout, Placement, overlap
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.start.facts import DYING_KINDS, FileFact, RankPlan, Refusal, ResumePlan, World
 from mindx_elastic.start.planner import NEAR, plan_resume
@@ -212,15 +211,9 @@ def read(contents: Mapping[str, Mapping[str, Numbers]], file: FileFact, name: st
     return contents[file.path][name]
 
 
-def at(box: Box, start: Box) -> tuple[slice, ...]:
-    return tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(box, start, strict=True))
-
-
-def moved(box: Box, whole: Box, local: Box) -> tuple[slice, ...]:
-    """`box`, a part of `whole`, in the memory where `whole` lies at `local`."""
-    return tuple(
-        slice(low - w + m, high - w + m) for (low, high), (w, _), (m, _) in zip(box, whole, local, strict=True)
-    )
+def inside(box: Box, whole: Box) -> tuple[slice, ...]:
+    """`box`, a part of `whole`, in the memory that has just that."""
+    return tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(box, whole, strict=True))
 
 
 def assemble(plan: ResumePlan, spec: TensorSpec, reader: int, get: Callable[[FileFact, str], Numbers]) -> Numbers:
@@ -228,18 +221,16 @@ def assemble(plan: ResumePlan, spec: TensorSpec, reader: int, get: Callable[[Fil
     (source,) = plan.source.by_name[spec.name]
     shard = spec.layout.shard_of(reader)
     memory: Numbers = np.full(spec.layout.local_shape(spec.shape, shard), -1)
-    wanted = list(local_places(spec.layout.segments(spec.shape, shard)))
+    mine = spec.layout.box(spec.shape, shard)
     for old_shard in range(source.layout.num_shards):
-        there = list(local_places(source.layout.segments(spec.shape, old_shard)))
-        for (new_whole, new_local), (old_whole, old_local) in product(wanted, there):
-            common = overlap(new_whole, old_whole)
-            if common is None:
-                continue
-            file = next(plan.holders(source.layout, old_shard, reader))
-            assert file.moment == plan.moment
-            assert file.seen_by(reader)
-            part = get(file, spec.name)[moved(common, old_whole, old_local)]
-            memory[moved(common, new_whole, new_local)] = part
+        theirs = source.layout.box(spec.shape, old_shard)
+        common = overlap(mine, theirs)
+        if common is None:
+            continue
+        file = next(plan.holders(source.layout, old_shard, reader))
+        assert file.moment == plan.moment
+        assert file.seen_by(reader)
+        memory[inside(common, mine)] = get(file, spec.name)[inside(common, theirs)]
     return memory
 
 
