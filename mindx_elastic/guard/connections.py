@@ -75,7 +75,7 @@ class Connections:
         copies = RedundancySettings.from_env().with_copies(redundancy)
         self._nodes = NodesPart(copies, ranks, store_host())
         self.mirror: Mirror | None = None
-        """Keeps copies of the files on other nodes; None without redundancy."""
+        """Keeps copies of the files on other nodes, and carries them between these; None without redundancy."""
 
     def parts(self) -> list[Part]:
         """Its parts of the first meeting."""
@@ -113,11 +113,6 @@ class Connections:
         """Where a little of each step is kept for the process after a kill; None: there are no snapshots to go on
         from."""
         return self.memory.steps_file if self.takes_snapshots and self.memory else None
-
-    @property
-    def transport(self) -> Mirror | None:
-        """Carries files between nodes."""
-        return self.mirror
 
     def announce(self, found: Resumed | None) -> None:
         """Tell the agent which step is about to be loaded."""

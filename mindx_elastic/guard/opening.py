@@ -129,10 +129,6 @@ class Opening:
         boundary."""
         return outermost_replicas(self.targets, self.ddp) if self.saver.replicated else []
 
-    @property
-    def _saves_on_the_way(self) -> bool:
-        return bool(self.periodic) or self.around.takes_snapshots
-
     def _open_log(self, stack: ExitStack) -> None:
         ranks = self._ranks
         self.log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
@@ -255,7 +251,7 @@ class Opening:
         if self._uneven is not None:
             self._uneven.tell(self.unmanaged)
         trains = self.proof is None and self._entry is None and not self.evaluates
-        if self._ranks.rank == 0 and trains and not self._saves_on_the_way:
+        if self._ranks.rank == 0 and trains and not (self.periodic or self.around.takes_snapshots):
             by_callbacks = self.options.policies is not None
             logger.info(
                 "nothing is saved between the stops: SIGKILL or a power cut costs all steps since this start. %s "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.config import Settings, SharingSettings, parse_rehearse
@@ -72,14 +73,13 @@ class GuardOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, Path)) or not str(self.directory):
             raise UsageError(f"directory={self.directory!r}: give the path of the folder for checkpoints")
-        if self.final_save is not None and not isinstance(self.final_save, bool):
-            raise UsageError(f"final_save={self.final_save!r}: give True, False or None")
+        for name in ("final_save", "overlap"):
+            if not isinstance(value := getattr(self, name), (bool, type(None))):
+                raise UsageError(f"{name}={value!r}: give True, False or None")
         if not isinstance(self.remove_redundancy, bool):
             raise UsageError(f"remove_redundancy={self.remove_redundancy!r}: give True or False")
         if self.unmanaged not in (None, *MODES):
             raise UsageError(f'unmanaged={self.unmanaged!r}: give "error", "warn" or None')
-        if self.overlap is not None and not isinstance(self.overlap, bool):
-            raise UsageError(f"overlap={self.overlap!r}: give True, False or None")
         if self.on_difference not in ("warn", "stop"):
             raise UsageError(f'on_difference={self.on_difference!r}: give "warn" or "stop"')
         parse_rehearse(self.rehearse, "rehearse")
@@ -122,15 +122,10 @@ class GuardOptions:
 
     def settings(self) -> Settings:
         """The environment's settings, where these options do not say otherwise. Raises UsageError."""
-        settings = Settings.from_env()
-        if self.final_save is not None:
-            settings = replace(settings, final_save=self.final_save)
-        if self.overlap is not None:
-            settings = replace(settings, overlap=self.overlap)
+        given: dict[str, Any] = {"final_save": self.final_save, "overlap": self.overlap, "unmanaged": self.unmanaged}
         if self.rehearse is not None:
-            settings = replace(settings, rehearse=parse_rehearse(self.rehearse, "rehearse"))
-        if self.unmanaged is not None:
-            settings = replace(settings, unmanaged=self.unmanaged)
+            given["rehearse"] = parse_rehearse(self.rehearse, "rehearse")
+        settings = replace(Settings.from_env(), **{name: value for name, value in given.items() if value is not None})
         return settings if self.grace_s is None else settings.with_grace(self.grace_s)
 
     def sharing(self) -> SharingSettings:

@@ -46,7 +46,7 @@ class Surroundings(Protocol):
         """The job's folder in shared memory."""
 
     @property
-    def transport(self) -> Transport | None:
+    def mirror(self) -> Transport | None:
         """Carries files between nodes, once `connect` was called."""
 
     def parts(self) -> list[Part]:

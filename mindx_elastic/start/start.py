@@ -118,7 +118,7 @@ def start_job(
     if boundary is not None:
         source = InPlacePart(boundary, ranks, around.arenas, job.trust, collector.module_names)
     else:
-        transport, faults = around.transport, platform.faults
+        transport, faults = around.mirror, platform.faults
         source = PlanPart(exchange, ranks, places, disks, transport=transport, target=layouts.target, faults=faults)
     meet(exchange, "plan", [layouts, *around.later_parts(), source])
     around.greet()
