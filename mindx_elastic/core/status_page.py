@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = 8192
-_MAGIC = 0x6D696E6478303033  # "mindx003"
-_FIELDS = (
-    *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
-    *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
-    *("in_place", "generation"),
-    *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
-    *("accumulates", "save_every_s"),
-    *("durable_step", "durable_ns", "durable_bytes", "stall_ns"),
-    *("asked_code", "snapshot_every"),
-)
-_INDEX = {name: index for index, name in enumerate(_FIELDS)}
+_MAGIC = 0x6D696E6478303034  # "mindx004"
 # offset, room
 _TEXTS = {
     "fixed_size": (256, 256),
@@ -138,6 +128,9 @@ class Status:
     """Folder of the job's arenas in shared memory; empty where there are none."""
     directory: str = ""
     """Where the rank saves its checkpoints."""
+
+
+_INDEX = {"magic": 0} | {name: n for n, name in enumerate((f.name for f in fields(Status) if f.type == "int"), start=1)}
 
 
 def page_path(agent_dir: Path, rank: int) -> Path:

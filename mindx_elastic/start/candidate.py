@@ -317,9 +317,6 @@ class _Assignment:
         problem = _ambiguous(self._source, self._target)
         if problem:
             return problem
-        unknown = next((t for t in self._source.tensors if t.layout.splitting and not t.is_shape_known), None)
-        if unknown is not None:
-            return f"the shape of {unknown.name} is not known, so its parts cannot be located"
         # DDP to DDP: every file is whole, and any of them will do.
         whole = not any(group.layout.splitting for group in (*self._source.classes, *self._target.classes))
         whole &= all(group.layout.size == old for group in self._source.classes)
@@ -449,7 +446,7 @@ def _differences(source: Strategy, target: Strategy) -> list[str]:
         known = source.by_name.get(spec.name)
         if not known:
             found.append(f"{spec.name} is missing there")
-        elif all(each.is_shape_known and each.shape != spec.shape for each in known):
+        elif all(each.shape != spec.shape for each in known):
             found.append(f"{spec.name} has shape {list(known[0].shape)} there and {list(spec.shape)} here")
     components = {spec.name.partition(".")[0] for spec in parameters}
     for spec in source.tensors:

@@ -77,7 +77,7 @@ def _equal_boxes(one: TensorSpec, other: TensorSpec) -> bool:
     """Whether two layouts of one shape mean the same, though they are spelled differently (a mesh of one dimension, or
     of two)."""
     a, b = one.layout, other.layout
-    if sorted(a.ranks) != sorted(b.ranks) or not (one.is_shape_known and other.is_shape_known):
+    if sorted(a.ranks) != sorted(b.ranks):
         return False
     if not a.splitting and not b.splitting:
         return True

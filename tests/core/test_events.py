@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -24,7 +23,6 @@ from mindx_elastic.core.events import (
     older_generation,
     read_events,
 )
-from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.said_once import SaidOnce
 from tests.harness import events
 
@@ -187,21 +185,6 @@ def test_several_writers_rotate_without_losing_a_line(path: Path) -> None:
         assert steps == list(range(250 - len(steps), 250))
 
 
-def test_without_locks_rank_0_rotates(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = []
-
-    def no_locks(fd: int, operation: int) -> None:
-        refused.append(operation)
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    for rank, rotated in ((1, False), (0, True)):
-        log = EventLog(path, run_id="run", rank=rank, generation_bytes=1000)
-        for _ in range(5):
-            log.emit("save", reason="x" * 100)
-        assert refused and older_generation(path).exists() is rotated
-
-
 def test_all_events_of_both_files_are_read_in_order_and_once(path: Path) -> None:
     def line(time: float, event: str) -> str:
         return json.dumps({"time": time, "event": event}) + "\n"
@@ -278,25 +261,3 @@ def test_a_console_only_where_the_program_has_none(capfd: pytest.CaptureFixture[
         root.handlers = saved
         logger.setLevel(level)
     assert capfd.readouterr().err == "[mindx_elastic rank 1] INFO stop training\n"
-
-
-def test_what_a_stranger_has_written_is_not_carried_on(tmp_path: Path) -> None:
-    """The older file of a log may be somebody else's: a rotation must not make its lines ours."""
-    log = EventLog(tmp_path / "events.jsonl", run_id="ours", generation_bytes=2000, owners=Owners(frozenset({-1})))
-    older_generation(log.path).write_text('{"run_id": "forged", "event": "start"}\n')
-    log.emit("start")
-    for _ in range(20):
-        log.emit("save", reason="x" * 100)
-    assert older_generation(log.path).stat().st_size > 2000, "it was moved"
-    assert "forged" not in log.path.read_text()
-
-
-def test_a_log_that_cannot_be_moved_is_said_once_and_not_looked_through_each_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = EventLog(tmp_path / "events.jsonl", run_id="ours", generation_bytes=2000)
-    older_generation(log.path).mkdir()
-    for number in range(30):
-        log.emit("save", step=number, reason="x" * 100)
-    said = [r for r in caplog.records if "cannot be moved" in r.message]
-    assert 1 <= len(said) <= 4 and log.path.read_text().count("\n") == 30

@@ -16,11 +16,9 @@ from typer.testing import CliRunner
 
 from mindx_elastic.cli.main import app
 from mindx_elastic.config import RankInfo, SharingSettings
-from mindx_elastic.core.owners import Trust, check_place, find_owners, open_trusted, user_ids
-from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UntrustedFileError, UsageError
-from mindx_elastic.memory.boundaries import BoundaryRing
+from mindx_elastic.core.owners import Trust, check_place, find_owners, user_ids
+from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UsageError
 from mindx_elastic.memory.known_runs import known_runs
-from mindx_elastic.memory.memory_files import own_states
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.start import reader as reading_module
@@ -218,18 +216,6 @@ def test_a_stranger_s_event_log_is_neither_believed_nor_written_to(
 
 
 @needs_root
-def test_a_stranger_s_boundary_ring_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "rank_0").mkdir()
-    path = tmp_path / "rank_0" / "boundaries.mindx"
-    ring = BoundaryRing(path, "run-a", 64)
-    ring.write(0, 5, b"x")
-    ring.close()
-    assert list(own_states(path)) == [("run-a", 0, 5)]
-    os.chown(path, STRANGER, -1)
-    assert own_states(path) == {} and f"belongs to user {STRANGER}" in caplog.text
-
-
-@needs_root
 @pytest.mark.parametrize("command", ["inspect", "verify", "plan"])
 def test_the_commands_believe_whom_a_start_believes(
     tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
@@ -292,26 +278,6 @@ def test_users_by_number_and_name() -> None:
     for wrong in ("root", 5, [True], [-1], [None], ["no such user"]):
         with pytest.raises(UsageError, match="trusted_users"):
             user_ids(wrong)  # type: ignore[arg-type]
-
-
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("pipe")
-    for name in ("pipe", "link", "missing"):
-        with pytest.raises(OSError):  # noqa: PT011  # each has its own
-            open_trusted(tmp_path / name, find_owners(tmp_path))
-
-
-def test_a_file_is_judged_by_its_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    monkeypatch.setattr(os, "geteuid", lambda: 1)
-    owners = find_owners(tmp_path)
-    monkeypatch.undo()
-    object.__setattr__(owners, "uids", frozenset({1}))
-    with pytest.raises(UntrustedFileError) as caught:
-        open_trusted(path, owners)
-    assert (caught.value.path, caught.value.uid) == (path, os.geteuid())
 
 
 def test_links_on_the_way_are_all_looked_at(tmp_path: Path) -> None:

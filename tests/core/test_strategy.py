@@ -2,12 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +12,6 @@ from hypothesis import strategies as st
 from mindx_elastic.core.layout import REPLICATE, Layout, Shard, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec, merge_specs, strategy_from_record
 from mindx_elastic.errors import UsageError
-from tests.start import oracle
 
 
 def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = ()) -> Layout:
@@ -54,14 +50,6 @@ def test_contradictory_descriptions_are_refused_and_named(other: TensorSpec) -> 
     with pytest.raises(UsageError, match="contradictory descriptions of w: ") as caught:
         Strategy(8, (spec("w", (8,), DDP), other))
     assert str(caught.value).count("[8]") >= 1
-
-
-def test_contradictory_types_are_refused_and_named_and_an_unknown_one_is_no_contradiction() -> None:
-    with pytest.raises(UsageError, match=r"w.*(F32.*BF16|BF16.*F32)"):
-        Strategy(4, (spec("w", (8,), DDP, "F32"), spec("w", (8,), DDP, "BF16")))
-    for dtypes in (("F32", ""), ("", "F32")):
-        merged = Strategy(4, tuple(spec("w", (8,), DDP, dtype) for dtype in dtypes))
-        assert [each.dtype for each in merged.tensors] == ["F32"]
 
 
 def test_a_layout_that_splits_a_dimension_which_the_tensor_does_not_have_is_refused_and_named() -> None:
@@ -189,13 +177,6 @@ def test_a_record_gives_the_strategy_as_the_file_knows_it() -> None:
     assert all(each.layout == FSDP_TP and each.dtype == "F32" for each in strategy.tensors)
 
 
-def test_tensors_without_a_number_of_a_known_parameter_keep_their_names() -> None:
-    tensors = {f"optimizer.state.{key}": ("F32", (3,)) for key in ("7.exp_avg", "x.exp_avg", "1", "²2.a")}
-    found = strategy_from_record(record(default=0, tensors={}), tensors)
-    assert {each.name for each in found.tensors} == set(tensors)
-    assert not any(each.parameter for each in found.tensors)
-
-
 @pytest.mark.parametrize("local", [(3, 4), (2, 5), (2,), (9, 4), ()], ids=str)
 def test_a_tensor_that_is_not_the_part_which_the_record_promises_is_named(local: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=r"model\.w has shape .*, which is not rank 1's part of \[9, 4\]"):
@@ -207,16 +188,6 @@ def test_a_tensor_that_is_not_the_part_which_the_record_promises_is_named(local:
 def test_any_hostile_value_in_a_record_gives_a_strategy_or_a_named_error(path: tuple[Any, ...], value: Any) -> None:
     with contextlib.suppress(UsageError):
         strategy_from_record(changed(record(default=0), path, value), TENSORS)
-
-
-def test_records_of_all_ranks_merge_into_one_strategy() -> None:
-    specs: list[TensorSpec] = []
-    for rank, (dp, tp) in enumerate(itertools.product(range(2), range(2))):
-        shape = FSDP_TP.local_shape((9, 4), FSDP_TP.shard_of(rank))
-        assert shape[0] == len(oracle.chunk(oracle.chunk(np.arange(9), 2)[tp], 2)[dp])
-        found = strategy_from_record(record(rank=rank, tensors={"w": [1, [9, 4]]}), {"w": ("F32", shape)})
-        specs += found.tensors
-    assert Strategy(4, tuple(specs)).tensors == (replace(STRATEGY.tensors[0], dtype="F32"),)
 
 
 def test_markers_of_single_ranks_and_a_split_one_are_the_same() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -11,7 +10,6 @@ import time
 from collections import UserList
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ import xxhash
 
 from mindx_elastic.core.certificate import WITNESS_SUFFIX
 from mindx_elastic.errors import ResumeDiffersError
-from mindx_elastic.guard import boundaries as guard_boundaries
 from mindx_elastic.prove import overlap, play_on
 from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import wait_until
@@ -242,14 +239,6 @@ def test_whatever_happens_in_the_step_the_stop_is_as_without_it(
     _, weights = resume(tmp_path / "job")
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     assert not outcomes(tmp_path / "job"), "there is nothing to compare with"
-
-
-def test_a_step_that_takes_too_long_is_not_played_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what is left of 30 s, less 5 s, is no place for a step of 20 s."""
-    clock = itertools.count(0.0, 20.0)
-    monkeypatch.setattr(guard_boundaries, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    job = stop(tmp_path)
-    assert job.steps[-1] == STOP and not list(tmp_path.glob(f"*{WITNESS_SUFFIX}"))
 
 
 def test_the_last_step_of_an_epoch_waits_for_the_code_behind_it(tmp_path: Path) -> None:

@@ -99,12 +99,6 @@ def prove_epochs(runs: Runs, tmp_path: Path, *, step: str = "pass", behind: str 
     return prove_job(runs, script, tmp_path / "ckpt", stops=4)
 
 
-def test_a_list_that_grows_behind_each_epoch_is_told(runs: Runs, tmp_path: Path) -> None:
-    proof = prove_epochs(runs, tmp_path, behind="snapshots.append(copy.deepcopy(model.state_dict()))")
-    assert proof.exit_code == 0, text_of(proof)
-    assert 'the length of "snapshots" (train.py)' in [lost.name for lost in proof.lost]
-
-
 def test_a_training_that_its_own_exit_ends_is_compared_behind_its_last_step(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,36 +205,11 @@ def test_scalars_that_vary_are_left_out_and_said(runs: Runs, tmp_path: Path) -> 
     assert any("not compared, because it differs in each run: seconds" in note for note in proof.notes)
 
 
-@pytest.mark.drill
-def test_steps_end_the_runs_early(runs: Runs, tmp_path: Path) -> None:
-    proof = prove_fault(runs, tmp_path, "exact", steps=5, stops=None)  # type: ignore[arg-type]
-    assert proof.exit_code == 0, text_of(proof)
-    assert (proof.steps, proof.has_ended) == (5, False)
-    assert [row.name for row in proof.rows[2:]] == [f"stopped after step {step}" for step in (1, 2, 3, 4)]
-
-
 def test_a_proof_without_a_stop_is_not_equal(runs: Runs, tmp_path: Path) -> None:
     proof = prove_fault(runs, tmp_path, "exact", stops=3, steps=1)
     assert proof.exit_code == 4 and len(proof.rows) == 3
     assert "the runs have no boundary to stop at: the proof is 1 step long" in text_of(proof)
     assert "Give --steps 2 or more" in text_of(proof)
-
-
-@pytest.mark.drill
-def test_model_with_callbacks(runs: Runs, tmp_path: Path) -> None:
-    proof = prove_job(runs, JOBS / "proved_model.py", "exact", tmp_path / "ckpt")
-    assert proof.exit_code == 0, text_of(proof)
-    assert proof.steps == 12 and not list(tmp_path.iterdir())
-
-
-@pytest.mark.drill
-def test_a_module_and_two_guards(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-    proof = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=3, seed=1)
-    assert proof.exit_code == 0, text_of(proof)
-    assert (proof.steps, proof.has_ended) == (10, True)
-    cut = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=1, steps=7)
-    assert (cut.steps, cut.has_ended) == (7, False)
 
 
 def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:

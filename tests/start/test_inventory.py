@@ -53,13 +53,6 @@ def test_a_copy_elsewhere_counts_for_its_own_rank_when_it_can_be_fetched(tmp_pat
     assert isinstance(merged(nodes).plan(World(2)), Refusal)
 
 
-def test_ranks_that_left_out_shares_are_named(tmp_path: Path) -> None:
-    write_step(tmp_path, 7)
-    found = look([tmp_path] * 2)
-    found[1].share = (0, 2)
-    assert Inventory.merge(found).unread == [0, 1]
-
-
 def test_a_rank_speaks_of_its_own_small_states_only(tmp_path: Path) -> None:
     machine = Machine(tmp_path, 2)
     machine.know("run-a")
@@ -195,19 +188,6 @@ def test_a_replica_makes_a_step_usable_and_the_small_state_makes_it_complete(tmp
     machine.boundary(1, 5)
     step, _ = look_alone(machine.directory, machine.job).steps
     assert step.is_complete and step.missing_ranks == [1] and step.why_incomplete is None
-
-
-def test_a_judgement_is_what_a_plan_does(tmp_path: Path) -> None:
-    for step in (3, 5, 7):
-        write_step(tmp_path, step, world_size=3)
-    (tmp_path / "rank_1" / "resnet-1_7.safetensors").unlink()
-    inventory = look_alone(tmp_path)
-    newest = inventory.newest_complete()
-    assert newest is not None and planned(inventory.plan(World(3))).moment == newest.moment
-    fact = newest.facts[0]
-    inventory.forget(None, fact, "a bit has flipped")
-    newest = inventory.newest_complete()
-    assert newest is not None and newest.moment[2] == 3
 
 
 # --- for retention ---

@@ -320,19 +320,6 @@ def test_a_strategy_for_another_number_of_ranks_is_refused() -> None:
     assert "for 2 ranks, the world has 4" in str(refusal_of(files(range(4)), World(4, replicated(2, {"w": (8, 4)}))))
 
 
-@pytest.mark.parametrize("placements", [("S(1)",), ("R", "S(0)"), ("R", "R")], ids=str)
-def test_shapes_that_nobody_tells_give_a_plan_or_a_refusal_and_no_error(placements: tuple[str, ...]) -> None:
-    # As of MindSpore's strategy files, which say how a tensor is split and not how large it is.
-    unknown = Strategy(4, (tensor("w", (), layout_of((4,), "S(0)")),))
-    mesh = (4,) if len(placements) == 1 else (1, 4)
-    target = Strategy(4, (tensor("w", (), layout_of(mesh, *placements)),))
-    for visible_to in (None, frozenset(range(4))):
-        facts = files(range(4), strategy=unknown, visible_to=visible_to)
-        assert readers(plan_of(facts)) == [0, 1, 2, 3]
-        assert isinstance(plan_resume(facts, World(4, target)), ResumePlan | Refusal)
-    assert "part 4 of 4 of w" in str(refusal_of(files(range(3), strategy=unknown)))
-
-
 # --- numbers, and the same answer always ---
 
 

@@ -236,16 +236,6 @@ def test_a_hole_is_never_filled_with_anything(tmp_path: Path, lost: int) -> None
     )
 
 
-def test_a_file_that_became_anothers_step_after_planning(tmp_path: Path) -> None:
-    saved = Saved(4, {"w": (numbers(8, 3), layout([4], "S(0)"))}).write(tmp_path)
-    target = target_of(2, {"w": ((8, 3), layout([2], "S(0)"))})
-    plan = plan_for(tmp_path, target)
-    saved.write(tmp_path / "later", step=9)
-    os.replace(tmp_path / "later/rank_1/w-1_9.safetensors", tmp_path / "rank_1/w-1_7.safetensors")
-    with pytest.raises(CorruptCheckpointError, match=r"rank_1.* is of another step by now"):
-        assemble(plan, plan.ranks[0], target.blueprint)
-
-
 # --- all ranks together, as a guard starts ---
 
 ROWS = {"w": (numbers(8, 3), layout([4], "S(0)"))}

@@ -80,33 +80,6 @@ def test_nothing_usable_is_an_error_again_and_again(tmp_path: Path, damage: Call
     assert find(tmp_path, resume="never") is None
 
 
-def test_somebody_elses_weights_are_left_alone(tmp_path: Path) -> None:
-    other = tmp_path / "pretrained.safetensors"
-    files.replace_by_foreign_file(write(other))
-    (tmp_path / "notes.txt").write_text("hello")
-    assert find(tmp_path) is None
-    assert other.exists() and not (tmp_path / QUARANTINE).exists()
-
-
-def test_a_linked_file_is_never_followed(tmp_path: Path) -> None:
-    elsewhere = write(tmp_path / "elsewhere" / "a-1_9.safetensors", step=9)
-    directory = tmp_path / "ckpt"
-    write(directory / "a-1_5.safetensors", step=5)
-    (directory / "a-1_9.safetensors").symlink_to(elsewhere)
-    assert step_of(find(directory)) == 5
-    assert elsewhere.exists()
-
-
-def test_several_directories_are_one_catalog(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    write(one / "a-1_5.safetensors", step=5)
-    write(two / "b_train.safetensors", step=9)
-    assert step_of(find(one, two)) == 9
-    files.flip_bit_in_data(two / "b_train.safetensors")
-    assert step_of(find(one, two)) == 5
-    assert list((two / QUARANTINE).glob("b_train*")), "in the quarantine of its own directory"
-
-
 # --- resume=path ---
 
 
@@ -115,12 +88,6 @@ def test_a_path_to_a_file_takes_that_step(tmp_path: Path) -> None:
         write(tmp_path / f"a-1_{step}.safetensors", step=step)
     assert step_of(find(tmp_path / "new", resume=tmp_path / "a-1_5.safetensors")) == 5
     assert step_of(find(tmp_path, resume=str(tmp_path / "a-1_3.safetensors"))) == 3
-
-
-def test_a_path_to_a_directory_takes_its_newest_step(tmp_path: Path) -> None:
-    write(tmp_path / "old" / "a-1_5.safetensors", step=5)
-    write(tmp_path / "new" / "a-1_9.safetensors", step=9)
-    assert step_of(find(tmp_path / "new", resume=tmp_path / "old")) == 5
 
 
 def test_a_damaged_file_that_was_asked_for_is_an_error_not_another_step(tmp_path: Path) -> None:
