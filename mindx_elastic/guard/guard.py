@@ -315,13 +315,17 @@ class Guard(LayeredGuard):
             self._collector,
             self._unmanaged,
             late_boundary=self._late_boundary,
-            after_tail=self._pass_tail,
-            keep_again=self._keep_again,
-            stop_here=partial(self._stop_between_steps, is_between=False),
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
             is_clean=self._update_gate.is_clean,
+        )
+        self._loops.tail.enter(
+            self._collector,
             is_alone=self._ranks.world_size == 1,
+            is_clean=self._update_gate.is_clean,
+            stop=partial(self._stop_between_steps, is_between=False),
+            after=self._pass_tail,
+            keep_again=self._keep_again,
         )
         stages.listen(stack)
 

@@ -391,13 +391,9 @@ def test_plain_values(value: Any) -> None:
         assert other.added is not value
 
 
-def test_what_is_no_longer_there_is_told() -> None:
-    settings, told = settings_of(Pictures()), list[str]()
-    settings.tell = lambda what, remedy: told.append(what)
-    settings.load({"num_ranks": 2, "now": {"dataset.gone": {"x": 1}, "dataset": {"level": 2.0}}}, 1)
-    settings.at_begin(2)
-    settings.at_opened()
-    assert told == ["the training had set dataset.gone.x, and there is no such object now"]
+def test_what_is_no_longer_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    settings_of(Pictures()).load({"num_ranks": 2, "now": {"dataset.gone": {"x": 1}, "dataset": {"level": 2.0}}}, 1)
+    assert "the training had set dataset.gone.x, and there is no such object now" in caplog.text
 
 
 def test_a_damaged_state_is_left_alone() -> None:

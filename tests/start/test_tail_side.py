@@ -14,7 +14,6 @@ from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import copy_tree, same_tree
 from mindx_elastic.capture.loop_tail import front_of
-from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.guard.loops.epoch_tail import EpochTail
@@ -47,7 +46,6 @@ class Rank:
         tail = EpochTail(Loaders(None, None))
         tail.enter(
             self.collector,
-            WeightSamples(self.collector),
             is_alone=False,
             is_clean=lambda: not changes_weights,
             stop=lambda: None,

@@ -17,7 +17,7 @@ have their copy already.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from mindx_elastic.capture.containers import put_back
 from mindx_elastic.capture.copying import copy_tree, same_tree
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, attributes_of, has_attributes, items_of, table_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.sampler import ResumableBatchSampler
@@ -72,8 +73,6 @@ class DataSettings:
         self._look()
         self._start = self._now
         self._make_state()
-        self.tell: Callable[[str, str], None] | None = None
-        """Called with what a resumed run has otherwise, and a remedy."""
 
     def reset(self) -> None:
         """As at the guard's first entry."""
@@ -92,8 +91,15 @@ class DataSettings:
         """`state`: as `state` has given it; None: there was nothing. `epoch`: the loader's, at that boundary."""
         self.reset()
         if isinstance(state, Mapping):
-            self._put(_flat(state.get("now")))
+            now = _flat(state.get("now"))
+            self._put(now)
             self._loaded, self._epoch_loaded = state, epoch
+            if gone := sorted(f"{path}.{name}" for path, name in now if path not in self.parts):
+                logger.warning(
+                    "the training had set %s, and there is no such object now. Use the data set of that run, or start "
+                    "afresh",
+                    listed(gone, _MOST_NAMED),
+                )
 
     def _ids(self) -> list[int]:
         return [*map(id, chain.from_iterable(map(dict.values, self._tables.values())))]
@@ -174,12 +180,6 @@ class DataSettings:
         if self._goes_on:
             self._goes_on = False
             self._put({key: value for key, value in _flat(loaded and loaded.get("now")).items() if key in self._begun})
-        gone = sorted(f"{path}.{name}" for path, name in _flat(loaded and loaded.get("now")) if path not in self.parts)
-        if gone and self.tell is not None:
-            self.tell(
-                f"the training had set {listed(gone, _MOST_NAMED)}, and there is no such object now",
-                "Use the data set of that run, or start afresh",
-            )
 
     def _put(self, values: Mapping[_Key, Any]) -> None:
         for (path, name), value in values.items():

@@ -54,7 +54,6 @@ class EpochTail:
     def enter(
         self,
         collector: Collector,
-        samples: WeightSamples,
         *,
         is_alone: bool,
         is_clean: Callable[[], bool],
@@ -65,7 +64,8 @@ class EpochTail:
         """`is_alone`: there are no other ranks. `is_clean`: as `UpdateGate.is_clean`. `stop`: stops the job at the last
         boundary, after code that has fetched a batch. `after`: the tail has run, copy its boundary again. `keep_again`:
         the boundary was kept somewhere without what its tail reads."""
-        self._collector, self._samples, self.is_alone, self._is_clean = collector, samples, is_alone, is_clean
+        self._collector, self._samples = collector, WeightSamples(collector)
+        self.is_alone, self._is_clean = is_alone, is_clean
         self._stop, self._after, self._keep_again = stop, after, keep_again
         self.is_pending = False
         self._weights_in_front: Mapping[str, WeightSample] = {}

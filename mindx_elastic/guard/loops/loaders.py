@@ -141,8 +141,6 @@ class Loaders:
             followed.follow()
             if followed is self._counting:
                 followed.others = [other for other in self._followed if other is not followed]
-            if followed.settings is not None:
-                followed.settings.tell = unmanaged.risk
             if followed.adoption is not None and not followed.has_told:  # not at each recovery in place
                 followed.has_told = True
                 logger.info("%s: %s", followed.name, followed.adoption.describe())

@@ -83,6 +83,8 @@ class Loops:
         """A loop that the resumed run is past already, and how far that is; another loop may go on behind it."""
         self._restore: Callable[[], None] | None = None
         self._is_resuming = self._restores = False
+        self._armed: dict[int, bool] = {}
+        """By `id`, the loaders whose next iterator is waited for, and whether the streams are put back then."""
         self._empty_epoch = 0
         self.tail = EpochTail(loaders)
 
@@ -108,19 +110,12 @@ class Loops:
         unmanaged: Unmanaged,
         *,
         late_boundary: Callable[[], None],
-        after_tail: Callable[[], None],
-        keep_again: Callable[[], None],
-        stop_here: Callable[[], None],
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
         is_clean: Callable[[], bool],
-        is_alone: bool,
     ) -> None:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
-        `after_tail`: the code behind an epoch has run, copy its last boundary again.
-        `keep_again`: the last boundary has more now than when it was kept. `stop_here`: the job may stop at it.
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
-        `is_alone`: there are no other ranks.
         """
         self._is_clean, self._samples = is_clean, WeightSamples(collector)
         self._weights = self._samples.take()
@@ -134,15 +129,6 @@ class Loops:
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
-        self.tail.enter(
-            collector,
-            self._samples,
-            is_alone=is_alone,
-            is_clean=is_clean,
-            stop=stop_here,
-            after=after_tail,
-            keep_again=keep_again,
-        )
         self._running: object = None  # the loop over epochs that has yielded last
         self._ended = 0  # epochs that a loop of this process has gone through
         self._done = 0  # the last epoch whose body has ended in this process
@@ -451,12 +437,17 @@ class Loops:
         ready = [loader for loader in self.loaders if hasattr(loader, "on_iterator_ready")]
         begun = [loader for loader in ready if restore and self._had_begun(loader)]
         for loader in ready:
-            other = loader.on_iterator_ready
-            if isinstance(other, _WhenReady):
-                other.restores = other.restores or loader in begun
-            else:
-                restores = restore and (loader in begun or not begun)
-                loader.on_iterator_ready = _WhenReady(self, loader, other, restores=restores)
+            if id(loader) not in self._armed:
+                loader.on_iterator_ready = partial(self._at_ready, loader, loader.on_iterator_ready)
+                self._armed[id(loader)] = restore and not begun
+            self._armed[id(loader)] |= loader in begun
+
+    def _at_ready(self, loader: Any, other: Callable[[], None] | None) -> None:
+        """An iterator of `loader` is there. `other`: what was to be called then before."""
+        loader.on_iterator_ready = other
+        self.at_first_batch(restores=self._armed.pop(id(loader)))
+        if other is not None:
+            other()
 
     def _had_begun(self, loader: Any) -> bool:
         """Whether `loader` had given a batch of the resumed epoch at the boundary."""
@@ -471,10 +462,7 @@ class Loops:
         if restores and self._restores:
             assert self._restore is not None
             self._restore()
-            for loader in self.loaders:  # what comes now belongs to the step: a later iterator must not undo it
-                ready = getattr(loader, "on_iterator_ready", None)
-                if isinstance(ready, _WhenReady):
-                    ready.restores = False
+            self._armed = dict.fromkeys(self._armed, False)  # what comes now belongs to the step
         elif self._begin is not None:
             named = named_streams(self._collector)
             if not (equal_rng(self._begin["global"], capture_rng()) and same_tree(self._begin["named"], named)):
@@ -566,20 +554,6 @@ class Loops:
 def without_streams(loop: Mapping[str, Any]) -> dict[str, Any]:
     """`Collector.loop` without the streams that the epoch began with."""
     return {key: value for key, value in loop.items() if key != _STREAMS}
-
-
-class _WhenReady:
-    """What a loader calls before the first batch of an iteration: ours, then what was set there before."""
-
-    def __init__(self, loops: Loops, loader: Any, other: Callable[[], None] | None, *, restores: bool) -> None:
-        self._loops, self._loader, self._other, self.restores = loops, loader, other, restores
-
-    def __call__(self) -> None:
-        self._loader.on_iterator_ready = None
-        self._loops.at_first_batch(restores=self.restores)
-        if self._other is not None:
-            self._loader.on_iterator_ready = self._other
-            self._other()
 
 
 def _check_numbers(what: str, number: object, start: object) -> None:

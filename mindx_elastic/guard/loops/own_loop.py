@@ -36,6 +36,10 @@ _ASK = (
     "Loop over guard.epochs(number) or guard.steps(number), or begin with guard.step. A program that keeps its count "
     "in an object of stateful= reads guard.step once before the loop"
 )
+_OF_LIBRARY = (
+    'Write Guard(stateful={"trainer": trainer}, ...), where it has no state_dict mx.attributes(trainer, "epoch", ...) '
+    "with its counters, or give it what is left, by guard.position.epoch"
+)
 _ASK_INSIDE = (
     "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(); for several passes, "
     "loop over guard.epochs(epochs * passes), with one pass in each"
@@ -53,11 +57,10 @@ class OwnLoop:
 
     def refuse(self, unmanaged: Unmanaged) -> None:
         """The program has not asked, and its loop goes on. Raises UnmanagedStateError."""
-        trainer, place = self._trainer(sys._getframe(1))
-        remedy = _ASK if trainer is None else f"{_remedy_of(trainer)}. {_ASK}"
+        place = self._place_in_library(sys._getframe(1))
         unmanaged.certain(
             f"the loop{place} begins anew after a resume{_COUNTS}: the program has not asked the guard where it stands",
-            remedy,
+            f"{_OF_LIBRARY}. {_ASK}" if place else _ASK,
             saves=True,
         )
 
@@ -72,30 +75,20 @@ class OwnLoop:
     def tell_of_trainer(self, unmanaged: Unmanaged) -> None:
         """A resumed run has asked behind its first batch only, to log or to end the loop: where a library runs that,
         it has begun anew."""
-        trainer, place = self._trainer(sys._getframe(1))
-        if trainer is not None:
-            unmanaged.risk(f"the loop{place} has begun anew{_COUNTS}", f"{_remedy_of(trainer)}. {_ASK}")
+        if place := self._place_in_library(sys._getframe(1)):
+            unmanaged.risk(f"the loop{place} has begun anew{_COUNTS}", f"{_OF_LIBRARY}. {_ASK}")
 
-    def _trainer(self, frame: FrameType | None) -> tuple[object, str]:
-        """The object of a library whose method runs inside of the guard's block, the outermost one, and in words
-        where; None: the loop is the program's."""
+    def _place_in_library(self, frame: FrameType | None) -> str:
+        """Where the outermost function of a library runs inside of the guard's block, in words; empty: the loop is the
+        program's."""
         found: FrameType | None = None
         while frame is not None and frame.f_code is not self._entered:
             if _is_foreign(frame):
                 found = frame
             frame = frame.f_back
         if found is None or frame is None:
-            return None, ""
-        return found.f_locals.get("self"), f" that {found.f_globals.get('__name__')} runs ({found.f_code.co_name})"
-
-
-def _remedy_of(trainer: object) -> str:
-    kind = type(trainer)
-    line = 'stateful={"trainer": trainer}' if hasattr(kind, "state_dict") else _ATTRIBUTES
-    return f"Write Guard({line}, ...) with that {kind.__name__}, or give it what is left, by guard.position.epoch"
-
-
-_ATTRIBUTES = 'stateful={"trainer": mx.attributes(trainer, ...)} and the names of its counters'
+            return ""
+        return f" that {found.f_globals.get('__name__')} runs ({found.f_code.co_name})"
 
 
 def _is_foreign(frame: FrameType) -> bool:
