@@ -53,13 +53,6 @@ arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), 1)
 print("held", flush=True)
 sys.stdin.read()
 """
-FLOCKER = """
-import fcntl, sys
-file = open(sys.argv[1], "r+")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -191,17 +184,6 @@ def test_an_arena_in_use_is_never_removed(
     start(HOLDER, base, tmp_path / "gone")
     (entry,) = clean(run, base, "--all")["arenas"]
     assert (entry["action"], entry["why"]) == ("in use", "a job runs") and (folder / "rank_0" / "commit").exists()
-
-
-def test_the_other_kind_of_lock_counts_too(
-    run: Callable[..., Any], base: Path, tmp_path: Path, start: Callable[..., None], dead_pid: int
-) -> None:
-    arena, agent = make_arena(base, tmp_path, [(3, 4)]), make_agent(base, dead_pid)
-    (agent / "lock").touch()
-    start(FLOCKER, arena / "rank_0" / "lock")
-    start(FLOCKER, agent / "lock")
-    document = clean(run, base, "--all")
-    assert [entry["action"] for entry in (*document["agents"], *document["arenas"])] == ["in use", "in use"]
 
 
 def test_a_job_that_is_just_starting(run: Callable[..., Any], base: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from mindx_elastic.convert import torch_file
 from mindx_elastic.persist.reader import read_checkpoint
 from tests.checkpoint_files import cut_off_end, write
-from tests.convert.samples import Marker
 
 WEIGHT = torch.arange(1000.0)
 
@@ -111,27 +110,21 @@ def test_force_has_its_limits(run: Callable[..., Any], ckpt: Path, tmp_path: Pat
         (["no such path", "x.pt"], "does not exist"),
         (["ckpt", "x.safetensors"], "say with --to what it is to be"),
         (["ckpt", "x.pt", "--to", "onnx"], "'onnx' is no format"),
-        (["ckpt", "x.pt", "--from", "dcp"], "no metadata|cannot be opened"),
         (["ckpt", "x.pt", "--from", "torch"], "is a folder; give the name of a torch.save file"),
-        (["ckpt/resnet-2_7.safetensors", "x.pt", "--from", "dcp"], "is no folder; a DCP checkpoint is one"),
         (["ckpt", "x.pt", "--epoch", "3"], "--epoch is for --to mindx"),
         (["m.pt", "x.pt", "--step", "3"], "--step is for checkpoints of this package"),
         (["m.pt", "x.pt", "--strategy", "m.pt"], "--strategy is for rank folders"),
-        (["m.pt", "x", "--to", "mindspore", "--all"], "leave out --all"),
-        (["ckpt", "x.pt", "--step", "-3"], "numbers count from 0"),
         (["ckpt", "x.pt", "--component", "net"], "no component 'net'; there are model, optimizer"),
     ],
 )
 def test_wrong_usage_is_named(
     run: Callable[..., Any], ckpt: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import re
-
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {"w": WEIGHT}}, "m.pt")
     result = run("convert", *words)
-    assert re.search(message, result.stderr), result.stderr
-    assert result.exit_code == (1 if "dcp" in words and words[0] == "ckpt" else 2) and result.stdout == ""
+    assert message in result.stderr
+    assert (result.exit_code, result.stdout) == (2, "")
     assert names(tmp_path) == ["ckpt", "m.pt"]
 
 
@@ -148,13 +141,6 @@ def test_damage_is_1(run: Callable[..., Any], ckpt: Path, tmp_path: Path) -> Non
     for source in (ckpt, ckpt / "resnet-2_7.safetensors"):
         result = run("convert", source, tmp_path / "x.pt")
         assert result.exit_code == 1 and "truncated or overwritten" in result.stderr
-
-
-def test_a_program_in_a_torch_file_is_1_and_not_run(run: Callable[..., Any], tmp_path: Path) -> None:
-    torch.save({"w": Marker(tmp_path / "mark")}, tmp_path / "m.pt")
-    result = run("convert", tmp_path / "m.pt", tmp_path / "x", "--to", "dcp")
-    assert result.exit_code == 1 and "Nothing of it was run" in result.stderr and "Traceback" not in result.stderr
-    assert names(tmp_path) == ["m.pt"]
 
 
 def test_a_full_disk_leaves_nothing(

@@ -11,30 +11,6 @@ from typing import Any
 
 import pytest
 
-SLOW_VERIFY = """
-import sys, time
-import mindx_elastic.cli.progress as progress
-import mindx_elastic.persist.reader as reader
-whole = reader.verify_file
-def slow(*args, **more):
-    found = whole(*args, **more)
-    time.sleep({seconds})
-    return found
-reader.verify_file = slow
-progress.DELAY_S = {delay}
-from mindx_elastic.cli.main import main
-sys.argv = ["mindx-elastic", "verify", {path!r}, "--json"]
-main()
-"""
-
-
-def verify(tree: Path, *, seconds: float, delay: float) -> list[str]:
-    return [sys.executable, "-c", SLOW_VERIFY.format(seconds=seconds, delay=delay, path=str(tree))]
-
-
-# --- progress bars ---
-
-
 # --- errors ---
 
 

@@ -105,17 +105,8 @@ def without_a_chunk(folder: Folder) -> None:
     folder.entry.chunks.pop()
 
 
-def with_a_chunk_twice(folder: Folder) -> None:
-    chunks = folder.entry.chunks
-    chunks[1] = chunks[0]
-
-
 def with_a_chunk_outside(folder: Folder) -> None:
     folder.entry.chunks[0].offsets = torch.Size((7, 5))
-
-
-def with_a_chunk_in_no_file(folder: Folder) -> None:
-    folder.metadata.storage_data.popitem()
 
 
 def with_a_huge_tensor(folder: Folder) -> None:
@@ -129,43 +120,13 @@ def with_a_path_outside(folder: Folder) -> None:
         info.relative_path = "../secret"
 
 
-def with_an_absolute_path(folder: Folder) -> None:
-    for info in folder.metadata.storage_data.values():
-        info.relative_path = "/etc/passwd"
-
-
 def with_another_type(folder: Folder) -> None:
     folder.entry.properties.dtype = torch.float64
-
-
-def with_the_wrong_shape(folder: Folder) -> None:
-    pieces = folder.metadata.storage_data
-    small = saved(torch.zeros(3, 4))
-    (folder.path / "small").write_bytes(small)
-    for index in pieces:
-        pieces[index] = _StorageInfo("small", 0, len(small))
 
 
 def beyond_the_file(folder: Folder) -> None:
     for info in folder.metadata.storage_data.values():
         info.offset += 1 << 30
-
-
-def negative(folder: Folder) -> None:
-    for info in folder.metadata.storage_data.values():
-        info.offset = -1
-
-
-def without_storage_data(folder: Folder) -> None:
-    folder.metadata.storage_data = None
-
-
-def with_strange_paths(folder: Folder) -> None:
-    folder.metadata.planner_data = {"w": ("a", 1 << 60)}
-
-
-def with_a_file_gone(folder: Folder) -> None:
-    (folder.path / "__1_0.distcp").unlink()
 
 
 def with_a_pipe(folder: Folder) -> None:
@@ -181,9 +142,8 @@ def with_a_file_cut_off(folder: Folder) -> None:
 
 
 DAMAGES: list[Callable[[Folder], None]] = [
-    *(without_a_chunk, with_a_chunk_twice, with_a_chunk_outside, with_a_chunk_in_no_file, with_a_huge_tensor),
-    *(with_a_path_outside, with_an_absolute_path, with_another_type, with_the_wrong_shape, beyond_the_file, negative),
-    *(without_storage_data, with_strange_paths, with_a_file_gone, with_a_pipe, with_a_file_cut_off),
+    *(without_a_chunk, with_a_chunk_outside, with_a_huge_tensor, with_a_path_outside, with_another_type),
+    *(beyond_the_file, with_a_pipe, with_a_file_cut_off),
 ]
 
 
@@ -220,14 +180,6 @@ def test_what_is_not_wanted_is_not_read(tmp_path: Path, folder: Folder) -> None:
     folder.finish()
     convert(Request(source=folder.path, destination=tmp_path / "m.pt"))
     assert torch.equal(torch.load(tmp_path / "m.pt", weights_only=True)["w"], WHOLE)
-
-
-def test_packed_chunks_are_named(folder: Folder) -> None:
-    folder.add("w", WHOLE, QUARTERS)
-    for info in folder.metadata.storage_data.values():
-        info.transform_descriptors = ["zstd"]
-    with pytest.raises(ForeignCheckpointError, match="packed"):
-        read(folder.finish().path)
 
 
 @given(data=st.data())

@@ -215,33 +215,6 @@ def test_complex_and_strided_tensors(tmp_path: Path) -> None:
     assert torch.equal(model["c"], state["c"]) and torch.equal(model["t"], state["t"])
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"version": 1},
-        {"version": 2},
-        {"version": 2, "rank": 0, "world_size": 1, "layouts": [{}], "default": 0},
-        {
-            "version": 2,
-            "rank": 0,
-            "world_size": 1,
-            "layouts": [],
-            "default": None,
-            "tensors": {"model.w": [0, [10, 7]]},
-        },
-        {"version": 2, "rank": 0, "world_size": 1, "layouts": [ALL.to_json()], "tensors": {"model.w": [0, [1, 1]]}},
-        {"version": 2, "rank": 0, "world_size": 1, "layouts": 3, "tensors": 4},
-    ],
-)
-def test_malformed_layout_records(tmp_path: Path, record: dict[str, Any]) -> None:
-    path = write_rank(tmp_path / "ckpt", 0, 1, {"model": {"w": WEIGHT}}, layouts=[], record=record)
-    if record == {"version": 2}:
-        assert torch.equal(run(path)[0]["w"], WEIGHT)  # speaks of no tensor
-        return
-    with pytest.raises(CheckpointError, match=r"layout|malformed"):
-        run(path)
-
-
 def test_damage_without_a_stand_in(tmp_path: Path) -> None:
     path = write_rank(tmp_path / "ckpt", 0, 1, {"model": {"w": WEIGHT}})
     flip_bit_in_data(path)

@@ -22,20 +22,6 @@ def test_the_data_of_a_config_map(content: dict[str, Any], found: dict[str, Any]
     assert data_of(content) == found
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({"kind": "Secret", "data": {}}, "of the kind 'Secret'"),
-        ({"kind": "List", "items": []}, "holds 0 objects"),
-        ({"kind": "List", "items": [{"items": [], "data": {}}]}, "holds 1 objects"),
-        ({"kind": "ConfigMap", "data": "text"}, "data section"),
-    ],
-)
-def test_objects_that_are_no_config_map(content: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        data_of(content)
-
-
 def test_ranks_and_times() -> None:
     assert (whole_number(3), whole_number(" 3 ")) == (3, 3)
     assert time_stamp(1690000000) == time_stamp("1690000000") == time_stamp(1690000000000) == 1690000000

@@ -184,27 +184,6 @@ def test_a_check_code_of_another_text_is_waited_for(mount: Mount, caplog: pytest
     assert ranks(watch.poll()) == [1]
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({"status": "ready"}, "none of the keys"),
-        ("", "not readable JSON yet"),
-        ("x" * (2 << 20), "larger than 1 MiB"),
-    ],
-)
-def test_what_is_no_report_is_one_warning(
-    mount: Mount, content: object, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    watch = mount.watch()
-    mount.fault(content)
-    for _ in range(3):
-        assert watch.poll() is None
-    (line,) = warnings(caplog)
-    assert said in line and len(line) < 400
-    mount.fault({"FaultRank": [0]})
-    assert ranks(watch.poll()) == [0]
-
-
 def test_ranks_that_are_none_are_left_out(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     watch = mount.watch(world_size=4)
     mount.fault({"FaultRank": [1, "2", -1, 4, True, 1.5, None, "x", "²", [0]]})
@@ -212,12 +191,6 @@ def test_ranks_that_are_none_are_left_out(mount: Mount, caplog: pytest.LogCaptur
     assert watch.poll() is None
     (line,) = warnings(caplog)
     assert "rank 4" in line and "-1" in line and "the rest of it counts" in line
-
-
-def test_a_report_of_other_ranks_only_is_no_alarm(mount: Mount) -> None:
-    watch = mount.watch(world_size=2)
-    mount.fault({"FaultRankIds": ["7"]})
-    assert watch.poll() is None
 
 
 # --- reset.json ---
@@ -264,25 +237,6 @@ def test_reset_json_from_before_the_start_is_done_until_it_changes(mount: Mount)
     mount.reset({"GracefulExit": 1, "RankList": [entry(1, status="recovered")]})
     event = watch.poll()
     assert event is not None and event.kind == "request"
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({"GracefulExits": 1}, "is 'GracefulExits' meant to be GracefulExit?"),
-        ({"GracefulExit": 7}, '"GracefulExit": 7'),
-        ({"FaultFlushing": []}, '"FaultFlushing": []'),
-        ({"RankList": [entry("one")]}, "names 'one' in RankList"),
-    ],
-)
-def test_a_bad_reset_json_is_one_warning(
-    mount: Mount, content: object, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    watch = mount.watch()
-    mount.reset(content)
-    assert watch.poll() is None and watch.poll() is None
-    (line,) = warnings(caplog)
-    assert said in line
 
 
 def test_flushing_keeps_its_last_state_while_the_file_is_half_written(

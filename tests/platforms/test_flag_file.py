@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.platforms.flag_file import AnsweredFlags, FlagFile, process_started_at
+from mindx_elastic.platforms.flag_file import AnsweredFlags, FlagFile
 
 LONG_AGO = 1_000_000_000.0
 
@@ -60,20 +60,10 @@ def test_deleted_and_set_again(path: Path) -> None:
 
 
 BAD = {
-    "empty": b"",
     "half-written": b'{"GracefulEx',
-    "not UTF-8": b"\xff\xfe\x00",
-    "no object": b"[1]",
     "no key": b'{"gracefulexit": 1}',
-    "two": b'{"GracefulExit": 2}',
-    "null": b'{"GracefulExit": null}',
-    "list": b'{"GracefulExit": [1]}',
-    "object": b'{"GracefulExit": {"GracefulExit": 1}}',
-    "word": b'{"GracefulExit": "yes"}',
     "a long word": b'{"GracefulExit": "' + b"y" * 900_000 + b'"}',
-    "not a number": b'{"GracefulExit": NaN}',
     "too deep": b"[" * 200_000,
-    "too long a number": b'{"GracefulExit": ' + b"1" * 10_000 + b"}",
     "huge": b" " * (2 << 20) + b'{"GracefulExit": 1}',
 }
 
@@ -114,25 +104,6 @@ def test_what_is_no_file_is_named_once_and_never_opened(
     path.rename(path.with_name("moved"))
     path.write_text('{"GracefulExit": 1}')
     assert flag.poll()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path.write_text('{"GracefulExit": 1}')
-    path.chmod(0)
-    flag = watch(path)
-    assert not flag.poll()
-    path.chmod(0o600)
-    assert flag.poll()
-    assert len(warnings(caplog)) == 1
-
-
-def test_an_unreachable_path_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    flag = watch(tmp_path / "file" / "graceful_exit.json")
-    assert not flag.poll() and not flag.poll()
-    (line,) = warnings(caplog)
-    assert "Not a directory" in line
 
 
 def publish_config_map(folder: Path, name: str, value: int) -> None:
@@ -246,11 +217,3 @@ def test_the_start_is_that_of_the_process_not_of_the_call() -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     after = time.time()
     assert before - 0.1 <= float(result.stdout) <= after - 0.3 + 0.1
-
-
-def test_without_proc_the_start_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: Path, *args: object, **options: object) -> str:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "read_text", missing)
-    assert process_started_at() == pytest.approx(time.time(), abs=5)

@@ -23,7 +23,7 @@ from mindx_elastic.platforms.group_info import (
 )
 from mindx_elastic.platforms.strategy_file import save_strategy
 from tests import checkpoint_files
-from tests.platforms.wire import bytes_field, group_info, layout_item, number_field, strategy_map, varint
+from tests.platforms.wire import group_info, layout_item, strategy_map
 
 
 def dp_tp(dp: int, tp: int) -> Strategy:
@@ -75,28 +75,6 @@ def test_any_groups_come_back(
     assert load_group_info(path) == GroupInfo({name: tuple(each) for name, each in groups.items()}, tuple(ranks))
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (b"", "is empty"),
-        (group_info({}, None) + number_field(99, 1), "neither groups nor restore ranks"),
-        (group_info({"dp": (0, 1)}, None), "has no restore rank list"),  # as older versions wrote it
-        (group_info({"dp": (0, 1)}, ()), "the restore ranks: 0 ranks"),
-        (group_info({"dp": (0, 0)}, (0,)), "different ranks from 0"),
-        (group_info({"dp": (0, 1)}, (0,)) + group_info({"dp": (0, 2)}, None), "group 'dp' twice"),
-        (bytes_field(1, bytes_field(1, "dp")), "parallel_group_ranks is missing"),
-        (strategy_map(layout_item("w", (2,), (0,))), "is a strategy file"),
-        (varint(2 << 3 | 2) + varint(1 << 50), "damaged"),
-    ],
-)
-def test_bad_files_are_named(data: bytes, problem: str, tmp_path: Path) -> None:
-    path = tmp_path / "group_info.pb"
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"group info file .*group_info\.pb") as caught:
-        restore_group_info_list(path)
-    assert isinstance(caught.value, UsageError) and problem in str(caught.value)
-
-
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=80))
 def test_random_bytes_are_an_error_or_a_list(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
@@ -108,20 +86,6 @@ def test_random_bytes_are_an_error_or_a_list(tmp_path_factory: pytest.TempPathFa
     except UsageError as error:
         problem = str(error)
     assert ranks or str(path) in problem
-
-
-def test_arguments_are_checked_as_documented(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="group_info_file_name is 3"):
-        restore_group_info_list(3)  # type: ignore[arg-type]
-    for arguments in [(3, "x"), ("x", None)]:
-        with pytest.raises(TypeError, match="give a path"):
-            get_ckpt_path_with_strategy(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="No such file"):
-        restore_group_info_list(tmp_path / "none")
-    for ranks in ([], [0, 0], [-1], [True], [1 << 40]):
-        with pytest.raises(UsageError, match="the restore ranks"):
-            save_group_info(tmp_path / "x", {}, ranks)
-    assert not os.listdir(tmp_path)
 
 
 # --- a stand-in ---

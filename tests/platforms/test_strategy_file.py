@@ -24,7 +24,7 @@ from mindx_elastic.platforms.strategy_file import (
     merge_strategies,
     save_strategy,
 )
-from tests.platforms.wire import bytes_field, layout_item, number_field, strategy_item, strategy_map
+from tests.platforms.wire import layout_item, strategy_item, strategy_map
 from tests.start.strategies import draw_placements
 
 both_forms = pytest.mark.parametrize("name", ["s.pb", "s.ckpt", "s.json"])
@@ -107,23 +107,6 @@ def test_foreign_tensor_maps_keep_an_entry_for_each_dimension(name: str, tmp_pat
             content = messages().ParallelStrategyMap.FromString(path.read_bytes())
             found = {i.param_name: list(i.parallel_layouts.tensor_map[0].dim) for i in content.parallel_layout_item}
         assert found == given
-
-
-def test_merged_stages_keep_an_entry_for_each_dimension(tmp_path: Path) -> None:
-    for stage in range(2):
-        mindspores(tmp_path / f"rank_{stage}.ckpt", (f"layer{stage}.w", [1, -1]), stage=stage)
-    merge_strategies(tmp_path, tmp_path / "merged" / "all.ckpt")
-    content = messages().ParallelStrategyMap.FromString((tmp_path / "merged" / "all.ckpt").read_bytes())
-    maps = {item.param_name: list(item.parallel_layouts.tensor_map[0].dim) for item in content.parallel_layout_item}
-    assert maps == {"0-layer0.w": [1, -1], "1-layer1.w": [1, -1]}
-
-
-def test_shapes_that_contradict_a_foreign_tensor_map_are_refused(tmp_path: Path) -> None:
-    theirs = load_strategy(mindspores(tmp_path / "theirs.ckpt", ("w", [1, -1])))
-    assert not theirs.tensors[0].is_shape_known
-    assert with_shapes(theirs, {"w": (2, 6)}).tensors[0].shape == (4, 6)
-    with pytest.raises(UsageError, match="w has 2 dimensions, but the shape \\[4\\]"):
-        with_shapes(theirs, {"w": (2,)})
 
 
 def test_json_leaves_out_what_mindspores_reader_refuses(tmp_path: Path) -> None:
@@ -269,55 +252,16 @@ def error_or_strategy(path: Path) -> None:
     assert problem is None or str(path) in problem
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (b"", "is empty"),
-        (b"\x08\x01", "no tensor in it"),
-        (layout_item("w", (2,), (0,)), "current_stage is missing"),
-        (strategy_map(layout_item("w", (2,), (0,)), layout_item("w", (2,), (-1,))), "contradictory descriptions of w"),
-        (strategy_map(layout_item("w", (2,), (0,)), layout_item("v", (4,), (0,))), "on 2 ranks and 'v' on 4"),
-        (strategy_map(layout_item("w", (2,), (5,))), "'w': tensor_map"),
-        (strategy_map(layout_item("w", (2,) * 20, (0,))), "'w': dev_matrix has 20"),
-        (strategy_map(layout_item("w", (2,) * 70, (0,))), "w: more than 64"),
-        (strategy_map(layout_item("", (2,), (0,))), "without a name"),
-        (strategy_map(layout_item("9999999-w", (64,), (0,))), "from rank 639999936 on"),
-        (strategy_map(bytes_field(1001, b"")), "its ranks are"),
-        (strategy_map(number_field(1000, 1 << 31)), "2147483648 ranks"),
-        (b"\x08\x01" + b"\x0b" * 5000, "damaged"),
-        (b"\x08\x01" + b"\x1a\x00" * 1_000_001, "more than 1000000 entries"),
-    ],
-)
-def test_bad_files_are_named(data: bytes, problem: str, tmp_path: Path) -> None:
-    path = tmp_path / "s.ckpt"
-    path.write_bytes(data)
-    assert problem in refused(path)
-
-
 JSON_BOMBS = {
     "no json": "{",
-    "a list": "[]",
-    "a number": "1e999",
     "deep": "[" * 100_000,
-    "deep objects": '{"a":' * 100_000,
     "a long number": '{"tensors": [], "layouts": [], "world_size": ' + "9" * 10_000 + "}",
     "many ranks": '{"tensors": [], "layouts": [], "world_size": 999999999}',
-    "no text": "\udcff",
     "many lists": "[" + "[]," * 4_000_000 + "[]]",
     "twice": '{"parallel_layout_item": {}, "parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}}}',
-    "no parameters": '{"parallel_layout_item": []}',
-    "no stage": '{"parallel_strategy_item": {"a": {}}, "parallel_layout_item": {"w": {}}}',
-    "bad stage": '{"parallel_strategy_item": {"a": {"stage": -1}}, "parallel_layout_item": {"w": {}}}',
-    "bad layout": '{"parallel_layout_item": {"w": 3}}',
-    "bad mesh": '{"parallel_layout_item": {"w": {"dev_matrix": [2.5], "tensor_map": [0]}}}',
-    "a truth": '{"parallel_layout_item": {"w": {"dev_matrix": [true], "tensor_map": [0]}}}',
-    "bad map": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": "0"}}}',
     "bad shape": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [1, 0], "tensor_shape": [4]}}}',
-    "negative": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0], "tensor_shape": [-1]}}}',
-    "bad field": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0], "field": "x"}}}',
     "infinite field": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0], "field": 1e999}}}',
     "huge mesh": '{"parallel_layout_item": {"w": {"dev_matrix": [4611686018427387903, 9], "tensor_map": [0]}}}',
-    "null": '{"tensors": null, "layouts": [], "world_size": 1}',
 }
 
 

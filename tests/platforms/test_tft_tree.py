@@ -33,16 +33,6 @@ def final(*ranks: int) -> list[str]:
     return [f"{FINAL}/rank_{rank}/ttp_rank_{rank}-2_3.safetensors" for rank in ranks]
 
 
-def test_the_documented_names(tmp_path: Path) -> None:
-    path = tft_path(tmp_path, step=120, rank=3, epoch=2, step_in_epoch=20)
-    assert path == tmp_path / "tft_saved_checkpoints-step_120_tmp/rank_3/ttp_rank_3-2_20.safetensors"
-
-
-def test_one_rank_alone_is_whole(tmp_path: Path) -> None:
-    path = settle_tft_file(write(tmp_path, 0, world_size=1), world_size=1)
-    assert path == tmp_path / final(0)[0] and files(tmp_path) == final(0)
-
-
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits at all waits until the test is ended."""
@@ -128,14 +118,6 @@ def test_a_file_of_an_earlier_attempt_is_kept(tmp_path: Path) -> None:
         path = settle_tft_file(write(tmp_path, 0, world_size=1, attempt=attempt), world_size=1)
     assert {entry.info.attempt for entry in read_entries(tmp_path) if entry.info} == {0, 1}
     assert files(tmp_path) == sorted([*final(0), str(previous_path(path).relative_to(tmp_path))])
-
-
-def test_a_folder_that_cannot_be_made_leaves_the_file_where_it_is(tmp_path: Path) -> None:
-    path = write(tmp_path, 0, world_size=1)
-    (tmp_path / FINAL).write_text("a file has this name")
-    with pytest.raises(OSError, match=r"File exists|Not a directory"):
-        settle_tft_file(path, world_size=1)
-    assert path.exists()
 
 
 def test_a_scan_finds_both_kinds_of_trees(tmp_path: Path) -> None:

@@ -109,12 +109,3 @@ def test_state_resumes() -> None:
 def test_what_is_no_metric_is_refused(metrics: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         MetricSet(metrics)
-
-
-def test_shapes_that_do_not_fit_are_named() -> None:
-    with pytest.raises(UsageError, match=r"\[3\] and \[3\]"):
-        Accuracy().update(torch.zeros(3), TARGETS)
-    with pytest.raises(UsageError, match=r"shape \[3\]"):
-        MetricSet(lambda outputs, targets: outputs[:, 0]).add(None, OUTPUTS, TARGETS, 3)
-    with pytest.raises(UsageError, match="needs a loss"):
-        MetricSet("loss").add(None, OUTPUTS, TARGETS, 3)

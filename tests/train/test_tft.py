@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import signal
 from collections.abc import Sequence
@@ -66,11 +65,7 @@ def test_other_switches_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: 
     [
         ({"ctrl_rank_id": -1}, "ctrl_rank_id=-1"),
         ({"ctrl_ip": ""}, "ctrl_ip=''"),
-        ({"ctrl_ip": "a b"}, "ctrl_ip='a b'"),
-        ({"ctrl_ip": 127}, "ctrl_ip=127"),
         ({"ctrl_port": 1023}, "ctrl_port=1023"),
-        ({"ctrl_port": 65536}, "ctrl_port=65536"),
-        ({"ckpt_save_path": ""}, "ckpt_save_path=''"),
         ({"ckpt_save_path": None}, "ckpt_save_path=None"),
     ],
 )
@@ -78,12 +73,6 @@ def test_wrong_arguments(change: dict[str, Any], named: str) -> None:
     right = {"ctrl_rank_id": 0, "ctrl_ip": "127.0.0.1", "ctrl_port": 30051, "ckpt_save_path": "x"}
     with pytest.raises(UsageError, match=named):
         TFTRegister(**{**right, **change})
-
-
-@pytest.mark.parametrize("address", ["10.0.0.1", "::1", "localhost", "job-0.training.svc"])
-def test_addresses(address: str) -> None:
-    callback = TFTRegister(7, address, 1024, Path("x"))
-    assert callback.ckpt_save_path == Path("x") and not Path("x").exists()
 
 
 # --- the wish ---
@@ -137,16 +126,6 @@ def test_beside_an_exception_checkpoint_both_names_hold_the_step() -> None:
     assert tree() == ["tft_saved_checkpoints-step_8/rank_0/ttp_rank_0-2_2.safetensors"]
     for callback in (register(), mx.ExceptionCheckpoint(prefix="net", directory="ckpt")):
         assert train([callback])[0].resumed_from_step == 8
-
-
-@pytest.mark.parametrize("give", ["tree", "file", "directory"])
-def test_a_resume_by_path(give: str) -> None:
-    with pytest.raises(Broken):
-        train([register(), At(8, explode)])
-    path = {"tree": "ttp/tft_saved_checkpoints-step_8", "file": f"ttp/{tree()[0]}", "directory": "ttp"}[give]
-    model = make_model()
-    model.train(3, make_loader(), register("elsewhere"), resume=path, progress=False)
-    assert model.resumed_from_step == 8
 
 
 def test_a_rename_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,13 +186,6 @@ def optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Opti
     return made
 
 
-@pytest.mark.parametrize("value", [None, 3, nn.Linear(1, 1), torch.optim.SGD])
-def test_only_optimizers_are_wrapped(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer") as caught:
-        OptTFTWrapper(value)
-    assert isinstance(caught.value, UsageError)
-
-
 def update(target: torch.optim.Optimizer, steps: int = 3) -> list[torch.Tensor]:
     parameters: list[torch.Tensor] = target.param_groups[0]["params"]
     for step in range(steps):
@@ -245,38 +217,6 @@ def test_it_is_the_optimizer_in_every_way() -> None:
     assert not hasattr(inner, "extra") and not hasattr(wrapped, "extra")
     assert repr(wrapped).startswith("OptTFTWrapper(AdamW (")
     assert wrapped.step(lambda: 0.25) == 0.25
-
-
-def test_its_state_goes_into_a_bare_optimizer_and_back() -> None:
-    wrapped, bare = OptTFTWrapper(optimizer()), optimizer()
-    update(wrapped)
-    bare.load_state_dict(wrapped.state_dict())
-    again = OptTFTWrapper(optimizer())
-    again.load_state_dict(bare.state_dict())
-    assert str(again.state_dict()) == str(wrapped.state_dict())
-    copied = copy.deepcopy(wrapped)
-    assert isinstance(copied, OptTFTWrapper) and str(copied.state_dict()) == str(wrapped.state_dict())
-    assert copied.opt is not wrapped.opt
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradient_scalers(fused: bool) -> None:
-    """A fused optimizer is handed the scale as an attribute, the others find their gradients unscaled."""
-
-    def run(wrap: bool) -> list[torch.Tensor]:
-        inner = optimizer(torch.optim.Adam, fused=fused)
-        used: torch.optim.Optimizer = OptTFTWrapper(inner) if wrap else inner
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        parameters: list[torch.Tensor] = used.param_groups[0]["params"]
-        for step in range(4):
-            used.zero_grad()
-            loss = torch.stack([(p * (step + 1)).sum() for p in parameters]).sum()
-            scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
-            scaler.step(used)
-            scaler.update()
-        return [*parameters, torch.tensor(scaler.get_scale())]
-
-    assert all(map(torch.equal, run(wrap=True), run(wrap=False)))
 
 
 def wrapped_model() -> mx.Model:
