@@ -89,6 +89,17 @@ class Watcher:
         """Run `callback` in the watcher thread at `when` (`time.monotonic` seconds). Any thread."""
         self.post(lambda: heapq.heappush(self._timers, (when, next(self._ids), callback)))
 
+    def every(self, period_s: float, look: Callable[[], None]) -> None:
+        """Run `look` in the watcher thread now and again, each time `period_s` seconds after the last. Any thread."""
+
+        def again() -> None:
+            try:
+                look()
+            finally:
+                self.call_at(time.monotonic() + period_s, again)
+
+        self.post(again)
+
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Run `callback` in the watcher thread once `fd` is readable, then forget it. Any thread.
 

@@ -48,9 +48,6 @@ _OF_A_FILE = (
     *("attempt", "resumable", "created", "torch_version"),
 )
 _Findings = dict[Path, list[str]]  # of the files whose digests were recomputed: what is wrong
-_DATA_TAGS = ("$tensor", "$ndarray", "$blob")
-_PAIR_TAGS = ("$map", "$odict", "$counter", "$default")
-_ITEM_TAGS = ("$tuple", "$set", "$frozenset", "$deque")
 
 
 def inspect_command(
@@ -372,40 +369,16 @@ def _share_text(share: dict[str, Any]) -> str:
 
 def _parts(header: Header) -> list[dict[str, Any]]:
     """The state summed up by its outermost keys (``model``, ``optimizer``, ``rng``), in the order they were saved."""
+    from mindx_elastic.persist.flatten import tensor_names
+
     tree = header.tree
     plain = isinstance(tree, dict) and not any(key.startswith("$") for key in tree)
     parts = []
     for name, node in tree.items() if plain else [("state", tree)]:
-        names, num_values = _contents(node)
-        tensors = [header.entries[tensor] for tensor in names if tensor in header.entries]
-        part = {"name": name, "num_tensors": len(tensors), "num_values": num_values}
-        part["bytes"] = sum(tensor.nbytes for tensor in tensors)
+        tensors = [header.entries[tensor] for tensor in tensor_names(node) if tensor in header.entries]
+        part = {"name": name, "num_tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
         parts.append({**part, "dtypes": list(dict.fromkeys(tensor.dtype for tensor in tensors))})
     return parts
-
-
-def _contents(tree: Any) -> tuple[list[str], int]:
-    """Names of the tensors that a tree refers to, tied ones once, and how many values it holds itself.
-
-    The tags are those of `persist.flatten`. A stack instead of recursion: the file decides how deep it is.
-    """
-    names: dict[str, None] = {}
-    num_values = 0
-    stack = [tree]
-    while stack:
-        node = stack.pop()
-        tag = next((key for key in node if key.startswith("$")), None) if isinstance(node, dict) else None
-        if tag in _DATA_TAGS:
-            names[str(node[tag])] = None
-        elif tag in _PAIR_TAGS and isinstance(node[tag], list):
-            stack.extend(pair[-1] for pair in reversed(node[tag]) if isinstance(pair, list) and pair)
-        elif tag in _ITEM_TAGS and isinstance(node[tag], list):
-            stack.extend(reversed(node[tag]))
-        elif tag is None and isinstance(node, (dict, list)):
-            stack.extend(reversed(list(node.values()) if isinstance(node, dict) else node))
-        else:
-            num_values += 1
-    return list(names), num_values
 
 
 def _print_file(console: Console, details: dict[str, Any]) -> None:
@@ -461,14 +434,8 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _part_line(part: dict[str, Any]) -> str:
-    words = []
-    if part["num_tensors"]:
-        words.append(
-            f"{_count(part['num_tensors'], 'tensor')}, {human_size(part['bytes'])}, {' '.join(part['dtypes'])}"
-        )
-    if part["num_values"] or not words:
-        words.append(_count(part["num_values"], "value"))
-    return "; ".join(words)
+    count = _count(part["num_tensors"], "tensor")
+    return f"{count}, {human_size(part['bytes'])}, {' '.join(part['dtypes'])}" if part["num_tensors"] else "no tensor"
 
 
 def _count(number: int, noun: str) -> str:

@@ -14,9 +14,10 @@ from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, JsonOpti
 from mindx_elastic.start.remains import find_remains, remarks
 
 if TYPE_CHECKING:
-    from mindx_elastic.cli.plan_inputs import Checked, Found
+    from mindx_elastic.cli.plan_inputs import Checked
     from mindx_elastic.platforms.faults import Faults
     from mindx_elastic.start.facts import Refusal, ResumePlan, World
+    from mindx_elastic.start.inventory import Inventory
 
 __all__ = ["plan_command"]
 
@@ -26,7 +27,7 @@ _UNASKED_WORLD = 1 << 16
 
 @dataclass(frozen=True)
 class _Result:
-    found: Found
+    found: Inventory
     faults: Faults
     plan: ResumePlan | Refusal
     checked: Checked | None
@@ -83,6 +84,7 @@ def plan_command(
     from mindx_elastic.cli.plan_inputs import find, gather_faults
     from mindx_elastic.platforms.plan_files import write_env_file, write_plan
     from mindx_elastic.start.facts import ResumePlan, World
+    from mindx_elastic.start.planner import newest_world_size
 
     if not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
@@ -90,9 +92,9 @@ def plan_command(
     largest = max((fact.world_size for fact in found.facts), default=None)
     report = gather_faults(faults, fault_ranks, largest)
     if world_size is None:
-        _refuse_if_only_claimed(found)
-    world = World(world_size or found.world_size or 1)
-    result = _plan(found, report, world, step, verify=verify)
+        world_size = newest_world_size(found.facts) or 1
+        _refuse_if_only_claimed(found, world_size)
+    result = _plan(path, found, report, World(world_size), step, verify=verify)
     if write:
         write_plan(path, result.plan)
     if emit_env is not None:
@@ -101,24 +103,23 @@ def plan_command(
     show(document, as_json, lambda console, _: _print(console, result, document))
     if isinstance(result.plan, ResumePlan):
         raise typer.Exit(EXIT_GOOD)
-    raise typer.Exit(EXIT_BAD if found.anything else EXIT_NOTHING)
+    raise typer.Exit(EXIT_BAD if found.facts or found.rejected else EXIT_NOTHING)
 
 
-def _plan(found: Found, faults: Faults, world: World, step: int | None, *, verify: bool) -> _Result:
+def _plan(path: Path, found: Inventory, faults: Faults, world: World, step: int | None, *, verify: bool) -> _Result:
     from mindx_elastic.cli.plan_inputs import plan_and_check
     from mindx_elastic.start.facts import KnownFaults
 
     known = KnownFaults.of(faults.ranks, faults.created)
     if verify:
-        return _Result(found, faults, *plan_and_check(found, world, known, step))
-    return _Result(found, faults, found.inventory.plan(world, known, step=step), None)
+        return _Result(found, faults, *plan_and_check(path, found, world, known, step))
+    return _Result(found, faults, found.plan(world, known, step=step), None)
 
 
-def _refuse_if_only_claimed(found: Found) -> None:
+def _refuse_if_only_claimed(found: Inventory, size: int) -> None:
     """A plan for a million ranks takes a minute: not because one small file says that it is one of a million."""
     from mindx_elastic.errors import UsageError
 
-    size = found.world_size or 0
     if size > _UNASKED_WORLD and size > 16 * len(found.facts):
         raise UsageError(
             f"the step that goes first says that {size} ranks wrote it, and {len(found.facts)} files are here; give "
@@ -162,7 +163,7 @@ def _print(console: Console, result: _Result, document: dict[str, Any]) -> None:
     from mindx_elastic.start.facts import Refusal, ResumePlan
 
     said = remarks(document, result.plan.step if isinstance(result.plan, ResumePlan) else None)
-    if not result.found.anything:
+    if not (result.found.facts or result.found.rejected):
         print_nothing(console, document["directory"], is_fresh=not said)
     elif isinstance(result.plan, Refusal):
         print_refusal(console, result.plan, document)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from mindx_elastic.cli.verify import check_entries
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
-from mindx_elastic.start.planner import newest_world_size, order_of_moments
+from mindx_elastic.start.planner import order_of_moments
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners
@@ -19,40 +19,13 @@ if TYPE_CHECKING:
     from mindx_elastic.start.findings import Findings
     from mindx_elastic.start.inventory import Inventory
 
-__all__ = ["Checked", "Found", "find", "gather_faults", "plan_and_check"]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What is in the directory."""
-
-    directory: Path
-    inventory: Inventory
-
-    @property
-    def facts(self) -> Sequence[FileFact]:
-        return self.inventory.facts
-
-    @property
-    def entries(self) -> Mapping[str, CatalogEntry]:
-        """By path."""
-        return self.inventory.entries
-
-    @property
-    def anything(self) -> bool:
-        """Whether a job has been here: then a start that finds nothing to go on from is no fresh start."""
-        return bool(self.facts or self.inventory.rejected)
-
-    @property
-    def world_size(self) -> int | None:
-        """Number of ranks that wrote the step which goes first."""
-        return newest_world_size(self.facts)
+__all__ = ["Checked", "find", "gather_faults", "plan_and_check"]
 
 
 # --- files ---
 
 
-def find(directory: Path, run_id: str | None = None) -> Found:
+def find(directory: Path, run_id: str | None = None) -> Inventory:
     """Look at every header under `directory`, and at the small states beside the checkpoints.
 
     run_id: other runs' files are left out.
@@ -65,7 +38,7 @@ def find(directory: Path, run_id: str | None = None) -> Found:
         findings.rejected += _leftovers(directory, findings.entries.values())
     if run_id is not None:
         _keep_run(findings, run_id)
-    return Found(directory, Inventory.merge([findings]))
+    return Inventory.merge([findings])
 
 
 def _leftovers(directory: Path, entries: Iterable[CatalogEntry]) -> list[Rejected]:
@@ -126,14 +99,14 @@ class Checked:
 
 
 def plan_and_check(
-    found: Found, world: World, faults: KnownFaults, step: int | None
+    directory: Path, found: Inventory, world: World, faults: KnownFaults, step: int | None
 ) -> tuple[ResumePlan | Refusal, Checked]:
     """A plan whose files have been read and match their digests: a damaged one is dropped and the rest planned anew."""
     from mindx_elastic.start.findings import reader_trust
     from mindx_elastic.start.inventory import until_sound
 
     checked, seen = Checked(), set[str]()
-    owners = reader_trust(found.directory).of(found.directory)
+    owners = reader_trust(directory).of(directory)
 
     def check(plan: ResumePlan | Refusal) -> Iterator[tuple[None, FileFact, str]]:
         facts = [] if isinstance(plan, Refusal) else [fact for fact in _files_used(plan) if fact.path not in seen]
@@ -147,9 +120,9 @@ def plan_and_check(
                 yield None, fact, problem
 
     def plan() -> ResumePlan | Refusal:
-        return found.inventory.plan(world, faults, step=step)
+        return found.plan(world, faults, step=step)
 
-    return until_sound(found.inventory, plan, check), checked
+    return until_sound(found, plan, check), checked
 
 
 def _files_used(plan: ResumePlan) -> list[FileFact]:

@@ -215,7 +215,7 @@ def _remedies(refusal: Refusal, document: dict[str, Any]) -> list[str]:
         lines.append("leave out --step: another step may do")
     if refusal.other_worlds:
         sizes = " or ".join(map(str, refusal.other_worlds))
-        lines.append(f"start with {sizes} ranks as before, or say how the new ones hold the tensors (--mesh)")
+        lines.append(f"start with {sizes} ranks as before")
     if refusal.faults:
         lines.append("if the fault report names ranks that were well, correct it, or leave it out (--faults none)")
     if any(each.moment for each in refusal.reasons):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from mindx_elastic.errors import (
     NoUsableCheckpointError,
     UsageError,
 )
-from mindx_elastic.persist.flatten import Tree
+from mindx_elastic.persist.flatten import Tree, tensor_names
 from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.unflatten import unflatten
 from mindx_elastic.persist.writer import write_checkpoint
@@ -47,7 +47,6 @@ __all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
 _OF_EACH_RANK = {*RESERVED_NAMES, "loader", "train", "callbacks"}
 """Components that differ between ranks by their nature; the lowest rank's is taken."""
 _FEW_RANKS = 1 << 12
-_REFERENCES = ("$tensor", "$ndarray", "$blob")
 
 
 @dataclass
@@ -145,7 +144,7 @@ class _Step:
         for rank, files in sorted(self.files.items()):
             file = files[0]
             tree = _wanted(file, component, everything)
-            names = list(dict.fromkeys(_references(tree)))
+            names = tensor_names(tree)
             self._check_numbers(first, file, everything)
             if self._adds_nothing(rank, file, names) and first is not None:
                 continue
@@ -298,21 +297,6 @@ def _wanted(file: RankFile, component: str, everything: bool) -> dict[str, Tree]
     if not isinstance(tree, dict) or any(key.startswith("$") for key in tree):
         raise UsageError(f"{file.path} holds no components by name; it was not written by a training job")
     return tree if everything else {key: node for key, node in tree.items() if key == component}
-
-
-def _references(node: Tree, depth: int = 0) -> Iterator[str]:
-    """Names of the tensors that a tree speaks of; `unflatten` refuses what is deeper."""
-    if depth > 300:
-        return
-    if isinstance(node, dict):
-        for tag in _REFERENCES:
-            if isinstance(node.get(tag), str):
-                yield node[tag]
-        for item in node.values():
-            yield from _references(item, depth + 1)
-    elif isinstance(node, list):
-        for item in node:
-            yield from _references(item, depth + 1)
 
 
 def _without_strides(node: Tree, names: set[str]) -> Tree:

@@ -25,8 +25,8 @@ from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.agent_folder import PAUSE, REJOIN, RESUME
-from mindx_elastic.platforms.fault_watch import FaultWatch, watch_fault_info
-from mindx_elastic.platforms.flag_file import FlagFile, watch_flag_file
+from mindx_elastic.platforms.fault_watch import FaultWatch
+from mindx_elastic.platforms.flag_file import FlagFile
 from mindx_elastic.platforms.launchers import at_a_stop
 
 __all__ = ["Listeners"]
@@ -128,8 +128,12 @@ class Listeners:
                 "flag file %s was set before this start: the job stops at its first boundary, and saves it", flag.path
             )
             self.early_flags.append(flag)
-        alarms = self._stopper.alarms
-        watch_flag_file(files, flag, self._settings.flag_poll_s, lambda path: self._hear(alarms.of_flag(path)))
+
+        def look() -> None:
+            if flag.poll():
+                self._hear(self._stopper.alarms.of_flag(flag.path))
+
+        files.every(self._settings.flag_poll_s, look)
 
     def raise_early_flags(self) -> bool:
         """Training thread, at the first boundary: raise the alarms of `early_flags`. Returns whether there are any.
@@ -152,8 +156,13 @@ class Listeners:
         is_there = paths.fault_dir.is_dir() or paths.reset_dir.is_dir() or (paths.fault_dir, paths.reset_dir) != usual
         if self._link is not None or not wanted or not is_there:
             return False
-        watch, alarms = FaultWatch(paths, world_size=self._ranks.world_size), self._stopper.alarms
-        watch_fault_info(files, watch, _FAULT_POLL_S, lambda event: self._hear(alarms.of_fault(event.reason)))
+        watch = FaultWatch(paths, world_size=self._ranks.world_size)
+
+        def look() -> None:
+            if (event := watch.poll()) is not None:
+                self._hear(self._stopper.alarms.of_fault(event.reason))
+
+        files.every(_FAULT_POLL_S, look)
         return True
 
     def hear_signal(self, signum: int) -> None:

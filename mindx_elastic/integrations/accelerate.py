@@ -134,18 +134,15 @@ def _let_save_again(accelerator: Accelerator, guard: Guard, saved: set[str]) -> 
 
 
 def _check_version() -> None:
-    needed = {f"Accelerator.{name}": (Accelerator, name) for name in ("accumulate", "register_for_checkpointing")}
-    for name in ("DataLoaderShard", "DataLoaderDispatcher", "BatchSamplerShard", "SeedableRandomSampler"):
-        needed[f"data_loader.{name}"] = data_loader, name
-    check_library("accelerate", _TRIED, needed)
-    shard = data_loader.DataLoaderShard
-    check_library("accelerate", _TRIED, {f"DataLoaderShard.{name}": (shard, name) for name in ("begin", "end")})
+    check_library("accelerate", _TRIED, Accelerator, ("accumulate", "register_for_checkpointing"))
+    loaders = ("DataLoaderShard.begin", "DataLoaderShard.end", "DataLoaderDispatcher", "BatchSamplerShard")
+    check_library("accelerate", _TRIED, data_loader, (*loaders, "SeedableRandomSampler"))
 
 
 def _check_kind(accelerator: Accelerator) -> None:
     names = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step", "scaler",
              "project_configuration", "project_dir", "save_iteration", "save_state")  # fmt: skip
-    check_library("accelerate", _TRIED, {f"Accelerator().{name}": (accelerator, name) for name in names})
+    check_library("accelerate", _TRIED, accelerator, names)
     if accelerator.distributed_type not in _KEPT:
         raise UsageError(
             f"accelerate's {accelerator.distributed_type.value} is not kept by this integration: prepare for one "

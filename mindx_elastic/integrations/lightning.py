@@ -584,36 +584,17 @@ _UNKEPT = {
 
 
 def _check_version(trainer: Trainer) -> None:
-    fit_loop = trainer.fit_loop
-    needed: dict[str, tuple[Any, str]] = {
-        "fit_loop._data_source": (fit_loop, "_data_source"),
-        "fit_loop._combined_loader": (fit_loop, "_combined_loader"),
-        "fit_loop._data_fetcher": (fit_loop, "_data_fetcher"),
-        "fit_loop._restarting": (fit_loop, "_restarting"),
-        "epoch_loop._results": (fit_loop.epoch_loop, "_results"),
-        "epoch_loop._should_check_val_fx": (fit_loop.epoch_loop, "_should_check_val_fx"),
-        "result._ResultMetric": (result, "_ResultMetric"),
-        "result._Metadata": (result, "_Metadata"),
-        "result._Sync": (result, "_Sync"),
-        "Trainer._signal_connector": (trainer, "_signal_connector"),
-        "_data_connector._requires_distributed_sampler": (trainer._data_connector, "_requires_distributed_sampler"),
-        "_data_connector._prepare_dataloader": (trainer._data_connector, "_prepare_dataloader"),
-        "Precision._wrap_closure": (trainer.precision_plugin, "_wrap_closure"),
-    }
-    needed |= {name: (trainer._logger_connector, name) for name in (*_METRICS, "_first_loop_iter")}
-    needed |= {
-        f"{type(owner).__name__}.{name}": (owner, name)
-        for owner, name in (
-            (fit_loop, "on_run_end"),
-            (fit_loop, "on_advance_start"),
-            (fit_loop, "restarted_mid_epoch"),
-            (fit_loop, "restarted_on_epoch_end"),
-            (fit_loop.epoch_loop, "on_advance_end"),
-            (fit_loop.epoch_loop, "on_run_start"),
-            (fit_loop.epoch_loop.val_loop, "run"),
-        )
-    }
-    check_library("lightning", _TRIED, needed)
+    fit_loop = (
+        *("_data_source", "_combined_loader", "_data_fetcher", "_restarting", "on_run_end", "on_advance_start"),
+        *("restarted_mid_epoch", "restarted_on_epoch_end", "epoch_loop._results", "epoch_loop._should_check_val_fx"),
+        *("epoch_loop.on_advance_end", "epoch_loop.on_run_start", "epoch_loop.val_loop.run"),
+    )
+    check_library("lightning", _TRIED, trainer.fit_loop, fit_loop)
+    check_library("lightning", _TRIED, trainer._logger_connector, (*_METRICS, "_first_loop_iter"))
+    connector = ("_requires_distributed_sampler", "_prepare_dataloader")
+    check_library("lightning", _TRIED, trainer._data_connector, connector)
+    check_library("lightning", _TRIED, trainer, ("_signal_connector", "precision_plugin._wrap_closure"))
+    check_library("lightning", _TRIED, result, ("_ResultMetric", "_Metadata", "_Sync"))
 
 
 def _check_callbacks(trainer: Trainer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -15,14 +15,14 @@ __all__ = ["check_library"]
 _told: set[str] = set()
 
 
-def check_library(distribution: str, tried: Sequence[str], needed: Mapping[str, tuple[Any, str]]) -> None:
-    """Raise UsageError when `distribution` lacks one of `needed` (name for people -> owner and attribute).
+def check_library(distribution: str, tried: Sequence[str], owner: Any, names: Iterable[str]) -> None:
+    """Raise UsageError when `owner`, a part of `distribution`, lacks one of `names`, which may have dots.
 
     `tried`: the releases, as ``2.6``, that the integration has been tried with. With another one that has all that is
     needed, one warning says so.
     """
     found = version(distribution)
-    missing = [name for name, (owner, attribute) in needed.items() if not hasattr(owner, attribute)]
+    missing = [f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for name in names if not _has(owner, name)]
     if missing:
         raise UsageError(
             f"{distribution} {found} lacks {listed(missing, 4)}, which this integration of mindx_elastic needs; it "
@@ -37,3 +37,11 @@ def check_library(distribution: str, tried: Sequence[str], needed: Mapping[str, 
             found,
             listed(list(tried), 4),
         )
+
+
+def _has(owner: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(owner, part):
+            return False
+        owner = getattr(owner, part)
+    return True

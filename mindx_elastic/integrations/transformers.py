@@ -28,6 +28,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -549,25 +550,15 @@ def _check_version() -> None:
         *("_inner_training_loop", "_init_training_state", "_prepare_for_training", "set_initial_training_values"),
         *("_run_epoch", "_load_rng_state", "_maybe_log_save_evaluate", "_evaluate", "_finalize_training"),
     )
-    needed: dict[str, tuple[Any, str]] = {f"Trainer.{name}": (Trainer, name) for name in methods}
-    needed["trainer.skip_first_batches"] = trainer, "skip_first_batches"
-    check_library("transformers", _TRIED, needed)
-    known: dict[str, Any] = {}
+    check_library("transformers", _TRIED, Trainer, methods)
+    check_library("transformers", _TRIED, trainer, ["skip_first_batches"])
     for name, arguments in (
         ("_init_training_state", ("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "trial")),
         ("_run_epoch", ("epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint", "start_time")),
         ("_maybe_log_save_evaluate", ("tr_loss", "grad_norm", "ignore_keys_for_eval", "learning_rate")),
     ):
-        has = inspect.signature(getattr(Trainer, name)).parameters
-        known |= {f"Trainer.{name}({argument})": (_Has(has), argument) for argument in arguments}
-    check_library("transformers", _TRIED, known)
-
-
-class _Has:
-    """An object with an attribute for each argument."""
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        vars(self).update(dict.fromkeys(arguments))
+        has = SimpleNamespace(**inspect.signature(getattr(Trainer, name)).parameters, __name__=f"Trainer.{name}")
+        check_library("transformers", _TRIED, has, arguments)
 
 
 def _check_trainer(owner: Any, trial: Any) -> None:

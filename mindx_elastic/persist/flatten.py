@@ -34,7 +34,7 @@ import torch
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.dtypes import NAMES, to_stored
 
-__all__ = ["FACTORIES", "MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
+__all__ = ["FACTORIES", "MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense", "tensor_names"]
 
 Tree = Any  # JSON: None, bool, int, float, str, list, dict
 
@@ -64,6 +64,21 @@ def flatten(state: object) -> tuple[Tree, dict[str, torch.Tensor]]:
     """
     encoder = _Encoder()
     return encoder.encode(state, "", 0), encoder.tensors
+
+
+def tensor_names(tree: Tree) -> list[str]:
+    """Names of the tensors that a tree refers to, each once. A stack instead of recursion: a file decides how deep it
+    is."""
+    names: dict[str, None] = {}
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            names |= {node[tag]: None for tag in ("$tensor", "$ndarray", "$blob") if isinstance(node.get(tag), str)}
+            node = list(node.values())
+        if isinstance(node, list):
+            stack.extend(reversed(node))
+    return list(names)
 
 
 class _Encoder:

@@ -32,7 +32,7 @@ from mindx_elastic.errors import (
 )
 from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.entries import TensorEntry
-from mindx_elastic.persist.flatten import Tree
+from mindx_elastic.persist.flatten import Tree, tensor_names
 from mindx_elastic.persist.format import CheckpointInfo, Header, open_checkpoint
 from mindx_elastic.persist.regions import read_into
 from mindx_elastic.persist.unflatten import unflatten
@@ -198,23 +198,10 @@ def read_some(fd: int, header: Header, tree: Tree, path: Path) -> Any:
 
     Raises CorruptCheckpointError, also for tensors that the file has only pieces of.
     """
-    names = set(_names(tree))
+    names = set(tensor_names(tree))
     wanted = [entry for name, entry in header.entries.items() if name in names]
     tensors = {entry.name: _read_tensor(fd, header, entry, path, verify=True) for entry in wanted}
     return unflatten(tree, tensors, path=path)
-
-
-def _names(tree: Tree) -> Iterator[str]:
-    """The names of the tensors that a tree refers to."""
-    if isinstance(tree, list):
-        for item in tree:
-            yield from _names(item)
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            if key in ("$tensor", "$ndarray", "$blob") and isinstance(item, str):
-                yield item
-            else:
-                yield from _names(item)
 
 
 def verify_file(

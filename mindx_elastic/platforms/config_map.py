@@ -1,4 +1,4 @@
-"""ConfigMaps of Kubernetes: as a mounted folder, as one object in JSON, and the values that they hold.
+"""ConfigMaps of Kubernetes, mounted as a folder, and the values that they hold.
 
 Kubernetes mounts a ConfigMap as symbolic links into a dated folder and updates it by renaming the link ``..data``
 (``pkg/volume/util/atomic_writer.go``). These files are the platform's: links are followed, and the content may be of
@@ -7,7 +7,6 @@ any quality, so reading is bounded and never blocks, and every defect is a Value
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -23,8 +22,6 @@ __all__ = [
     "CHECK_KEY",
     "MAX_BYTES",
     "check_data",
-    "data_of",
-    "did_you_mean",
     "parse_json_object",
     "read_mounted",
     "read_text",
@@ -105,26 +102,6 @@ def parse_json_object(text: str) -> dict[str, Any]:
     return content
 
 
-def data_of(content: dict[str, Any]) -> dict[str, Any] | None:
-    """The ``data`` of a ConfigMap, or of a list of one; None for an object of another shape.
-
-    Raises ValueError for an object of another kind and for a list of several.
-    """
-    if "kind" not in content and not isinstance(content.get("data"), dict):
-        return None
-    kind, items = content.get("kind", "ConfigMap"), content.get("items")
-    if isinstance(items, list):
-        if len(items) == 1 and isinstance(items[0], dict) and "items" not in items[0]:
-            return data_of({"kind": "ConfigMap", **items[0]})
-        raise ValueError(f"holds {len(items)} objects; give the ConfigMap of this job alone")
-    if kind != "ConfigMap":
-        raise ValueError(f"is of the kind {kind!r:.40}, expected a ConfigMap")
-    data = content.get("data")
-    if not isinstance(data, dict):
-        raise ValueError(f"has a data section that is no object but {data!r:.60}")
-    return data
-
-
 def check_data(data: Mapping[str, str], keys: Iterable[str]) -> None:
     """Compare ``checkCode`` with `data`: its writers hash the text of the one key, or the whole data as Go encodes it.
 
@@ -143,15 +120,6 @@ def check_data(data: Mapping[str, str], keys: Iterable[str]) -> None:
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
-
-
-def did_you_mean(content: Iterable[object], keys: tuple[str, ...]) -> str:
-    """``; is 'FaultRanks' meant to be FaultRank?`` for the first of `content` that looks like one of `keys`."""
-    for name in map(str, list(content)[:20]):
-        near = difflib.get_close_matches(name[:60], keys, 1, 0.75) if name not in keys else []
-        if near:
-            return f"; is {name[:60]!r} meant to be {near[0]}?"
-    return ""
 
 
 def whole_number(value: object) -> int | None:

@@ -8,13 +8,10 @@ ConfigMap has changed: contents are compared, not file times.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.rank_lists import rank_list
@@ -22,7 +19,7 @@ from mindx_elastic.platforms.config_map import CHECK_KEY, check_data, read_mount
 from mindx_elastic.platforms.faults import FAULT_KEY, RESET_KEY, Faults, parse_key
 from mindx_elastic.platforms.flag_file import process_started_at
 
-__all__ = ["FaultEvent", "FaultWatch", "watch_fault_info"]
+__all__ = ["FaultEvent", "FaultWatch"]
 
 _MAX_PROBLEMS = 8  # in a line for a person
 
@@ -150,22 +147,6 @@ class FaultWatch:
         if self._warned.get(path) != text:
             self._warned[path] = text
             logger.warning("%s %s; %s", path, text, then)
-
-
-def watch_fault_info(
-    watcher: Watcher, watch: FaultWatch, period_s: float, on_fault: Callable[[FaultEvent], None]
-) -> None:
-    """Look at `watch` every `period_s` seconds in the watcher thread and call ``on_fault(event)`` there."""
-
-    def look() -> None:
-        try:
-            event = watch.poll()
-            if event is not None:
-                on_fault(event)
-        finally:
-            watcher.call_at(time.monotonic() + period_s, look)
-
-    watcher.post(look)
 
 
 def _has_news(known: Faults, report: Faults) -> bool:

@@ -7,9 +7,8 @@ The keys tell the forms apart, never a file's name:
 * ``reset.json`` of ``reset-config-<job>``: ranks that are unrecovered or whose recovery has failed, ``GracefulExit``,
   ``FaultFlushing``
 
-Each as bare JSON text, as the ``data`` of a ConfigMap, or as the whole ConfigMap (``kubectl get configmap ... -o
-json``). Source: MindCluster's (formerly MindX DL) manual, chapters on resumable training, and the sources of its
-components Volcano, NodeD and ClusterD.
+Each as a mounted ConfigMap, or as the JSON text under its key. Source: MindCluster's (formerly MindX DL) manual,
+chapters on resumable training, and the sources of its components Volcano, NodeD and ClusterD.
 
 One parser serves two callers. What it does not understand is left out and listed in `Faults.problems`. `fault_watch`
 logs the problems and goes on: a better file may come. `read_faults` raises on them: a plan made from half a report
@@ -30,8 +29,6 @@ from mindx_elastic.platforms.config_map import (
     CHECK_KEY,
     MAX_BYTES,
     check_data,
-    data_of,
-    did_you_mean,
     parse_json_object,
     read_mounted,
     read_text,
@@ -106,21 +103,15 @@ def parse_text(text: str, *, world_size: int | None) -> Faults:
     of no known form.
     """
     content = parse_json_object(text)
-    data = data_of(content)
-    if data is None and any(isinstance(content.get(key), str) for key in _KEYS):
-        data = content
-    if data is not None:
-        return _parse_data(data, world_size)
     is_report = any(key in content for key in _RANK_KEYS) or content.get("status") == "initializing"
     is_reset = any(key in content for key in _RESET_KEYS)
     if is_report and is_reset:
         raise ValueError("is a fault report and a reset.json at once; give them apart")
     if is_report or is_reset:
         return (_fault_npus if is_report else _reset_json)(content, world_size)
-    expected = (*_RANK_KEYS, "status", *_RESET_KEYS)
     raise ValueError(
-        f'tells of no faults in a known form; expected {{"FaultRankIds": ["1"]}}, {{"status": "initializing"}}, a '
-        f"reset.json or a ConfigMap{did_you_mean(content, expected)}"
+        f"has none of the keys {', '.join((*_RANK_KEYS, *_RESET_KEYS))}: expected what stands under {FAULT_KEY} or "
+        f"{RESET_KEY} in a ConfigMap"
     )
 
 
@@ -130,14 +121,9 @@ def parse_key(key: str, text: str, *, world_size: int | None = None) -> Faults:
     return _fault_npus(content, world_size) if key == FAULT_KEY else _reset_json(content, world_size)
 
 
-def _parse_data(data: Mapping[str, Any], world_size: int | None) -> Faults:
+def _parse_data(data: Mapping[str, str], world_size: int | None) -> Faults:
     """The ``data`` of a ConfigMap: texts by key, and a check code."""
-    found = [key for key in _KEYS if data.get(key) is not None]
-    if not found:
-        raise ValueError(f"has none of the keys {', '.join(_KEYS)}{did_you_mean(data, _KEYS)}")
-    for key in (*found, CHECK_KEY):
-        if not isinstance(data.get(key, ""), str):
-            raise ValueError(f"has a {key} that is no text but {data[key]!r:.60}; a ConfigMap holds texts: quote it")
+    found = [key for key in _KEYS if key in data]
     check_data(data, found)
     faults = Faults()
     for key in found:
@@ -156,7 +142,7 @@ def _fault_npus(content: dict[str, Any], world_size: int | None) -> Faults:
     listed = [key for key in _RANK_KEYS if key in content]
     initializing = not listed and content.get("status") == "initializing"
     if not listed and not initializing:
-        raise ValueError(f"has none of the keys {', '.join(_RANK_KEYS)} and status{did_you_mean(content, _RANK_KEYS)}")
+        raise ValueError(f"has none of the keys {', '.join(_RANK_KEYS)} and status")
     problems: list[str] = []
     ranks: set[int] = set()
     for key in listed:
@@ -177,7 +163,7 @@ def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
     false, "GracefulExit": 0}``; missing keys have their harmless value."""
     known = (*_RESET_KEYS, "UpdateTime")
     if content and not any(key in content for key in known):
-        raise ValueError(f"has none of the keys {', '.join(known)}{did_you_mean(content, known)}")
+        raise ValueError(f"has none of the keys {', '.join(known)}")
     entries = content.get("RankList") or []
     if not isinstance(entries, list):
         raise ValueError(f"has a RankList that is no list but {entries!r:.60}")

@@ -14,34 +14,22 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
-from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import start_ticks
 from mindx_elastic.platforms.small_files import read_regular
 
-__all__ = ["AnsweredFlags", "FlagFile", "process_started_at", "watch_flag_file"]
+__all__ = ["AnsweredFlags", "FlagFile", "process_started_at"]
 
 _MAX_BYTES = 1 << 20
 _COARSEST_MTIME_S = 2.0
 _MOST_KEPT = 32
 _CONFIG_MAP_FOLDER = "..data"
-
-
-def watch_flag_file(watcher: Watcher, flag: FlagFile, period_s: float, on_set: Callable[[Path], None]) -> None:
-    """Look at `flag` every `period_s` seconds in the watcher thread and call ``on_set(path)`` there when it is set."""
-
-    def look() -> None:
-        if flag.poll():
-            on_set(flag.path)
-        watcher.call_at(time.monotonic() + period_s, look)
-
-    watcher.post(look)
 
 
 def process_started_at() -> float:

@@ -40,7 +40,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.flag_file import process_started_at
 from mindx_elastic.platforms.small_files import read_regular
 
-__all__ = ["CLOUDS", "Answer", "Ask", "Notice", "NoticeWatch", "Source", "StopNotice", "ask", "open_source"]
+__all__ = ["CLOUDS", "Answer", "Notice", "NoticeWatch", "Source", "StopNotice", "ask", "open_source"]
 
 _METADATA = "http://169.254.169.254"
 _TIMEOUT_S = 2.0
@@ -75,12 +75,6 @@ class Answer:
     status: int
     body: bytes
     headers: Mapping[str, str]
-
-
-class Ask(Protocol):
-    """Sends one request. Raises OSError or ValueError where there is no answer that can be used."""
-
-    def __call__(self, url: str, headers: Mapping[str, str], method: str = "GET") -> Answer: ...
 
 
 class Source(Protocol):
@@ -182,9 +176,9 @@ class _Aws:
     _ACTION = "/latest/meta-data/spot/instance-action"
     _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
-    def __init__(self, base: str, ask: Ask, *, rebalance: bool = False) -> None:
+    def __init__(self, base: str, *, rebalance: bool = False) -> None:
         self.name = "aws-rebalance" if rebalance else "aws"
-        self._base, self._ask, self._rebalance, self._token = base, ask, rebalance, ""
+        self._base, self._rebalance, self._token = base, rebalance, ""
 
     def look(self) -> Notice | None:
         body = self._get(self._ACTION)
@@ -205,7 +199,7 @@ class _Aws:
         for _ in range(2):
             if not self._token:
                 self._token = self._new_token()
-            answer = self._ask(self._base + path, {"X-aws-ec2-metadata-token": self._token})
+            answer = ask(self._base + path, {"X-aws-ec2-metadata-token": self._token})
             if answer.status != 401:
                 break
             self._token = ""  # it has expired
@@ -214,7 +208,7 @@ class _Aws:
     def _new_token(self) -> str:
         path = "/latest/api/token"
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
-        token = (_expect(self._ask(self._base + path, headers, "PUT"), path) or b"").decode("latin-1").strip()
+        token = (_expect(ask(self._base + path, headers, "PUT"), path) or b"").decode("latin-1").strip()
         if not token or not token.isascii() or not token.isprintable() or len(token) > 1024:
             raise ValueError(f"{path} gives no token")
         return token
@@ -225,12 +219,12 @@ class _Gce:
     _PATH = "/computeMetadata/v1/instance/preempted"
     _USUAL_S = 30.0
 
-    def __init__(self, base: str, ask: Ask) -> None:
-        self._base, self._ask = base, ask
+    def __init__(self, base: str) -> None:
+        self._base = base
         self._seen: float | None = None
 
     def look(self) -> Notice | None:
-        answer = self._ask(self._base + self._PATH, {"Metadata-Flavor": "Google"})
+        answer = ask(self._base + self._PATH, {"Metadata-Flavor": "Google"})
         word = (_expect(answer, self._PATH) or b"").strip().upper()
         if answer.headers.get("metadata-flavor") != "Google":
             raise ValueError("the answer has no header Metadata-Flavor: Google, so it is not Google's")
@@ -249,11 +243,11 @@ class _Azure:
     _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
     _USUAL_S = 30.0
 
-    def __init__(self, base: str, ask: Ask) -> None:
-        self._base, self._ask, self._own = base, ask, ""
+    def __init__(self, base: str) -> None:
+        self._base, self._own = base, ""
 
     def look(self) -> Notice | None:
-        body = _expect(self._ask(self._base + self._EVENTS, _AZURE_HEADERS), "scheduledevents") or b""
+        body = _expect(ask(self._base + self._EVENTS, _AZURE_HEADERS), "scheduledevents") or b""
         events = _json(body, "scheduledevents").get("Events")
         if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
             raise ValueError("scheduledevents has no list of Events")
@@ -268,7 +262,7 @@ class _Azure:
         if not isinstance(resources, list):
             raise ValueError(f"a {event['EventType']} event names no Resources")
         if not self._own:
-            body = _expect(self._ask(self._base + self._NAME, _AZURE_HEADERS), "instance/compute/name") or b""
+            body = _expect(ask(self._base + self._NAME, _AZURE_HEADERS), "instance/compute/name") or b""
             self._own = body.decode(errors="replace").strip()
         return self._own.lower() in [str(each).lower() for each in resources] if self._own else False
 
@@ -309,14 +303,14 @@ def _own_notice(body: bytes, name: str, *, written: float | None) -> Notice | No
 class _Url:
     period_s = 2.0
 
-    def __init__(self, url: str, ask: Ask) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.name = f"{parts.scheme}://{parts.netloc}{parts.path}"  # a query may hold a secret
-        self._url, self._ask = url, ask
+        self._url = url
         self._seen: tuple[bytes, Notice] | None = None
 
     def look(self) -> Notice | None:
-        body = _expect(self._ask(self._url, {"Accept": "application/json"}), "it", 204, 404)
+        body = _expect(ask(self._url, {"Accept": "application/json"}), "it", 204, 404)
         if not body or not body.strip():
             self._seen = None
             return None
@@ -340,23 +334,23 @@ class _File:
         return _own_notice(body, self.name, written=status.st_mtime) if body.strip() else None
 
 
-CLOUDS: dict[str, Callable[[str, Ask], Source]] = {
+CLOUDS: dict[str, Callable[[str], Source]] = {
     "aws": _Aws,
-    "aws-rebalance": lambda base, ask: _Aws(base, ask, rebalance=True),
+    "aws-rebalance": lambda base: _Aws(base, rebalance=True),
     "gce": _Gce,
     "azure": _Azure,
 }
 """By the word of ``--notice``: makes the source from the address of the metadata service."""
 
 
-def open_source(text: str, ask: Ask = ask) -> Source:
+def open_source(text: str) -> Source:
     """The source that a ``--notice`` names: a word of `CLOUDS` (``aws=http://[fd00:ec2::254]``: at another address), a
     URL, or the path of a file. Asks nothing yet. Raises UsageError."""
     word, equals, base = text.partition("=")
     if word in CLOUDS:
-        return CLOUDS[word](_checked_url(base, text).rstrip("/") if equals else _METADATA, ask)
+        return CLOUDS[word](_checked_url(base, text).rstrip("/") if equals else _METADATA)
     if "://" in text:
-        return _Url(_checked_url(text, text), ask)
+        return _Url(_checked_url(text, text))
     if "/" not in text:
         raise UsageError(
             f"--notice {text}: give {', '.join(CLOUDS)}, a URL (http://...), or the path of a file with a / in it"

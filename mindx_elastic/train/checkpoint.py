@@ -6,7 +6,6 @@ the guard a policy; the guard hears the alarm, captures the state and writes the
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -24,9 +23,6 @@ from mindx_elastic.guard.guard import DEFAULT_SIGNALS
 from mindx_elastic.guard.periodic import AUTO, PeriodicSave, SaveEvery
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_name, final_name
 from mindx_elastic.train.callbacks import Callback, RunContext
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "CheckpointConfig",
@@ -83,17 +79,6 @@ class CheckpointConfig:
     final_save: bool = True
     """Keep the last boundary of a training that ends by itself, where no periodic file has it; `ModelCheckpoint` alone
     saves the end as a periodic file either way."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        names = [field.name for field in fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
-                raise UsageError(f"CheckpointConfig has no argument {name!r}; {hint}")
-        if len(args) > len(names):
-            raise UsageError(f"CheckpointConfig takes at most {len(names)} arguments, {len(args)} were given")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.save_checkpoint_steps, str) and self.save_checkpoint_steps != AUTO:

@@ -61,6 +61,17 @@ def test_timers_run_by_their_time_not_by_their_order(ears: Ears) -> None:
     assert time.monotonic() >= now + 0.05, "not before its time"
 
 
+def test_what_is_done_again_and_again_outlives_its_errors(ears: Ears) -> None:
+    looks: SimpleQueue[int] = SimpleQueue()
+
+    def look() -> None:
+        looks.put(1)
+        raise ValueError("injected")
+
+    ears.watcher.every(0.01, look)
+    assert [looks.get(timeout=WAIT_S) for _ in range(3)] == [1, 1, 1]
+
+
 def test_a_callback_that_raises_is_logged_and_the_thread_lives_on(ears: Ears, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise ValueError("injected")

@@ -1,25 +1,8 @@
-"""Values and objects of ConfigMaps; mounts and check codes are in the tests of the faults that they hold."""
+"""Values of ConfigMaps; mounts and check codes are in the tests of the faults that they hold."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
-from mindx_elastic.platforms.config_map import data_of, time_stamp, whole_number
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        ({"FaultRank": []}, None),
-        ({"data": {"a": "b"}}, {"a": "b"}),
-        ({"kind": "ConfigMap", "data": {}}, {}),
-        ({"kind": "List", "items": [{"data": {"a": "b"}}]}, {"a": "b"}),
-    ],
-)
-def test_the_data_of_a_config_map(content: dict[str, Any], found: dict[str, Any] | None) -> None:
-    assert data_of(content) == found
+from mindx_elastic.platforms.config_map import time_stamp, whole_number
 
 
 def test_ranks_and_times() -> None:

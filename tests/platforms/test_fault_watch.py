@@ -14,11 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.platforms import config_map
-from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch, watch_fault_info
-from tests.harness import wait_until
+from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
 
 LONG_AGO = 1_600_000_000.0
 
@@ -280,23 +278,3 @@ def test_no_file_crashes_the_watch(tmp_path_factory: pytest.TempPathFactory, con
 
 
 # --- in a watcher's thread ---
-
-
-def test_the_watcher_hears_a_fault_and_goes_on(mount: Mount) -> None:
-    heard: list[FaultEvent] = []
-
-    def hear(event: FaultEvent) -> None:
-        heard.append(event)
-        if len(heard) == 1:
-            raise RuntimeError("the first listener fails")
-
-    watcher = Watcher(lambda signum: None)
-    watcher.start()
-    try:
-        watch_fault_info(watcher, mount.watch(), 0.01, hear)
-        for rank in (1, 2):
-            mount.fault({"FaultRank": list(range(rank + 1))})
-            wait_until(lambda rank=rank: len(heard) == rank, "the alarm")
-    finally:
-        watcher.stop()
-    assert [sorted(event.ranks) for event in heard] == [[0, 1], [0, 1, 2]]
