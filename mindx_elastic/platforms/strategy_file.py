@@ -50,23 +50,14 @@ class Content:
 # --- save ---
 
 
-def save_strategy(path: StrPath, strategy: Strategy, *, stage: int | None = None) -> Path:
+def save_strategy(path: StrPath, strategy: Strategy) -> Path:
     """Write `strategy` to `path`: JSON when that ends in ``.json``, else protobuf. Appears whole or not at all.
 
-    stage: write the tensors of this pipeline stage only, under plain names, as MindSpore does on each rank. None: all,
-    and where there are several stages under ``{stage}-{name}``, as `merge_strategies` leaves them.
-
-    Raises UsageError for a stage that the strategy does not have, SaveError when it cannot be written. Any thread.
+    Where there are several pipeline stages, the names are ``{stage}-{name}``, as `merge_strategies` leaves them. Raises
+    SaveError when it cannot be written. Any thread.
     """
     size = stage_size_of(strategy)
-    num_stages = -(-strategy.world_size // size)
-    if stage is not None:
-        if type(stage) is not int or not 0 <= stage < num_stages:
-            raise UsageError(f"stage {stage!r}: the strategy has {num_stages} of {size} ranks each")
-        own = range(stage * size, (stage + 1) * size)
-        specs = tuple(spec for spec in strategy.tensors if any(rank in spec.layout for rank in own))
-        strategy = Strategy(strategy.world_size, specs)
-    stages = range(num_stages) if stage is None else [stage]
+    stages = range(-(-strategy.world_size // size))
     items, others = [], []
     for spec in strategy.tensors:
         fields = fields_of(spec, size) if "-" not in spec.name else None  # MindSpore splits names there

@@ -15,9 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.catalog import read_entries
-from mindx_elastic.persist.flatten import flatten
 from tests.checkpoint_files import write
 from tests.persist.test_format import forge
 from tests.start.finding import find, step_of
@@ -217,16 +215,6 @@ def test_a_large_job_is_none_of_these(run: Callable[..., Any], tmp_path: Path) -
     outcome = run("plan", tmp_path, "--json")
     assert "malformed" not in outcome.stdout, outcome.stdout
     assert "part 2 of 1024 of layers.1: no usable file" in outcome.stdout, outcome.stdout
-
-
-def test_what_no_reader_takes_is_refused_when_it_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedStateError, match="65 dimensions"):
-        flatten({"model": torch.zeros([1] * 65)})
-    deep: list[Any] = []
-    for _ in range(100):
-        deep = [deep]
-    with pytest.raises(UnsupportedStateError, match="append_info"):
-        write(tmp_path / "x.safetensors", append_info=[deep])
 
 
 JSON = st.recursive(

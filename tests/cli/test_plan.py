@@ -248,8 +248,6 @@ def test_one_rank_folder(run: Run, tmp_path: Path) -> None:
     "options",
     [
         ["--fault-ranks", "4"],
-        ["--fault-ranks", "x"],
-        ["--fault-ranks", "3-1"],
         ["--faults", "/dev/null"],
         ["--world-size", "0"],
         ["--emit-env", "/proc/no/such"],

@@ -48,20 +48,6 @@ class Average(pl.Callback):
         self.average.update_parameters(pl_module.layer)
 
 
-class KeptAverage(Average):
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        super().on_fit_start(trainer, pl_module)
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.average.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average.load_state_dict(state)
-
-
 def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=4)
 
@@ -106,10 +92,6 @@ def test_an_average_in_a_callback_without_a_state_is_refused(tmp_path: Path) -> 
         UnmanagedStateError, match=r"Average\.average.*state_dict\(\) and load_state_dict\(\) in Average"
     ):
         fit(tmp_path, callbacks=[Average()])
-
-
-def test_an_average_in_a_callback_with_a_state_is_kept(tmp_path: Path) -> None:
-    fit(tmp_path, callbacks=[KeptAverage()])
 
 
 def test_objects_of_the_program_can_be_named(tmp_path: Path) -> None:

@@ -102,27 +102,6 @@ def test_a_layout_means_what_the_fields_mean_and_goes_back_to_them(fields: Field
 
 
 @pytest.mark.parametrize(
-    ("mesh", "tensor_map", "step", "size", "starts"),
-    [
-        ((8,), (-1,), 1, 8, [0, 1, 2, 3, 4, 5, 6, 7]),
-        ((8,), (-1,), 2, 2, [0, 0, 4, 4, 0, 0, 4, 4]),
-        ((2, 4), (-1,), 1, 2, [0, 4, 0, 4, 0, 4, 0, 4]),
-        ((2, 4), (-1,), 4, 2, [0, 0, 0, 0, 4, 4, 4, 4]),
-        ((4, 2), (0,), 2, 2, [0, 4, 2, 6, 0, 4, 2, 6]),
-        ((4, 2), (0,), 2, 1, [0, 4, 0, 4, 0, 4, 0, 4]),  # a group of one
-        ((4, 2), (0,), 0, -1, [0, 4, 0, 4, 0, 4, 0, 4]),  # step 0: none, whatever the size
-        ((2, 2, 2), (1,), 2, -1, [0, 1, 4, 5, 2, 3, 6, 7]),  # replicas on both sides of the split
-    ],
-)
-def test_optimizer_sharding_over_some_of_the_replicas(
-    mesh: tuple[int, ...], tensor_map: tuple[int, ...], step: int, size: int, starts: list[int]
-) -> None:
-    layout = layout_of(Fields(mesh, (tensor_map,), opt_weight_shard_step=step, opt_weight_shard_size=size), 8)
-    assert layout.ranks == range(8, 16)
-    assert [box[0][0] for box in boxes_of(layout, (8,))] == starts
-
-
-@pytest.mark.parametrize(
     ("fields", "problem"),
     [
         (Fields((2, 0), ((0,),)), "dev_matrix [2, 0]"),

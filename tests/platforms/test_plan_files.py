@@ -190,15 +190,6 @@ def test_another_number_of_ranks() -> None:
     assert sharded.resharded and restore_ranks(sharded) == {}
 
 
-def test_export_lines_are_what_a_shell_reads() -> None:
-    lines = export_restore_ranks({(0, 4): 0, (1, 5): 1})
-    assert lines[0] == "export RESTORE_RANKS=0,1"
-    script = "\n".join([*lines, 'printf "%s|%s" "$RESTORE_RANKS" "$RESTORE_RANKS_MAP"'])
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == '0,1|{"0,4": 0, "1,5": 1}'
-    assert export_restore_ranks({}) == ["export RESTORE_RANKS=-1", "export RESTORE_RANKS_MAP='{}'"]
-
-
 def test_a_map_that_no_environment_can_hold_is_left_out_and_said_to_be() -> None:
     lines = export_restore_ranks({tuple(range(40_000)): 0})
     assert lines[0] == "export RESTORE_RANKS=0" and lines[1].startswith("# ") and lines[2].endswith("=''")

@@ -223,23 +223,6 @@ def test_the_command(run: Callable[..., Any], tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "empty", "r.html", "run"]
 
 
-def test_it_is_readable_in_a_narrow_window(tmp_path: Path) -> None:
-    """500 px: nothing is wider by itself, charts are as wide as the page, tables scroll by themselves."""
-    record_run(tmp_path, cause=EVIL, attempts=20)
-    story = tell(tmp_path / "run" / "events.jsonl")
-    assert story is not None
-    page = make_page(story)
-    widths = re.findall(r"""(?<!max-)\b(?:min-)?width\s*[:=]\s*["']?(\d+)(?:px|["'])""", page)
-    assert widths and max(map(int, widths)) < 500 - 2 * 24
-    assert re.search(r"\.plot\{[^}]*width:calc\(100% - \d\dpx\)", page)  # places across are in percent, or beside it
-    charts = re.findall(r'<svg class="plot"[^>]*>', page)
-    assert charts and not any("width" in each for each in charts)
-    across = re.findall(r"""\b(?:x[12]?|cx|width)=["']([^"']+)["']""", page)
-    assert across and all(each.endswith("%") or abs(float(each)) <= 62 for each in across)
-    assert page.count("<table") == len(re.findall(r'<div class="wide">\s*<table', page)) > 0
-    assert re.search(r"<meta name=.?viewport", page)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
 def test_a_browser_shows_it_without_a_word_on_its_console(tmp_path: Path) -> None:
