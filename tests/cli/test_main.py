@@ -9,66 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
-from mindx_elastic.cli.main import app, main
+from mindx_elastic.cli.main import main
 from tests.checkpoint_files import write
-
-
-def option_set() -> dict[str, list[str]]:
-    """Every command with its arguments (lower case) and options, as the parser knows them."""
-    group: Any = typer.main.get_command(app)
-    found = {}
-    for name, command in [("", group), *group.commands.items()]:
-        found[name] = sorted(o for p in command.params for o in (*p.opts, *p.secondary_opts))
-    return found
-
-
-def test_the_option_set() -> None:
-    # People's scripts depend on these words: a change here is a visible change and belongs in the changelog.
-    assert option_set() == {
-        "": ["--debug", "--install-completion", "--show-completion", "--version"],
-        "run": ["arguments"],  # torchrun's and its own: see tests/agent/test_options.py
-        "prove": ["--fresh", "--json", "--keep", "--seed", "--steps", "--stops", "--timeout"],
-        "drill": [
-            *(
-                "--fault",
-                "--fresh",
-                "--json",
-                "--keep",
-                "--list",
-                "--random",
-                "--seed",
-                "--steps",
-            ),
-            "--timeout",
-        ],
-        "inspect": ["--json", "--verify", "path"],
-        "verify": ["--certificate", "--json", "path"],
-        "status": ["--interval", "--json", "--watch", "path"],
-        "top": ["--interval", "path"],
-        "report": ["--checkpoints", "--json", "--output", "-o", "path"],
-        "doctor": ["--grace", "--json", "--measure", "--nproc-per-node", "--state", "directory"],
-        "msrun": ["arguments"],
-        "logs": ["--json", "--rank", "path"],
-        "pause": ["--json", "--timeout", "path"],
-        "resume": ["--json", "--timeout", "path"],
-        "clean": ["--all", "--base", "--dry-run", "--json", "--yes", "-y"],
-        "manifest": [
-            *("--claim", "--faults", "--gpus", "--grace", "--image", "--mount", "--name", "--nodes", "--nproc"),
-            "--nproc-per-node",
-            *("--restarts", "--run-options", "--state", "command", "kind"),
-        ],
-        "plan": [
-            *("--emit-env", "--fault-ranks", "--faults", "--json"),
-            *("--no-verify", "--run", "--step", "--verify", "--world-size", "--write"),
-            "path",
-        ],
-        "convert": [
-            *("--all", "--component", "--epoch", "--force", "--from", "--json", "--step", "--strategy", "--to"),
-            *("destination", "source"),
-        ],
-    }
 
 
 @pytest.mark.parametrize(

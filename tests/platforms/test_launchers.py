@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,4 +138,17 @@ def test_a_guard_writes_nothing_before_it_refuses(tmp_path: Path, monkeypatch: p
     )
     with pytest.raises(UsageError, match="RANK_ID=1, but no WORLD_SIZE"), guard:
         raise AssertionError("it must not train")
+    assert not (tmp_path / "ckpt").exists() or not os.listdir(tmp_path / "ckpt")
+
+
+def test_model_refuses_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    monkeypatch.setenv("MS_WORKER_NUM", "2")
+    network = nn.Linear(2, 2)
+    model = mx.Model(network, nn.MSELoss(), torch.optim.SGD(network.parameters()))
+    data: Any = [(torch.zeros(1, 2), torch.zeros(1, 2))]
+    callback = mx.ExceptionCheckpoint(prefix="p", directory=str(tmp_path / "ckpt"))
+    loader = torch.utils.data.DataLoader(data)
+    with pytest.raises(UsageError, match="MS_ROLE=MS_WORKER, MS_WORKER_NUM=2, but no WORLD_SIZE"):
+        model.train(1, loader, callbacks=[callback])
     assert not (tmp_path / "ckpt").exists() or not os.listdir(tmp_path / "ckpt")

@@ -263,3 +263,10 @@ def test_of_kept_objects_what_no_state_need_have_is_noted() -> None:
     others |= {'the length of "model.history"', '"model.history[1]"'}
     assert changed.keys() == expected.keys() | others
     assert not [name for name in before if "losses" in name or "_opt" in name]
+
+
+def test_a_metaclass_whose_classes_have_a_name_of_a_module() -> None:
+    class Meta(type):
+        __module__ = property(lambda cls: "somewhere")  # as Cython's
+
+    assert surroundings.kind_of(Meta) == ""

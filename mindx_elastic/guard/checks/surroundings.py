@@ -281,6 +281,8 @@ def kind_of(kind: type) -> str:
 
 
 def _kind_of(kind: type) -> str:
+    if not isinstance(kind.__module__, str):  # a metaclass of Cython's, whose classes have the name
+        return ""
     if kind.__module__.startswith(_OUR_DATA):
         return "loader"
     for word, kinds in _WORDS:
