@@ -120,11 +120,6 @@ class AgentLink:
             os.close(_stacks_fd)  # of an earlier guard of this process
         _stacks_fd = fd
 
-    def announce(self, step: int, path: Path) -> None:
-        """This checkpoint is about to be loaded."""
-        self.page.set_text("resumed_path", str(path))
-        self.page.set(resumed_step=step)
-
     def enter(self, step: int | None, run_id: str, arena: Path | None, directory: Path) -> None:
         """The state is back and training begins. `directory`: where it saves."""
         with suppress(OSError):  # 0.3 ms; what is forked from the agent's zygote later need not import them
@@ -176,10 +171,6 @@ class AgentLink:
             if found is None or found.is_ending or found.started != started:
                 return True
         return False
-
-    def finish(self) -> None:
-        """Training thread: the block has ended by itself."""
-        self.page.set(finished=1)
 
     def close(self) -> None:
         """After the watcher has stopped.

@@ -116,8 +116,9 @@ class Connections:
 
     def announce(self, found: Resumed | None) -> None:
         """Tell the agent which step is about to be loaded."""
-        if self.link is not None and found is not None:
-            self.link.announce(found.checkpoint.info.step, found.path)
+        if found is not None:
+            self.page.set_text("resumed_path", str(found.path))
+            self.page.set(resumed_step=found.checkpoint.info.step)
 
     def enter(
         self,
@@ -210,8 +211,7 @@ class Connections:
         after the block may fail, and must not cost the training.
         """
         self.keep_memory = not durable and self.link is not None and self.memory is not None and self.memory.take_last()
-        if self.link is not None:
-            self.link.finish()
+        self.page.set(finished=1)
 
     def stay_open(self) -> None:
         """The guard is about to be left, and entered again in this process: what is costly to open stays."""

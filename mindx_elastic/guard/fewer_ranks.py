@@ -26,12 +26,11 @@ from mindx_elastic.config import RankInfo, ShrinkSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
-from mindx_elastic.data.position import whole_number
 from mindx_elastic.data.sampler import shares_of, window_of
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["FewerRanks", "SizedGuard", "why_fixed"]
+__all__ = ["FewerRanks", "why_fixed"]
 
 _ASK = (
     "Accumulate over `n = guard.accumulation()` batches for each update (`guard.accumulation(4)` where it is 4 with "
@@ -172,46 +171,6 @@ class FewerRanks:
                     "that had failed: made from the scaled one, it is too small from here on",
                     "Step schedulers outside of optimizer.step(), and not where it has raised",
                 )
-
-
-class SizedGuard:
-    """What a guard says of the size of its job."""
-
-    _ranks: RankInfo
-    _fewer: FewerRanks
-
-    @property
-    def ranks(self) -> RankInfo:
-        """This process among all; known once the guard is entered."""
-        return self._ranks
-
-    @property
-    def rank(self) -> int:
-        """This process's rank; known once the guard is entered."""
-        return self._ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks; known once the guard is entered."""
-        return self._ranks.world_size
-
-    def accumulation(self, batches: int = 1) -> int:
-        """Over how many batches this rank accumulates gradients for one update, where it is `batches` with all ranks.
-
-        ::
-
-            n = guard.accumulation()
-            for i, (x, y) in guard.enumerate(loader, start=1):
-                (loss_of(model(x), y) / n).backward()
-                if i % n == 0:
-                    opt.step()
-                    opt.zero_grad()
-                    guard.step_end()
-
-        It is `batches`, except in a job that goes on with fewer ranks (``mindx-elastic run --min-nproc``): with half
-        of them, twice as many. Such a job must ask.
-        """
-        return self._fewer.accumulation(whole_number("batches", batches, low=1))
 
 
 def _only(named: set[int], hook: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:

@@ -86,6 +86,7 @@ class Guard(LayeredGuard):
       ``"10min"``, ``"1h"``), or ``"auto"`` (as often as 1 % of the time pays for). A thread writes; the
       newest two complete steps stay.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
+      `append_info`: JSON-able values for the files' headers.
     * `allow_shared_directory`: accept a directory that every user may write to; files of other users are left out.
       `trusted_users`: by number or name, whose files count too. Also by ``MINDX_ALLOW_SHARED_DIRECTORY`` (1) and
       ``MINDX_TRUSTED_USERS``.

@@ -1,5 +1,7 @@
-"""What layers above a guard call: `Model.train`, and the integrations of trainers. All but `reach_resumed_step`
-come before the guard is entered."""
+"""What layers above a guard call (`Model.train`, integrations of trainers), and what it says of the size of its job.
+
+All calls of layers but `reach_resumed_step` come before the guard is entered.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part
-from mindx_elastic.guard.fewer_ranks import SizedGuard
+from mindx_elastic.config import RankInfo
+from mindx_elastic.data.position import whole_number
+from mindx_elastic.guard.fewer_ranks import FewerRanks
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.running import Place
@@ -16,11 +20,13 @@ from mindx_elastic.guard.running import Place
 __all__ = ["LayeredGuard"]
 
 
-class LayeredGuard(SizedGuard):
+class LayeredGuard:
     """A guard of which a layer above keeps the loop."""
 
     _loops: Loops
     _loaders: Loaders
+    _ranks: RankInfo
+    _fewer: FewerRanks
 
     def __init__(self) -> None:
         self._more: Mapping[str, object] = {}
@@ -67,3 +73,38 @@ class LayeredGuard(SizedGuard):
         What code has changed on the way there (random streams, objects) is put back; on a fresh start there is nothing
         to do."""
         self._loops.reach_resumed_step()
+
+    # --- the size of the job ---
+
+    @property
+    def ranks(self) -> RankInfo:
+        """This process among all; known once the guard is entered."""
+        return self._ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; known once the guard is entered."""
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; known once the guard is entered."""
+        return self._ranks.world_size
+
+    def accumulation(self, batches: int = 1) -> int:
+        """Over how many batches this rank accumulates gradients for one update, where it is `batches` with all ranks.
+
+        ::
+
+            n = guard.accumulation()
+            for i, (x, y) in guard.enumerate(loader, start=1):
+                (loss_of(model(x), y) / n).backward()
+                if i % n == 0:
+                    opt.step()
+                    opt.zero_grad()
+                    guard.step_end()
+
+        It is `batches`, except in a job that goes on with fewer ranks (``mindx-elastic run --min-nproc``): with half
+        of them, twice as many. Such a job must ask.
+        """
+        return self._fewer.accumulation(whole_number("batches", batches, low=1))

@@ -218,13 +218,10 @@ class Opening:
 
     def _parts(self) -> list[Part]:
         more = [] if self._place is None else self._place.parts(list(self.targets.values()))
-        uneven = [] if self._uneven is None else [self._uneven]
+        # In a recovery in place the ranks that live on have told it.
+        compares = self.saver.replicated and self._entry is None
+        uneven = [UnevenModules(self.collector, self.unmanaged)] if compares else []
         return [*self._last_parts, self._together.part, *uneven, *more]
-
-    @cached_property
-    def _uneven(self) -> UnevenModules | None:
-        """In a recovery in place the ranks that live on have told it."""
-        return UnevenModules(self.collector) if self.saver.replicated and self._entry is None else None
 
     @cached_property
     def _together(self) -> Together:
@@ -248,8 +245,6 @@ class Opening:
     def meet_last(self) -> None:
         """Every rank is ready to train."""
         meet(self._exchange, "entered", self._parts())
-        if self._uneven is not None:
-            self._uneven.tell(self.unmanaged)
         trains = self.proof is None and self._entry is None and not self.evaluates
         if self._ranks.rank == 0 and trains and not (self.periodic or self.around.takes_snapshots):
             by_callbacks = self.options.policies is not None

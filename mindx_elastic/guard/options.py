@@ -22,53 +22,31 @@ DEFAULT_SIGNALS = STOP_SIGNALS
 
 @dataclass(frozen=True, kw_only=True)
 class GuardOptions:
-    """The arguments of `Guard` but for the training state itself; `Guard` says more of each. Raises UsageError."""
+    """The arguments of `Guard` but for the training state itself; `Guard` says once what each means. None, unless it
+    says otherwise: as the environment has it. Raises UsageError."""
 
     directory: str | Path
-    """Folder for checkpoints."""
     prefix: str = "ckpt"
-    """First part of the checkpoints' names."""
     resume: str | Path = "auto"
-    """``auto``, ``never``, or the path to resume from."""
     grace_s: float | None = None
-    """Seconds from an alarm until the process must be gone; None: as the environment says."""
     final_save: bool | None = None
-    """Whether to save the last boundary of a training that ends by itself; None: as the environment says."""
     save_on_exception: bool = True
-    """Whether an exception that leaves the block saves the last boundary; without effect beside `policies`."""
     signals: Sequence[int] = DEFAULT_SIGNALS
-    """Signal numbers that stop the job; without effect beside `policies`, as are the next two."""
     flag_file: str | Path | None = None
-    """JSON file that stops the job once it holds ``{"GracefulExit": 1}``."""
     append_info: Sequence[object] = ()
-    """JSON-able values for the files' headers."""
     policies: Sequence[ExitPolicy] | None = None
-    """What to save at a stop; None: one breakpoint, made from the arguments above."""
     periodic: Sequence[PeriodicPolicy] = ()
-    """What to save now and then."""
     save_every: int | str | None = None
-    """A further policy of that kind: steps, a time such as ``10min``, or ``auto``."""
     allow_shared_directory: bool = False
-    """Whether to accept a directory that every user may write to."""
     trusted_users: Sequence[int | str] = ()
-    """Further users, by number or name, whose files count."""
     snapshot_every: int | str | None = None
-    """Steps between snapshots in shared memory, 0, or ``auto``; None: as the environment says."""
     redundancy: int | None = None
-    """On how many nodes to keep each file; None: as the environment says."""
     remove_redundancy: bool = False
-    """Whether ranks that hold the same write each part of it once, but at a stop; without effect beside `policies`."""
     unmanaged: str | None = None
-    """``error`` or ``warn``: state that is certain not to be kept; None: as the environment says."""
     overlap: bool | None = None
-    """Whether a stop makes one step more, to compare the next start with; None: as the environment says."""
     on_difference: str = "warn"
-    """``warn`` or ``stop``: where the resumed run makes another step than the stopped one."""
     rehearse: int | str | Sequence[int | str] | None = None
-    """Steps, or ``epoch`` (the first one of the second epoch), where the job tries its resume; None: as the environment
-    says."""
     layouts: Mapping[str, Layout] | None = None
-    """Layouts of parameters that no DTensor describes, by name pattern."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, Path)) or not str(self.directory):

@@ -279,13 +279,9 @@ def run_in_place(
                 again.__context__ = again.__cause__ = again.__traceback__ = None
     finally:
         release_signals()
-        _close(member)
-
-
-def _close(member: Member) -> None:
-    member.closed()
-    if (arena := member.take_arena()) is not None:
-        arena.close()
+        member.closed()
+        if (arena := member.take_arena()) is not None:
+            arena.close()
 
 
 def tell_of_block(ranks: RankInfo, *, is_layered: bool) -> None:

@@ -359,12 +359,8 @@ class Saver:
         except Exception as error:  # the save has failed already, and the job must leave in time
             logger.error("step %d could not be kept in shared memory either: %s", step, error, exc_info=True)
 
-    def _forecast_correct(self) -> dict[str, int]:
-        """The header field that says whether the boundary came out as forecast; empty without a forecast."""
-        correct = self.collector.forecast_correct
-        return {} if correct is None else {"foreseen": int(correct)}
-
     def _info(self, position: Position, *, kind: str, reason: str, append_info: Sequence[object]) -> CheckpointInfo:
+        correct = self.collector.forecast_correct  # whether the boundary came out as forecast; None: there was none
         return CheckpointInfo(
             run_id=self.events.run_id,
             world_size=self.ranks.world_size,
@@ -378,7 +374,7 @@ class Saver:
             created=time.time(),
             resumable=kind != "eval",  # an evaluation's file holds weights and nothing else
             attempt=self.events.attempt,
-            coordinates={**self.coordinates, **self._forecast_correct()},
+            coordinates=self.coordinates | ({} if correct is None else {"foreseen": int(correct)}),
             append_info=tuple(append_info),
             torch_version=torch.__version__,
             flags=self.flags.identities,

@@ -25,9 +25,8 @@ class UnevenModules(Part):
 
     name = "uneven_modules"
 
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-        self._names: list[str] = []
+    def __init__(self, collector: Collector, unmanaged: Unmanaged) -> None:
+        self._collector, self._unmanaged = collector, unmanaged
 
     def say(self) -> Any:
         return WeightSamples(self._collector).digests()
@@ -36,17 +35,14 @@ class UnevenModules(Part):
         return Merged(sorted(str(name) for name in said[0] if len({each.get(name) for each in said}) > 1))
 
     def hear(self, answer: Answer) -> None:
-        self._names = [str(name) for name in answer.common]
-
-    def tell(self, unmanaged: Unmanaged) -> None:
         kinds: Mapping[str, Any] = self._collector.components
         kept = self._collector.rank_weights
-        for name in self._names:
+        for name in map(str, answer.common):
             if kept is not None and name in kept:
                 continue
             component = kinds.get(name)
             kind = type(component.module).__name__ if isinstance(component, ModuleComponent) else "?"
-            unmanaged.risk(
+            self._unmanaged.risk(
                 f'the weights of module "{name}" ({kind}) are not the same on all ranks, and a rank that is killed '
                 "gets those of another rank",
                 "Copy it from the module behind DDP, which gives all ranks the same weights "

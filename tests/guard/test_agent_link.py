@@ -65,9 +65,6 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
     link = agent.link()
     assert agent.page() == Status(pid=os.getpid(), phase=WorkerPhase.STARTING)
-    link.announce(7, Path("/ckpt/a"))
-    assert (agent.page().resumed_step, agent.page().resumed_path) == (7, "/ckpt/a")
-    assert agent.page().phase == WorkerPhase.STARTING, "loading it may be what kills the process"
     link.enter(7, "run-a", Path("/dev/shm/x"), Path("/c"))
     page = agent.page()
     assert (page.phase, page.step, page.run_id, page.arena) == (WorkerPhase.TRAINING, 7, "run-a", "/dev/shm/x")

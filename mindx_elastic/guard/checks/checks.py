@@ -245,7 +245,7 @@ class Checks:
         owners = [*self._collector.optimizers(), *(t for t in self._targets.values() if kind_of(type(t)) == "instance")]
         for optimizer in self._strangers.at_boundary(owners):
             seen = look(frame, self._roots)
-            found = seen.optimizers.get(id(optimizer))
+            found = seen.of["optimizer"].get(id(optimizer))
             number = sum(len(group["params"]) for group in optimizer.param_groups)
             shown = str(found) if found is not None else f"of {number} parameters ({type(optimizer).__name__})"
             what = f"optimizer {shown} steps and is not named"
@@ -256,8 +256,8 @@ class Checks:
 
     def _check_schedulers(self, seen: Seen, kept: Kept) -> None:
         ours = self._optimizer_ids()
-        children = {key for found in seen.schedulers.values() for key in inner_schedulers(found.value)}
-        for key, found in seen.schedulers.items():
+        children = {key for found in seen.of["scheduler"].values() for key in inner_schedulers(found.value)}
+        for key, found in seen.of["scheduler"].items():
             optimizer = attributes_of(found.value).get("optimizer")
             if id(optimizer) not in ours or kept.has_object(found.value) or key in children:
                 continue
@@ -294,13 +294,13 @@ class Checks:
     def _watch_found(self, seen: Seen, kept: Kept) -> None:
         """Begin to watch what has been found and is not kept. The next comparison is the first look at it."""
         claimed: set[int] = set()
-        for key, found in _outermost(seen.modules, kept):
+        for key, found in _outermost(seen.of["module"], kept):
             missing = {id(tensor) for each in kept.missing(found.value) for tensor in each}
             if key not in self._modules and missing - claimed and not is_sharded_in_part(found.value):
                 remedy = self._remedies.stateful_line([found.name])
                 self._modules[key] = _Watched(weakref.ref(found.value), str(found), remedy)
             claimed |= missing
-        for key, found in seen.scalers.items():
+        for key, found in seen.of["scaler"].items():
             if key not in self._scalers and not kept.has_object(found.value):
                 remedy = f"Write Guard(scaler={found.name}, ...)"
                 self._scalers[key] = _Watched(weakref.ref(found.value), str(found), remedy)
@@ -356,7 +356,7 @@ def _alive(watched: dict[int, _Watched]) -> Iterator[tuple[_Watched, Any]]:
 
 def _owner_of(parameter: torch.Tensor, seen: Seen) -> tuple[Found | None, str]:
     """The module among the variables that has `parameter`, and its name there."""
-    for found in seen.modules.values():
+    for found in seen.of["module"].values():
         for place, own in found.value.named_parameters():
             if own is parameter:
                 return found, place

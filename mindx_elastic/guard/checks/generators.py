@@ -84,7 +84,9 @@ class Generators:
     def watch(self, seen: Seen, kept: Kept) -> None:
         """Watch those of `seen` that are not kept. The next comparison is the first look at a new one."""
         before, self.watched = self.watched, {}
-        own = [(k, f) for k, f in seen.generators.items() if k not in self._global and not kept.has_object(f.value)]
+        own = [
+            (k, f) for k, f in seen.of["generator"].items() if k not in self._global and not kept.has_object(f.value)
+        ]
         for key, found in own[:_MOST]:
             self.watched[key] = before.get(key) or _Watched(found)
 

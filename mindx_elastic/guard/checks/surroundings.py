@@ -16,7 +16,7 @@ import weakref
 from collections import ChainMap, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from pathlib import PurePath
@@ -87,6 +87,7 @@ _WORDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("class", (type,)),
 )
 """See `kind_of`; the first that fits counts."""
+_SEARCHED = ("optimizer", "scheduler", "scaler", "module", "generator")
 _OUR_DATA = f"{_OURS}.data"
 _TO_LOADERS = (DataLoader, partial, types.MethodType)
 
@@ -106,27 +107,15 @@ class Found:
         return f'"{self.name}" ({type(self.value).__name__}{where})'
 
 
-@dataclass
 class Seen:
-    """What `look` has found, by kind; by `id`, the nearest first."""
+    """What `look` has found."""
 
-    optimizers: dict[int, Found] = field(default_factory=dict)
-    schedulers: dict[int, Found] = field(default_factory=dict)
-    scalers: dict[int, Found] = field(default_factory=dict)
-    modules: dict[int, Found] = field(default_factory=dict)
-    """Modules that are found by a variable or an attribute, and not only inside another module."""
-    generators: dict[int, Found] = field(default_factory=dict)
-    asked: dict[int, list[Found]] = field(default_factory=dict)
-    """All variables, attributes and items that hold one of those that were asked for."""
-
-    def __post_init__(self) -> None:
-        self.by_kind = {
-            "optimizer": self.optimizers,
-            "scheduler": self.schedulers,
-            "scaler": self.scalers,
-            "module": self.modules,
-            "generator": self.generators,
-        }
+    def __init__(self) -> None:
+        self.of: dict[str, dict[int, Found]] = {kind: {} for kind in _SEARCHED}
+        """By kind and `id`, the nearest first; of modules those that are found by a variable or an attribute, and not
+        only inside another module."""
+        self.asked: dict[int, list[Found]] = {}
+        """All variables, attributes and items that hold one of those that were asked for."""
 
 
 def look(frame: FrameType | None, roots: Mapping[str, object], asked: Iterable[int] = ()) -> Seen:
@@ -209,7 +198,7 @@ class _Walk:
         while self._queue:
             name, place, value, depth = self._queue.popleft()
             kind = self._kinds[type(value)]
-            if (of_kind := self.seen.by_kind.get(kind)) is not None:
+            if (of_kind := self.seen.of.get(kind)) is not None:
                 of_kind[id(value)] = Found(name, place, value)
             if depth < self._depth:
                 self._meet(name, place, self._children(kind, value), depth + 1)
