@@ -36,6 +36,7 @@ class Context:
     world: World
     faults: frozenset[int]
     own_states: Mapping[Moment, Collection[int]]
+    recorded: Mapping[Moment, Strategy]
 
 
 class Candidate:
@@ -208,7 +209,9 @@ class Candidate:
 
     def _merge(self) -> Strategy:
         """The strategy that the files give together, in the order of ranks."""
-        strategies = {id(fact.strategy): fact.strategy for facts in self._files.values() for fact in facts}
+        recorded = self._context.recorded.get(self.moment)
+        of_files = [fact.strategy for facts in self._files.values() for fact in facts]
+        strategies = {id(each): each for each in ([recorded, *of_files] if recorded is not None else of_files)}
         for strategy in strategies.values():
             if strategy.world_size != self.world_size:
                 raise UsageError(f"a strategy for {strategy.world_size} ranks, files of {self.world_size}")

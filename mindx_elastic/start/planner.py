@@ -16,6 +16,7 @@ from typing import Protocol
 
 from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.rank_lists import rank_list
+from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.start.assumptions import settle_assumptions
 from mindx_elastic.start.candidate import Candidate, Context
 from mindx_elastic.start.facts import DYING_KINDS, FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
@@ -44,6 +45,7 @@ def plan_resume(
     *,
     faults: KnownFaults | Collection[int] = (),
     own_states: Mapping[Moment, Collection[int]] | None = None,
+    recorded: Mapping[Moment, Strategy] | None = None,
     rejected: Sequence[Rejected] = (),
     only: Moment | None = None,
 ) -> ResumePlan | Refusal:
@@ -51,8 +53,8 @@ def plan_resume(
 
     files: usable ones; of a rank's several files of a step the one to try first in front. faults: of old ranks.
     own_states: for each step the ranks whose small state of it (random numbers, buffers) is in memory: with it and a
-    replica's file they go on exactly. rejected: files that were sorted out before, for the record. only:
-    the one step that may be taken.
+    replica's file they go on exactly. recorded: strategies known from elsewhere than the files. rejected: files that
+    were sorted out before, for the record. only: the one step that may be taken.
     """
     everything = settle_assumptions(list(files))
     known = faults if isinstance(faults, KnownFaults) else KnownFaults(frozenset(faults))
@@ -60,7 +62,7 @@ def plan_resume(
     by_moment: dict[Moment, list[FileFact]] = {}
     for fact in usable:
         by_moment.setdefault(fact.moment, []).append(fact)
-    context = Context(world, known.ranks, own_states or {})
+    context = Context(world, known.ranks, own_states or {}, recorded or {})
     reasons: list[Rejected] = []
     considered: dict[Moment, Candidate] = {}
     moments = [m for m in order_of_moments(everything) if only in (None, m)]

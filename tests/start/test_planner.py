@@ -183,6 +183,15 @@ def test_contradictory_strategies_are_refused_by_name_and_an_older_step_is_taken
     assert all(part in rejected.reason for part in ("of w: ", "[8, 4]", "[8, 5]"))
 
 
+def test_a_recorded_strategy_tells_what_missing_files_held() -> None:
+    moment = (RUN, 0, 10)
+    private = files([0, 1], strategy=Strategy(4, (STAGES.tensors[0],)))
+    refusal = refusal_of(private, recorded={moment: STAGES})
+    assert "layers.1: no usable file of ranks 2, 3" in str(refusal)
+    assert "for 2 ranks" in str(refusal_of(files(range(4)), recorded={moment: replicated(2, {"w": (8, 4)})}))
+    assert "contradict" in str(refusal_of(files(range(4)), recorded={moment: FSDP}))
+
+
 # --- faults ---
 
 
