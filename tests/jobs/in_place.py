@@ -21,7 +21,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,6 @@ from tests.jobs.kit import say
 from tests.jobs.loop import Pictures
 
 PLACES = ("start", "worker", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
-
-
-class Sharing(torch.optim.AdamW):
-    """Does something in the middle of its update."""
-
-    share: Callable[[], None] = staticmethod(lambda: None)
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].mul_(0.999)
-        self.share()
-        return super().step(closure)
 
 
 class Every:
@@ -84,9 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--evaluate", choices=("no", "no_grad", "inference", "ddp"), default="no")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--save-beside", action="store_true", help="periodic saves are asynchronous")
-    parser.add_argument(
-        "--share", choices=("no", "between", "update"), default="no", help="ranks 1 and 2, by themselves"
-    )
+    parser.add_argument("--share", action="store_true", help="ranks 1 and 2, by themselves, in front of the update")
     parser.add_argument(
         "--inside",
         choices=("no", "hooks", "group", "count"),
@@ -210,7 +196,7 @@ class Trainer:
         elif args.setup == "barrier":
             dist.barrier()
         self.group = dist.new_group(list(range(self.world_size))) if args.setup == "group" else None
-        self.pair = None if args.share == "no" else dist.new_group([1, 2])
+        self.pair = dist.new_group([1, 2]) if args.share else None
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for _ in range(4):  # enough for several buckets
@@ -224,10 +210,7 @@ class Trainer:
         if args.compress:
             self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         self.network[0].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))
-        kind = Sharing if args.share == "update" else torch.optim.AdamW
-        self.optimizer = kind(self.network.parameters(), lr=1e-2)
-        if isinstance(self.optimizer, Sharing):
-            self.optimizer.share = self.share
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
         self.scaler = torch.amp.GradScaler("cpu", enabled=args.amp, init_scale=1024.0, growth_interval=5)
         self.loader = mx.data.ResumableLoader(
@@ -319,7 +302,7 @@ class Trainer:
                     raise
                 say(f"CAUGHT {self.rank} backward")
         faults.at(step, "backward")
-        if args.share == "between":
+        if args.share:
             self.share()
         if updates:
             self.scaler.step(self.optimizer)
@@ -328,7 +311,7 @@ class Trainer:
             self.scheduler.step()
             self.optimizer.zero_grad()
         self.guard.step_end(loss=loss)
-        if args.share != "no":
+        if args.share:
             faults.passed(step, "share")
         faults.at(step, "after")
         if step == args.hold_at:

@@ -173,7 +173,7 @@ def test_errors_that_a_program_catches_or_makes_other_ones_of(tmp_path: Path, ca
 def test_a_survivor_of_another_node_that_is_behind_gets_the_state_too(tmp_path: Path) -> None:
     """Rank 1 waits in front of its update for rank 2, which is killed, while rank 0 passes the boundary."""
     faults = ["2:6:share", "1:11:mid"]
-    nodes = run(tmp_path, 3, 1, "--size", 144, "--share", "between", faults=faults)
+    nodes = run(tmp_path, 3, 1, "--size", 144, "--share", faults=faults)
     check_in_place(nodes, faults)
     assert [event["behind"] for event in events(tmp_path / "hurt" / "node0" / "run", "rejoin")] == [[1], []]
 
