@@ -76,6 +76,8 @@ class SchedulerConnection:
         self._changed = threading.Condition()
         self._farewell: Farewell | None = None
         """What is to be said last."""
+        self._socket: socket.socket | None = None
+        os.register_at_fork(after_in_child=self._close_copy)
         self._sent = threading.Event()
         self._closed = threading.Event()
         self._wakeup = Wakeup()
@@ -143,8 +145,8 @@ class SchedulerConnection:
         while not self._closed.is_set():
             began = time.monotonic()
             try:
-                with self._connect() as sock:
-                    self._serve(sock)
+                with self._connect() as self._socket:
+                    self._serve(self._socket)
                 why = "it has closed the connection"
             except (OSError, WireError) as error:
                 why = str(error) or type(error).__name__
@@ -180,6 +182,11 @@ class SchedulerConnection:
         elif now > self._began + _MORE_S:
             self._said_at = now
             logger.info("waiting for the scheduler at %s (%s)", self._place, why)
+
+    def _close_copy(self) -> None:
+        """In a forked child: with a loader's worker that outlives this process the connection would, too."""
+        if self._socket is not None:
+            self._socket.close()
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection((self.settings.host, self.settings.port), _CONNECT_S)

@@ -159,9 +159,10 @@ def test_a_scheduler_that_is_told_to_end_lets_the_workers_go_on(tmp_path: Path) 
 
 
 def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
+    """Also where the dead one's loader worker, which was forked, lives on."""
     with cluster(2, recovery=False) as run:
         scheduler = run.scheduler()
-        jobs = run.workers("--kill=forward:7:1", fresh=False)
+        jobs = run.workers("--kill=forward:7:1", "--num-workers=1", fresh=False)
         assert jobs[1].wait() == -signal.SIGKILL
         scheduler.expect(1)
         jobs[0].expect(EXIT_TEMPORARY)

@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--hold-at", default="", help="steps, separated by commas")
     parser.add_argument("--hold-resumed", action="store_true")
     parser.add_argument("--shared", action="store_true")
+    parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--snapshot-every", default="0")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -46,7 +47,7 @@ def main() -> None:
     torch.manual_seed(rank)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = TensorDataset(torch.arange(6 * 4 * 4 * size * 1.0).reshape(-1, 4) / 100)
-    loader = mx.data.ResumableLoader(data, 4, shuffle=True, seed=1)
+    loader = mx.data.ResumableLoader(data, 4, shuffle=True, seed=1, num_workers=args.num_workers)
     directory = "./ckpt" if args.shared else "./ckpt_of_rank/" + str(rank)
     guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=directory, snapshot_every=args.snapshot_every)
 
