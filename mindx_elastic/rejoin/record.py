@@ -114,14 +114,14 @@ def as_event(record: RecoveryRecord) -> dict[str, Any]:
 
 
 def from_event(line: Mapping[str, Any]) -> RecoveryRecord | None:
-    """The record in an event of any version; None: it makes no sense."""
+    """The record in an event; None: it makes no sense."""
     try:
         found = read(RecoveryRecord, {name: value for name, value in line.items() if value is not None})
     except ValueError:
         return None
     if found.outcome not in _OUTCOMES:
         return None
-    return replace(found, cause=found.cause or found.reason, reason="") if found.outcome == IN_PLACE else found
+    return replace(found, reason="") if found.outcome == IN_PLACE else found  # there it repeats the cause
 
 
 # --- for a person ---

@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--meanwhile", action="append", default=[])
     parser.add_argument(
         "--catch",
-        choices=("no", "backward", "step", "translate"),
+        choices=("no", "backward", "translate"),
         default="no",
         help="what the program swallows; or that it makes another exception of what a backward raises",
     )
@@ -271,13 +271,7 @@ class Trainer:
             dist.new_group(list(range(self.world_size)))
         for epoch in self.guard.epochs(self.args.epochs):
             for number, batch in enumerate(self.loader, start=1):
-                if self.args.catch == "step":
-                    try:
-                        self.train_step(epoch, number, *batch)
-                    except Exception as error:
-                        say(f"CAUGHT {self.rank} {type(error).__name__}")
-                else:
-                    self.train_step(epoch, number, *batch)
+                self.train_step(epoch, number, *batch)
             if self.args.evaluate != "no":
                 self.evaluate()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.core.events import EventLog
 from mindx_elastic.rejoin.record import (
     FORKED,
     FRESH,
@@ -144,18 +142,3 @@ def test_without_its_number_it_is_none(missing: str) -> None:
     line = {"attempt": 0, **as_event(recovery())}
     del line[missing]
     assert from_event(line) is None
-
-
-def test_an_event_of_the_version_before(tmp_path: Path) -> None:
-    """It had no process that stood in, no time to notice, and its cause as the reason."""
-    log = EventLog(tmp_path / "events.jsonl", attempt=2)
-    stages = {"heard": 0.0, "out": 0.01}
-    more: dict[str, Any] = {"generation": 1, "ranks": [1], "behind": [], "donor": 0, "stages": stages}
-    log.emit("rejoin", step=5, reason="killed by SIGKILL", duration_s=0.2, outcome="in place", **more)
-    found = from_event(json.loads((tmp_path / "events.jsonl").read_text()))
-    assert found is not None
-    assert (found.attempt, found.cause, found.reason, found.stages) == (2, "killed by SIGKILL", "", stages)
-    assert as_lines([found])[1:] == [
-        "2.1  rank 1: killed by SIGKILL; on from step 5, state from rank 0",
-        "     out 10, over 200",
-    ]

@@ -294,13 +294,6 @@ def test_a_second_death_while_a_recovery_is_under_way(runs: Runs, who: str) -> N
 
 
 @drill
-def test_what_a_program_catches_becomes_no_boundary(runs: Runs) -> None:
-    job, _ = runs.run(3, "--epochs", 2, "--catch", "backward", *faults("1:5:forward", "0:9:mid"))
-    assert job.matches("CAUGHT"), job.report()
-    assert not job.matches("Traceback"), job.report()
-
-
-@drill
 def test_what_the_function_and_an_evaluation_did_to_a_survivor_is_taken_back(runs: Runs) -> None:
     """Hooks and wrapped functions would be there twice, and DDP would leave out a broadcast of the new process."""
     job, _ = runs.run(
