@@ -36,7 +36,6 @@ __all__ = ["Scheduler"]
 
 _HELLO_S = 5.0  # for a new connection to say what it is
 _FAREWELL_S = 45.0  # for the workers to save and leave a job that is over; their own grace period is 30 s
-_MOST_UNSENT = 16 << 20
 _MORE_CONNECTIONS = 64
 _RETRY_WRITE_S = 5.0
 _SAY_AGAIN_S = 60.0
@@ -383,9 +382,6 @@ class Scheduler:
             connection.unsent.clear()  # it has gone; what it has said before is read first, and then its end
         if connection.closing and not connection.unsent:
             self._close(connection)
-            return
-        if len(connection.unsent) > _MOST_UNSENT:
-            self._lose(connection, time.monotonic())
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if self._selector.get_key(connection.sock).events != events:

@@ -17,13 +17,9 @@ from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.cluster.messages import Message, as_json, parse
 from mindx_elastic.core.frames import FrameError, Frames, frame
 
-__all__ = ["MAX_REPLY_BYTES", "MAX_REQUEST_BYTES", "Line", "WireError"]
+__all__ = ["Line", "WireError"]
 
-MAX_REQUEST_BYTES = 16 << 10
-"""Of a worker's message."""
-MAX_REPLY_BYTES = 4 << 20
-"""Of the scheduler's: it names the new ranks of a job of up to `messages.MAX_WORKERS`."""
-
+_MAX_BYTES = 16 << 10  # of a message
 _NONCE_CHARS = 32
 
 
@@ -36,7 +32,7 @@ class Line:
 
     def __init__(self, key: bytes | None, *, is_scheduler: bool) -> None:
         self._key, self._is_scheduler = key, is_scheduler
-        self._frames = Frames(MAX_REQUEST_BYTES if is_scheduler else MAX_REPLY_BYTES)
+        self._frames = Frames(_MAX_BYTES)
         self._nonce = secrets.token_hex(_NONCE_CHARS // 2)
         self._seal: Seal | None = None
         self._num_sent = self._num_received = 0
