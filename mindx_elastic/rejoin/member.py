@@ -4,6 +4,8 @@ One per process. Two threads use it: the watcher hears of a death and cuts the c
 out and does the rest (`Member.leave`), with the guard still open: as long as the donor's state is not in shared memory,
 this rank can still save its own boundary. After that it leaves its guard and enters it again, with an `Entry` in place
 of files. The new process begins there (`Member.join`).
+
+The job may have several nodes, of which each reads its own shared memory only: see `copies`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,12 @@ from mindx_elastic.core.printable import printable
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.ahead import share_orders
 from mindx_elastic.rejoin.board import Board, board_key
-from mindx_elastic.rejoin.copies import Receive
+from mindx_elastic.rejoin.copies import Parcel, Receive, send, sources, take
 from mindx_elastic.rejoin.failures import Failures, RejoinFailed
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.host import Host
 from mindx_elastic.rejoin.protocol import Report, Verdict, decide
+from mindx_elastic.rejoin.small_records import Couriers
 from mindx_elastic.rejoin.sockets import SocketsPart
 
 __all__ = ["Entry", "Found", "LeavesToRejoin", "Member", "UnfitSpareError"]
@@ -35,6 +38,7 @@ __all__ = ["Entry", "Found", "LeavesToRejoin", "Member", "UnfitSpareError"]
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
 _LOOK_S = 0.05
+_WAIT_S = 0.5
 _LONGEST = 1000
 
 
@@ -90,6 +94,10 @@ class Member:
         self.laid_out: Mapping[str, list[int]] = {}
         """In a new process: the order in which gradients arrive, of the DDP modules of which it knows it already."""
         self._attempt = settings.scope or str(agent.attempt)
+        self._node, self._num_nodes = (settings.node, settings.num_nodes) if settings.scope else (0, 1)
+        self._couriers = Couriers(settings.keepers, self._num_nodes, self._node, self._attempt, ranks.rank)
+        self._sources: dict[int, int] = {}
+        """By node: the rank that copies the boundary there."""
         self._shares_orders = ranks.local_rank == 0  # spares want them
         self._host: Host | None = None
         """While the guard is open."""
@@ -219,7 +227,19 @@ class Member:
         return self._hears_soon()
 
     def _hears_soon(self) -> bool:
-        return self._host is not None and self._host.peers_gone_soon() and self.comes_out_soon()
+        if self._host is None or not (self._num_nodes > 1 or self._host.peers_gone_soon()):
+            return False
+        return self.comes_out_soon()
+
+    def hears_from_afar(self) -> bool:
+        """Training thread, after an error: whether a rank of another node is gone. Its connections end before this
+        node's agent has heard of it."""
+        seen = self._failures is not None and self._failures.seen
+        return self._num_nodes > 1 and seen and self.comes_out_soon()
+
+    def courier(self, *, replicated: bool) -> Callable[..., None] | None:
+        """Training thread, before the guard is open: what takes the rank's small records to other nodes, too."""
+        return self._couriers.connect() if replicated else None
 
     def leave(self) -> Entry:
         """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next
@@ -253,8 +273,8 @@ class Member:
         plan = self._wait(board, [f"{generation}/plan"], host)[f"{generation}/plan"]
         if plan.get("refusal"):
             raise RejoinFailed(str(plan["refusal"])[:_LONGEST])
-        report = host.report()
-        if board.write(f"{generation}/out/{self.ranks.rank}", self._note_of(report)).get("dead"):
+        report = replace(host.report(), node=self._node)
+        if board.write(f"{generation}/out/{self.ranks.rank}", report.to_json()).get("dead"):
             host.end(f"rank {self.ranks.rank} was taken for dead")  # and a new process has its place
         verdict = self._verdict(board, host, generation)
         self._times["agreed"] = time.time()
@@ -265,7 +285,7 @@ class Member:
         # Before the state is copied: the new process opens its guard meanwhile.
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        if self._donates(verdict):
+        if self.ranks.rank in self._sources.values():
             self._donate(board, host, generation, verdict)
         if self.ranks.rank not in verdict.needy:
             live, info = host.live()
@@ -273,40 +293,61 @@ class Member:
         self.generation = generation
         return Entry(generation=generation, verdict=verdict, where=lambda: found, live=live, info=info)
 
-    # --- what is otherwise on several nodes, see `nodes_member` -------------------------------------------------------
-
-    def courier(self, *, replicated: bool) -> Callable[..., None] | None:
-        """Training thread, before the guard is open: what takes the rank's small records to another node, too."""
-        return None
-
-    def hears_from_afar(self) -> bool:
-        """Training thread, after an error: whether a rank of another node is gone."""
-        return False
-
-    def _note_of(self, report: Report) -> dict[str, Any]:
-        """What this rank says of itself."""
-        return report.to_json()
-
-    def _take_in(
-        self, verdict: Verdict, reports: Mapping[int, Report | None], notes: Mapping[int, Mapping[str, Any]]
-    ) -> None:
-        """The ranks have agreed. Raises RejoinFailed where they cannot go on like this."""
-
-    def _donates(self, verdict: Verdict) -> bool:
-        """Whether this rank puts its state into memory for others."""
-        return self.ranks.rank == verdict.donor
-
-    def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive) -> Found:
-        """With connections to all ranks: wait until what others need is in memory."""
-        return Found(self._wait_for_state(board, host, generation), verdict.donor)
+    # --- the boundary in memory ---------------------------------------------------------------------------------------
 
     def _donate(self, board: Board, host: Host, generation: int, verdict: Verdict) -> None:
-        """Put this rank's state into memory, and say so."""
+        """Put this rank's state into its node's shared memory, and say so there."""
         path = host.donate()
         self._times["donated"] = time.time()
-        note = board.write(f"{generation}/state", {"path": str(path)})
+        gives = self.ranks.rank == verdict.donor and self._nodes_without
+        self._give_copy(board, generation, path, Parcel.of(path, verdict) if gives else None)
+
+    @property
+    def _nodes_without(self) -> list[int]:
+        """The nodes that get the donor's file from another one."""
+        return [node for node in range(self._num_nodes) if node not in self._sources]
+
+    def _give_copy(self, board: Board, generation: int, path: Path, parcel: Parcel | None) -> None:
+        """This node has the boundary in its shared memory. `parcel`: for those that get it from here."""
+        note: dict[str, Any] = {"path": str(path)}
+        if parcel is not None:
+            note["parcel"] = parcel.to_json()
+        board.write(f"{generation}/copy/{self._node}", note)
+
+    def _move_copies(
+        self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive
+    ) -> None:
+        """See that each node has the boundary; the donor then says so."""
+        me, donor, over = self.ranks.rank, verdict.donor, f"{generation}/state"
+        given = next(f"{generation}/copy/{node}" for node, source in self._sources.items() if source == donor)
+        takers = {node: f"{generation}/take/{node}" for node in self._nodes_without}
+        if me == donor:
+            note = self._wait(board, [given], host)[given]
+            path, length = Path(str(note["path"])), int(note.get("parcel", {}).get("ring_bytes", 0))
+            for said in (self._wait(board, list(takers.values()), host, unless=over) if takers else {}).values():
+                send(path, length, int(said["rank"]), self._timeout_s)
+            self._wait(board, [f"{generation}/copy/{node}" for node in range(self._num_nodes)], host, unless=over)
+            word = board.write(over, {"path": str(path)})
+            if "path" not in word:
+                raise self._refused(word, "it has been given up")
+        elif self._node in takers and board.write(takers[self._node], {"rank": me}).get("rank") == me:
+            parcel = Parcel.from_json(self._wait(board, [given], host, unless=over)[given].get("parcel"))
+            if (parcel.attempt, parcel.step) != (verdict.attempt, verdict.step):
+                raise RejoinFailed("the donor gives another boundary")
+            self._give_copy(board, generation, take(parcel, donor, receive, self._timeout_s), None)
+
+    def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive) -> Found:
+        """With connections to all ranks: wait until each node has the boundary in memory."""
+        self._move_copies(board, host, generation, verdict, receive)
+        state, own = f"{generation}/state", f"{generation}/copy/{self._node}"
+        note = self._wait(board, [state], host)[state]
         if "path" not in note:
-            raise self._refused(note, "it has been given up")
+            raise self._refused(note, "the donor's state is not there")
+        self._times["state"] = time.time()
+        path = Path(str(self._wait(board, [own], host)[own]["path"]))
+        return Found(path, self._sources.get(self._node, verdict.donor))
+
+    # --- what is agreed on --------------------------------------------------------------------------------------------
 
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
@@ -325,11 +366,15 @@ class Member:
         verdict = decide(reports, world_size=self.ranks.world_size)
         if verdict.refusal:
             raise RejoinFailed(verdict.refusal)
-        self._take_in(verdict, reports, {rank: notes[key] for rank, key in keys.items()})
+        nodes = {rank: report.node for rank, report in reports.items() if report is not None}
+        if max(nodes.values()) >= self._num_nodes:
+            raise RejoinFailed(f"ranks on nodes {sorted(set(nodes.values()))} of {self._num_nodes}")
+        self._sources = sources(verdict, nodes)
         return verdict
 
     def _find_state(self, board: Board, generation: int, verdict: Verdict, receive: Receive) -> Callable[[], Found]:
-        """In a new process, with connections to all ranks: see `Entry.where`."""
+        """In a new process, with connections to all ranks: see `Entry.where`. With several nodes at once: the donor
+        waits until this node has its file, and opening the guard waits for the donor."""
         found: list[Found] = []
 
         def where() -> Found:
@@ -341,15 +386,9 @@ class Member:
                     raise
             return found[0]
 
+        if self._num_nodes > 1:
+            where()
         return where
-
-    def _wait_for_state(self, board: Board, host: Host | None, generation: int) -> Path:
-        """What the donor has said: where its state is."""
-        note = self._wait(board, [f"{generation}/state"], host)[f"{generation}/state"]
-        if "path" not in note:
-            raise self._refused(note, "the donor's state is not there")
-        self._times["state"] = time.time()
-        return Path(str(note["path"]))
 
     def _refused(self, note: Mapping[str, Any], otherwise: str) -> RejoinFailed:
         return RejoinFailed(str(note.get("refusal", otherwise))[:_LONGEST])
@@ -361,16 +400,13 @@ class Member:
         host: Host | None,
         *,
         unless: str = "",
-        more_s: float = 0.0,
-        look_s: float = 0.5,
     ) -> dict[str, dict[str, Any]]:
-        """`unless`: the key at which the coordinator writes that there is no recovery, looked at every `look_s`.
-        `more_s`: beyond the usual."""
-        end = time.monotonic() + self._timeout_s + more_s
+        """`unless`: the key at which the coordinator writes that there is no recovery."""
+        end = time.monotonic() + self._timeout_s
         while (left := end - time.monotonic()) > 0:
             if host is not None and host.is_stopping():  # also where all is there already
                 raise RejoinFailed("the job is being stopped")
-            found = board.wait(keys, min(left, look_s))
+            found = board.wait(keys, min(left, _WAIT_S))
             if found is not None:
                 return found
             if unless and (note := board.read([unless]).get(unless)) is not None:

@@ -21,7 +21,6 @@ from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.host import HAS_HOOK, PARTS_DIFFER
 from mindx_elastic.rejoin.member import Entry, Member, UnfitSpareError
-from mindx_elastic.rejoin.nodes_member import NodesMember
 
 __all__ = ["find_member", "join_job", "tell_once"]
 
@@ -51,7 +50,7 @@ def find_member(ranks: RankInfo, modules: Sequence[nn.Module], *, is_first_guard
         tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
         return None
     if not _members:
-        _members.append((NodesMember if several else Member)(settings, ranks, agent))
+        _members.append(Member(settings, ranks, agent))
     return _members[0]
 
 

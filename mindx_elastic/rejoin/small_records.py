@@ -13,9 +13,10 @@ import json
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -30,8 +31,9 @@ from mindx_elastic.memory.boundaries import (
     BoundaryRing,
     read_ring,
 )
+from mindx_elastic.rejoin.board import board_key
 
-__all__ = ["FIRST", "MOST_BYTES", "MOST_MESSAGE_BYTES", "Courier", "Kept", "keepers", "put_into_ring"]
+__all__ = ["FIRST", "MOST_BYTES", "MOST_MESSAGE_BYTES", "Courier", "Couriers", "Kept", "keepers", "put_into_ring"]
 
 FIRST = 0
 """The node whose agent hosts the workers' store."""
@@ -118,6 +120,33 @@ class Courier:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+class Couriers:
+    """A rank's connections to all that keep its records. Training thread."""
+
+    def __init__(self, addresses: str, num_nodes: int, node: int, scope: str, rank: int) -> None:
+        """`addresses`: ``MINDX_REJOIN_NODES``, where nodes' agents hear ranks. `node`: of this rank."""
+        known = {}
+        for each in addresses.split():
+            number, _, address = each.partition("=")
+            host, _, port = address.rpartition(":")
+            known[int(number)] = (host, int(port))
+        self._wanted = [known[other] for other in keepers(num_nodes, node) if other in known]
+        self._scope, self._rank = scope, rank
+        self._open: dict[tuple[str, int], Courier] = {}
+
+    def connect(self) -> Callable[..., None] | None:
+        """At each entry: connect again where a connection has failed. Returns what sends a record; None: nobody keeps
+        any."""
+        for address in self._wanted:
+            if address not in self._open or not self._open[address].is_open:
+                self._open[address] = Courier(address, self._scope, board_key(), self._rank)
+        return self._send if self._open else None
+
+    def _send(self, *record: Any, **kind: Any) -> None:
+        for courier in self._open.values():
+            courier.send(*record, **kind)
 
 
 def _pack(record: BoundaryRecord) -> bytes:
