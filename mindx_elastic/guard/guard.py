@@ -33,6 +33,7 @@ from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.loops.evaluations import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
+from mindx_elastic.guard.loops.numbered import Numbered
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.overlap import open_overlap
@@ -293,7 +294,7 @@ class Guard(LayeredGuard):
             loops=self._loops,
             loaders=self._loaders,
             boundaries=self._boundaries,
-            is_outside=lambda: self._evaluations.is_inside,
+            is_outside=lambda: self._evaluations.depth > 0,
         )
         opening.meet_last()
 
@@ -406,7 +407,7 @@ class Guard(LayeredGuard):
     def enumerate(self, loader: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
         """As the builtin, for a loader that is named: after a resume the numbers go on from the batch's true place in
         its epoch."""
-        return self._loops.enumerate(loader, start)
+        return Numbered(loader, start)
 
     def step_end(self, **scalars: Any) -> None:
         """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
@@ -555,7 +556,7 @@ class Guard(LayeredGuard):
         self._collector.devices.wait_for_update()  # what is in the block may be long
         with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
-        if self._cut and not evaluations.is_inside:
+        if self._cut and not evaluations.depth:
             self._loops.watch_tail()
 
     @contextmanager

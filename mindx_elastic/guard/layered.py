@@ -44,11 +44,11 @@ class LayeredGuard:
 
     def expect_no_look_ahead(self) -> None:
         """The layer's loop uses each batch before it fetches the next one."""
-        self._loaders.expect_no_look_ahead()
+        self._loaders.may_fetch_ahead = False
 
     def expect_short_epochs(self) -> None:
         """The layer's loop may leave an epoch before the loader's end, and leaves it there after a resume, too."""
-        self._loaders.expect_short_epochs()
+        self._loaders.has_short_epochs = True
 
     def look_into(
         self,

@@ -35,12 +35,7 @@ class Evaluations:
         self._samples = WeightSamples(collector)
         self._warned_of_buffers = False
         self.depth = 0
-        """Of how many such blocks the program is inside."""
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the program is in such a block: what happens now belongs to no step."""
-        return self.depth > 0
+        """Of how many such blocks the program is inside: what happens there belongs to no step."""
 
     @contextmanager
     def block(self, step: int) -> Iterator[None]:

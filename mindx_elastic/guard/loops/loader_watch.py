@@ -124,9 +124,8 @@ class LoaderWatch:
             else:
                 self._see_older(iterator)
         elif began != self._boundaries and state.get(_KEPT) is None and not self._crossing:
-            described = _describe_ours(iterator.loader()) if is_ours else _describe(iterator)
             already = "beside the named ones" if self._has_named else "and no loader is named"
-            self._crossing = f"steps use batches of {described}, {already}: its position is not kept"
+            self._crossing = f"steps use batches of {_describe(iterator)}, {already}: its position is not kept"
 
     def _see_ours(self, iteration: Iteration) -> None:
         """A loader of ours that no guard follows is asked for a batch."""
@@ -158,15 +157,10 @@ class LoaderWatch:
 
 
 def _describe(iterator: Any) -> str:
-    dataset = iterator._dataset
-    if isinstance(dataset, SeededDataset):
-        dataset = dataset.wrapped
-    return f"a DataLoader over {type(dataset).__name__}"
-
-
-def _describe_ours(loader: Any) -> str:
-    kind = f"a {type(loader).__name__}"
+    loader = iterator.loader() if isinstance(iterator, Iteration) else None
+    kind = "a DataLoader" if loader is None else f"a {type(loader).__name__}"
     if isinstance(loader, FunctionLoader):
         return f"{kind} of {getattr(loader.function, '__name__', 'a function')}()"
     source = loader.loader if isinstance(loader, ReplayLoader) else loader
-    return f"{kind} over {type(getattr(source, 'dataset', source)).__name__}"
+    dataset = iterator._dataset if loader is None else getattr(source, "dataset", source)
+    return f"{kind} over {type(dataset.wrapped if isinstance(dataset, SeededDataset) else dataset).__name__}"

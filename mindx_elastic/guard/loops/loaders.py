@@ -66,17 +66,12 @@ class Loaders:
         """Batches of one epoch on one rank where the loader knows it, else 0."""
         self._of_epochs = self._counting if len(self._followed) == len(self.named) else None
         """The same where all are ours: others cannot be told to begin their next epoch."""
-        self._fetches_ahead, self._knows_ends = True, False
+        self.may_fetch_ahead = True
+        """The loop may fetch a batch before it has used the last one."""
+        self.has_short_epochs = False
+        """The loop may leave an epoch early, and a resumed one leaves it at the same batch."""
         self.epoch_used = 0
         """The epoch of the first loader whose batches the last step has used; 0: none, or it fetches ahead."""
-
-    def expect_no_look_ahead(self) -> None:
-        """The loop is known to use each batch before it fetches the next one."""
-        self._fetches_ahead = False
-
-    def expect_short_epochs(self) -> None:
-        """The loop may leave an epoch early, and a resumed one leaves it at the same batch."""
-        self._knows_ends = True
 
     def _target(self, name: str, loader: Any) -> Any:
         adoption = None
@@ -123,7 +118,7 @@ class Loaders:
         self.watch.enter(stack)
         self._has_ended = False
         for followed in self._followed:
-            if not self._fetches_ahead and followed.look_ahead.ahead is None:
+            if not self.may_fetch_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
             followed.engine.at_overlap = partial(
                 unmanaged.certain,
@@ -298,7 +293,7 @@ class Loaders:
                 used, followed.steps_since_end = True, 0
             elif is_known and track.handed and not cursor.live and (followed.has_served_steps or followed is first):
                 followed.steps_since_end += 1
-            if track.left_early and (self._knows_ends or self._ended_with(track)):
+            if track.left_early and (self.has_short_epochs or self._ended_with(track)):
                 track.left_early = False
             if (
                 track.left_early

@@ -18,7 +18,7 @@ of a loop that has nothing left to do
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -39,7 +39,6 @@ from mindx_elastic.guard.loops.between_steps import BetweenSteps
 from mindx_elastic.guard.loops.epoch_tail import EpochTail
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.numbered import Numbered
 from mindx_elastic.guard.loops.own_loop import OwnLoop
 from mindx_elastic.guard.loops.resumed_state import (
     named_streams,
@@ -337,18 +336,17 @@ class Loops:
             if has_method(loader, "set_epoch") and not self._goes_on():
                 loader.set_epoch(epoch)
         self._loaders.begin_epoch()
-        if self._restores:
-            self.tail.resume()
-        else:
-            self._collector.loop = without_end(self._collector.loop)
         loop = self._collector.loop
         if self._restores:
+            self.tail.resume()
             self._arm(restore=True)
             if streams := loop.get(_STREAMS):
                 restore_rng(streams["global"])
                 put_back_streams(self._collector, streams["named"])
-        elif not again:
-            self._collector.loop = without_streams(loop)
+        elif again:
+            self._collector.loop = without_end(loop)
+        else:
+            self._collector.loop = without_streams(without_end(loop))
             self._begin = {"global": capture_rng(), "named": named_streams(self._collector)}
             self._arm(restore=False)
 
@@ -404,19 +402,15 @@ class Loops:
         elif not self._has_looped:
             self._own_loop.refuse(self._unmanaged)
 
-    def _tell_of_trainer(self) -> None:
-        """At the second boundary of a resumed process that has asked behind its first batch only."""
-        if not (self._has_looped or self.is_layered or self._own_loop.may_know):
-            self._own_loop.tell_of_trainer(self._unmanaged)
-
     def at_boundary(self, sample: Mapping[str, WeightSample] | None) -> None:
         """The boundary has been copied. `sample`: of its weights, where one was taken."""
         if self._between.drawn is not None:
             self._between.judge_drawn(*self._between.drawn)
         if (self._repeats or self._cuts_in_epoch == 2) and not (self.asked or self._is_judged):
             self._judge_own_loop()
-        if self._first and self.step == self._first + 2 and self._asked_in_front is False:
-            self._tell_of_trainer()
+        is_second = self._first and self.step == self._first + 2  # of a resumed process
+        if is_second and self._asked_in_front is False and not (self._has_looped or self.is_layered):
+            self._own_loop.tell_of_trainer(self._unmanaged)
         if self._in_epoch:
             ends = self.step_in_epoch >= self._steps_of_epoch if self._steps_of_epoch else None
             self._loaders.watch.ends_epoch = bool(ends)
@@ -545,10 +539,6 @@ class Loops:
             self._restores = False
         elif self._begin is not None:
             self.at_first_batch(restores=False)
-
-    def enumerate(self, loader: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
-        """See `Guard.enumerate`."""
-        return Numbered(loader, start)
 
 
 def without_streams(loop: Mapping[str, Any]) -> dict[str, Any]:

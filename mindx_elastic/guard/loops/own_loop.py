@@ -75,7 +75,7 @@ class OwnLoop:
     def tell_of_trainer(self, unmanaged: Unmanaged) -> None:
         """A resumed run has asked behind its first batch only, to log or to end the loop: where a library runs that,
         it has begun anew."""
-        if place := self._place_in_library(sys._getframe(1)):
+        if not self.may_know and (place := self._place_in_library(sys._getframe(1))):
             unmanaged.risk(f"the loop{place} has begun anew{_COUNTS}", f"{_OF_LIBRARY}. {_ASK}")
 
     def _place_in_library(self, frame: FrameType | None) -> str:
