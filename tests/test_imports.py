@@ -34,7 +34,6 @@ JOINERS = {
 """May import any stage. So may the modules at the top of the package. No stage imports one of them."""
 PURE = [
     *(
-        "agent/failure_detector.py",
         "agent/hang.py",
         "agent/pausing.py",
         "agent/places.py",

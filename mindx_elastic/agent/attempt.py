@@ -131,6 +131,8 @@ class Attempt:
             rank=self._cause_rank,
             cut_off=self._cut_off,
         )
+        if ending.outcome == "failed" and self._recovery is not None:
+            self._recovery.keep_rings()
         if ending.outcome == "failed" and not ending.cause:
             ending = replace(ending, cause=self._otherwise)
         if ending.cut_off:
@@ -152,7 +154,10 @@ class Attempt:
         some of the ranks, and it cannot read this one's memory."""
         recovery = self._recovery
         return (
-            recovery is not None and recovery.phase is Phase.FALLBACK and recovery.must_kill and recovery.has_lost_node
+            recovery is not None
+            and recovery.phase is Phase.FALLBACK
+            and recovery.must_kill
+            and recovery.has_other_nodes
         )
 
     def _waits_for_new_process(self) -> bool:
@@ -321,14 +326,11 @@ class Attempt:
                     self.workers.send(rank, signal.SIGTERM)
 
     def _hear_other_agents(self, recovery: Recovery) -> None:
-        """Another node's agent may have begun a recovery, or be lost."""
+        """Another node's agent may have begun a recovery."""
         is_stopping = self._deadline is not None or self.stop is not None or self._signum is not None
         for news in recovery.hear_others(is_stopping=is_stopping):
             if news.about is not None:
                 self._give_order(REJOIN, news.words, about=news.about)
-            elif news.words:
-                self._fail(news.words, -1, news.words)
-                return
             self._look_at_recovery_soon()
 
     def _look_at_recovery_soon(self) -> None:

@@ -42,9 +42,7 @@ __all__ = [
 
 GRACEFUL_CODES = frozenset({*map(exit_code_of_signal, STOP_SIGNALS), EXIT_TEMPORARY})
 # What a guarded rank gives as its reason when another rank has failed (`Alarms.of_death`, `Alarms.of_exception`).
-_ELSEWHERE = re.compile(
-    r"^(exception: |ranks? [\d, ]+ (is|are) (gone|stuck)|(a node|node \d+ \(.*\)) is lost|the agent .*is gone)"
-)
+_ELSEWHERE = re.compile(r"^(exception: |ranks? [\d, ]+ (is|are) (gone|stuck)|a node is lost|the agent .*is gone)")
 _REHEARSAL = re.compile(r"^rehearsal at step (\d{1,18})\b")
 
 

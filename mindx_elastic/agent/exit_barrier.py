@@ -28,11 +28,8 @@ from typing import Annotated, Any, TypeVar
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.failure_detector import SILENCE_S
 from mindx_elastic.agent.holder import flush, newest_on_disk
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.node_watch import NodeWatch
-from mindx_elastic.agent.rendezvous import Membership
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import Words, read
@@ -40,7 +37,7 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import Status
 
-__all__ = ["FINISHED", "LOST", "ExitBarrier", "NodeEnd", "Signs", "end_together", "wait_for_all"]
+__all__ = ["FINISHED", "LOST", "ExitBarrier", "NodeEnd", "end_together", "wait_for_all"]
 
 FINISHED, LOST = "finished", "lost"
 """Outcomes of a node that matter here; the others are those of an attempt (`endings.Ending`)."""
@@ -49,7 +46,7 @@ _ENDED_RANKS, _END, _VERDICT, _SEEN = "mindx/ended_after_training", "mindx/end",
 _ANSWER_S = 3.0
 _SEEN_S = 3.0
 _LOOK_S, _LOOK_S_PER_NODE = 0.1, 0.002
-_LOST_S = SILENCE_S + 2.0
+_LOST_S = 12.0
 _MAX_CHARS = 1 << 16
 
 
@@ -165,10 +162,10 @@ def wait_for_all(
 ) -> dict[int, NodeEnd]:
     """This node's ranks have finished their training. How each node has ended, also this one.
 
-    A node that lives and has not ended within `timeout_s` is not among them, nor one of which nothing can be known
-    because the store is lost. `lost`: the nodes that give no sign of life, and the words for it. `new_store`: the
-    attempt's store over another connection; None: it is lost. It is called in a thread. Main thread; a signal may break
-    it off.
+    A node that lives and has not ended within `timeout_s` is not among them. One of which nothing can be known because
+    the store is lost counts as lost. `lost`: the nodes that give no sign of life, and the words for it. `new_store`:
+    the attempt's store over another connection; None: it is lost. It is called in a thread. Main thread; a signal may
+    break it off.
     """
     own, missing = NodeEnd(FINISHED), dict[int, str]()
     barrier.say(own)
@@ -183,35 +180,17 @@ def wait_for_all(
             # Its host is gone, which is noticed in this time. Of the others nothing can be heard any more.
             until = min(until, time.monotonic() + (0.0 if missing else _LOST_S))
         time.sleep(_LOOK_S + _LOOK_S_PER_NODE * barrier.num_nodes)
+    if barrier.is_lost:
+        unknown = "nothing is known of node {}: the store of the rendezvous is gone"
+        missing = {node: unknown.format(node) for node in range(barrier.num_nodes)} | missing
     return {node: NodeEnd(LOST, cause) for node, cause in missing.items()} | {barrier.node: own} | barrier.ends()
-
-
-@dataclass(frozen=True)
-class Signs:
-    """Of life, from the other nodes."""
-
-    node: int
-    """This one."""
-    nodes: NodeWatch | None
-    """The connections between the agents; None: there are none."""
-    membership: Membership | None
-    """The heartbeats in the rendezvous."""
-
-    def missing(self) -> dict[int, str]:
-        """The nodes that give none, and the words for it. A connection counts for more than a heartbeat."""
-        silent = set[int]() if self.membership is None else set(self.membership.missing) - {self.node}
-        found = {node: f"node {node} gives no sign of life" for node in silent}
-        if self.nodes is None:
-            return found
-        found = {node: words for node, words in found.items() if node not in self.nodes.heard}
-        return found | self.nodes.lost | {lost.node: lost.words for lost in self.nodes.lost_now()}
 
 
 def end_together(
     own: Ending,
     statuses: Sequence[Status],
     barrier: ExitBarrier,
-    signs: Signs,
+    lost: Callable[[], Mapping[int, str]],
     *,
     inbox: SignalInbox,
     new_store: Callable[[], Any | None],
@@ -221,12 +200,12 @@ def end_together(
 ) -> Ending:
     """How the attempt has ended for all nodes. Main thread; waits for the other nodes.
 
-    own: how it has ended here. statuses: the last pages of this node's ranks. new_store: see `wait_for_all`.
+    own: how it has ended here. statuses: the last pages of this node's ranks. lost, new_store: see `wait_for_all`.
     directories: the checkpoint directories of this node's ranks, as far as they are known.
     """
     ends: dict[int, NodeEnd] = {}
     with suppress(SignalException), inbox.interrupting():
-        ends = wait_for_all(barrier, signs.missing, new_store, timeout_s)
+        ends = wait_for_all(barrier, lost, new_store, timeout_s)
     again = {node: end for node, end in ends.items() if end.again}
     if again:
         node, end = min(again.items())

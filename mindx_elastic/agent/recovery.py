@@ -72,11 +72,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class News:
-    """From the agents of other nodes. Without words: a recovery is to be looked at again."""
+    """From the agents of other nodes: a recovery is to be looked at."""
 
     words: str = ""
     about: int | None = None
-    """The dead rank, of which the workers must be told; None: the job has to be restarted."""
+    """The dead rank, of which the workers must be told, in these words; None: they need not."""
 
 
 class Recovery:
@@ -354,17 +354,18 @@ class Recovery:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Readable when there is something for `hear_others`, or a node may be lost; none: there are no other nodes."""
+        """Readable when there is something for `hear_others`; none: there are no other nodes."""
         return ()
 
-    @property
-    def has_lost_node(self) -> bool:
-        """Whether a node was lost in this attempt, and what it had in memory with it."""
-        return False
+    has_other_nodes = False
+    """Another node may start some of this one's ranks next, and cannot read its memory."""
+
+    def keep_rings(self) -> None:
+        """The attempt has failed, perhaps because a node is lost: what this node has kept of others' ranks is for the
+        next start."""
 
     def hear_others(self, *, is_stopping: bool) -> list[News]:
-        """What other agents have begun, and which of them are lost. `is_stopping`: this node's workers are being
-        stopped."""
+        """What other agents have begun. `is_stopping`: this node's workers are being stopped."""
         return []
 
     def _hear_out(self, rank: int, note: Mapping[str, Any]) -> None:

@@ -24,7 +24,6 @@ miss the old one first).
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 import threading
@@ -33,6 +32,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any
 
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
@@ -45,23 +45,22 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from mindx_elastic.agent.heartbeat import HeartbeatServer
+from mindx_elastic.agent.record_keeper import RecordKeeper
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.fields import Between, Text, Words, read
+from mindx_elastic.core.fields import Between, Text, read
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.rejoin.board import board_key
+from mindx_elastic.rejoin.small_records import keepers
 
 __all__ = [
     "CONNECTION_ERRORS",
-    "Agent",
     "FreshStoreRendezvous",
     "HostLostError",
     "HostedStoreRendezvous",
     "Membership",
     "OneNodeRendezvous",
-    "agent_name",
     "agree_on_highest",
     "await_nodes",
     "open_again",
@@ -173,25 +172,17 @@ class FreshStoreRendezvous(_Wrapped):
         return self._rounds <= 1
 
 
-_STORE_KEY, _AGENT_KEY = "mindx/workers_store", "mindx/agent"
+_STORE_KEY, _KEEPER_KEY = "mindx/workers_store", "mindx/keeper"
+_ANSWER_S = 5.0
 _MOST_STORE_CHARS = 1000
 
 
-def agent_name() -> str:
-    """Machine and process of this agent, for a person."""
-    return f"{socket.gethostname()}, pid {os.getpid()}"
-
-
 @dataclass(frozen=True)
-class Agent:
-    """What a node's agent says of itself in a round."""
+class _Keeper:
+    """Where a node's agent keeps small records of other nodes' ranks."""
 
-    name: Annotated[str, Words(200)]
     address: Annotated[str, Text(300)]
-    port: Annotated[int, Between(0, (1 << 16) - 1)]
-    """Of its `heartbeat.HeartbeatServer`; 0: it has none."""
-    count: Annotated[int, Between(1, (1 << 16) - 1)]
-    """Of its ranks."""
+    port: Annotated[int, Between(1, (1 << 16) - 1)]
 
 
 @dataclass(frozen=True)
@@ -202,8 +193,6 @@ class _Round:
     port: Annotated[int, Between(1, (1 << 16) - 1)]
     """Of the workers' store."""
     scope: Annotated[str, Text(64, "[A-Za-z0-9]+")]
-    agent_port: Annotated[int, Between(0, (1 << 16) - 1)]
-    """Where it hears the other agents; 0: it does not."""
 
 
 class HostedStoreRendezvous(_Wrapped):
@@ -216,61 +205,70 @@ class HostedStoreRendezvous(_Wrapped):
         """The workers' store of this round, where this process hosts it."""
         self.scope = ""
         """A name of this round that no other one has, the same on all nodes."""
-        self.ranks = 0
-        """Processes of this node; for the other agents."""
-        self.server: HeartbeatServer | None = None
-        """Of this round, where there are other nodes. The caller closes it, unless another round begins."""
-        self.first_server: tuple[str, int] = ("", 0)
-        """Where the first node's agent hears the others; port 0: it does not."""
+        self.records: RecordKeeper | None = None
+        """Of this round, where there are other nodes whose ranks send theirs here."""
         self._store: Any = None
+        self._thread = ReadyThread("mindx-nodes")
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self.server is not None:  # of a meeting that has come to nothing
-            self.server.close()
-        self.server = None
+        self.close_round()
         info = self.inner.next_rendezvous()
         await_nodes(self.inner, info.store, info.rank, info.world_size)
-        has_others = info.world_size > 1
         if info.rank == 0:
             address = info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
             # One for each round: a new attempt must not find the addresses of the old one's ranks.
             self.hosted, self.scope = host_store(address), secrets.token_hex(8)
-            heard = self._introduce(info.store, 0) if has_others else 0
-            self.first_server = (address, heard)
-            said = _Round(address, self.hosted.port, self.scope, heard)
+            said = _Round(address, self.hosted.port, self.scope)
             info.store.set(_STORE_KEY, json.dumps(asdict(said)))
         else:
             said = read(_Round, json.loads(info.store.get(_STORE_KEY)[:_MOST_STORE_CHARS]))
-            self.hosted, self.scope, self.first_server = None, said.scope, (said.address, said.agent_port)
-            if has_others:
-                self._introduce(info.store, info.rank)
+            self.hosted, self.scope = None, said.scope
+        self._store = info.store
+        if info.world_size > 1 and info.rank in keepers(info.world_size):
+            self._keep_records(info.rank)
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(said.address, said.port))
 
-    @property
-    def own_address(self) -> str:
-        """The name or number under which the other nodes reach this one."""
-        own = getattr(getattr(self.inner, "_this_node", None), "addr", "")
-        return str(own) or socket.getfqdn()
-
-    def _introduce(self, store: Any, node: int) -> int:
-        """Hear other nodes' agents and ranks, and tell them where. Returns the port; 0: they cannot be heard."""
-        self._store = store
+    def _keep_records(self, node: int) -> None:
         try:
-            self.server = HeartbeatServer(self.scope, board_key())
+            self.records = RecordKeeper(self.scope, board_key())
         except OSError as error:
-            logger.warning("the other nodes' agents cannot be heard (%s): the loss of a node restarts the job", error)
-        port = 0 if self.server is None else self.server.port
-        own = Agent(agent_name(), self.own_address, port, self.ranks)
-        store.set(f"{_AGENT_KEY}/{node}", json.dumps(asdict(own)))
-        return port
+            logger.warning("this node keeps no small records of other nodes' ranks: %s", error)
+            return
+        # The name or number under which the other nodes reach this one.
+        own = str(getattr(getattr(self.inner, "_this_node", None), "addr", "")) or socket.getfqdn()
+        self._store.set(f"{_KEEPER_KEY}/{node}", json.dumps(asdict(_Keeper(own, self.records.port))))
 
-    def agent(self, node: int) -> Agent | None:
-        """The agent of a node of this round; None: it has not said. Blocks; raises what torch raises, ValueError,
-        RecursionError."""
-        key = f"{_AGENT_KEY}/{node}"
-        if self._store is None or not self._store.check([key]):
+    def find_keepers(self, num_nodes: int) -> str:
+        """Where nodes keep small records of other nodes' ranks (``MINDX_REJOIN_NODES``). Blocks for some seconds at
+        most."""
+        told = []
+        for node in keepers(num_nodes):
+            with suppress(Exception):  # any of torch's: then that node keeps none of this one's ranks
+                if (found := self._thread.call(partial(self._keeper, node), _ANSWER_S)) is not None:
+                    told.append(f"{node}={found.address}:{found.port}")
+        return " ".join(told)
+
+    def _keeper(self, node: int) -> _Keeper | None:
+        key = f"{_KEEPER_KEY}/{node}"
+        if not self._store.check([key]):
             return None
-        return read(Agent, json.loads(self._store.get(key)[:_MOST_STORE_CHARS]))
+        return read(_Keeper, json.loads(self._store.get(key)[:_MOST_STORE_CHARS]))
+
+    def identify(self) -> str:
+        """A name of the job that no other one has, as long as its rendezvous has the same store, which gets one if it
+        has none; empty: it is not known. Blocks for some seconds at most."""
+        store: Any = getattr(self.inner, "_store", None)  # below its rounds, in the torch known here
+        key = f"mindx-elastic/{self.get_run_id()}/store"
+        with suppress(Exception):  # any of torch's
+            name = self._thread.call(lambda: store.compare_set(key, "", secrets.token_hex(8)), _ANSWER_S)
+            return bytes(name).decode(errors="replace")
+        return ""
+
+    def close_round(self) -> None:
+        """The attempt has ended, or the meeting has come to nothing."""
+        if self.records is not None:
+            self.records.close()
+            self.records = None
 
     @property
     def use_agent_store(self) -> bool:
@@ -510,6 +508,10 @@ class Membership:
             # Two: the first answer may be to a question that was under way already.
             self._asked.wait_for(lambda: self._num_asked >= before + 2 or bool(self.lost), _QUESTION_S)
         return self.num_waiting
+
+    def missing_besides(self, own: int) -> dict[int, str]:
+        """The other nodes that are `missing`, and the words for it."""
+        return {node: f"node {node} gives no sign of life" for node in self.missing - {own}}
 
     def _run(self) -> None:
         while not self._stopping.is_set():

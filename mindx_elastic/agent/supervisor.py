@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.boards import Boards, PlanWatch, connect
 from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
-from mindx_elastic.agent.exit_barrier import ExitBarrier, NodeEnd, Signs, end_together
+from mindx_elastic.agent.exit_barrier import ExitBarrier, NodeEnd, end_together
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
@@ -37,7 +37,6 @@ from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
 from mindx_elastic.agent.metrics import Metrics
-from mindx_elastic.agent.node_watch import NodeWatch
 from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_commands import PauseDesk
@@ -129,10 +128,6 @@ class Supervisor(LocalElasticAgent):
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
         self._pauses = PauseDesk(folder, events, self.ledger.note_pause)
         self._number = -1
-        self._nodes: NodeWatch | None = None
-        """Of a job of several nodes whose dead ranks are replaced in place."""
-        if options.in_place and num_nodes > 1 and isinstance(spec.rdzv_handler, HostedStoreRendezvous):
-            self._nodes = NodeWatch(spec.rdzv_handler, ranks=spec.local_world_size)
         self._barrier: ExitBarrier | None = None
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
@@ -255,8 +250,8 @@ class Supervisor(LocalElasticAgent):
             self._pauses.end_attempt(self._number, self.ending.cause)
             self._runs = False
         finally:
-            if self._nodes is not None:
-                self._nodes.close()
+            if isinstance(self._rdzv_handler, HostedStoreRendezvous):
+                self._rdzv_handler.close_round()
             if self._replacements is not None:
                 self._replacements.close()
             self._note_arenas(workers.last_statuses())
@@ -284,11 +279,12 @@ class Supervisor(LocalElasticAgent):
             return self.ending
         statuses = attempt.workers.last_statuses()
         self._note_arenas(statuses)  # a short job may have ended between two looks
+        assert membership is not None, "there are other nodes"
         return end_together(
             self.ending,
             list(statuses.values()),
             barrier,
-            Signs(barrier.node, self._nodes, membership),
+            functools.partial(membership.missing_besides, barrier.node),
             inbox=self._inbox,
             new_store=functools.partial(open_again, self._rdzv_handler),
             directories=self.directories,
@@ -336,10 +332,11 @@ class Supervisor(LocalElasticAgent):
             "world_size": world_size,
         }
         if num_nodes > 1:
-            assert self._nodes is not None, "the rendezvous is a hosted one"
+            assert isinstance(handler, HostedStoreRendezvous)
             boards = Boards(lambda: connect(address, port, scope), scope, writer)
             watch = PlanWatch(lambda: connect(address, port, scope), num_nodes)
-            recovery = NodesRecovery(workers, boards, self._replacements.start, watch=watch, nodes=self._nodes, **more)
+            more |= {"watch": watch, "records": handler.records}
+            recovery = NodesRecovery(workers, boards, self._replacements.start, **more)
             watch.start()
             return recovery
 
@@ -491,12 +488,10 @@ class Supervisor(LocalElasticAgent):
             self._held.close()
             self._held = HeldSockets(self._folder.path)
         self._number = max(self._number + 1, self._least_number)
-        if self._nodes is not None:
-            ranks = [worker.global_rank for worker in worker_group.workers]
-            node, num_nodes = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 1)
-            told = self._nodes.open(node=node, num_nodes=num_nodes, ranks=ranks) if num_nodes > 1 else ""
-            os.environ["MINDX_REJOIN_NODES"] = told
-            os.environ["MINDX_JOB_ID"] = self._nodes.job
+        if isinstance(self._rdzv_handler, HostedStoreRendezvous):
+            num_nodes = int(worker_group.group_world_size or 1)
+            os.environ["MINDX_REJOIN_NODES"] = self._rdzv_handler.find_keepers(num_nodes) if num_nodes > 1 else ""
+            os.environ["MINDX_JOB_ID"] = self._rdzv_handler.identify()
         os.environ["MINDX_ATTEMPT"] = str(self._number)
         os.environ["MINDX_REJOIN_SCOPE"] = self._scope
         with self._inbox.interrupting():

@@ -33,10 +33,18 @@ from mindx_elastic.memory.boundaries import (
 )
 from mindx_elastic.rejoin.board import board_key
 
-__all__ = ["FIRST", "MOST_BYTES", "MOST_MESSAGE_BYTES", "Courier", "Couriers", "Kept", "keepers", "put_into_ring"]
+__all__ = [
+    "MOST_BYTES",
+    "MOST_MESSAGE_BYTES",
+    "Courier",
+    "Couriers",
+    "Kept",
+    "greeting_scope",
+    "keepers",
+    "put_into_ring",
+]
 
-FIRST = 0
-"""The node whose agent hosts the workers' store."""
+
 _NUM_KEEPERS = 2
 
 _HEAD = struct.Struct("<qqQ16s")  # attempt, step, flags, digest
@@ -57,14 +65,19 @@ def keepers(num_nodes: int, node: int | None = None) -> tuple[int, ...]:
     return some if node is None else tuple(each for each in some if each != node)[:_NUM_KEEPERS]
 
 
+def greeting_scope(scope: str) -> str:
+    """What a rank's greeting is sealed for. `scope`: of the attempt."""
+    return f"records/{scope}"
+
+
 class Courier:
     """A rank's side. Training thread."""
 
     def __init__(self, address: tuple[str, int], scope: str, key: bytes | None, rank: int) -> None:
-        """`address`: of another node's `agent.heartbeat`. `scope`: of the attempt. Never raises OSError."""
+        """`address`: of another node's `agent.record_keeper`. `scope`: of the attempt. Never raises OSError."""
         self._left = b""
         self._socket: socket.socket | None = None
-        hello = Seal(key, f"heartbeat/{scope}", rank).close("hello", json.dumps({"rank": rank}))
+        hello = Seal(key, greeting_scope(scope), rank).close("hello", json.dumps({"rank": rank}))
         try:
             self._socket = socket.create_connection(address, _CONNECT_S)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agent.boards import Boards, PlanWatch
-from mindx_elastic.agent.failure_detector import Lost
 from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.recovery import NewProcess
 from mindx_elastic.agent.workers import WorkerExit
@@ -55,14 +53,12 @@ class Agent:
             processes=dict(self.live), live=self.live, statuses=lambda: self.pages, replace=self.live.__setitem__
         )
         watch: Any = Plans(store)
-        nodes: Any = SimpleNamespace(server=None, heartbeat=None, lost={}, drain=lambda: None, lost_now=list)
-        nodes.note_lost, self.nodes = nodes.lost.update, nodes
         self.recovery = NodesRecovery(
             workers,
             self.board,
             self.start,
             watch=watch,
-            nodes=nodes,
+            records=None,
             timeout_s=60.0,
             most=10,
             note=self.records.append,
@@ -83,10 +79,6 @@ class Agent:
             self.recovery.hear_end(end)
         elif self.recovery.phase is Phase.RUN:
             self.recovery.begin(end, KILLED)
-
-    def lose(self, node: int, *, is_silent: bool = False) -> None:
-        lost = Lost(node, "machine", (node,), is_silent)
-        self.nodes.lost_now = lambda: [] if node in self.nodes.lost else [lost]
 
     def hear(self) -> None:
         news = self.recovery.hear_others(is_stopping=False)
@@ -186,32 +178,6 @@ def test_a_plan_that_is_none(agents: list[Agent]) -> None:
 def test_a_hang_is_not_recovered_from(agents: list[Agent]) -> None:
     assert "over several nodes" in agents[0].recovery.why_not([0])
     assert agents[0].recovery.why_not([]) == ""
-
-
-def test_the_loss_of_a_node_restarts_the_job_for_all(agents: list[Agent]) -> None:
-    agents[0].lose(1)
-    (news,) = agents[0].recovery.hear_others(is_stopping=False)
-    assert news.about is None and news.words == "node 1 (machine) is lost: its agent is gone"
-    assert [each.words for each in agents[2].recovery.hear_others(is_stopping=False)] == [news.words]
-    assert not agents[0].recovery.hear_others(is_stopping=False), "it is said once"
-    agents[1].kill(1)  # it had only stood still
-    assert not agents[1].recovery.is_active and not agents[1].started
-    assert agents[0].recovery.has_lost_node and agents[0].records[0].cause == news.words
-
-
-def test_the_loss_of_a_node_during_a_recovery_ends_it_for_all(agents: list[Agent]) -> None:
-    agents[0].kill(0)
-    agents[2].hear()
-    agents[0].pages[0] = replace(agents[0].pages[0], pid=200)
-    agents[0].lose(1)
-    agents[0].hear()
-    assert [agents[node].recovery.look() for node in (0, 2)] == [Phase.FALLBACK] * 2
-
-
-def test_a_silent_node_is_not_lost_while_the_job_trains_on(agents: list[Agent]) -> None:
-    agents[0].lose(1, is_silent=True)
-    agents[0].pages[0] = replace(agents[0].pages[0], boundary_ns=time.monotonic_ns())
-    assert not agents[0].recovery.hear_others(is_stopping=False)
 
 
 # --- the parts ---

@@ -10,7 +10,6 @@ import pytest
 from mindx_elastic.core.frames import Frames
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, BoundaryRing, read_ring
 from mindx_elastic.rejoin.small_records import (
-    FIRST,
     MOST_BYTES,
     MOST_MESSAGE_BYTES,
     Courier,
@@ -22,12 +21,12 @@ from mindx_elastic.rejoin.small_records import (
 
 @pytest.mark.parametrize("num", [2, 3, 4, 7])
 def test_some_node_keeps_the_records_of_each_rank_after_the_loss_of_the_first_and_another(num: int) -> None:
-    assert FIRST in keepers(num)
+    assert 0 in keepers(num)
     for node in range(num):
         mine = keepers(num, node)
         assert node not in mine and len(mine) == min(2, num - 1) and set(mine) <= set(keepers(num))
-        if num > 2 and node != FIRST:
-            assert all(set(keepers(num, lost)) - {FIRST, node} for lost in (FIRST, node))
+        if num > 2 and node != 0:
+            assert all(set(keepers(num, lost)) - {0, node} for lost in (0, node))
 
 
 def pipe() -> tuple[Courier, socket.socket]:

@@ -1,16 +1,15 @@
 """The machines of a simulated job of several nodes, and what is on them: clock, store, processes of ranks, agents.
 
-What decides in an agent is the code that runs: `NodesRecovery` with its `Coordinator` and `Board`, and a
-`FailureDetector`. What happens to the machines, and what must hold, is in `agents`.
+What decides in an agent is the code that runs: `NodesRecovery` with its `Coordinator` and `Board`. What happens to the
+machines, and what must hold, is in `agents`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from mindx_elastic.agent.failure_detector import FailureDetector, Lost
 from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.recovery import ERRORS, NewProcess
 from mindx_elastic.agent.workers import WorkerExit
@@ -21,10 +20,12 @@ from mindx_elastic.rejoin.protocol import Phase, Report, decide
 if TYPE_CHECKING:
     from tests.simulation.agents import Job
 
-__all__ = ["TIMEOUT_S", "Clock", "Connection", "Node", "Rank", "Spell", "Store"]
+__all__ = ["TIMEOUT_S", "Clock", "Node", "Rank", "Store"]
 
 TIMEOUT_S = 30.0
-_RECENT_S, _SAVE_S = 1.0, 25.0
+_SAVE_S = 25.0
+LOST_S = 25.0
+"""Until the rendezvous misses a node, and no step is passed for long enough."""
 
 
 class Clock:
@@ -39,25 +40,6 @@ class Clock:
 
     def monotonic_ns(self) -> int:
         return int(self.now * 1e9)
-
-
-class Spell:
-    """How long something has been so, or was until a moment ago."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._ended, self._lasted = 0.0, 0.0
-
-    def note(self, now: float, *, is_so: bool) -> None:
-        if is_so and self._since is None:
-            self._since = now
-        elif not is_so and self._since is not None:
-            self._ended, self._lasted, self._since = now, now - self._since, None
-
-    def seconds(self, now: float) -> float:
-        if self._since is not None:
-            return now - self._since
-        return self._lasted if now - self._ended <= _RECENT_S else 0.0
 
 
 class Store:
@@ -99,29 +81,12 @@ class Rank:
     """It has saved what it had, and ends."""
 
 
-@dataclass
-class Connection:
-    """Between a node's agent and the first one's. Words come late, and in order."""
-
-    words: list[tuple[float, str, bytes]] = field(default_factory=list)
-    """When it comes, to which side (``first`` or ``other``), and what; empty: its end."""
-    mine: int = 0
-    """Its number in the first agent's detector; 0: the greeting was not read."""
-    theirs: int = 0
-    stands: bool = False
-    retry_at: float = 0.0
-    beat_at: float = 0.0
-    away: Spell = field(default_factory=Spell)
-    """There is no way between the two."""
-
-
 class Node:
-    """A machine with its agent; what `NodeWatch` is to the recovery."""
+    """A machine with its agent."""
 
     def __init__(self, job: Job, node: int) -> None:
         self.job, self.node, self.name = job, node, f"node {node}"
         self.is_crashed = self.is_still = self.is_cut = False
-        self.still = Spell()
         self.has_ended = False
         """Its attempt has: it restarts the job."""
         self.leaves_at: float | None = None
@@ -133,24 +98,20 @@ class Node:
         self.own = range(node * job.ranks, (node + 1) * job.ranks)
         self.live = {rank: Rank(rank, job.new_pid()) for rank in self.own}
         self.exits: list[WorkerExit] = []
-        self.agents = FailureDetector(job.clock.now)
-        self.connection = Connection()
-        self.server: Any = SimpleNamespace(records_of=lambda rank: [], ranks_kept=[], wakeup=SimpleNamespace(fd=0))
-        self.heartbeat: Any = None
-        self.lost: dict[int, str] = {}
+        self.whole_at = job.clock.now
+        """When no other node was away."""
         processes: Any = dict(self.live)
         self.workers: Any = SimpleNamespace(
             processes=processes, live=self.live, statuses=self.statuses, replace=self._replace, exits=[]
         )
         watch: Any = SimpleNamespace(newest=0, wakeup=SimpleNamespace(fd=0, drain=lambda: None), stop=lambda: None)
         self.watch = watch
-        nodes: Any = self
         self.recovery = NodesRecovery(
             self.workers,
             self.board,
             self._start,
             watch=watch,
-            nodes=nodes,
+            records=None,
             timeout_s=TIMEOUT_S,
             most=10,
             note=lambda record: None,
@@ -178,20 +139,6 @@ class Node:
     def _start(self, rank: int, generation: int, *, can_wait: bool) -> NewProcess:
         process: Any = Rank(rank, self.job.new_pid(), told=generation, is_new=True)
         return NewProcess(process, "zygote")
-
-    def drain(self) -> None:
-        pass
-
-    def note_lost(self, lost: dict[int, str]) -> None:
-        for node in lost:
-            self.job.check_loss(self.job.nodes[node], self if self.node else self.job.nodes[node])
-        self.lost |= lost
-
-    def lost_now(self) -> list[Lost]:
-        lost = [each for each in self.agents.lost() if each.node not in self.lost]
-        if self.node == 0:
-            return lost
-        return [replace(each, name="node 0", ranks=tuple(range(self.job.ranks))) for each in lost]
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
@@ -221,7 +168,7 @@ class Node:
     @property
     def _is_heard(self) -> bool:
         first = self.job.nodes[0]
-        return self.is_well and ((self.connection.stands and first.is_well) or self is first)
+        return self.is_well and first.is_well
 
     def end(self) -> None:
         self.has_ended = True
@@ -229,15 +176,18 @@ class Node:
         self.job.tell(f"{self.name} ends")
         self.live.clear()
         self.recovery.close()
-        line_ends = [self] if self.node else self.job.nodes[1:]
-        for each in line_ends:
-            if each.connection.stands:
-                side = "first" if self.node else "other"
-                self.job.send(each, side, b"bye")
-                self.job.send(each, side, b"")
+
+    def look_at_others(self) -> None:
+        """As `rendezvous.Membership`: is another node away for long?"""
+        now, others = self.job.clock.now, [node for node in self.job.nodes if node is not self]
+        is_whole = all(node.is_well and not node.has_ended for node in others) and self.is_well
+        self.whole_at = now if is_whole or self.recovery.is_active else self.whole_at
+        if now - max(self.whole_at, self.job.trained_at) > LOST_S and self.leaves_at is None:
+            self.leave()
 
     def step(self) -> None:
         """What the main thread of its agent does when it wakes up; see `Attempt`."""
+        self.look_at_others()
         ends, self.exits = self.exits, []
         for end in ends:
             if self.recovery.is_active:

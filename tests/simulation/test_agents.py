@@ -71,38 +71,6 @@ def end_of(job: Job) -> Job:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_first_node_that_only_stood_still_takes_nobody_for_lost(seed: int) -> None:
-    """A connection was reset meanwhile, and has had no time to come back when it looks again."""
-    job = Job(seed)
-    job.run(2.0)
-    job.fault("still", job.nodes[0])
-    job.run(5.0)
-    job.break_connection(job.nodes[1], 0.5)
-    job.run(3.0)
-    end_of(job)
-    assert [node.recovery._machine.generation for node in job.going()] == [0, 0, 0], job.tale(
-        "a node was taken for lost"
-    )
-
-
-@pytest.mark.parametrize("still_s", [1.0, 1.5, 2.0])
-@pytest.mark.parametrize("seed", range(5))
-def test_a_first_node_that_stood_still_for_a_moment_reads_before_it_judges(seed: int, still_s: float) -> None:
-    """The end of two connections is the last that it has read; they are back, and it has not read that yet."""
-    job = Job(seed)
-    job.run(2.0)
-    for node in job.nodes[1:]:
-        job.break_connection(node, 2 * TICK_S)
-    job.run(TICK_S)
-    job.fault("still", job.nodes[0])
-    job.run(still_s)
-    end_of(job)
-    assert [node.recovery._machine.generation for node in job.going()] == [0, 0, 0], job.tale(
-        "a node was taken for lost"
-    )
-
-
-@pytest.mark.parametrize("seed", range(5))
 def test_a_plan_that_could_not_be_read_is_read_again(seed: int) -> None:
     """The first agent has written it, and then it and its store stand still for a moment."""
     job = Job(seed)
@@ -140,7 +108,7 @@ def test_the_loss_of_a_node_in_a_recovery_restarts_the_job(seed: int, node: int)
     job.fault("kill", job.nodes[1])
     job.run(TICK_S)
     job.fault("crash", job.nodes[node])
-    job.run(TIMEOUT_S / 2)
+    job.run(TIMEOUT_S + 10.0)
     others = [each for each in job.nodes if each.node != node]
     assert all(each.leaves_at is not None for each in others), job.tale("a node waits")
     end_of(job)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, events, wait_until
+from tests.harness import Job, wait_until
 from tests.system.test_in_place_nodes import IN_PLACE, Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -88,9 +87,6 @@ def test_a_lost_node_restarts_the_job_with_another_bit_for_bit(tmp_path: Path) -
     """On another machine: what was this rank's own comes from the records that the first node has kept."""
     nodes, survivors = replace(tmp_path, 2, 1, "1:8:update:node")
     check(nodes, survivors, plain(tmp_path, 2, 1))
-    (other,) = survivors
-    (told,) = events(nodes.folder / f"node{nodes.jobs.index(other)}" / "run", "restart")
-    assert re.fullmatch(r"node 1 \(.*\) is lost: its agent is gone", told["reason"]), told
 
 
 @drill
