@@ -181,7 +181,7 @@ def wait_for_all(
             until = min(until, time.monotonic() + (0.0 if missing else _LOST_S))
         time.sleep(_LOOK_S + _LOOK_S_PER_NODE * barrier.num_nodes)
     if barrier.is_lost:
-        unknown = "nothing is known of node {}: the store of the rendezvous is gone"
+        unknown = "of node {} nothing is known: the store of the rendezvous is gone"
         missing = {node: unknown.format(node) for node in range(barrier.num_nodes)} | missing
     return {node: NodeEnd(LOST, cause) for node, cause in missing.items()} | {barrier.node: own} | barrier.ends()
 

@@ -297,4 +297,4 @@ def test_without_the_store_the_disk_tells_whether_the_job_has_finished(
         write_step(tmp_path, 24)
     found = end(Gone(), tmp_path)
     assert found.outcome == (FINISHED if complete else "failed")
-    assert "nothing is known of node 1: the store of the rendezvous is gone" in found.cause
+    assert "of node 1 nothing is known: the store of the rendezvous is gone" in found.cause

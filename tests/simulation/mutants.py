@@ -92,12 +92,6 @@ MUTANTS = (
                 "note = opinion",
             ),
             (
-                "a plan that could not be read at once is never read",
-                "agent/nodes_recovery.py",
-                "            except OSError as error:  # its host",
-                "            except ZeroDivisionError as error:  # its host",
-            ),
-            (
                 "an agent that begins no recovery lets another one wait for it",
                 "agent/nodes_recovery.py",
                 'self._refuse_for_all(generation, f"rank {end.rank} cannot be replaced")',
