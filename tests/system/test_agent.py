@@ -294,20 +294,6 @@ def test_an_agent_that_fails_says_what_it_had_started(where: str, started: str) 
 
 
 @pytest.mark.drill
-def test_two_agents_meet_and_restart_together() -> None:
-    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
-    options += ["--rdzv-id", "two"]
-    with (
-        agent("gloo", "1", options=options, run_dir=Path("a")) as one,
-        agent("gloo", "1", options=options, run_dir=Path("b")) as two,
-    ):
-        one.expect(0)
-        two.expect(0)
-    done = [match[0] for job in (one, two) for match in job.matches(r"^SUM \d 1 3")]
-    assert sorted(done) == ["SUM 0 1 3", "SUM 1 1 3"]
-
-
-@pytest.mark.drill
 def test_a_new_node_is_let_in() -> None:
     options = ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1", "--rdzv-backend", "c10d", "--rdzv-id", "grow"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "0"]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from mindx_elastic.cli.main import app
 from tests.harness import Job, events, start_agent
-from tests.system.test_agent import free_port, nothing_left
+from tests.system.test_agent import nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
@@ -216,25 +216,6 @@ def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
     assert len(job.matches("READY")) == 1
     assert list(Path("ckpt").glob("*_breakpoint.safetensors"))
     assert attempts()[0][0] == "stopped"
-
-
-@pytest.mark.drill
-def test_a_worker_killed_on_one_node_is_replaced_on_both() -> None:
-    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
-    options += ["--rdzv-endpoint", f"localhost:{free_port()}"]
-    with (
-        agent(LOOP, "ckpt", "--hold-at", 7, options=options, run_dir=Path("a")) as one,
-        agent(LOOP, "ckpt", "--hold-at", 7, options=options, run_dir=Path("b")) as two,
-    ):
-        one.wait_for("HOLD")
-        two.wait_for("HOLD")
-        (pid,) = two.pids().values()
-        os.kill(pid, signal.SIGKILL)
-        one.expect(0)
-        two.expect(0)
-    assert resumed(one) == resumed(two) == ["None", "7"]
-    assert [outcome for outcome, _ in attempts(Path("b"))] == ["failed", "finished"]
-    assert sum(lost or 0 for _, lost in [*attempts(Path("a")), *attempts(Path("b"))]) == 0
 
 
 # --- after the training ---
