@@ -36,7 +36,10 @@ def listing_of(dataset: object, parts: Mapping[str, Any]) -> Listing:
             length, rows = len(values), values.iloc if _is_of_pandas(values) else values
             most = min(length, _MOST_ITEMS)
             numbers = sorted({number * (length - 1) // max(1, most - 1) for number in range(most)})
-            words = [_word(rows[number]) for number in numbers]
+            if type(values) is torch.Tensor or issubclass(type(values), np.ndarray):
+                words = [_word(values[numbers].reshape(len(numbers), -1)[:, :_MOST_VALUES])]
+            else:
+                words = [_word(rows[number]) for number in numbers]
             if None not in words and len(found) < _MOST_LISTS:
                 found[path] = length, xxhash.xxh3_64_hexdigest(repr(words).encode("utf-8", "surrogatepass"))
     return found
@@ -97,9 +100,10 @@ def _word(value: Any) -> str | None:
         parts = value.values() if kind is dict else value
         words = [word for each in [*parts][:_MOST_PARTS] if (word := _word(each)) is not None]
         return ", ".join(words) or None
+    most = _MOST_ITEMS * _MOST_VALUES
     if kind is torch.Tensor:
-        value = value.detach().flatten()[:_MOST_VALUES].cpu().clone()  # numpy fixes the size of what it looks at
+        value = value.detach().flatten()[:most].cpu().clone()  # numpy fixes the size of what it looks at
         value = value.view(torch.uint8).numpy() if value.dtype is torch.bfloat16 else value.numpy()
     if not issubclass(type(value), np.ndarray) or value.dtype.hasobject:
         return None
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value.flat[:_MOST_VALUES]).tobytes())
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value.flat[:most]).tobytes())

@@ -12,6 +12,8 @@ once something was found       elements are kept at every boundary
 wherever elements are kept     whoever is about to read compares: a state that has changed is no boundary, as with
                                changes that are counted. A peer may die before the first update has shown anything
 =============================  ========================================================================================
+
+Most steps of a program that has none of this cost two comparisons: of a step's number, and whether there is a sample.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class HiddenChanges:
         self._samples, self._changes = samples, changes
         self.sample: Mapping[str, WeightSample] | None = None
         """As of the last boundary, where that was to be looked at."""
+        self.next_look = 0
+        """`at_boundary` has nothing to do at an earlier step, unless there is a sample."""
         self._boundaries = 0
         self.are_known = False
         """They were seen."""
@@ -42,8 +46,12 @@ class HiddenChanges:
     def at_boundary(self, step: int) -> None:
         """Boundary `step` has just been copied."""
         self._boundaries += 1
-        is_due = self.are_known or self._boundaries <= _FIRST or (step + 1) % _EVERY < 2
+        is_due = self.are_known or step >= self.next_look
         self.sample = self._samples.take() if is_due else None
+        if is_due:
+            self.next_look = step + 1
+            if not (self.are_known or self._boundaries < _FIRST or step % _EVERY == _EVERY - 1):
+                self.next_look += -(step + 2) % _EVERY
 
     def before_update(self) -> bool:
         """The first optimizer behind a boundary is about to step. Returns whether such changes were found just now."""

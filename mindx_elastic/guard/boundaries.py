@@ -195,7 +195,9 @@ class Boundaries:
             self._refuse_new_structure()
         if self._collector.at_first_boundary is not None:
             self._collector.leave_head()
-        self.hidden.at_boundary(position.step)
+        hidden = self.hidden
+        if hidden.sample is not None or position.step >= hidden.next_look:
+            hidden.at_boundary(position.step)
 
     def _refuse_new_structure(self) -> None:
         """The program has changed what it has built. Flags, masks and groups are made again from the checkpoint; the
