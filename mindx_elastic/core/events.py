@@ -162,7 +162,6 @@ class EventLog:
         """`owners`: the users whose log is read; None: any user's."""
         self.path = path
         self.run_id, self.attempt, self.rank = run_id, attempt, rank
-        self.counters: dict[str, int] = {}
         self._generation_bytes = self._rotate_from = generation_bytes
         self._owners = owners
         self._lock = threading.Lock()
@@ -228,11 +227,11 @@ class EventLog:
         data = (json.dumps(fields, default=str) + "\n").encode()
         run_id = self.run_id
         if self._aside is None:
-            self._record(event, data, run_id)
+            self._record(data, run_id)
         else:
-            self._record_aside(self._aside, event, data, run_id)
+            self._record_aside(self._aside, data, run_id)
 
-    def _record_aside(self, aside: ReadyThread, event: str, data: bytes, run_id: str) -> None:
+    def _record_aside(self, aside: ReadyThread, data: bytes, run_id: str) -> None:
         now, waiting = time.monotonic(), aside.num_waiting
         if not waiting:
             self._late_since = None
@@ -241,15 +240,14 @@ class EventLog:
             self._late_since = math.inf  # said
         if waiting > _MAX_WAITING:
             return
-        job = aside.submit(lambda: self._record(event, data, run_id))
+        job = aside.submit(lambda: self._record(data, run_id))
         try:
             job.wait(_PATIENCE_S if self._late_since is None else 0.0)
         except TimeoutError:
             self._late_since = now if self._late_since is None else self._late_since
 
-    def _record(self, event: str, data: bytes, run_id: str) -> None:
+    def _record(self, data: bytes, run_id: str) -> None:
         with self._lock:
-            self.counters[event] = self.counters.get(event, 0) + 1
             try:
                 self._append(data)
             except OSError as error:

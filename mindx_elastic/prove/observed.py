@@ -25,6 +25,8 @@ class Observed:
         self.resumed = start.step
         """Step of the checkpoint that this run went on from."""
         self.resumed_path = None if start.resumed is None else start.resumed.path
+        self.was_not_kept = "" if start.resumed is None else start.resumed.checkpoint.info.not_kept
+        """What `not_kept` had found in the stopped process: ``self.n, self.meter (4 attributes)``."""
         self.policies, self.stopper = opening.policies, stopper
         self.unmanaged = opening.unmanaged
         """Where a comparison notes what it has shown."""

@@ -153,8 +153,7 @@ class Comparison(_Notes):
             raise ValueError("it has no whole step")
         self._last = self._steps[-1].number
         self._on_difference, self._digests = on_difference, _digests(path, text, seen)
-        assert seen.resumed_path is not None
-        names = read_header(seen.resumed_path).info.not_kept.split(", ")
+        names = seen.was_not_kept.split(", ")
         self._went_on = {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
         """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
         self._carried: set[str] = set()

@@ -54,7 +54,6 @@ def test_one_line_an_event_with_all_documented_keys(path: Path) -> None:
     assert list(second) == [
         "time", "run_id", "attempt", "rank", "step", "event", "reason", "duration_s", "bytes", "outcome"
     ]  # fmt: skip
-    assert log.counters == {"save": 1, "end": 1}
 
 
 def test_text_that_no_encoding_likes(path: Path) -> None:
@@ -73,7 +72,7 @@ def test_a_log_that_cannot_be_written_warns_once(path: Path, make: object, caplo
     assert [r.getMessage() for r in caplog.records if str(path) in r.getMessage()] == [
         r.getMessage() for r in caplog.records
     ]
-    assert len(caplog.records) == 1 and log.counters == {"save": 3}
+    assert len(caplog.records) == 1
     assert not path.with_name("elsewhere").exists(), "a link is not followed"
 
 

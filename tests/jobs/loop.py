@@ -294,7 +294,7 @@ def inject(environment: Mapping[str, str]) -> None:
         def slow(*args: Any, **kwargs: Any) -> Any:
             say("SAVING")
             end = time.monotonic() + 60
-            while active_guards[0].stopper.events.counters.get("alarm", 0) < 2:
+            while active_guards[0].stopper.events.path.read_text().count('"event": "alarm"') < 2:
                 if time.monotonic() > end:
                     sys.exit("no second alarm came in 60 s")
                 time.sleep(0.005)
