@@ -63,6 +63,7 @@ class DataSettings:
         """The data set of the loader and what hangs on it at the guard's first entry, by paths: ``dataset``,
         ``dataset.dataset``, ``sampler``."""
         self._tables = {path: table for path, part in self.parts.items() if type(table := table_of(part)) is dict}
+        self._all = list(self._tables.values())
         self._made: set[_Key] = set()
         """What has changed while a sample was made."""
         self._loaded: Mapping[str, Any] | None = None
@@ -83,7 +84,8 @@ class DataSettings:
 
     def state(self) -> dict[str, Any] | None:
         """What to save, not to be changed; None: nothing is set. At each boundary."""
-        if self._ids() != self._seen_ids or (self._in_place and self._are_other_contents()):
+        ids = [*map(id, chain.from_iterable(map(dict.values, self._all)))]  # `_ids`, without the call
+        if ids != self._seen_ids or (self._in_place and self._are_other_contents()):
             self._look()
         return self._state
 
@@ -102,7 +104,7 @@ class DataSettings:
                 )
 
     def _ids(self) -> list[int]:
-        return [*map(id, chain.from_iterable(map(dict.values, self._tables.values())))]
+        return [*map(id, chain.from_iterable(map(dict.values, self._all)))]
 
     def _see(self) -> None:
         self._seen = {path: table.copy() for path, table in self._tables.items()}  # so that no `id` comes again
