@@ -126,8 +126,8 @@ def start_job(
 
     if found is not None and resume == "auto" and not in_place:
         _refuse_another_job(found, job.names)
-        if not around.evaluates:
-            _refuse_guest(found, targets)
+    if resume in ("auto", "never") and not (in_place or around.evaluates):
+        _refuse_guest(found, directories[0], targets, begins_anew=resume == "never")
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     job.events.run_id, job.events.attempt = source.run_id, source.attempt
     restore, known = None, risks.notes
@@ -218,13 +218,22 @@ def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
     return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
 
 
-def _refuse_guest(found: Resumed, targets: Mapping[str, Any]) -> None:
+def _refuse_guest(found: Resumed | None, directory: Path, targets: Mapping[str, Any], *, begins_anew: bool) -> None:
     """Raise MismatchError for a guard without an optimizer in the directory of a training, which has objects that it
-    has not: the training's next start would take a file of this guard for its own newest one.
+    has not: the training's next start would take a file of this guard for its own newest one, and what a killed
+    training has left in memory would be gone.
 
     A program that updates the weights by hand has no optimizer either, but resumes from a state with the same objects.
     """
     if any(isinstance(t, torch.optim.Optimizer) or name.startswith("optimizer") for name, t in targets.items()):
+        return
+    if begins_anew and (directory / STRATEGY_FILE).exists():
+        raise MismatchError(
+            f"{directory} is a training's, and this guard has no optimizer and would begin anew in it: give it a "
+            "directory of its own",
+            path=directory,
+        )
+    if found is None:
         return
     if missing := sorted(found.checkpoint.state.keys() - targets.keys() - set(RESERVED_NAMES)):
         raise MismatchError(
