@@ -55,7 +55,7 @@ def snapshot(value: Any, place: str, depth: int = 0) -> Any:
         return copied
     if kind.__module__ == "numpy":
         return value.copy() if hasattr(value, "dtype") else value  # arrays and scalars
-    if (generator := generator_adapter(place, value)) is not None:
+    if issubclass(kind, GENERATORS) and (generator := generator_adapter(place, value)) is not None:
         return {MARK: _GENERATOR, "state": snapshot(generator.state_dict(), place, depth + 1)}
     known = stand_in(value, lambda part: snapshot(part, place, depth + 1), also=GENERATORS)
     if known is not value:
