@@ -35,13 +35,17 @@ def copy_case(case: str, target: Path) -> Path:
     return target
 
 
+_OTHERWISE = ("proof", "exact", "bytes", "total_bytes")
+
+
 def without_proof(said: Any) -> Any:
-    """Version 0.1 said that a resume is exact where nothing is known against it: now it is not proved yet."""
+    """Version 0.1 said that a resume is exact where nothing is known against it: now it is not proved yet. And a plan
+    counted bytes of tensors, where it now has the sizes of the files."""
     if isinstance(said, list):
         return [without_proof(each) for each in said]
     if not isinstance(said, dict):
         return said
-    known = {key: without_proof(value) for key, value in said.items() if key not in ("proof", "exact")}
+    known = {key: without_proof(value) for key, value in said.items() if key not in _OTHERWISE}
     return {**known, "exact": False if said["exact"] is False else None} if "exact" in said else known
 
 
