@@ -91,15 +91,3 @@ def test_a_worker_is_killed_behind_its_last_step_and_started_again(tmp_path: Pat
         again = run.worker(1)
         finish(run, scheduler, [jobs[0], again])
         assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path)
-
-
-def test_five_workers_three_of_them_killed_one_after_the_other(tmp_path: Path) -> None:
-    with cluster(5) as run:
-        scheduler, jobs = held(run, "--hold-at=5", fresh=True)
-        for victim in (4, 0, 2):
-            jobs[victim].process.kill()
-            jobs[victim].wait()
-            jobs[victim] = run.worker(victim)
-        run.go()
-        finish(run, scheduler, jobs)
-        assert hashes_of(jobs) == uninterrupted(5, tmp_path)

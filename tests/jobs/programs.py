@@ -1,4 +1,4 @@
-"""Trainings under ``mindx-elastic run --recover in-place`` whose functions catch errors, clean up, look ahead, retry.
+"""Trainings under ``mindx-elastic run --recover in-place`` whose functions catch errors, clean up, retry.
 
 ``--form NAME`` is one of `FORMS`. Faults and printed lines are those of ``in_place.py``.
 """
@@ -258,32 +258,11 @@ def ends_each_step_with_a_collective(t: Training) -> None:
                 dist.all_reduce(torch.ones(3))
 
 
-def one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
-    """Fetches a batch before the one before it is used."""
-    found = iter(batches)
-    try:
-        batch = next(found)
-    except StopIteration:
-        return
-    for following in found:
-        yield batch
-        batch = following
-    yield batch
-
-
 def with_a_collective_at_its_end(batches: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from batches
     finally:
         dist.all_reduce(torch.ones(3))
-
-
-@form
-def looks_ahead(t: Training) -> None:
-    for epoch in t.epochs():
-        for x, y, index in one_ahead(t.loader):
-            t.begin(epoch, index)
-            t.do_step(x, y)
 
 
 @form
@@ -294,21 +273,6 @@ def closes_a_named_generator_with_a_collective(t: Training) -> None:
         for x, y, index in batches:
             t.begin(epoch, index)
             t.do_step(x, y)
-
-
-@form
-def yields_steps(t: Training) -> None:
-    """The whole training is a generator, which something else drives."""
-
-    def steps() -> Iterator[int]:
-        for epoch in t.epochs():
-            for x, y, index in t.loader:
-                t.begin(epoch, index)
-                t.do_step(x, y)
-                yield t.guard.step
-
-    for _ in steps():
-        pass
 
 
 def scaled(loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

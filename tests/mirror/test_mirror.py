@@ -187,20 +187,6 @@ def test_a_tree_of_tft_is_copied_too(start: Callable[..., Job]) -> None:
     assert job.files("b") == [name.format(1)]
 
 
-def test_files_of_a_running_job_are_copied_and_deleted_in_order(start: Callable[..., Job]) -> None:
-    job = start("ab")
-    mirror = job.mirrors[0]
-    for step in range(1, 6):
-        path = job.write(0, f"resnet-1_{step}.safetensors", step=step)
-        mirror.submit(path, step)
-        if step > 2:
-            old = path.with_name(f"resnet-1_{step - 2}.safetensors")
-            old.unlink()
-            mirror.drop(old, "run-a")
-    finish(job)
-    assert job.files("b") == ["rank_0/resnet-1_4.safetensors", "rank_0/resnet-1_5.safetensors"]
-
-
 def test_retention_deletes_copies_too(start: Callable[..., Job]) -> None:
     job = start("ab")
     info, mirror = job.info(0), job.mirrors[0]

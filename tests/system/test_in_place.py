@@ -182,11 +182,7 @@ def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
         assert stand_in["by"] in ("zygote", "fresh")
         assert (each["cause"], each["reason"], each["steps_lost"]) == ("killed by SIGKILL", "", 0)
         assert each["donor"] not in each["ranks"]
-        stages = each["stages"]
-        assert 0 <= stages["detect"] < 5
-        # The next death may come before all ranks have passed a step.
-        times = [stages[name] for name in ("out", "agreed", "ready")] + [stages.get("first_step", each["duration_s"])]
-        assert times == sorted(times)
+        assert 0 <= each["stages"]["detect"] < 5
     totals = document["totals"]
     assert (totals["failures"], totals["in_place"], totals["steps_lost"]) == (len(orders), len(orders), 0)
     assert totals["not_training_s"] == pytest.approx(sum(each["duration_s"] for each in found), abs=0.01)

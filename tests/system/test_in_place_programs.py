@@ -1,4 +1,4 @@
-"""Recoveries in place of programs that catch errors, clean up, look ahead, retry: exact in place, or restarted with the
+"""Recoveries in place of programs that catch errors, clean up, retry: exact in place, or restarted with the
 reason; what survivors and the new process do not have alike is named. See ``jobs/programs.py``."""
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                 "catches_everything_around_the_loop",
                 "translates_errors",
                 "ends_each_step_with_a_collective",
-                "looks_ahead",
-                "yields_steps",
             )
         ),
     ],
