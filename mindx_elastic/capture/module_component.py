@@ -328,6 +328,7 @@ class ModuleComponent:
             "buffers": self._loose.state(),
             "added_buffers": [name for name in added if name.removesuffix("_mask") not in self._masks.places],
             "resized_buffers": self._resized(),
+            "frozen_gradients": self._frozen_gradients(),
             "attributes": self._own.state(),
         }
 
@@ -344,6 +345,12 @@ class ModuleComponent:
             elif (copy.shape, copy.dtype) != (shape, dtype):
                 found[name] = "in place" if first() is live else "replaced"
         return found
+
+    def _frozen_gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients that frozen parameters have kept: no backward changes them, and an optimizer uses them (zeros too:
+        weight decay and momentum go on)."""
+        kept = ((name, p.grad) for name, p in self._named.items() if not p.requires_grad)
+        return {name: local_part(gradient).detach() for name, gradient in kept if gradient is not None}
 
     def prepare(self, beside: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Before `load`: prune what was pruned, register the buffers that the module had got in mid-run, and give those
@@ -385,12 +392,13 @@ class ModuleComponent:
         parts, for which no layout is kept."""
         kept, left_out = dict(beside), []
         live: dict[str, Mapping[str, torch.Tensor]] = {
+            "frozen_gradients": self._named,
             "buffers": self._loose.live(),
             "pruned": original_names(self._named, (n.removesuffix("_orig") for n in self._named)),
         }
         for key in live.keys() & beside.keys():
             parts = [name for name, value in beside[key].items() if _is_part(value, live[key].get(name))]
-            left_out += parts
+            left_out += [f"the gradient of {name}" if key == "frozen_gradients" else name for name in parts]
             kept[key] = {name: value for name, value in beside[key].items() if name not in parts}
             if key == "pruned":  # the next forward makes it
                 kept[key] |= dict.fromkeys(parts)
@@ -401,6 +409,15 @@ class ModuleComponent:
         self._masks.load(beside.get("pruned", {}))
         self._loose.load(beside.get("buffers", {}))
         self._own.load(beside.get("attributes", {}))
+        for name, gradient in beside.get("frozen_gradients", {}).items():
+            if (parameter := self._named.get(name)) is not None:
+                if gradient.shape != local_part(parameter).shape:
+                    raise MismatchError(
+                        f"the checkpoint does not fit {self.name}: the gradient of {name}, which is frozen, has shape "
+                        f"{list(gradient.shape)} there and {list(local_part(parameter).shape)} here. Use the model "
+                        "that wrote it, on as many ranks"
+                    )
+                parameter.grad = with_layout_of(parameter, gradient.to(parameter.device, copy=True))
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:

@@ -92,3 +92,29 @@ def test_a_boundary_can_be_taken_again() -> None:
         collector.copy(Position(step=1))
     state = collector.state()
     assert state["count"] == {"n": 2} and torch.equal(state["rng"]["torch"], torch.get_rng_state())
+
+
+def test_a_frozen_layer_that_has_kept_its_gradient() -> None:
+    """With `zero_grad(set_to_none=False)` an optimizer goes on with it: by momentum and weight decay."""
+
+    def job(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = network(seed)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.eye(2)).pow(2).sum().backward()
+        optimizer.step()
+
+    model, optimizer = job(1)
+    step(model, optimizer)
+    model[0].requires_grad_(False)
+    writer = Collector({"model": model, "optimizer": optimizer})
+    writer.copy(Position(step=1))
+    saved = through_format(writer.state())
+    step(model, optimizer)
+    again, its_optimizer = job(2)
+    Collector({"model": again, "optimizer": its_optimizer}).load(saved)
+    again[0].requires_grad_(False)  # as the guard does it then
+    step(again, its_optimizer)
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))

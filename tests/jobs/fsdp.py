@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--freeze-at", type=int, default=-1, help="freeze the first layer, which keeps its gradient")
     parser.add_argument("--kill-in-snapshot", default="")
     parser.add_argument("--kill-in-save", default="", help="STAGE:RANK; STAGE: written, noted or named")
     parser.add_argument(
@@ -89,7 +90,9 @@ def main() -> None:
                 generator = torch.Generator().manual_seed(guard.position.step * 10 + rank)
                 network(torch.randn(4, 16, generator=generator)).pow(2).mean().backward()
                 optimizer.step()
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=args.freeze_at < 0)
+                if guard.step + 1 == args.freeze_at:
+                    network[0].requires_grad_(False)
                 guard.step_end()
                 say(f"PASSED {rank} {guard.position.step}")
                 if guard.position.step == args.hold_at and guard.resumed_from_step is None:

@@ -370,3 +370,20 @@ def test_every_sample_once_over_changing_worlds(tmp_path: Path, worlds: tuple[in
     assert [resumed_from(job) for job in jobs] == [{"None"}, {"3"}, {"5"}], report
     together = sum((seen(job, 1000) for job in jobs), Counter[tuple[int, int]]())
     assert {index: n for (epoch, index), n in together.items() if epoch == 1} == dict.fromkeys(range(size), 1), report
+
+
+@pytest.mark.drill
+def test_a_frozen_sharded_layer_that_has_kept_its_gradient(tmp_path: Path) -> None:
+    """Its gradient has no layout: with other ranks it is left out, in words; with the same it is kept."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    args = ("--freeze-at", 2)
+    with start_job("fsdp.py", tmp_path, *args, "--hold-at", 4, ranks=2) as job:
+        job.wait_for("HOLD", count=2)
+        job.signal_rank(0, signal.SIGTERM)
+        job.wait()
+    shutil.copytree(tmp_path, same := tmp_path.with_name("same"))
+    again = run_job("fsdp.py", same, *args, ranks=2)
+    assert not again.matches("keeps no layout"), again.report()
+    other = run_job("fsdp.py", tmp_path, *args, env=alone)
+    assert other.matches(r"WARNING .* keeps no layout for the gradient of 0.weight \(model\)"), other.report()
+    assert other.matches(r"^DONE 0 \w+ 12"), other.report()
