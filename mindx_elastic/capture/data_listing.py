@@ -3,11 +3,12 @@ twice and others never.
 
 That is so where files are listed as the file system gives them, or where an unseeded ``random_split`` divides. Looked
 at are lists of texts (names of files), rows that are as many as the samples (of lists, tensors, arrays and tables) and
-indices. No sample is made: that draws random numbers. Of files the names count, and not the folders that they are in.
+indices. No sample is made: that draws random numbers. The folder that all files are in may be another one.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import PurePath
@@ -36,12 +37,16 @@ def listing_of(dataset: object, parts: Mapping[str, Any]) -> Listing:
             length, rows = len(values), values.iloc if _is_of_pandas(values) else values
             most = min(length, _MOST_ITEMS)
             numbers = sorted({number * (length - 1) // max(1, most - 1) for number in range(most)})
+            names: list[str] = []
             if type(values) is torch.Tensor or issubclass(type(values), np.ndarray):
-                words = [_word(values[numbers].reshape(len(numbers), -1)[:, :_MOST_VALUES])]
+                words = [_word(values[numbers].reshape(len(numbers), -1)[:, :_MOST_VALUES], names)]
             else:
-                words = [_word(rows[number]) for number in numbers]
+                words = [_word(rows[number], names) for number in numbers]
             if None not in words and len(found) < _MOST_LISTS:
-                found[path] = length, xxhash.xxh3_64_hexdigest(repr(words).encode("utf-8", "surrogatepass"))
+                folder = os.path.commonprefix([each for each in names if "/" in each])  # noqa: RUF071 - up to a slash
+                folder = folder.rpartition("/")[0]
+                text = repr([words, [name.removeprefix(folder).lstrip("/") for name in names]])
+                found[path] = length, xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
     return found
 
 
@@ -89,16 +94,17 @@ def _is_text(value: Any) -> bool:
     return type(value) in (list, tuple) and issubclass(type(value[0]), (str, PurePath))
 
 
-def _word(value: Any) -> str | None:
-    """None: it is of a kind that is not compared."""
+def _word(value: Any, names: list[str]) -> str | None:
+    """None: it is of a kind that is not compared. Texts are added to `names`."""
     kind = type(value)
     if kind in (str, np.str_) or issubclass(kind, PurePath):
-        return str(value).partition("?")[0].rpartition("/")[2]  # without the signature of a URL
+        names.append(str(value).partition("?")[0])  # without the signature of a URL
+        return "text"
     if kind in (type(None), bool, int, float) or issubclass(kind, np.generic):
         return str(value)
     if kind in (list, tuple, dict) or _is_of_pandas(value):
         parts = value.values() if kind is dict else value
-        words = [word for each in [*parts][:_MOST_PARTS] if (word := _word(each)) is not None]
+        words = [word for each in [*parts][:_MOST_PARTS] if (word := _word(each, names)) is not None]
         return ", ".join(words) or None
     most = _MOST_ITEMS * _MOST_VALUES
     if kind is torch.Tensor:

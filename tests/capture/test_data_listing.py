@@ -33,6 +33,8 @@ def listing(**held: Any) -> Any:
     ("one", "other"),
     [
         (["a/x", "a/y", "a/z"], ["b/x", "b/z", "b/y"]),
+        (["a/x", "a/y", "b/x"], ["b/x", "b/y", "a/x"]),
+        ([("a/x", "m/a"), ("b/x", "m/b"), ("c/x", "m/c")], [("b/x", "m/a"), ("a/x", "m/b"), ("c/x", "m/c")]),
         ([{"id": 1}, {"id": 2}, {"id": 3}], [{"id": 1}, {"id": 2}, {"id": 4}]),
         (range(3), range(3, 6)),
         (np.eye(3), 2 * np.eye(3)),
