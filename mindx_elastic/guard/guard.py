@@ -483,6 +483,8 @@ class Guard(LayeredGuard):
             return
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
+        if overlap.looks:  # notes the step: not after a snapshot, which a kill may leave whole without the note
+            overlap.at_boundary(self._loops.position, is_cut=self._cut, loss=loss)
         if around.sees_steps:
             around.at_boundary(
                 step,
@@ -491,8 +493,6 @@ class Guard(LayeredGuard):
                 tail_follows=tail.is_pending,
                 after_tail=at_tail,
             )
-        if overlap.looks:
-            overlap.at_boundary(self._loops.position, is_cut=self._cut, loss=loss)
         if step < _LOOK_STEPS or not step % _LOOK_STEPS:
             self._listeners.handlers.take_over()
         if self._listeners.handlers.postponed and self._cut:
