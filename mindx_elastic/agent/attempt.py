@@ -48,6 +48,7 @@ __all__ = ["Attempt", "AttemptContext"]
 
 _LOOK_S = 0.5
 _LEAVE_TOO_S = 3.0  # how long a guarded rank may take to hear by itself that another one leaves
+_STOPS_S = 0.2  # between two looks whether a rank that stops has ended
 _STUCK_S = 5.0  # how long a stuck rank may take to save by itself, which its watcher thread often can
 _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers hear of the stop
 _UNKILLABLE_S = 15.0
@@ -451,6 +452,9 @@ class Attempt:
         done = all(status.finished and status.phase == WorkerPhase.LEFT for status in statuses.values())
         return done and len(statuses) == len(self.workers.live) > 0
 
+    def _phases(self) -> set[int]:
+        return {status.phase for status in self.workers.statuses().values()}
+
     def _look_at_nodes(self, membership: Membership) -> None:
         membership.wakeup.drain()
         if self.stop is not None or self._signum is not None or self._deadline is not None:
@@ -460,6 +464,10 @@ class Attempt:
             return
         if (membership.num_waiting or membership.lost) and self._has_finished():
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
+        elif membership.num_waiting > 0 and any(
+            s.phase == WorkerPhase.STOPPING for s in self.workers.statuses().values()
+        ):
+            self._after(_STOPS_S, lambda: None)  # how it ends says more: a node may wait in the place of a lost one
         elif membership.num_waiting > 0:
             logger.warning("%d nodes want to join: everybody stops and meets anew", membership.num_waiting)
             self._context.events.emit("membership", reason=f"nodes waiting: {membership.num_waiting}")

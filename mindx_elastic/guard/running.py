@@ -211,8 +211,10 @@ class Place:
         try:
             entry = self.member.leave()
         except RejoinFailed as problem:
-            more = "" if stopper.alarm is not None else "; the job is restarted"
-            logger.warning("no recovery in place: %s%s", problem, more)
+            if stopper.alarm is None:
+                logger.warning("no recovery in place: %s; the job is restarted", problem)
+            else:  # it has been said why the job stops
+                logger.debug("no recovery in place: %s", problem)
             self.member.is_replicated = stopper.saver.replicated
             stopper.stop_for_death()
             return stopper.exit()

@@ -368,6 +368,16 @@ def test_a_node_that_waits_makes_everybody_meet_anew(run: Callable[..., Ending],
     assert workers.sent == {0: [TERM], 1: [TERM]}
 
 
+def test_a_node_that_waits_while_a_rank_fails_takes_the_place_of_a_lost_one(
+    run: Callable[..., Ending], inbox: SignalInbox
+) -> None:
+    page = replace(IN_TRAINING, phase=WorkerPhase.STOPPING, reason="exception: RuntimeError: Connection closed by peer")
+    workers = Workers({0: page}, guard)
+    workers.coming.append((clock.now + 5.0, 0, -6))
+    ending = run(workers, membership=Nodes(inbox, waiting=1))
+    assert (ending.outcome, workers.sent[0]) == ("failed", [])
+
+
 @pytest.mark.parametrize("page", [IN_TRAINING, None])
 def test_a_lost_node(page: Status | None, run: Callable[..., Ending], inbox: SignalInbox) -> None:
     """Guarded workers that do not get on are told; without a guard they find out by themselves."""
