@@ -464,9 +464,7 @@ class Attempt:
             return
         if (membership.num_waiting or membership.lost) and self._has_finished():
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
-        elif membership.num_waiting > 0 and any(
-            s.phase == WorkerPhase.STOPPING for s in self.workers.statuses().values()
-        ):
+        elif membership.num_waiting > 0 and WorkerPhase.STOPPING in self._phases():
             self._after(_STOPS_S, lambda: None)  # how it ends says more: a node may wait in the place of a lost one
         elif membership.num_waiting > 0:
             logger.warning("%d nodes want to join: everybody stops and meets anew", membership.num_waiting)
