@@ -43,10 +43,11 @@ def kill_in_save(stage: str, victim: int, rank: int) -> None:
             kill_here("in written")
         withdraw(self)
 
-    def named(temp: Path, final: Path) -> None:
-        publish(temp, final)
+    def named(temp: Path, final: Path, *, other: str) -> Path:
+        path: Path = publish(temp, final, other=other)
         if stage == "named":
             kill_here("in named")
+        return path
 
     mock.patch.object(FirstSave, "withdraw", before).start()
     mock.patch.object(writer, "publish", named).start()
