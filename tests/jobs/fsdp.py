@@ -43,7 +43,7 @@ def kill_in_save(stage: str, victim: int, rank: int) -> None:
             kill_here("in written")
         withdraw(self)
 
-    def named(temp: Path, final: Path, *, other: str) -> Path:
+    def named(temp: Path, final: Path, *, other: Path) -> Path:
         path: Path = publish(temp, final, other=other)
         if stage == "named":
             kill_here("in named")
