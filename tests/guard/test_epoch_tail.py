@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from mindx_elastic.capture.loop_tail import names_of_tail_values, tail_values_in
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.errors import GracefulExit
-from mindx_elastic.guard.loops.tail_values import EpochValues
+from mindx_elastic.guard.loops.tail_values import EpochValues, put_back_values
 from tests.capture.round_trip import assert_same
 from tests.guard.test_loops import BATCHES, EPOCHS, LAST, Loop, Program, check_every_boundary, run
 from tests.guarded import Done, Job, Points
@@ -318,6 +319,20 @@ def test_what_is_kept_for_a_tail_has_names_that_a_message_can_say() -> None:
     loss, averages.total = loss / 2, 2.0
     found = tail_values_in({"tail_values": values.changed(sys._getframe())})
     assert {"loss", "averages.total"} <= set(names_of_tail_values(found))
+
+
+def test_a_view_of_the_data_is_not_written_into() -> None:
+    data, rows = torch.zeros(4, 2), np.zeros((4, 2))
+    x = data[:2]
+    pair: list[Any] = [data[2:], rows[:2]]
+    values = EpochValues(sys._getframe(), ())
+    x, pair[:] = torch.ones(2, 2), [torch.ones(2, 2), np.ones((2, 2))]
+    found = values.changed(sys._getframe())
+    x, pair[:] = data[:2], [data[2:], rows[:2]]
+    same = pair
+    put_back_values(sys._getframe(), found)
+    assert x.sum() == pair[0].sum() == pair[1].sum() == 4 and same is pair
+    assert not data.any() and not rows.any()
 
 
 def test_what_contains_itself_is_not_kept() -> None:

@@ -161,14 +161,27 @@ def _put_back(kept: Mapping[str, Any], variables: Any) -> list[str]:
     for name, each in kept.items():
         now = variables.get(name)
         try:
-            if _VALUE in each:  # a list or dict in place: others may know it, and the statement that runs
-                variables[name] = put_back(now, each[_VALUE], name)
+            if _VALUE in each:
+                variables[name] = _in_place(now, put_back(None, each[_VALUE], name))
                 continue
         except MismatchError:  # it has no such class any more
             pass
         if now is not None:
             missing.append(name)
     return missing
+
+
+def _in_place(now: Any, value: Any) -> Any:
+    """`value` in the list or dict that the program has made anew: others may know it, and the statement that runs. Not
+    in its tensors and arrays: a variable that the loop binds to a batch may have been a view of the data before."""
+    if type(now) is list and type(value) is list:
+        now[:] = value
+        return now
+    if type(now) in (dict, defaultdict) and type(value) is dict:  # the factory of the latter is code
+        now.clear()
+        now.update(value)
+        return now
+    return value
 
 
 def _copied(value: Any) -> tuple[int, Any]:
