@@ -143,7 +143,7 @@ def _document(path: Path, result: _Result) -> dict[str, Any]:
         "reasons": [],
         "proof": None,
         "faults_from": result.faults.source,
-        "faults_problems": [*_initializing(result.faults), *result.faults.problems],
+        "faults_problems": _initializing(result.faults),
         "digests_checked": checked is not None,
         "checked_files": 0 if checked is None else checked.files,
         "checked_bytes": 0 if checked is None else checked.nbytes,

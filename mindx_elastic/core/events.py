@@ -140,8 +140,8 @@ def attach_console(rank_filter: RankFilter, level: str) -> logging.Handler | Non
 
 
 class EventLog:
-    """Appends events to `path`; usable from any thread. It never raises: an event that cannot be
-    written is lost, and the log says so.
+    """Appends events to `path`; usable from any thread. It never raises: an event that cannot be written is lost, and
+    the log says so.
 
     Every line goes to the file that has the name at that moment, in one `write` on an `O_APPEND` descriptor. So any
     writer may move a file that has grown to `generation_bytes` to ``{name}.1``; the others follow with their next line.
