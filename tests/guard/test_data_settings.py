@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler
 
 from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit
@@ -401,3 +401,13 @@ def test_a_damaged_state_is_left_alone() -> None:
     states += [{"now": {"dataset": {"level": torch.zeros(1)}}}, {"now": {3: {"level": 1}, "dataset": {4: 1}}}]
     for state in states:
         settings_of(Pictures()).load(state, 1)
+
+
+def test_a_new_epoch_begins_with_what_the_program_has_set_before_it() -> None:
+    """A list that grows in place, as in active learning."""
+    sampler = SubsetRandomSampler([1, 2])
+    settings = DataSettings(DataLoader(range(9), sampler=sampler), 1)  # type: ignore[arg-type]
+    settings.at_begin(1)
+    sampler.indices.append(3)  # type: ignore[attr-defined]
+    settings.at_begin(2)
+    assert settings.state() == {"num_ranks": 1, "now": {"sampler": {"indices": [1, 2, 3]}}}

@@ -151,6 +151,7 @@ class DataSettings:
             self._goes_on = True
         self._look()
         self._begun = {key: value for key, value in self._now.items() if _is_of_sampler(key[0])}
+        self._make_state()
 
     def begin_making(self) -> None:
         """Code that makes samples may run from here on, up to `end_making`."""
