@@ -432,7 +432,7 @@ def await_nodes(handler: RendezvousHandler, store: Any, rank: int, world_size: i
 
 def agree_on_highest(group: WorkerGroup, what: str, own: int, most: int) -> int:
     """The highest of the counts that the nodes of a meeting say under the name `what`; none of them is above `most`.
-    Each node calls it, also one that takes a lost one's place later; raises what the store raises."""
+    Each node calls it; raises what the store raises."""
     store: Any = group.store
     node, num_nodes = int(group.group_rank or 0), int(group.group_world_size or 1)
     store.set(f"mindx/{what}/{node}", str(own))
