@@ -411,3 +411,20 @@ def test_a_new_epoch_begins_with_what_the_program_has_set_before_it() -> None:
     sampler.indices.append(3)  # type: ignore[attr-defined]
     settings.at_begin(2)
     assert settings.state() == {"num_ranks": 1, "now": {"sampler": {"indices": [1, 2, 3]}}}
+
+
+def test_indices_that_are_a_range_or_grow_in_mid_epoch() -> None:
+    sampler = SubsetRandomSampler(range(100))
+    settings = DataSettings(DataLoader(range(999), sampler=sampler), 1)  # type: ignore[arg-type]
+    settings.reset()
+    assert sampler.indices == range(100)
+    sampler.indices = range(1, 101)
+    state: Any = settings.state()
+    assert state["now"]["sampler"]["indices"] == list(range(1, 101))
+    settings.load(state, 1)
+    assert list(sampler.indices) == list(range(1, 101))
+    sampler.indices = [*range(100)]
+    settings.state()
+    sampler.indices.append(7)
+    state = settings.state()
+    assert state["now"]["sampler"]["indices"] == [*range(100), 7]

@@ -120,9 +120,7 @@ class DataSettings:
             if name in table and (value := _plain(held, _most_of(path))) is not _OTHER
         }
         self._in_place = [
-            (path, name, value)
-            for (path, name), value in self._now.items()
-            if type(value) in _CHANGE_IN_PLACE and (type(value) is not list or len(value) <= _MOST_ITEMS)
+            (path, name, value) for (path, name), value in self._now.items() if type(value) in _CHANGE_IN_PLACE
         ]
         self._make_state()
 
@@ -134,10 +132,14 @@ class DataSettings:
         self._state: dict[str, Any] | None = {"num_ranks": self._num_ranks, **found} if found else None
 
     def _are_other_contents(self) -> bool:
-        return any(
-            not same_tree(_plain(self._tables[path].get(name), _most_of(path)), value)
-            for path, name, value in self._in_place
-        )
+        for path, name, value in self._in_place:
+            held = self._tables[path].get(name)
+            if type(value) is list and len(value) > _MOST_ITEMS:  # to compare them all would take too long
+                if type(held) is list and len(held) != len(value):
+                    return True
+            elif not same_tree(_plain(held, _most_of(path)), value):
+                return True
+        return False
 
     # --- an iteration ---
 
@@ -187,7 +189,9 @@ class DataSettings:
     def _put(self, values: Mapping[_Key, Any]) -> None:
         for (path, name), value in values.items():
             table = self._tables.get(path)
-            if table is not None and _plain(value, _MOST_OF_SAMPLER) is not _OTHER:
+            if table is None or same_tree(_plain(table.get(name, _OTHER), _most_of(path)), value):
+                continue  # a range stays one
+            if _plain(value, _MOST_OF_SAMPLER) is not _OTHER:
                 table[name] = put_back(table.get(name), value, name)
         self._look()
 
@@ -278,6 +282,8 @@ def _plain(value: Any, most: int, depth: int = 0) -> Any:
     if kind is torch.Tensor or kind is np.ndarray:
         is_kept = most > _MOST_ITEMS and (value.numel() if kind is torch.Tensor else value.size) <= most
         return copy_tree(value) if is_kept else _OTHER
+    if kind is range and len(value) <= most:
+        return list(value)
     if type(kind) is not type or depth > _DEPTH or kind not in _CONTAINERS or len(value) > most:
         return _OTHER
     items = value.copy() if kind in (list, set, dict) else value  # another thread may have it
