@@ -29,13 +29,15 @@ _MOST_LINES = 200
 _MOST_BYTES = 1 << 16
 _ANSWER_S = 2.0
 _TRACEBACK = "Traceback (most recent call last):"
+_OF_RANK = re.compile(r"^\[rank\d+\]: ?")
 
 
 def exception_in(text: str) -> str:
     """The line that names the exception of the last traceback in `text`; empty: there is none. It may be of another
-    thread than the main one, or have been handled: it is what was said last."""
+    thread than the main one, or have been handled: it is what was said last. With a process group torch puts the rank
+    in front of each line."""
     _, found, rest = text.rpartition(_TRACEBACK)
-    lines = rest.splitlines()[1:] if found else []
+    lines = (_OF_RANK.sub("", line) for line in rest.splitlines()[1:]) if found else ()
     return next((line.strip() for line in lines if re.match(r"[A-Za-z_]", line)), "")
 
 

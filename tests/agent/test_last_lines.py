@@ -71,6 +71,10 @@ def test_what_the_user_sends_to_files_is_read_there(tmp_path: Path) -> None:
             "project.errors.Bad: two",
         ),
         ("a line\n", ""),
+        (
+            "".join(f"[rank1]: {line}\n" for line in [TRACEBACK.strip(), '  File "a.py", line 1, in <module>', "E: x"]),
+            "E: x",
+        ),
     ],
 )
 def test_the_exception_of_the_last_traceback(text: str, found: str) -> None:
