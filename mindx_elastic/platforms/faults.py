@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.config import FaultPaths
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.config_map import (
     CHECK_KEY,
@@ -78,6 +79,8 @@ class Faults:
     """Those of `ranks` for which a running job has to stop; the others are ranks whose recovery has failed."""
     exit_requested: bool = False
     """``"GracefulExit": 1``: the job is to save and leave."""
+    remarks: tuple[str, ...] = ()
+    """Parts that were not understood and change nothing of which ranks are meant, in the same form."""
 
 
 def merge(one: Faults, other: Faults) -> Faults:
@@ -88,6 +91,7 @@ def merge(one: Faults, other: Faults) -> Faults:
         initializing=one.initializing or other.initializing,
         source=", ".join(dict.fromkeys(s for s in (one.source, other.source) if s)),
         problems=tuple(dict.fromkeys((*one.problems, *other.problems))),
+        remarks=tuple(dict.fromkeys((*one.remarks, *other.remarks))),
         unrecovered=one.unrecovered | other.unrecovered,
         exit_requested=one.exit_requested or other.exit_requested,
     )
@@ -147,15 +151,15 @@ def _fault_npus(content: dict[str, Any], world_size: int | None) -> Faults:
     ranks: set[int] = set()
     for key in listed:
         ranks |= _rank_list(key, _list_in_text(content[key]), world_size, problems)
-    created = None
+    created, remarks = None, []
     for key in (key for key in _TIME_KEYS if listed and key in content):
         stamp = time_stamp(content[key])
         if stamp is None:
-            problems.append(f"has a {key} that is no time: {content[key]!r:.60}")
+            remarks.append(f"has a {key} that is no time: {content[key]!r:.60}")
         else:
             created = max(stamp, created or 0.0)
     found = frozenset(ranks)
-    return Faults(found, created, initializing, problems=tuple(problems), unrecovered=found)
+    return Faults(found, created, initializing, problems=tuple(problems), remarks=tuple(remarks), unrecovered=found)
 
 
 def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
@@ -251,6 +255,8 @@ def read_faults(source: Path, *, world_size: int | None) -> Faults:
             faults = parse_text(read_text(source)[0], world_size=world_size)
         if faults.problems:
             raise ValueError("; ".join(faults.problems[:_MAX_PROBLEMS]))
+        for remark in faults.remarks:
+            logger.warning("the fault report %s %s; its ranks count all the same", source, remark)
         return replace(faults, source=str(source))
 
 

@@ -86,12 +86,20 @@ def test_the_parser_lists_its_problems_and_a_strict_caller_raises_on_them(tmp_pa
     assert faults.problems == (
         "names rank 9 in FaultRank, but the job has ranks 0..7",
         "names 'x' in FaultRank, which is no rank",
-        "has a CreatTime that is no time: 'noon'",
     )
+    assert faults.remarks == ("has a CreatTime that is no time: 'noon'",)
     assert "; ".join(faults.problems) in refusal(put(tmp_path, report))
     put(tmp_path, json.dumps({"FaultRank": [1]}), "fault-npus")
     put(tmp_path, json.dumps({"RankList": [entry(2), entry(3, "Lost")]}), "reset.json")
     assert "has a key reset.json that has the Status 'Lost' for rank 3; known: " in refusal(tmp_path)
+
+
+def test_a_report_with_a_time_that_is_none_counts_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = read_faults(put(tmp_path, {"FaultRankIds": ["1"], "CreatTime": "yesterday"}), world_size=2)
+    assert (faults.ranks, faults.created) == ({1}, None)
+    assert "has a CreatTime that is no time: 'yesterday'" in caplog.text
 
 
 def test_a_failed_recovery_is_a_fault_that_stops_no_job() -> None:
