@@ -452,8 +452,10 @@ class Attempt:
         done = all(status.finished and status.phase == WorkerPhase.LEFT for status in statuses.values())
         return done and len(statuses) == len(self.workers.live) > 0
 
-    def _phases(self) -> set[int]:
-        return {status.phase for status in self.workers.statuses().values()}
+    def _stops_by_itself(self) -> bool:
+        """Whether a rank is on its way out of a training that it has not finished."""
+        statuses = self.workers.statuses().values()
+        return any(status.phase >= WorkerPhase.STOPPING and not status.finished for status in statuses)
 
     def _look_at_nodes(self, membership: Membership) -> None:
         membership.wakeup.drain()
@@ -464,7 +466,7 @@ class Attempt:
             return
         if (membership.num_waiting or membership.lost) and self._has_finished():
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
-        elif membership.num_waiting > 0 and WorkerPhase.STOPPING in self._phases():
+        elif membership.num_waiting > 0 and self._stops_by_itself():
             self._after(_STOPS_S, lambda: None)  # how it ends says more: a node may wait in the place of a lost one
         elif membership.num_waiting > 0:
             logger.warning("%d nodes want to join: everybody stops and meets anew", membership.num_waiting)

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
 from typing import Any
@@ -112,7 +112,10 @@ def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
             # Python 3.12 warns when a process with threads forks, and torch itself starts threads. The workers do not
             # use them.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            iterator: Iterator[Any] = iter(loader)
+            # torch draws a seed on the default device, from the loader's generator, which is on the CPU. Workers would
+            # inherit a device that is set here.
+            with nullcontext() if asked(loader, "num_workers", 0) else torch.device("cpu"):
+                iterator: Iterator[Any] = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if not getattr(iterator, "_workers", None):

@@ -368,10 +368,11 @@ def test_a_node_that_waits_makes_everybody_meet_anew(run: Callable[..., Ending],
     assert workers.sent == {0: [TERM], 1: [TERM]}
 
 
+@pytest.mark.parametrize("phase", [WorkerPhase.STOPPING, WorkerPhase.LEFT])
 def test_a_node_that_waits_while_a_rank_fails_takes_the_place_of_a_lost_one(
-    run: Callable[..., Ending], inbox: SignalInbox
+    run: Callable[..., Ending], inbox: SignalInbox, phase: WorkerPhase
 ) -> None:
-    page = replace(IN_TRAINING, phase=WorkerPhase.STOPPING, reason="exception: RuntimeError: Connection closed by peer")
+    page = replace(IN_TRAINING, phase=phase, reason="exception: RuntimeError: Connection closed by peer")
     workers = Workers({0: page}, guard)
     workers.coming.append((clock.now + 5.0, 0, -6))
     ending = run(workers, membership=Nodes(inbox, waiting=1))
