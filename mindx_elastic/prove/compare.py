@@ -198,7 +198,8 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
             parts = [Part(where="place", kind="too many", first=str(life.steps[-1].number - last), second=more)]
         if parts:
             return Difference(life=life, step=step.number, parts=tuple(parts), one=one, lost=lost)
-    parts = list(_at_exit(reference, life)) if life.steps else entry  # resumed at the very end: nothing else shows it
+    parts = [] if life.steps else entry  # resumed at the very end: no step shows it
+    parts = parts or list(_at_exit(reference, life))
     number = life.steps[-1].number if life.steps else life.resumed or 0
     return Difference(life=life, step=number, parts=tuple(parts), lost=lost) if parts else None
 
