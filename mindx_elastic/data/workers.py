@@ -31,6 +31,7 @@ from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
 from mindx_elastic.core.looks import asked
 from mindx_elastic.data.random_streams import SeededDataset
+from mindx_elastic.data.sampler import ResumableBatchSampler
 
 __all__ = ["WorkerSet", "WorkerStart", "make_torch_loader", "open_iterator"]
 
@@ -112,9 +113,11 @@ def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
             # Python 3.12 warns when a process with threads forks, and torch itself starts threads. The workers do not
             # use them.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            # torch draws a seed on the default device, from the loader's generator, which is on the CPU. Workers would
-            # inherit a device that is set here.
-            with nullcontext() if asked(loader, "num_workers", 0) else torch.device("cpu"):
+            # torch draws a seed on the default device, from our generator, which is on the CPU. Workers would inherit a
+            # device that is set here, and so would code of the program that makes the order.
+            is_ours = isinstance(asked(loader, "batch_sampler"), ResumableBatchSampler)
+            on_cpu = is_ours and not asked(loader, "num_workers", 0)
+            with torch.device("cpu") if on_cpu else nullcontext():
                 iterator: Iterator[Any] = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
