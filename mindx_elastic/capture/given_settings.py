@@ -75,8 +75,8 @@ class GivenSettings:
         self.kept = {**begun, **own}
         if live:
             return []
-        told = [*self._of_objects(begun[_OBJECTS], components), *self._of_code(begun[_CODE]), *self._of_data(begun)]
-        if self._seed != begun[_SEED]:
+        told = [*self._of_objects(begun[_OBJECTS], components), *self._of_code(begun.get(_CODE, {})), *self._of_data(begun)]
+        if self._seed != begun.get(_SEED, self._seed):
             told.append(
                 f"random numbers go on as in the checkpoint: torch's seed is {self._seed} in the program and "
                 f"{begun[_SEED]} in it. Another seed counts in a new run only: start anew with "
@@ -116,7 +116,7 @@ class GivenSettings:
 
     def _of_data(self, begun: Mapping[str, Any]) -> Iterator[str]:
         for name, given in self._now[_DATA].items():
-            if found := difference(given, begun[_DATA].get(name, {})):
+            if found := difference(given, begun.get(_DATA, {}).get(name, {})):
                 yield (
                     f"{name} goes on over another data set than its training began with, so samples may come twice or "
                     f"never: {found}. To go on as before, list files in a fixed order (sorted) and seed what divides"
