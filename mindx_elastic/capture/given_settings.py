@@ -75,7 +75,11 @@ class GivenSettings:
         self.kept = {**begun, **own}
         if live:
             return []
-        told = [*self._of_objects(begun[_OBJECTS], components), *self._of_code(begun.get(_CODE, {})), *self._of_data(begun)]
+        told = [
+            *self._of_objects(begun[_OBJECTS], components),
+            *self._of_code(begun.get(_CODE, {})),
+            *self._of_data(begun),
+        ]
         if self._seed != begun.get(_SEED, self._seed):
             told.append(
                 f"random numbers go on as in the checkpoint: torch's seed is {self._seed} in the program and "
