@@ -1,9 +1,9 @@
 """Directories of ``torch.distributed.checkpoint``, written by any number of ranks.
 
 ``.metadata`` gives the size of each tensor, and of each of its chunks the offset in the tensor and the file; every
-chunk, and every value other than a tensor, is a ``torch.save`` of its own. The metadata is a pickle and is read by
-`inert_pickle`, the rest with ``weights_only=True``: no code of such a directory is ever run. Written with torch's own
-writer.
+chunk, and every value other than a tensor, is a ``torch.save`` of its own. The metadata is a pickle, in a protocol that
+``weights_only`` does not read: every name in it becomes a `StandIn`, so nothing is imported and nothing else is called.
+The rest is read with ``weights_only=True``: no code of such a directory is ever run. Written with torch's own writer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import io
 import math
 import os
+import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,10 +22,9 @@ from typing import Any
 import torch
 
 from mindx_elastic.convert.assemble import Part, Size, check_parts, put_together
-from mindx_elastic.convert.inert_pickle import Made, Name, Table, read_inert
 from mindx_elastic.convert.mapped import Scratch, open_source
 from mindx_elastic.convert.state import Later
-from mindx_elastic.convert.torch_file import load_weights
+from mindx_elastic.convert.torch_file import StandIn, load_weights, stand_in
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError
 from mindx_elastic.persist.dtypes import parse_dtype
 
@@ -34,7 +34,6 @@ METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 _MAX_DIMS = 64
 _MAX_LIST = 1_000_000
-_MODULE = "torch.distributed.checkpoint.metadata"
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,17 @@ class _Reader:
         self.path, self.scratch = path, scratch
 
     def read(self, data: bytes) -> dict[str, Any]:
-        record = _made(read_inert(data), "Metadata").fields()
-        entries = _table(record.get("state_dict_metadata")).by_text()
+        record = _fields(_read_inert(data), "Metadata")
         places = self._places(_table(record.get("storage_data")))
         planner_data = record.get("planner_data")
-        paths = planner_data.by_text() if isinstance(planner_data, Table) else {}
+        paths = planner_data if type(planner_data) is dict else {}
         state: dict[str, Any] = {}
-        for name, entry in entries.items():
-            kind = entry.called.name if isinstance(entry, Made) else type(entry).__name__
+        for name, entry in _table(record.get("state_dict_metadata")).items():
+            if type(name) is not str:
+                raise ValueError("a key that is not a string")
+            kind = type(entry).__name__
             if kind == "TensorStorageMetadata":
-                leaf = self._tensor(name, _made(entry, kind), places.get(name, {}))
+                leaf = self._tensor(name, _fields(entry, kind), places.get(name, {}))
             elif kind == "BytesStorageMetadata":
                 leaf = self._value(name, places.get(name, {}))
             else:
@@ -83,13 +83,10 @@ class _Reader:
             _put(state, _path_of(name, paths.get(name)), leaf)
         return _optimizer_numbers(state)
 
-    def _places(self, table: Table) -> dict[str, dict[Size | None, _Place]]:
+    def _places(self, table: dict[Any, Any]) -> dict[str, dict[Size | None, _Place]]:
         found: dict[str, dict[Size | None, _Place]] = {}
-        for key, value in table.pairs:
-            index = _made(key, "MetadataIndex").fields()
-            if not isinstance(value, Made) or value.called.name != "_StorageInfo":
-                raise ValueError("storage data of an unknown kind")
-            info = value.fields()
+        for key, value in table.items():
+            index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
             name, file = index.get("fqn"), info.get("relative_path")
             if type(name) is not str or type(file) is not str:
                 raise ValueError("storage data without a name")
@@ -104,14 +101,13 @@ class _Reader:
             found.setdefault(name, {})[None if offset is None else _size(offset)] = place
         return found
 
-    def _tensor(self, name: str, entry: Made, places: Mapping[Size | None, _Place]) -> Later:
-        fields = entry.fields()
+    def _tensor(self, name: str, fields: dict[Any, Any], places: Mapping[Size | None, _Place]) -> Later:
         shape = _size(fields.get("size"))
         state = _made(fields.get("properties"), "TensorProperties").state
         dtype = state[0] if type(state) is tuple and state else None
-        if not isinstance(dtype, Name) or dtype.module != "torch":
+        if not isinstance(dtype, type) or dtype.__module__ != "torch":
             raise ValueError(f"{name!s:.80} without a type")
-        kind = parse_dtype(dtype.name)
+        kind = parse_dtype(dtype.__name__)
         if type(fields.get("chunks")) is not list:
             raise ValueError(f"{name!s:.80} without chunks")
         parts = [self._part(name, chunk, kind, places) for chunk in fields["chunks"]]
@@ -119,7 +115,7 @@ class _Reader:
         return Later(lambda: put_together(shape, kind, parts, self.scratch))
 
     def _part(self, name: str, value: Any, dtype: torch.dtype, places: Mapping[Size | None, _Place]) -> Part:
-        fields = _made(value, "ChunkStorageMetadata").fields()
+        fields = _fields(value, "ChunkStorageMetadata")
         offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
         place = places.get(offsets)
         if place is None:
@@ -197,15 +193,33 @@ def _optimizer_numbers(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _made(value: Any, name: str) -> Made:
-    if not isinstance(value, Made) or value.called != Name(_MODULE, name):
-        called = value.called if isinstance(value, Made) else type(value).__name__
-        raise ValueError(f"a {called!s:.80} where a {name} should be")
+class _Inert(pickle._Unpickler):  # the one in C takes as much memory as a damaged file asks for
+    def find_class(self, module: str, name: str) -> Any:
+        return stand_in(module, name)
+
+
+def _read_inert(data: bytes) -> Any:
+    """What `data`, a pickle, describes: plain values, and a `StandIn` for whatever a name stands for. Raises
+    ValueError."""
+    try:
+        return _Inert(io.BytesIO(data)).load()
+    except Exception as error:  # malformed bytes can raise anything
+        raise ValueError(f"malformed pickle: {error!r:.200}") from None
+
+
+def _made(value: Any, name: str) -> StandIn:
+    if not isinstance(value, StandIn) or type(value).__name__ != name:
+        raise ValueError(f"a {type(value).__name__!s:.80} where a {name} should be")
     return value
 
 
-def _table(value: Any) -> Table:
-    if not isinstance(value, Table):
+def _fields(value: Any, name: str) -> dict[Any, Any]:
+    """The attributes of an instance of the class `name`, by their names."""
+    return _table(_made(value, name).state)
+
+
+def _table(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
         raise ValueError("a table is missing")
     return value
 
@@ -218,10 +232,9 @@ def _number(value: Any) -> int:
 
 def _size(value: Any) -> Size:
     """``torch.Size((2, 3))``."""
-    if isinstance(value, Made) and value.called == Name("torch", "Size"):
-        arguments = value.arguments[0] if len(value.arguments) == 1 else None
-        if type(arguments) is tuple and len(arguments) <= _MAX_DIMS:
-            return tuple(_number(n) for n in arguments)
+    arguments = _made(value, "Size").arguments
+    if len(arguments) == 1 and type(arguments[0]) is tuple and len(arguments[0]) <= _MAX_DIMS:
+        return tuple(_number(n) for n in arguments[0])
     raise ValueError("a size is missing")
 
 

@@ -16,7 +16,7 @@ import torch
 from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError, StrPath
 
-__all__ = ["StandIn", "is_torch_file", "load_weights", "read_torch_file", "write_torch_file"]
+__all__ = ["StandIn", "is_torch_file", "load_weights", "read_torch_file", "stand_in", "write_torch_file"]
 
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80\x02"  # how files before torch 1.6 begin
@@ -43,26 +43,32 @@ def read_torch_file(path: StrPath, *, stand_ins: bool = False) -> Any:
     if stand_ins and zipped:
         with contextlib.suppress(Exception):  # damaged: the load names it
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    with torch.serialization.safe_globals([_stand_in(name) for name in unknown]):
+    with torch.serialization.safe_globals([stand_in(*name.rpartition(".")[::2]) for name in unknown]):
         return load_weights(str(path), f"{path}", path, mmap=zipped)
 
 
 class StandIn:
-    """What a file calls an object of a class that torch does not know: its plain attributes and nothing else."""
+    """What a file calls an object of a class, or the result of a call: what it was made of, and nothing else."""
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        return object.__new__(cls)
+    arguments: tuple[Any, ...]
+    """Of the call."""
+    state: Any = None
+    """What ``__setstate__`` of its class would have been given."""
+
+    def __new__(cls, *arguments: Any, **_: Any) -> Self:
+        made = object.__new__(cls)
+        made.arguments = arguments
+        return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        if type(state) is dict:
-            self.__dict__.update((key, value) for key, value in state.items() if type(key) is str)
+        self.state = state
 
 
-def _stand_in(full_name: str) -> type[StandIn]:
-    module, _, name = full_name.rpartition(".")
+def stand_in(module: str, name: str) -> type[StandIn]:
+    """In place of the class or function that a file names."""
     return type(name, (StandIn,), {"__module__": module})
 
 
