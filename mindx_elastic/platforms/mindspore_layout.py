@@ -6,14 +6,14 @@ nothing names repeat the tensor. Optimizer sharding (``opt_weight_shard_step``, 
 dimension 0 of each slice once more, over ranks that hold the same slice: the *last* cut, wherever those ranks are in
 the mesh. So it becomes a ``_StridedShard`` where a mesh dimension to the right of it splits the tensor too.
 
-What these fields cannot say (permuted ranks, most uneven splits) gets None from `fields_of`, never something close.
+What these fields cannot say (permuted ranks, uneven splits) gets None from `fields_of`, never something close.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, REPLICATE, Layout, Placement
@@ -24,8 +24,7 @@ __all__ = [
     "Fields",
     "fields_of",
     "layout_of",
-    "shape_of",
-    "split_orders",
+    "says",
     "stage_size_of",
     "with_shapes",
 ]
@@ -42,9 +41,6 @@ class Fields:
     tensor_map: tuple[tuple[int, ...], ...]
     """One entry for the whole tensor; or several, one for each of its dimensions, for splits over several mesh
     dimensions (then a second, empty one stands after that of a tensor of one dimension)."""
-    param_split_shape: tuple[int, ...] = ()
-    """Of a tensor cut by hand: rows of each piece."""
-    indices_offset: tuple[int, ...] = ()
     field: int = 0
     opt_weight_shard_step: int = 0
     opt_weight_shard_size: int = 0
@@ -156,38 +152,13 @@ def _divide(mesh: list[int], orders: Orders, m: int, parts: tuple[int, int, int]
     return [*mesh[:m], *kept, *mesh[m + 1 :]], moved, m + (parts[0] > 1)
 
 
-def shape_of(fields: Fields) -> tuple[int, ...]:
-    """The whole tensor's shape where ``param_split_shape`` tells it (one dimension); ``()``: not known.
-
-    Raises UsageError for a tensor cut by hand into pieces that are not those of an even or ``torch.chunk`` split: what
-    each rank holds could not be said.
-    """
-    sizes, offsets = fields.param_split_shape, fields.indices_offset
-    if not sizes:
-        return ()
-    if offsets and len(offsets) != len(sizes):
-        raise UsageError(f"{len(sizes)} entries in param_split_shape, {len(offsets)} in indices_offset")
-    orders = _named_orders(fields)
-    pieces = [math.prod(fields.dev_matrix[m] for m in order) for order in orders]
-    rows = sizes[:: max(1, math.prod(pieces[1:]))] if len(sizes) == math.prod(pieces) else ()
-    if rows and min(rows) >= 0 and _as_chunks(rows) == rows and _repeated(rows, len(sizes)) == sizes:
-        sharded = fields.opt_weight_shard_step and fields.opt_weight_shard_size
-        return (sum(rows),) if len(orders) == 1 and not sharded else ()
-    if not offsets and len(sizes) == len(orders):
-        return ()  # some writers note the shape of their own slice here
-    raise UsageError(
-        f"cut by hand into pieces of {list(sizes)!r:.80}: only pieces as torch.chunk makes them are supported"
-    )
-
-
-def _as_chunks(rows: Sequence[int]) -> tuple[int, ...]:
-    total, parts = sum(rows), len(rows)
-    size = -(-total // parts)
-    return tuple(max(0, min(size, total - part * size)) for part in range(parts))
-
-
-def _repeated(rows: Sequence[int], count: int) -> tuple[int, ...]:
-    return tuple(row for row in rows for _ in range(count // len(rows)))
+def says(fields: Fields, layout: Layout) -> bool:
+    """Whether the fields mean just this layout."""
+    try:
+        found = layout_of(fields, layout.ranks[0])
+    except UsageError:
+        return False
+    return found.mesh_shape == layout.mesh_shape and _split_orders(found) == _split_orders(layout)
 
 
 # --- to MindSpore ---
@@ -206,29 +177,18 @@ def stage_size_of(strategy: Strategy) -> int:
 def fields_of(spec: TensorSpec, stage_size: int) -> Fields | None:
     """MindSpore's fields for a tensor; None where they cannot say how it is laid out."""
     layout = spec.layout
-    orders = split_orders(layout)
+    mesh, orders = layout.mesh_shape, _split_orders(layout)
     if not _stands_alone(layout, stage_size):
         return None
-    # One entry for each dimension, also for those behind the last that is split: MindSpore compares the numbers.
-    num_dims = spec.num_dims or len(spec.shape)
-    if not orders:
-        return Fields(layout.mesh_shape, ((-1,) * num_dims,))
-    orders += [[] for _ in range(num_dims - len(orders))]
-    found = next((fields for fields in _candidates(layout.mesh_shape, orders) if _says(fields, layout, orders)), None)
-    if found is None or not spec.shape:
-        return found
-    pieces = [math.prod(layout.mesh_shape[m] for m in order) for order in orders]
-    uneven = [dim for dim, size in enumerate(spec.shape) if size % pieces[dim]]
-    if not uneven:
-        return found
-    if uneven != [0] or found.opt_weight_shard_size or len(found.tensor_map) != 1:
+    if any(size % math.prod(mesh[m] for m in order) for size, order in zip(spec.shape, orders, strict=False)):
         return None
-    start, step = divmod(spec.shape[0], pieces[0])  # rows of the pieces, as torch.chunk cuts
-    step = start + (step > 0)
-    rows = [max(0, min(step, spec.shape[0] - part * step)) for part in range(pieces[0])]
-    count = math.prod(pieces)
-    starts = [min(part * step, spec.shape[0]) for part in range(pieces[0])]
-    return Fields(found.dev_matrix, found.tensor_map, _repeated(rows, count), _repeated(starts, count))
+    # One entry for each dimension, also for those behind the last that is split: MindSpore compares the numbers.
+    num_dims = max(len(orders), spec.num_dims or len(spec.shape))
+    orders += [[] for _ in range(num_dims - len(orders))]
+    maps = tuple(tuple(len(mesh) - 1 - m for m in order) or (-1,) for order in orders)
+    if all(len(each) == 1 for each in maps):
+        return Fields(mesh, (tuple(k for (k,) in maps),))
+    return Fields(mesh, maps if num_dims > 1 else (*maps, ()))
 
 
 def _stands_alone(layout: Layout, stage_size: int) -> bool:
@@ -236,44 +196,10 @@ def _stands_alone(layout: Layout, stage_size: int) -> bool:
     return isinstance(layout.ranks, range) and layout.size == stage_size and layout.ranks.start % stage_size == 0
 
 
-def split_orders(layout: Layout) -> Orders:
+def _split_orders(layout: Layout) -> Orders:
     """For each dimension of the tensor, up to the last that is split, the mesh dimensions that split it, outermost cut
     first."""
     return [list(layout.split_orders.get(dim, ())) for dim in range(1 + max(layout.split_orders, default=-1))]
-
-
-def _candidates(mesh: tuple[int, ...], orders: Orders) -> Iterator[Fields]:
-    """Ways to say it, the ones that older versions understand first."""
-
-    def k(m: int) -> int:
-        return len(mesh) - 1 - m
-
-    if all(len(order) <= 1 for order in orders):
-        yield Fields(mesh, (tuple(k(order[0]) if order else -1 for order in orders),))
-        return
-    rest = tuple(k(order[0]) if order else -1 for order in orders[1:])
-    if all(len(order) <= 1 for order in orders[1:]):
-        for first, shards in (((k(orders[0][0]),), orders[0][1:]), ((-1,), orders[0])):
-            used = {m for order in orders for m in order}.difference(shards)
-            free = [m for m, n in enumerate(mesh) if n > 1 and m not in used]
-            if shards != free[-len(shards) :]:  # neighbours among the replicas: MindSpore shards over no others
-                continue
-            size = math.prod(mesh[m] for m in shards)
-            last = sum((mesh[m] - 1) * math.prod(mesh[m + 1 :]) for m in shards)
-            yield Fields(mesh, ((*first, *rest),), opt_weight_shard_step=last // (size - 1), opt_weight_shard_size=size)
-    nested = tuple(tuple(map(k, order)) or (-1,) for order in orders)
-    yield Fields(mesh, nested if len(nested) > 1 else (*nested, ()))
-
-
-def _says(fields: Fields, layout: Layout, orders: Orders) -> bool:
-    """Whether the fields, read back, mean just this layout."""
-    try:
-        found = layout_of(fields, layout.ranks[0])
-    except UsageError:
-        return False
-    while orders and not orders[-1]:
-        orders = orders[:-1]
-    return found.mesh_shape == layout.mesh_shape and split_orders(found) == orders
 
 
 # --- shapes, which MindSpore's files do not have ---

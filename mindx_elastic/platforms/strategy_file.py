@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,12 @@ from typing import Any
 from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, Layout
 from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 from mindx_elastic.errors import StrPath, UsageError
-from mindx_elastic.platforms.mindspore_layout import Fields, fields_of, layout_of, shape_of, stage_size_of
+from mindx_elastic.platforms.mindspore_layout import Fields, fields_of, layout_of, says, stage_size_of
 from mindx_elastic.platforms.protobuf import messages, parse_message
 from mindx_elastic.platforms.small_files import read_bounded, write_whole
 
 __all__ = ["Content", "load_strategy", "merge_strategies", "read_strategy", "save_strategy"]
 
-_MAX_TENSORS = 1_000_000
-_MAX_CONTAINERS = 4_000_000
 _SUFFIXES = (".ckpt", ".json", ".pb", ".strategy")
 _STAGED = re.compile(r"(\d{1,8})-(.+)", re.DOTALL)
 
@@ -87,11 +85,6 @@ def _to_json(strategy: Strategy, items: _Items, stages: Sequence[int]) -> bytes:
                 "field": fields.field,
                 "opt_weight_shard_step": fields.opt_weight_shard_step,
                 "opt_weight_shard_size": fields.opt_weight_shard_size,
-                **(
-                    {"param_split_shape": fields.param_split_shape, "indices_offset": fields.indices_offset}
-                    if fields.param_split_shape
-                    else {}
-                ),
             }
             for name, fields, spec in items
             if not fields.is_nested  # MindSpore's reader of JSON would refuse the whole file
@@ -109,8 +102,8 @@ def _to_proto(world_size: int, items: _Items, others: Iterable[TensorSpec], stag
         layouts.dev_matrix.add().dim.extend(fields.dev_matrix)
         for each in fields.tensor_map:
             layouts.tensor_map.add().dim.extend(each)
-        layouts.param_split_shape.add().dim.extend(fields.param_split_shape)
-        layouts.indices_offset.add().dim.extend(fields.indices_offset)
+        layouts.param_split_shape.add()
+        layouts.indices_offset.add()
         layouts.field = fields.field
         layouts.opt_weight_shard_step = fields.opt_weight_shard_step
         layouts.opt_weight_shard_size = fields.opt_weight_shard_size
@@ -168,8 +161,6 @@ def read_strategy(path: StrPath) -> Content:
 
 def _from_proto(data: bytes) -> Content:
     content = parse_message("ParallelStrategyMap", data, "content")
-    if len(content.parallel_layout_item) + len(content.other_tensor) > _MAX_TENSORS:
-        raise UsageError(f"more than {_MAX_TENSORS} tensors")
     nodes = content.parallel_strategy_item
     builder = _Builder(nodes[0].parallel_strategys.stage if nodes else 0)
     for item in content.parallel_layout_item:
@@ -178,6 +169,8 @@ def _from_proto(data: bytes) -> Content:
         if layouts.HasField("exact"):
             builder.add_exact(item.param_name, fields, layouts.exact)
         else:
+            pieces, offsets = layouts.param_split_shape, layouts.indices_offset
+            _check_not_cut(item.param_name, pieces[0].dim if pieces else (), offsets[0].dim if offsets else (), fields)
             builder.add_foreign(item.param_name, fields, ())
     for exact in content.other_tensor:
         builder.add_exact("", None, exact)
@@ -190,30 +183,30 @@ def _fields_from_proto(name: str, layouts: Any) -> Fields:
     lists = [layouts.dev_matrix[0], *layouts.tensor_map]
     if any(len(each.dim) > MAX_TENSOR_DIMS for each in lists):
         raise UsageError(f"{name}: more than {MAX_TENSOR_DIMS} dimensions")
-    split, offset = (each[0].dim if each else () for each in (layouts.param_split_shape, layouts.indices_offset))
-    if max(len(split), len(offset)) > MAX_RANKS:
-        raise UsageError(f"{name}: more than {MAX_RANKS} pieces")
     return Fields(
         tuple(layouts.dev_matrix[0].dim),
         tuple(tuple(each.dim) for each in layouts.tensor_map),
-        tuple(split),
-        tuple(offset),
         layouts.field,
         layouts.opt_weight_shard_step,
         layouts.opt_weight_shard_size,
     )
 
 
+def _check_not_cut(name: str, pieces: Sequence[Any], offsets: Sequence[Any], fields: Fields) -> None:
+    """Raise UsageError for a tensor cut by hand: what each rank holds cannot be said. Some writers note the shape of
+    their own slice in the place of the pieces."""
+    if offsets or len(pieces) not in (0, fields.num_dims):
+        raise UsageError(f"{name!r:.200}: cut by hand into pieces of {list(pieces)!r:.80}, which is not supported")
+
+
 def _from_json(data: bytes) -> Content:
-    if data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS:  # 64 MiB hold enough empty ones for gigabytes of memory
-        raise UsageError(f"more than {_MAX_CONTAINERS} lists and objects")
     content = json.loads(data, object_pairs_hook=_no_doubles)
     if not isinstance(content, dict):
         raise UsageError("not a JSON object")
     if "tensors" in content:
         return Content(Strategy.from_json(content))
     nodes, items = content.get("parallel_strategy_item") or {}, content.get("parallel_layout_item")
-    if not isinstance(items, dict) or not isinstance(nodes, dict) or len(items) > _MAX_TENSORS:
+    if not isinstance(items, dict) or not isinstance(nodes, dict):
         raise UsageError('neither "tensors" nor a "parallel_layout_item" with parameters in it')
     stage = next(iter(nodes.values()))["stage"] if nodes else 0
     builder = _Builder(_whole(stage, "stage", 0))
@@ -225,11 +218,10 @@ def _from_json(data: bytes) -> Content:
             tuple(_numbers(each if isinstance(each, list) else [each], MAX_TENSOR_DIMS) for each in maps)
             if nested
             else (_numbers(maps, MAX_TENSOR_DIMS),),
-            _numbers(item.get("param_split_shape") or [], MAX_RANKS),
-            _numbers(item.get("indices_offset") or [], MAX_RANKS),
             *(_whole(int(item.get("field", 0)), "field", 0),),
             *(_whole(item.get(f"opt_weight_shard_{key}", 0), key, -1) for key in ("step", "size")),
         )
+        _check_not_cut(name, item.get("param_split_shape") or (), item.get("indices_offset") or (), fields)
         builder.add_foreign(name, fields, _numbers(item.get("tensor_shape") or [], MAX_TENSOR_DIMS))
     return builder.finish(0)
 
@@ -269,18 +261,15 @@ class _Builder:
         staged = _STAGED.fullmatch(param_name)
         stage, name = (int(staged[1]), staged[2]) if staged else (self.stage, param_name)
         try:
-            key = (replace(fields, param_split_shape=(), indices_offset=()), stage)
+            key = (fields, stage)
             if key not in self._layouts:
                 self._layouts[key] = layout_of(fields, stage * fields.num_ranks)
-            layout, told = self._layouts[key], shape_of(fields)
+            layout = self._layouts[key]
             if shape:
                 layout.local_shape(shape, 0)
-                if min(shape) < 0 or (told and told != shape):
-                    raise UsageError(
-                        f"tensor_shape {list(shape)} with param_split_shape {fields.param_split_shape!r:.80}"
-                    )
-            whole = shape or told
-            spec = TensorSpec(name, whole, layout, num_dims=None if whole else fields.num_dims)
+                if min(shape) < 0:
+                    raise UsageError(f"tensor_shape {list(shape)}")
+            spec = TensorSpec(name, shape, layout, num_dims=None if shape else fields.num_dims)
         except UsageError as error:
             raise UsageError(f"{param_name!r:.200}: {error}") from None
         if not name:
@@ -309,7 +298,7 @@ class _Builder:
             if fields is None:
                 self.specs.append(spec)
                 return
-            if fields_of(spec, fields.num_ranks) != fields:
+            if not says(fields, layout):
                 raise UsageError(f"{fields} and its exact layout {spec.layout} on {str(spec.layout.ranks)[:80]} differ")
             if param_name not in (name, f"{spec.layout.ranks[0] // fields.num_ranks}-{name}"):
                 raise UsageError(f"is called {param_name!r:.200} too")

@@ -165,7 +165,6 @@ def test_mindspores_fields_alone_give_the_same_boxes(
     path.write_bytes(content.SerializeToString())
     for spec in load_strategy(path).tensors:
         (old,) = (each for each in strategy.by_name[spec.name] if each.layout.ranks[0] == spec.layout.ranks[0])
-        assert not spec.shape or spec.shape == old.shape
         for rank in old.layout.ranks:
             shard, other = old.layout.shard_of(rank), spec.layout.shard_of(rank)
             assert old.layout.box(old.shape, shard) == spec.layout.box(old.shape, other)
@@ -183,7 +182,7 @@ def test_golden_bytes_of_mindspore(tmp_path: Path) -> None:
             layout_item("dense.bias", (4, 2), (0,), step=2, size=4),
             layout_item("moments.dense.weight", (2, 2, 2), ((1, 0), (-1,))),
             layout_item("accu_grads.dense.weight", (2, 4), (0, -1), size=-1),
-            layout_item("table", (2, 4), (0,), split=(3, 3, 3, 1), offsets=(0, 3, 6, 9)),
+            layout_item("noted", (2, 4), (0, -1), split=(3, 7)),
         )
     )
     found = load_strategy(path)
@@ -194,7 +193,7 @@ def test_golden_bytes_of_mindspore(tmp_path: Path) -> None:
         "dense.bias": ((), "[m0=4:_S(0,2), m1=2:S(0)]", range(8)),
         "moments.dense.weight": ((), "[m0=2:R, m1=2:S(0), m2=2:S(0)]", range(8)),
         "accu_grads.dense.weight": ((), "[m0=2:R, m1=4:S(0)]", range(8)),
-        "table": ((10,), "[m0=2:R, m1=4:S(0)]", range(8)),
+        "noted": ((), "[m0=2:R, m1=4:S(0)]", range(8)),
     }
     (bias,) = found.by_name["dense.bias"]
     assert bias.layout.box((16,), bias.layout.shard_of(1)) == ((8, 10),)
@@ -202,6 +201,8 @@ def test_golden_bytes_of_mindspore(tmp_path: Path) -> None:
     assert (whole.by_name["dense.weight"][0].shape, whole.by_name["dense.bias"][0].shape) == ((16, 7), (16,))
     again = load_strategy(save_strategy(tmp_path / "again.ckpt", found))
     assert facts(again) == facts(found)
+    path.write_bytes(strategy_map(layout_item("table", (2, 4), (0,), split=(3, 3, 3, 1), offsets=(0, 3, 6, 9))))
+    assert "'table': cut by hand" in refused(path)
 
 
 def test_json_of_mindspore(tmp_path: Path) -> None:
@@ -245,7 +246,6 @@ JSON_BOMBS = {
     "deep": "[" * 100_000,
     "a long number": '{"tensors": [], "layouts": [], "world_size": ' + "9" * 10_000 + "}",
     "many ranks": '{"tensors": [], "layouts": [], "world_size": 999999999}',
-    "many lists": "[" + "[]," * 4_000_000 + "[]]",
     "twice": '{"parallel_layout_item": {}, "parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}}}',
     "bad shape": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [1, 0], "tensor_shape": [4]}}}',
     "infinite field": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0], "field": 1e999}}}',
