@@ -18,8 +18,9 @@ could be wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.config_map import (
     CHECK_KEY,
-    MAX_BYTES,
     check_data,
     parse_json_object,
     read_mounted,
@@ -59,6 +59,7 @@ _RESET_KEYS = ("RankList", "FaultFlushing", "GracefulExit", "RetryTime", "Restar
 _HARMLESS_POLICIES = ("", "empty", "ignore")
 _MAX_LISTED = 1 << 20
 _MAX_PROBLEMS = 8  # in a line for a person
+_MAX_KEYS = 64
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _fault_npus(content: dict[str, Any], world_size: int | None) -> Faults:
     ranks: set[int] = set()
     for key in listed:
         ranks |= _rank_list(key, _list_in_text(content[key]), world_size, problems)
-    created, remarks = None, []
+    created, remarks = None, _misspelt(content, (*_RANK_KEYS, *_TIME_KEYS, "status"))
     for key in (key for key in _TIME_KEYS if listed and key in content):
         stamp = time_stamp(content[key])
         if stamp is None:
@@ -193,7 +194,15 @@ def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
         unrecovered=unrecovered,
         exit_requested=_switch("GracefulExit", content, problems),
         problems=tuple(problems),
+        remarks=tuple(_misspelt(content, known)),
     )
+
+
+def _misspelt(content: Collection[str], known: Collection[str]) -> list[str]:
+    """Remarks on keys that are not `known` and resemble one that is. Others may be those of a newer platform."""
+    strange = [key for key in list(content)[:_MAX_KEYS] if key not in known]
+    meant = [(key, get_close_matches(key, known, n=1, cutoff=0.8)) for key in strange]
+    return [f"has a key {key!r:.60}, which is not known and not read; {like[0]}?" for key, like in meant if like]
 
 
 def _list_in_text(value: Any) -> Any:
@@ -268,8 +277,6 @@ def _read_mount(folder: Path, keys: tuple[str, ...], world_size: int | None) -> 
         if len(keys) == 1:
             raise FileNotFoundError(2, "no such file")
         raise ValueError(f"is a folder with none of the files {FAULT_KEY}, {RESET_KEY}: no mounted ConfigMap of faults")
-    if sum(map(len, data.values())) > 2 * MAX_BYTES:
-        raise ValueError(f"holds more than {MAX_BYTES >> 19} MiB")
     return _parse_data(data, world_size)
 
 

@@ -102,6 +102,25 @@ def test_a_report_with_a_time_that_is_none_counts_all_the_same(
     assert "has a CreatTime that is no time: 'yesterday'" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("content", "meant"),
+    [
+        ({"FaultRank": [1], "FaultRanksIds": ["2"]}, "'FaultRanksIds', which is not known and not read; FaultRankIds?"),
+        ({"FaultRank": [1], "UpdatTime": 1690000000}, "'UpdatTime', which is not known and not read; UpdateTime?"),
+        (
+            {"RankList": [entry(1)], "GracefulExits": 1},
+            "'GracefulExits', which is not known and not read; GracefulExit?",
+        ),
+        ({"FaultRank": [1], "JobId": "7", "Region": "north"}, ""),
+    ],
+)
+def test_a_misspelt_key_beside_a_known_one_is_told(
+    tmp_path: Path, content: object, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_faults(put(tmp_path, content), world_size=8).ranks == {1}
+    assert meant in caplog.text and bool(caplog.messages) == bool(meant)
+
+
 def test_a_failed_recovery_is_a_fault_that_stops_no_job() -> None:
     content = {"RankList": [entry(1), entry(2, "failed")], "GracefulExit": 1}
     faults = parse_text(json.dumps(content), world_size=8)
