@@ -66,6 +66,15 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
         raise UsageError(f"environment variable {name}={text!r} is not a whole number") from None
 
 
+def _one_of(env: Mapping[str, str], variable: str, values: Sequence[str]) -> str:
+    """The first of `values` is the default; it may be empty."""
+    value = env.get(variable, "").strip() or values[0]
+    if value not in values:
+        known = ", ".join(each for each in values if each)
+        raise UsageError(f"environment variable {variable}={value!r}: give {known} or nothing")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
     """This process's rank and the size of its job, from torchrun's environment; without WORLD_SIZE from RANK_ID,
@@ -137,24 +146,7 @@ class Settings:
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
         env = os.environ if env is None else env
-        flag = env.get("MS_ENABLE_GRACEFUL_EXIT", "").strip()
-        if flag not in ("", "0", "1"):
-            raise UsageError(f"environment variable MS_ENABLE_GRACEFUL_EXIT={flag!r}: give 1, 0 or nothing")
-        final = env.get("MINDX_FINAL_SAVE", "").strip() or "1"
-        if final not in ("0", "1"):
-            raise UsageError(f"environment variable MINDX_FINAL_SAVE={final!r}: give 1, 0 or nothing")
-        overlap = env.get("MINDX_OVERLAP", "").strip() or "1"
-        if overlap not in ("0", "1"):
-            raise UsageError(f"environment variable MINDX_OVERLAP={overlap!r}: give 1, 0 or nothing")
-        by_exit = env.get("MINDX_REHEARSE_EXIT", "").strip() or "0"
-        if by_exit not in ("0", "1"):
-            raise UsageError(f"environment variable MINDX_REHEARSE_EXIT={by_exit!r}: give 1, 0 or nothing")
-        unmanaged = env.get("MINDX_UNMANAGED", "").strip() or "error"
-        if unmanaged not in ("error", "warn"):
-            raise UsageError(f"environment variable MINDX_UNMANAGED={unmanaged!r}: give error, warn or nothing")
-        zygote = env.get("MINDX_ZYGOTE", "").strip()
-        if zygote not in ("", "0", "1", "first"):
-            raise UsageError(f"environment variable MINDX_ZYGOTE={zygote!r}: give 1, 0, first or nothing")
+        flag = _one_of(env, "MS_ENABLE_GRACEFUL_EXIT", ("", "1", "0"))
         level = env.get("MINDX_LOG_LEVEL", "").strip().upper() or "INFO"
         if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise UsageError(f"environment variable MINDX_LOG_LEVEL={level!r}: DEBUG, INFO, WARNING or ERROR")
@@ -163,14 +155,14 @@ class Settings:
             agreement_s=_number(env, "MINDX_AGREEMENT_S", 5.0, low=0.1, high=3600),
             flag_poll_s=_number(env, "MINDX_FLAG_POLL_S", 0.2, low=0.02, high=60),
             graceful_exit=None if flag == "" else flag == "1",
-            final_save=final == "1",
-            overlap=overlap == "1",
+            final_save=_one_of(env, "MINDX_FINAL_SAVE", ("1", "0")) == "1",
+            overlap=_one_of(env, "MINDX_OVERLAP", ("1", "0")) == "1",
             rehearse=parse_rehearse(env.get("MINDX_REHEARSE"), "environment variable MINDX_REHEARSE"),
-            rehearse_by_exit=by_exit == "1",
+            rehearse_by_exit=_one_of(env, "MINDX_REHEARSE_EXIT", ("0", "1")) == "1",
             rehearsed=_integer(env, "MINDX_REHEARSED", 0),
-            unmanaged=unmanaged,
+            unmanaged=_one_of(env, "MINDX_UNMANAGED", ("error", "warn")),
             log_level=level,
-            zygote=zygote,
+            zygote=_one_of(env, "MINDX_ZYGOTE", ("", "1", "0", "first")),
         )
 
     def with_grace(self, grace_s: float) -> Settings:
@@ -269,14 +261,8 @@ class RejoinSettings:
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RejoinSettings:
         env = os.environ if env is None else env
-        recover = env.get("MINDX_RECOVER", "").strip() or "restart"
-        if recover not in ("in-place", "restart"):
-            raise UsageError(f"environment variable MINDX_RECOVER={recover!r}: give in-place, restart or nothing")
-        nccl = env.get("MINDX_REJOIN_NCCL", "").strip() or "0"
-        if nccl not in ("0", "1"):
-            raise UsageError(f"environment variable MINDX_REJOIN_NCCL={nccl!r}: give 1, 0 or nothing")
         return cls(
-            in_place=recover == "in-place",
+            in_place=_one_of(env, "MINDX_RECOVER", ("restart", "in-place")) == "in-place",
             generation=_integer(env, "MINDX_REJOIN", 0),
             pipe=env.get("MINDX_SPARE", "").strip() or None,
             timeout_s=_number(env, "MINDX_REJOIN_TIMEOUT_S", 30.0, low=0.1, high=86400),
@@ -286,7 +272,7 @@ class RejoinSettings:
             num_nodes=_integer(env, "GROUP_WORLD_SIZE", 1),
             keepers=env.get("MINDX_REJOIN_NODES", "").strip(),
             job=env.get("MINDX_JOB_ID", "").strip(),
-            nccl=nccl == "1",
+            nccl=_one_of(env, "MINDX_REJOIN_NCCL", ("0", "1")) == "1",
         )
 
 
@@ -305,14 +291,10 @@ class ShrinkSettings:
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ShrinkSettings:
         env = os.environ if env is None else env
-        mode = env.get("MINDX_ON_SHRINK", "").strip() or "keep"
-        if mode not in SHRINK_MODES:
-            known = ", ".join(SHRINK_MODES)
-            raise UsageError(f"environment variable MINDX_ON_SHRINK={mode!r}: give {known} or nothing")
         places = tuple(int(each) for each in env.get("MINDX_PLACES", "").split(",") if each.strip().isdecimal())
         return cls(
             full_size=_integer(env, "MINDX_FULL_WORLD_SIZE", 0),
-            mode=mode,
+            mode=_one_of(env, "MINDX_ON_SHRINK", SHRINK_MODES),
             places=places,
         )
 
@@ -389,14 +371,6 @@ class SavingSettings:
         return cls(divide=divide, page_cache=_one_of(env, "MINDX_PAGE_CACHE", ("never", "always")) == "always")
 
 
-def _one_of(env: Mapping[str, str], variable: str, values: Sequence[str]) -> str:
-    """The first of `values` is the default."""
-    value = env.get(variable, "").strip() or values[0]
-    if value not in values:
-        raise UsageError(f"environment variable {variable}={value!r}: give {', '.join(values)} or nothing")
-    return value
-
-
 @dataclass(frozen=True, kw_only=True)
 class RedundancySettings:
     """On how many nodes each checkpoint file is stored, see `mirror`."""
@@ -452,9 +426,7 @@ class SharingSettings:
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> SharingSettings:
         env = os.environ if env is None else env
-        allow = env.get("MINDX_ALLOW_SHARED_DIRECTORY", "").strip()
-        if allow not in ("", "0", "1"):
-            raise UsageError(f"environment variable MINDX_ALLOW_SHARED_DIRECTORY={allow!r}: give 1, 0 or nothing")
+        allow = _one_of(env, "MINDX_ALLOW_SHARED_DIRECTORY", ("0", "1"))
         users = (user.strip() for user in env.get("MINDX_TRUSTED_USERS", "").split(","))
         return cls(allow_shared=allow == "1", trusted_users=tuple(user for user in users if user))
 

@@ -33,7 +33,7 @@ from mindx_elastic.train.callbacks import (
 )
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
 from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, GuardPort, TrainLoop, Unguarded
-from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
+from mindx_elastic.train.monitors import LossMonitor, ProgressLines
 from mindx_elastic.train.parallel import join_process_group, place, wrap_network
 from mindx_elastic.train.policies import Policies, adopt, gather_policies
 from mindx_elastic.train.step import ModelParts, TrainOneStep
@@ -110,7 +110,7 @@ class Model(ModelParts):
         * `stateful`: more named objects with ``state_dict`` and ``load_state_dict`` to save and resume.
         * `allow_shared_directory`: accept a directory that every user may write to; files of others are left out,
           unless ``MINDX_TRUSTED_USERS`` names their owners.
-        * `progress`: False: no bar and no progress lines.
+        * `progress`: False: no lines of progress. A `LossMonitor` takes their place.
         * `dataset_sink_mode`: accepted for MindSpore's sake; it has no effect.
 
         Raises GracefulExit (a SystemExit) once the job was told to stop and its state is durable, UsageError and the
@@ -168,8 +168,9 @@ class Model(ModelParts):
                     guard.start_with(exchange, [hooks])  # from here its errors are the others', too
                 elif exchange is not None:
                     meet(exchange, "prepared", [])
-            display = self._add_display(states, losses, progress)
-            stack.callback(display.close)
+            is_told = progress is False or any(isinstance(callback, LossMonitor) for callback in given)
+            if not is_told and current_ranks(self.ranks).rank == 0:
+                states.callbacks.append(ProgressLines(losses.mean))
             loop = TrainLoop(self, guard, states, loader, losses, policies.periodic, exchange, hooks)
             self._run(guard, loader, loop, arguments.epochs)
 
@@ -266,13 +267,6 @@ class Model(ModelParts):
         exchange = open_exchange(ranks) if place is None else place.open_exchange(ranks, "model/")
         stack.callback(exchange.close)
         return exchange
-
-    def _add_display(self, states: CallbackList, losses: EpochLoss, progress: bool | None) -> ProgressDisplay:
-        lines = not any(isinstance(callback, LossMonitor) for callback in states.callbacks)
-        display = ProgressDisplay(losses.mean, quiet_lines=not lines)
-        if progress is not False and current_ranks(self.ranks).rank == 0:
-            states.callbacks.append(display)
-        return display
 
     def _stateful_objects(self, stateful: Mapping[str, Any] | None) -> dict[str, Any]:
         """What is saved beside network, optimizer, scheduler, scaler and loader."""

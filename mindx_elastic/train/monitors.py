@@ -1,10 +1,11 @@
-"""Progress on the screen: MindSpore's monitors, and the display that `Model.train` adds."""
+"""Progress on the screen: MindSpore's monitors, and the lines that `Model.train` adds."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ import torch
 from mindx_elastic.data.position import whole_number
 from mindx_elastic.train.callbacks import Callback, CallbackParams, RunContext
 
-__all__ = ["LossMonitor", "ProgressDisplay", "TimeMonitor", "loss_value"]
+__all__ = ["LossMonitor", "ProgressLines", "TimeMonitor", "loss_value"]
 
-_LOOK_S = 0.25  # between two looks at the loss, which wait for the device
 _LINE_S = 10.0
 
 
@@ -66,89 +66,37 @@ class TimeMonitor(Callback):
         self._began, self._steps = time.perf_counter(), 0
 
 
-class ProgressDisplay(Callback):
-    """A progress bar where stderr is a terminal, else a line every ten seconds and at the end of an epoch. Rank 0 only.
+class ProgressLines(Callback):
+    """A line on stderr every ten seconds and at the end of an epoch, on rank 0.
 
-    `quiet_lines`: no lines (another monitor prints some). `mean_loss` gives the epoch's mean so far, as a tensor.
+    `mean_loss` gives the epoch's mean so far, as a tensor.
     """
 
-    def __init__(self, mean_loss: Any, *, quiet_lines: bool = False) -> None:
+    def __init__(self, mean_loss: Callable[[], torch.Tensor]) -> None:
         self._mean_loss = mean_loss
-        self._bar: Any = None
-        self._task: Any = None
-        self._lines = not quiet_lines
-        self._looked = self._said = self._began = 0.0
+        self._said = self._began = 0.0
         self._first_step = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        params = run_context.original_args()
         self._said = self._began = time.monotonic()
-        self._first_step = params.cur_step_num
-        if sys.stderr.isatty():
-            self._open_bar(params)
-
-    def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        self._set_total(run_context.original_args())
+        self._first_step = run_context.original_args().cur_step_num
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        now = time.monotonic()
-        if self._bar is not None:
-            if now - self._looked >= _LOOK_S:
-                self._looked = now
-                self._show(run_context.original_args())
-        elif self._lines and now - self._said >= _LINE_S:
-            self._say(run_context.original_args(), now)
+        if time.monotonic() - self._said >= _LINE_S:
+            self._say(run_context.original_args())
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        if self._bar is not None:
-            self._show(run_context.original_args())
-        elif self._lines:
-            self._say(run_context.original_args(), time.monotonic())
+        self._say(run_context.original_args())
 
-    def close(self) -> None:
-        """Give the terminal back, however the training ends."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _open_bar(self, params: CallbackParams) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-            TimeRemainingColumn(), console=Console(stderr=True),
-        )  # fmt: skip
-        self._task = self._bar.add_task("", loss="", total=params.batch_num or None)
-        self._set_total(params)
-        self._bar.start()
-
-    def _set_total(self, params: CallbackParams) -> None:
-        if self._bar is not None:
-            self._bar.update(
-                self._task, total=params.batch_num or None, completed=params.cur_step_in_epoch,
-                description=f"epoch {params.cur_epoch_num}/{params.epoch_num}",
-            )  # fmt: skip
-
-    def _show(self, params: CallbackParams) -> None:
-        self._set_total(params)
-        self._bar.update(self._task, loss=self._loss_text())
-
-    def _say(self, params: CallbackParams, now: float) -> None:
-        self._said = now
+    def _say(self, params: CallbackParams) -> None:
+        self._said = now = time.monotonic()
         steps = params.cur_step_num - self._first_step
         speed = f", {steps / (now - self._began):.1f} steps/s" if steps and now > self._began else ""
         total = f"/{params.batch_num}" if params.batch_num else ""
-        print(
-            f"epoch {params.cur_epoch_num}/{params.epoch_num} step {params.cur_step_in_epoch}{total} "
-            f"{self._loss_text()}{speed}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def _loss_text(self) -> str:
-        loss = loss_value(self._mean_loss())
-        return "" if math.isnan(loss) else f"mean loss {loss:.4f}"
+        loss = loss_value(self._mean_loss())  # waits for the device
+        mean = "" if math.isnan(loss) else f"mean loss {loss:.4f}"
+        place = f"epoch {params.cur_epoch_num}/{params.epoch_num} step {params.cur_step_in_epoch}{total}"
+        print(f"{place} {mean}{speed}", file=sys.stderr, flush=True)
 
 
 def loss_value(outputs: Any) -> float:

@@ -86,7 +86,7 @@ def test_the_switch_is_1_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not RejoinSettings.from_env({}).nccl
     assert not RejoinSettings.from_env({"MINDX_REJOIN_NCCL": "0"}).nccl
     assert RejoinSettings.from_env({"MINDX_REJOIN_NCCL": " 1"}).nccl
-    with pytest.raises(UsageError, match="MINDX_REJOIN_NCCL='yes': give 1, 0 or nothing"):
+    with pytest.raises(UsageError, match="MINDX_REJOIN_NCCL='yes': give 0, 1 or nothing"):
         RejoinSettings.from_env({"MINDX_REJOIN_NCCL": "yes"})
 
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import io
 import math
-import sys
 
 import pytest
 import torch
@@ -11,11 +9,6 @@ from mindx_elastic.train import LossMonitor, TimeMonitor
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
 from mindx_elastic.train.monitors import loss_value
 from tests.train.small_job import make_loader, make_model
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_loss_monitor_and_time_monitor_print(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,24 +20,12 @@ def test_loss_monitor_and_time_monitor_print(capsys: pytest.CaptureFixture[str])
     assert captured.err == ""
 
 
-def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
     make_model().train(2, make_loader())
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" mean loss ")[0] for line in lines] == ["epoch 1/2 step 6/6", "epoch 2/2 step 6/6"]
     make_model().train(1, make_loader(), progress=False)
     assert capsys.readouterr().err == ""
-
-
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    make_model().train(2, make_loader())
-    text = terminal.getvalue()
-    assert "epoch 2/2" in text
-    assert "6/6" in text
-    assert "mean loss" in text
-    assert text.endswith("\x1b[?25h")  # the cursor is shown again
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
