@@ -14,7 +14,6 @@ __all__ = [
     "AZURE_NAME",
     "GCE",
     "MetadataServer",
-    "drip",
     "hang",
     "reply",
 ]
@@ -47,20 +46,6 @@ def reply(body: str | bytes = b"", status: int = 200, headers: Mapping[str, str]
 def hang(handler: Handler) -> None:
     """Never answer."""
     handler.server.closing.wait()
-
-
-def drip(begin: bytes, drop: bytes) -> Behaviour:
-    """Send `begin`, and then `drop` again and again until the client has gone: each comes in time, the end never."""
-
-    def answer(handler: Handler) -> None:
-        try:
-            handler.wfile.write(begin)
-            while not handler.server.closing.wait(0.01):
-                handler.wfile.write(drop)
-        except OSError:
-            handler.server.left.set()
-
-    return answer
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -100,8 +85,6 @@ class MetadataServer(ThreadingHTTPServer):
         self.answers = dict(answers or {})
         self.token = _TOKEN
         self.closing = threading.Event()
-        self.left = threading.Event()
-        """Set when a client has gone in the middle of what `drip` sends."""
         self.requests: list[str] = []
         self._more = threading.Condition()
         self.base = f"http://127.0.0.1:{self.server_address[1]}"

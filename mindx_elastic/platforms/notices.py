@@ -19,11 +19,10 @@ A source never decides by guess: what it does not understand is a ValueError, wh
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -44,7 +43,6 @@ __all__ = ["CLOUDS", "Answer", "Notice", "NoticeWatch", "Source", "StopNotice", 
 
 _METADATA = "http://169.254.169.254"
 _TIMEOUT_S = 2.0
-_TOTAL_S = 5.0
 _MAX_BYTES = 64 << 10
 _MAX_REASON = 200
 _TOKEN_S = 21600
@@ -91,41 +89,19 @@ class Source(Protocol):
 
 def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
     """Send one request, without proxies (they have metadata of their own machine) and redirects (a metadata service
-    does not redirect); at most `_MAX_BYTES` are read, for some seconds at most. Any status is an answer. Raises OSError
-    or ValueError."""
-    parts, is_late = urlsplit(url), threading.Event()
+    does not redirect); at most `_MAX_BYTES` are read. Any status is an answer. Raises OSError or ValueError."""
+    parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
-
-    def hang_up() -> None:
-        is_late.set()
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-
-    with closing(connection):
-        connection.connect()
-        sock = connection.sock
-        # A socket's own time-out begins anew with each byte: a server that sends its answer drop by drop could keep the
-        # thread that has asked for hours.
-        timer = threading.Timer(_TOTAL_S, hang_up)
-        timer.daemon = True
-        timer.start()
+    target = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
+    with closing(kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)) as connection:
         try:
-            connection.request(
-                method, parts._replace(scheme="", netloc="", fragment="").geturl() or "/", headers=headers
-            )
+            connection.request(method, target, headers=headers)
             with connection.getresponse() as response:
                 body = response.read(_MAX_BYTES + 1)
-        except (HTTPException, OSError) as error:
-            if is_late.is_set():
-                raise TimeoutError(f"no whole answer within {_TOTAL_S:g} s") from None
+        except HTTPException as error:
             if isinstance(error, OSError):
                 raise
             raise ValueError(f"no HTTP ({type(error).__name__})") from None
-        finally:
-            timer.cancel()
-    if is_late.is_set():
-        raise TimeoutError(f"no whole answer within {_TOTAL_S:g} s")
     if len(body) > _MAX_BYTES:
         raise ValueError(f"an answer of more than {_MAX_BYTES >> 10} KiB")
     return Answer(response.status, body, {name.lower(): value for name, value in response.headers.items()})

@@ -23,7 +23,6 @@ from tests.metadata_server import (
     AZURE_NAME,
     GCE,
     MetadataServer,
-    drip,
     hang,
     reply,
 )
@@ -177,27 +176,6 @@ def test_a_server_that_hangs_is_left(server: MetadataServer, monkeypatch: pytest
     server.answers[GCE] = hang
     with pytest.raises(OSError, match="timed out"):
         open_source(f"gce={server.base}").look()
-
-
-@pytest.mark.parametrize(
-    ("begin", "drop"),
-    [
-        (b"HTTP/1.1 200 OK\r\nX: ", b"y"),
-        (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
-        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n", b"{"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
-    ],
-    ids=["a header", "headers", "a status", "a body", "the length of a chunk"],
-)
-def test_an_answer_that_comes_drop_by_drop_is_left(
-    server: MetadataServer, monkeypatch: pytest.MonkeyPatch, begin: bytes, drop: bytes
-) -> None:
-    monkeypatch.setattr(notices, "_TOTAL_S", 0.3)
-    server.answers["/n"] = drip(begin, drop)
-    with pytest.raises(OSError, match=r"no whole answer within 0\.3 s"):
-        open_source(f"{server.base}/n").look()
-    assert server.left.wait(60), "the connection is closed"
 
 
 @pytest.mark.parametrize(
