@@ -1,9 +1,9 @@
 """Directories of ``torch.distributed.checkpoint``, written by any number of ranks.
 
 ``.metadata`` gives the size of each tensor, and of each of its chunks the offset in the tensor and the file; every
-chunk, and every value other than a tensor, is a ``torch.save`` of its own. The metadata is a pickle, in a protocol that
-``weights_only`` does not read: every name in it becomes a `StandIn`, so nothing is imported and nothing else is called.
-The rest is read with ``weights_only=True``: no code of such a directory is ever run. Written with torch's own writer.
+chunk, and every value other than a tensor, is a ``torch.save`` of its own. The metadata is a pickle and is read by
+`inert_pickle`, the rest with ``weights_only=True``: no code of such a directory is ever run. Written with torch's own
+writer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import inspect
 import io
 import math
 import os
-import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from typing import Any
 import torch
 
 from mindx_elastic.convert.assemble import Part, Size, check_parts, put_together
+from mindx_elastic.convert.inert_pickle import read_inert
 from mindx_elastic.convert.mapped import Scratch, open_source
 from mindx_elastic.convert.state import Later
-from mindx_elastic.convert.torch_file import StandIn, load_weights, stand_in
+from mindx_elastic.convert.torch_file import StandIn, load_weights
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError
 from mindx_elastic.persist.dtypes import parse_dtype
 
@@ -65,7 +65,7 @@ class _Reader:
         self.path, self.scratch = path, scratch
 
     def read(self, data: bytes) -> dict[str, Any]:
-        record = _fields(_read_inert(data), "Metadata")
+        record = _fields(read_inert(data), "Metadata")
         places = self._places(_table(record.get("storage_data")))
         planner_data = record.get("planner_data")
         paths = planner_data if type(planner_data) is dict else {}
@@ -191,20 +191,6 @@ def _optimizer_numbers(state: dict[str, Any]) -> dict[str, Any]:
             if all(type(key) is str and key.isascii() and key.isdecimal() for key in numbered):
                 value["state"] = {int(key): item for key, item in numbered.items()}
     return state
-
-
-class _Inert(pickle._Unpickler):  # the one in C takes as much memory as a damaged file asks for
-    def find_class(self, module: str, name: str) -> Any:
-        return stand_in(module, name)
-
-
-def _read_inert(data: bytes) -> Any:
-    """What `data`, a pickle, describes: plain values, and a `StandIn` for whatever a name stands for. Raises
-    ValueError."""
-    try:
-        return _Inert(io.BytesIO(data)).load()
-    except Exception as error:  # malformed bytes can raise anything
-        raise ValueError(f"malformed pickle: {error!r:.200}") from None
 
 
 def _made(value: Any, name: str) -> StandIn:
