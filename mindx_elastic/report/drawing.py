@@ -86,11 +86,11 @@ class _Figure:
 
     def curves(
         self,
-        curves: Sequence[tuple[str, Sequence[tuple[float, float]]]],
+        curves: Sequence[Sequence[tuple[float, float]]],
         seams: Sequence[tuple[float, str]],
         values: Sequence[tuple[float, str]],
     ) -> None:
-        """Curves by class, dashed seams with their titles, and the words of some values."""
+        """Curves, dashed seams with their titles, and the words of some values."""
         heights = [value for value, _ in values]
         low, high = min(heights), max(heights)
         top = 0 if len(seams) <= _MANY_SEAMS else self.height - _SHORT_SEAM
@@ -105,9 +105,9 @@ class _Figure:
             line = f'<line class="seam" x1="{x}%" y1="{top}" x2="{x}%" y2="{self.height}">'
             self.parts.append(f"{line}<title>{title}</title></line>")
         lines = []
-        for kind, points in curves:
+        for points in curves:
             places = " ".join(f"{self.x(at)},{y(value)}" for at, value in points)
-            lines.append(f'<polyline class="{kind}" points="{places}"/>')
+            lines.append(f'<polyline class="steps" points="{places}"/>')
             if len(points) == 1:
                 x = self.x(points[0][0])
                 self.parts.append(f'<circle class="dot" cx="{x}%" cy="{y(points[0][1])}" r="2"/>')
@@ -201,32 +201,26 @@ def step_line(story: Story) -> tuple[str, list[str]]:
         lost = max(0, before[-1][1] - after[0][1])
         title = f"on from step {after[0][1]} after {span(after[0][0] - before[-1][0])}, {lost} steps back"
         seams.append((after[0][0], title))
-    figure.curves([("steps", points) for points in drawn], seams, [(n, str(n)) for n in sorted({0, top // 2, top})])
+    figure.curves(drawn, seams, [(n, str(n)) for n in sorted({0, top // 2, top})])
     shown = sum(map(len, drawn))
     notes = [f"{shown} of {known} known points are drawn"] if shown < known else []
     return figure.draw("step over time"), notes
 
 
 def loss_line(losses: Losses) -> tuple[str, list[str]]:
-    """The loss over the steps: one line over all restarts, what was done again, and the seams."""
-    points = [point for part in (*losses.kept, *losses.redone) for point in part]
+    """The loss over the steps: one line over all restarts, and the seams."""
+    points = losses.points
     notes = [f"{losses.num_not_finite} losses are not finite and not drawn"] if losses.num_not_finite else []
     if not points:
         return "", [*notes, "no loss is known: the job gave none to step_end(loss=...), or rank 0 ran on another node"]
-    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    first, last = points[0][0], points[-1][0]
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     figure = _Figure(first, last, _PLOT_HEIGHT)
     steps = sorted({first + (last - first) * piece // _MOST_TICKS for piece in range(_MOST_TICKS + 1)})
     figure.axis((step, str(step)) for step in steps)
-    most = max(2, _MOST_POINTS // max(1, len(losses.kept)))
-    curves = [("again", thin(part, most)) for part in losses.redone]
-    curves += [("steps", thin(part, most)) for part in losses.kept]
-    seams = []
-    for seam in losses.seams:
-        again = f", {seam.done_again} noted steps were done again" if seam.done_again else ""
-        seams.append((seam.step, f"on behind step {seam.step}{again}"))
-    figure.curves(curves, seams, [(loss, f"{loss:.4g}") for loss in sorted({low, low / 2 + high / 2, high})])
-    drawn = sum(len(part) for _, part in curves)
-    if drawn < len(points):
-        notes.append(f"{drawn} of {len(points)} noted losses are drawn")
+    drawn = thin(points, _MOST_POINTS)
+    seams = [(step, f"on behind step {step}") for step in losses.seams]
+    figure.curves([drawn], seams, [(loss, f"{loss:.4g}") for loss in sorted({low, low / 2 + high / 2, high})])
+    if len(drawn) < len(points):
+        notes.append(f"{len(drawn)} of {len(points)} noted losses are drawn")
     return figure.draw("loss over steps"), notes

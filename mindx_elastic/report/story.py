@@ -24,7 +24,7 @@ from mindx_elastic.rejoin.record import IN_PLACE
 from mindx_elastic.report.losses import Losses, find_losses
 from mindx_elastic.start.remains import find_remains, proof_in_events, remarks
 
-__all__ = ["Bar", "Mark", "Saves", "Share", "Story", "remarks_of_run", "shares_of", "tell"]
+__all__ = ["Bar", "Mark", "Share", "Story", "remarks_of_run", "shares_of", "tell"]
 
 _ALARMS = (*NOTABLE, "pause")
 _MOST, _MOST_S = 1 << 62, 1e11
@@ -58,17 +58,6 @@ class Mark:
     text: str
 
 
-@dataclass
-class Saves:
-    """The saves of one kind, of all ranks."""
-
-    count: int = 0
-    failed: int = 0
-    nbytes: int = 0
-    duration_s: float = 0.0
-    longest_s: float = 0.0
-
-
 @dataclass(frozen=True)
 class Share:
     """A part of the run's time."""
@@ -88,7 +77,6 @@ class Story:
     marks: list[Mark] = field(default_factory=list)
     steps: list[list[tuple[float, int]]] = field(default_factory=list)
     """For each attempt the moments at which a step is known to have been passed."""
-    saves: dict[str, Saves] = field(default_factory=dict)
     shares: list[Share] = field(default_factory=list)
     losses: Losses = field(default_factory=lambda: find_losses(()))
     sources: list[Path] = field(default_factory=list)
@@ -140,7 +128,6 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
     with suppress(OSError):
         story.last_lines = read_last_lines(log.parent)
     _add_stalls(run.records, [piece for piece in pieces if piece.points[0][0] >= began])
-    story.saves = _saves(ours)
     story.shares = shares_of(
         run.records,
         _durations(run.records, ours, passed),
@@ -282,23 +269,6 @@ def _next_starts(records: Sequence[AttemptRecord], end: float) -> list[float]:
         found.append(end)
         end = min(end, record.started if record.started is not None else end)
     return found[::-1]
-
-
-def _saves(lines: Iterable[dict[str, Any]]) -> dict[str, Saves]:
-    found: dict[str, Saves] = {}
-    for line in lines:
-        if line["event"] != "save":
-            continue
-        saves = found.setdefault(text(line.get("kind")) or "other", Saves())
-        if text(line.get("outcome")) != "saved":
-            saves.failed += 1
-            continue
-        took = max(0.0, _time(line.get("duration_s")) or 0.0)
-        saves.count += 1
-        saves.nbytes += max(0, _count(line.get("bytes")) or 0)
-        saves.duration_s += took
-        saves.longest_s = max(saves.longest_s, took)
-    return found
 
 
 def _first_start(lines: Iterable[dict[str, Any]], passed: Sequence[tuple[float, int]], began: float) -> float:
