@@ -22,7 +22,7 @@ import torch
 import typer.main
 
 import mindx_elastic as mx
-from mindx_elastic.agent.options import own_actions
+from mindx_elastic.agent.options import OWN_OPTIONS, make_parser
 from mindx_elastic.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -189,7 +189,8 @@ def test_commands_and_options() -> None:
     for name, command in [("", group), *sorted(group.commands.items())]:
         lines += [f"mindx-elastic {name}".rstrip(), *parameters(command)]
     lines += ["mindx-elastic run, before torchrun's own options"]
-    for each in own_actions():
+    (own,) = (group for group in make_parser()._action_groups if group.title == OWN_OPTIONS)
+    for each in own._group_actions:
         metavar = each.metavar or (f"{{{','.join(each.choices)}}}" if each.choices else "")
         lines.append(f"    {each.option_strings[0]} {metavar}".rstrip())
     compare("command_line", lines)

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,14 +70,14 @@ _GOODBYE_S = 5.0
 _LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
 
 
-def launch(arguments: Sequence[str], *, show_help: Callable[[], None] = lambda: None) -> int:
+def launch(arguments: Sequence[str], *, about: str = "") -> int:
     """Run the job that the command line describes to its end; the agent's exit code. Main thread, once a process.
 
-    show_help: is called for ``--help``. Raises UsageError for what cannot work, before anything is started. Ends the
-    process with that code where a thread is left in a store.
+    about: see `options.parse`. Raises UsageError for what cannot work, before anything is started. Ends the process
+    with that code where a thread is left in a store.
     """
     with ResultFile() as result:
-        code = _launch(parse(arguments, on_run_dir=result.open, show_help=show_help), result)
+        code = _launch(parse(arguments, on_run_dir=result.open, about=about), result)
     if any(thread.name.startswith(_IN_A_STORE) for thread in threading.enumerate()):
         logging.shutdown()
         flush_output()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +44,12 @@ __all__ = [
     "AgentOptions",
     "Launch",
     "check_options",
-    "own_actions",
     "parse",
-    "torchrun_actions",
 ]
 
 
 DEFAULT_MAX_RESTARTS = 3
+OWN_OPTIONS = "options of mindx-elastic, besides torchrun's"
 _PROG = "mindx-elastic run"
 _UNKNOWN = "unrecognized arguments: "
 """Argparse's words."""
@@ -117,16 +116,17 @@ def parse(
     arguments: Sequence[str],
     *,
     on_run_dir: Callable[[Path], None] = lambda path: None,
-    show_help: Callable[[], None] = lambda: None,
+    about: str = "",
 ) -> Launch:
-    """Read the command line, behind ``run``. Calls `show_help` and leaves for ``--help``, leaves with 2 for unknown
-    options.
+    """Read the command line, behind ``run``. For ``--help`` prints `about` and all options and leaves; leaves with 2
+    for unknown options.
 
     Raises UsageError for what cannot work. Creates the run directory and torch's log directory. on_run_dir: is called
     with the former as soon as it is there; what is refused after it may be noted in it.
     """
-    parser = _parser()
-    parser.print_help = lambda file=None: show_help()  # type: ignore[method-assign]
+    parser = make_parser()
+    parser.usage = f"{_PROG} [OPTIONS] SCRIPT [ARGUMENTS]"
+    parser.description, parser.formatter_class = about, RawDescriptionHelpFormatter
     args = parser.parse_args([*arguments])
     run_dir = _make_run_dir(args.run_dir)
     on_run_dir(run_dir)
@@ -155,7 +155,7 @@ def parse(
 def check_options(options: Sequence[str]) -> None:
     """Refuse, before any job is started, what `parse` would refuse of these options of a job of one node. Raises
     UsageError. Makes and prints nothing. The script is no part of them."""
-    parser = _parser()
+    parser = make_parser()
 
     def refuse(message: str) -> NoReturn:
         unknown = message.removeprefix(_UNKNOWN)
@@ -181,10 +181,12 @@ def check_options(options: Sequence[str]) -> None:
         raise UsageError(f"--nnodes {args.nnodes}: this runs on one node; leave it out")
 
 
-def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
+def _add_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group(OWN_OPTIONS)
+
     def add(name: str, **more: Any) -> None:
-        names = [name, f"--{name[2:].replace('-', '_')}"] if hidden and "-" in name[2:] else [name]
-        parser.add_argument(*names, **{**more, "help": SUPPRESS if hidden else more["help"]})
+        names = [name, f"--{name[2:].replace('-', '_')}"] if "-" in name[2:] else [name]
+        group.add_argument(*names, **more)
 
     add(
         "--grace",
@@ -322,7 +324,7 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
     )
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
     """torchrun's parser with our options."""
     try:
         parser = get_args_parser()
@@ -336,20 +338,8 @@ def _parser() -> ArgumentParser:
         # Before torch 2.13 the default is a number, and could not be told from a port that the user has fixed.
         parser.set_defaults(master_port=None)
     parser.allow_abbrev = False
-    _add_options(parser, hidden=True)
+    _add_options(parser)
     return parser
-
-
-def torchrun_actions() -> Sequence[Action]:
-    """torchrun's own options, to be shown."""
-    return get_args_parser()._actions
-
-
-def own_actions() -> Sequence[Action]:
-    """What is added to them."""
-    parser = ArgumentParser(add_help=False)
-    _add_options(parser, hidden=False)
-    return parser._actions
 
 
 def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions:

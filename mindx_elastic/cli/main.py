@@ -27,7 +27,7 @@ from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
 from mindx_elastic.cli.prove import prove_command
 from mindx_elastic.cli.report import report_command
-from mindx_elastic.cli.run import RUN_SETTINGS, MsrunCommand, RunCommand, msrun_command, run_command
+from mindx_elastic.cli.run import RUN_SETTINGS, LauncherCommand, msrun_command, run_command
 from mindx_elastic.cli.scripts import SCRIPT_SETTINGS, ScriptCommand
 from mindx_elastic.cli.status import status_command, top_command
 from mindx_elastic.cli.verify import verify_command
@@ -63,8 +63,8 @@ _GROUPS: dict[str, dict[str, _Command]] = {
     "Around a job": {"manifest": manifest_command, "clean": clean_command},
 }
 _OTHER_PARSERS: dict[str, dict[str, Any]] = {
-    "run": {"cls": RunCommand, "context_settings": RUN_SETTINGS},
-    "msrun": {"cls": MsrunCommand, "context_settings": RUN_SETTINGS},
+    "run": {"cls": LauncherCommand, "context_settings": RUN_SETTINGS},
+    "msrun": {"cls": LauncherCommand, "context_settings": RUN_SETTINGS},
     "prove": {"cls": ScriptCommand, "context_settings": SCRIPT_SETTINGS},
     "drill": {"cls": ScriptCommand, "context_settings": SCRIPT_SETTINGS},
 }

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from mindx_elastic.cluster.messages import MAX_WORKERS
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Plan", "Process", "main", "make_parser", "plan_of"]
+__all__ = ["Plan", "Process", "main", "plan_of"]
 
 _IGNORED = ("bind_core", "sim_level", "sim_rank_id", "rank_table_file", "tail_worker_log", "worker_log_name")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -60,12 +60,6 @@ class Plan:
 
 
 class _Parser(argparse.ArgumentParser):
-    show_help: Callable[[], None] | None = None
-
-    def print_help(self, file: object = None) -> None:
-        if self.show_help is not None:
-            self.show_help()
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (mindx-elastic msrun --help)")
 
@@ -85,7 +79,7 @@ def _count(text: str) -> int:
     return value
 
 
-def make_parser() -> _Parser:
+def _make_parser() -> _Parser:
     """msrun's options, each also with dashes."""
     parser = _Parser(prog="mindx-elastic msrun", allow_abbrev=False)
 
@@ -110,10 +104,10 @@ def make_parser() -> _Parser:
     return parser
 
 
-def plan_of(arguments: Sequence[str], *, show_help: Callable[[], None] = lambda: None) -> Plan:
-    """What the command line asks for. Calls `show_help` and leaves for ``--help``. Raises UsageError."""
-    parser = make_parser()
-    parser.show_help = show_help
+def plan_of(arguments: Sequence[str], *, about: str = "") -> Plan:
+    """What the command line asks for. Prints `about` and the options and leaves for ``--help``. Raises UsageError."""
+    parser = _make_parser()
+    parser.description, parser.formatter_class = about, argparse.RawDescriptionHelpFormatter
     args = parser.parse_args(list(arguments))
     if args.local_worker_num > args.worker_num:
         raise UsageError(
@@ -171,9 +165,9 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def main(arguments: Sequence[str], *, show_help: Callable[[], None] = lambda: None) -> int:
-    """Start what the command line asks for; returns the exit code. Main thread. show_help: is called for ``--help``."""
-    plan = plan_of(arguments, show_help=show_help)
+def main(arguments: Sequence[str], *, about: str = "") -> int:
+    """Start what the command line asks for; returns the exit code. Main thread. about: see `plan_of`."""
+    plan = plan_of(arguments, about=about)
     if plan.command[0] == sys.executable and not Path(plan.command[1]).exists():
         # Without --join nothing else tells it: each process says so in a log of its own.
         raise UsageError(f"{plan.command[1]}: no such file")

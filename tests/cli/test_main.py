@@ -46,15 +46,12 @@ def test_version(run: Callable[..., Any]) -> None:
     assert re.fullmatch(r"mindx-elastic \d+\.\d+\S*\n", result.stdout)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--nproc-per-node", "2", "-h", "train.py"]])
-def test_help_of_run_shows_ten_options_and_then_the_others(run: Callable[..., Any], words: list[str]) -> None:
-    result = run("run", *words, columns=100)
-    parts = re.split("Other options(?: of torchrun)?", result.stdout.partition("matter first")[2])
-    names = [re.findall(r"^│ (--[\w-]+)", part, re.MULTILINE) for part in parts]
-    assert result.exit_code == 0
-    assert len(names[0]) == 10 and {"--nproc-per-node", "--max-restarts", "--run-dir"} < set(names[0])
-    assert {"--spares", "--metrics-port"} < set(names[1]) and {"--rdzv-backend", "--tee"} < set(names[2])
-    assert "--help" not in names[2] and not set(names[0]) & {*names[1], *names[2]}
+@pytest.mark.parametrize("words", [["--help"], ["--nproc-per-node", "2", "-h", "train.py"]])
+def test_help_of_run_says_what_it_does_and_shows_all_options(run: Callable[..., Any], words: list[str]) -> None:
+    result = run("run", *words)
+    about, _, ours = result.stdout.partition("options of mindx-elastic")
+    assert result.exit_code == 0 and "\b" not in about and "[bold]" not in about
+    assert "as torchrun does" in about and "--rdzv-backend" in about and "--metrics-port" in ours
 
 
 @pytest.mark.parametrize("words", [["inspct"], ["inspect"], ["inspect", "--jsn", "."], ["verify", "a", "b"]])
