@@ -1,4 +1,5 @@
-"""Each loop in ``loops/``: exact after stops at random boundaries, refused, or found by ``prove``. None is silent."""
+"""Each loop of `verdicts`: exact after stops at random boundaries, refused, told by the first resume, or found by
+``prove``. None is silent."""
 
 from __future__ import annotations
 
@@ -7,15 +8,13 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mindx_elastic.persist.format import read_header
 from tests.harness import Job, start_job
-from tests.natural.verdicts import LOOPS, Cut, Exact, Found, Loop, Refused, Told, Warned
+from tests.natural.verdicts import LOOPS, Exact, Found, Loop, Refused, Told, Warned
 
 pytestmark = pytest.mark.slow
 
@@ -23,43 +22,31 @@ RUN = Path(__file__).parent / "run.py"
 _ENVIRONMENT = {"MINDX_GRACE_S": "60"}
 _EXACT = [loop for loop in LOOPS if isinstance(loop.verdict, Exact)]
 _OFTEN = (
-    "stock_workers",
+    "workers, and a count of batches for the log",
     "stream_shuffle_buffer",
-    "list_converted",
-    "evaluate_in_loop",
+    "a list with a position",
+    "evaluates with the training's streams, outside of a step",
     "noise_generator",
-    "ddp_distributed_sampler",
+    "ddp, a distributed sampler",
 )
 """Those that every run of the tests stops, besides those of docs/your-loop.md; `make drill` stops all, more often."""
-_REFUSED = [loop for loop in LOOPS if isinstance(loop.verdict, Refused)]
-_CUTS = [(loop, cut) for loop in LOOPS for cut in loop.cuts]
-_RESUMED: list[tuple[Loop, Cut | None]] = [
-    *((loop, None) for loop in LOOPS if isinstance(loop.verdict, Told)),
-    *((loop, cut) for loop, cut in _CUTS if isinstance(cut.verdict, Told)),
-]
+_LISTS = {
+    "accumulates by a count of its own: a stop waits for the last of three",
+    "workers, and a count of batches for the log",
+}
+"""Exact loops with a variable that a resumed run has otherwise, which the line says."""
 _STOP = 7
 """In the middle of an epoch."""
-_LISTS = {"accumulate_own_count", "stock_workers"}
-"""Exact loops with a variable that a resumed run has otherwise, which the line says."""
-_TOLD = [(loop, cut) for loop, cut in _CUTS if isinstance(cut.verdict, (Refused, Warned))]
 
 
-def _proved() -> Iterator[Any]:
-    """Each loop and each cut that `prove` must find, and how."""
-    pairs: list[tuple[Loop, Cut | None]] = [*((loop, None) for loop in LOOPS), *_CUTS]
-    for loop, cut in pairs:
-        verdict = cut.verdict if cut else loop.verdict
-        found = verdict.found if isinstance(verdict, (Told, Warned)) else verdict
-        if isinstance(found, Found):
-            name = f"{loop.name}, cut" if cut else loop.name
-            yield pytest.param(loop, cut, found, id=name, marks=() if found.often else pytest.mark.drill)
+def _with(*verdicts: type) -> pytest.MarkDecorator:
+    found = [loop for loop in LOOPS if isinstance(loop.verdict, verdicts)]
+    return pytest.mark.parametrize("loop", found, ids=lambda loop: loop.name)
 
 
-def run(
-    loop: Loop, directory: Path, *, stop: int = 0, code: int | None = 0, script: Path | None = None, rank: int = 0
-) -> Job:
+def run(loop: Loop, directory: Path, *, stop: int = 0, code: int | None = 0, rank: int = 0) -> Job:
     """One start of the loop, with `stop`: stopped at that boundary."""
-    args: list[object] = [stop, script or loop.path, directory]
+    args: list[object] = [stop, loop.write(directory.parent), directory]
     name = str(RUN)
     if loop.ranks > 1:
         name, args = "ranks.py", [loop.ranks, RUN, *args]
@@ -106,7 +93,7 @@ def test_a_stopped_run_ends_with_the_same_numbers(loop: Loop, tmp_path: Path) ->
 
 @pytest.mark.drill
 @pytest.mark.parametrize("seed", [2, 3, 4])
-@pytest.mark.parametrize("loop", _EXACT, ids=lambda loop: loop.name)
+@_with(Exact)
 def test_a_run_stopped_three_times_ends_with_the_same_numbers(loop: Loop, seed: int, tmp_path: Path) -> None:
     check_exact(loop, tmp_path, seed=seed, stops=3)
 
@@ -122,97 +109,75 @@ def _warnings(job: Job) -> list[str]:
     return [line for line in job.lines if "WARNING" in line and not of_a_stop.search(line)]
 
 
-def check_told(loop: Loop, verdict: Told, tmp_path: Path, script: Path) -> None:
+def check_told(loop: Loop, words: str, tmp_path: Path) -> None:
     """Stopped in the middle, and resumed: one line says the variable or the cause."""
-    run(loop, tmp_path / "told", stop=_STOP, code=143, script=script)
-    resumed = run(loop, tmp_path / "told", script=script, code=None)
+    run(loop, tmp_path / "told", stop=_STOP, code=143)
+    resumed = run(loop, tmp_path / "told", code=None)
     lines = [line for line in resumed.lines if "of the stopped process" in line]
-    assert any(verdict.words in line for line in lines), f"{verdict.words!r} is not said\n{resumed.report()}"
-
-
-def check_refused(loop: Loop, verdict: Refused, tmp_path: Path, script: Path) -> None:
-    job = run(loop, tmp_path / "refused", code=1, script=script)
-    assert any("UnmanagedStateError" in line or "UsageError" in line for line in job.lines), job.report()
-    assert any(verdict.words in line for line in job.lines), f"{verdict.words!r} is not said\n{job.report()}"
-    assert bool(list((tmp_path / "refused").rglob("*.safetensors"))) == verdict.saves, job.report()
-
-
-def check_found(loop: Loop, verdict: Found, tmp_path: Path, script: Path) -> None:
-    command = [sys.executable, "-m", "mindx_elastic.cli.main", "prove", "--stops", str(verdict.stops), "--seed", "1"]
-    command += ["--nproc-per-node", str(loop.ranks)] if loop.ranks > 1 else []
-    command += ["--steps", str(verdict.steps)] if verdict.steps else []
-    command += ["--", str(script), str(tmp_path / "never")]
-    proved = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=_environment())
-    shown = " ".join(proved.stdout.split())
-    assert proved.returncode != 0, proved.stdout + proved.stderr
-    assert verdict.words in shown, f"{verdict.words!r} is not said\n{proved.stdout}{proved.stderr}"
-    assert verdict.variable in shown.partition("not got back: ")[2] or not verdict.variable, proved.stdout
-    assert not (tmp_path / "never").exists()
-
-
-def check_warned(loop: Loop, verdict: Warned, tmp_path: Path, script: Path) -> None:
-    job = run(loop, tmp_path / "warned", script=script)
-    said = [line for line in job.lines if "WARNING" in line]
-    assert any(verdict.words in line for line in said), f"{verdict.words!r} is not said\n{job.report()}"
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    return {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": "1", "COLUMNS": "500", "PYTHONPATH": root}
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("loop", _REFUSED, ids=lambda loop: loop.name)
-def test_what_cannot_be_kept_is_refused(loop: Loop, tmp_path: Path) -> None:
-    assert isinstance(loop.verdict, Refused)
-    check_refused(loop, loop.verdict, tmp_path, loop.path)
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize(("loop", "cut", "found"), [*_proved()])
-def test_prove_finds_what_nothing_else_can_see(loop: Loop, cut: Cut | None, found: Found, tmp_path: Path) -> None:
-    check_found(loop, found, tmp_path, loop.path if cut is None else _write_cut(loop, cut, tmp_path))
-
-
-def _cut_id(value: Any) -> str:
-    return value.name if isinstance(value, Loop) else "whole" if value is None else str(value.old).strip()[:30]
-
-
-def _write_cut(loop: Loop, cut: Cut, tmp_path: Path) -> Path:
-    script = tmp_path / f"{loop.name}.py"
-    script.write_text(loop.source(cut), encoding="utf-8")
-    return script
+    assert any(words in line for line in lines), f"{words!r} is not said\n{resumed.report()}"
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(("loop", "cut"), _RESUMED, ids=_cut_id)
-def test_what_goes_on_and_is_not_kept_is_told_by_the_first_resume(loop: Loop, cut: Cut | None, tmp_path: Path) -> None:
-    verdict = cut.verdict if cut else loop.verdict
-    assert isinstance(verdict, Told)
-    check_told(loop, verdict, tmp_path, loop.path if cut is None else _write_cut(loop, cut, tmp_path))
+@_with(Told)
+def test_what_goes_on_and_is_not_kept_is_told_by_the_first_resume(loop: Loop, tmp_path: Path) -> None:
+    assert isinstance(loop.verdict, Told)
+    check_told(loop, loop.verdict.words, tmp_path)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("loop", "cut"), _TOLD, ids=_cut_id)
-def test_a_line_of_state_that_is_taken_away_is_told(loop: Loop, cut: Cut, tmp_path: Path) -> None:
-    script = _write_cut(loop, cut, tmp_path)
-    if isinstance(cut.verdict, Refused):
-        check_refused(loop, cut.verdict, tmp_path, script)
-    else:
-        assert isinstance(cut.verdict, Warned)
-        check_warned(loop, cut.verdict, tmp_path, script)
+@pytest.mark.few(4)
+@_with(Refused)
+def test_what_cannot_be_kept_is_refused(loop: Loop, tmp_path: Path) -> None:
+    assert isinstance(loop.verdict, Refused)
+    job = run(loop, tmp_path / "refused", code=1)
+    assert any("UnmanagedStateError" in line or "UsageError" in line for line in job.lines), job.report()
+    assert any(loop.verdict.words in line for line in job.lines), f"{loop.verdict.words!r} is not said\n{job.report()}"
+    assert bool(list((tmp_path / "refused").rglob("*.safetensors"))) == loop.verdict.saves, job.report()
 
 
-def test_every_loop_has_a_verdict() -> None:
+@pytest.mark.drill
+@_with(Warned)
+def test_what_may_differ_is_a_warning_of_the_first_run(loop: Loop, tmp_path: Path) -> None:
+    assert isinstance(loop.verdict, Warned)
+    job = run(loop, tmp_path / "warned")
+    said = [line for line in job.lines if "WARNING" in line]
+    assert any(loop.verdict.words in line for line in said), f"{loop.verdict.words!r} is not said\n{job.report()}"
+
+
+def _found(loop: Loop) -> Found | None:
+    found = loop.verdict.found if isinstance(loop.verdict, Told) else loop.verdict
+    return found if isinstance(found, Found) else None
+
+
+_PROVED = [(loop, found) for loop in LOOPS if (found := _found(loop)) is not None]
+
+
+@pytest.mark.parametrize(
+    ("loop", "found"),
+    [pytest.param(*each, id=each[0].name, marks=() if each[1].often else pytest.mark.drill) for each in _PROVED],
+)
+def test_prove_finds_what_nothing_else_can_see(loop: Loop, found: Found, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mindx_elastic.cli.main", "prove", "--stops", str(found.stops), "--seed", "1"]
+    command += ["--nproc-per-node", str(loop.ranks)] if loop.ranks > 1 else []
+    command += ["--steps", str(found.steps)] if found.steps else []
+    command += ["--", str(loop.write(tmp_path)), str(tmp_path / "never")]
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": "1", "COLUMNS": "500", "PYTHONPATH": root}
+    proved = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
+    shown = " ".join(proved.stdout.split())
+    assert proved.returncode != 0, proved.stdout + proved.stderr
+    assert found.words in shown, f"{found.words!r} is not said\n{proved.stdout}{proved.stderr}"
+    assert found.variable in shown.partition("not got back: ")[2] or not found.variable, proved.stdout
+    assert not (tmp_path / "never").exists()
+
+
+def test_every_loop_has_a_verdict_and_every_change_its_place(tmp_path: Path) -> None:
     files = {path.stem for path in (Path(__file__).parent / "loops").glob("*.py")}
-    names = [loop.name for loop in LOOPS]
-    assert files == set(names)
+    names = [(loop.name, *loop.change) for loop in LOOPS]
+    assert files == {loop.of or loop.name for loop in LOOPS}
     assert len(names) == len(set(names))
+    for loop in LOOPS:
+        compile(loop.write(tmp_path).read_text(), loop.name, "exec")
 
 
 def test_few_exact_loops_list_a_variable() -> None:
     assert len(_LISTS) <= len(_EXACT) // 20
-
-
-def test_every_exact_loop_has_a_cut() -> None:
-    assert not [loop.name for loop in _EXACT if not loop.cuts]

@@ -9,7 +9,7 @@ import torch
 
 from tests.harness import start_agent
 from tests.natural.test_loops import RUN, check_exact, check_told, result, run
-from tests.natural.verdicts import EXACT, Cut, Loop, Told
+from tests.natural.verdicts import EXACT, Loop, Told
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,8 +19,8 @@ pytestmark = [
 
 _FOLDER = Path(__file__).parent / "loops" / "on_gpu"
 _OF_TWO_RANKS = {"ddp_gloo", "ddp_sync_batch_norm", "fsdp2", "zero"}
-_TOLD = Told("is not the one of the stopped process")
-_RECURRENT_DROPOUT = Cut("nn.LSTM(16, 16, num_layers=2", _TOLD, new="nn.LSTM(16, 16, dropout=0.1, num_layers=2")
+_TOLD = "is not the one of the stopped process"
+_DROPOUT = {"nn.LSTM(16, 16, num_layers=2": "nn.LSTM(16, 16, dropout=0.1, num_layers=2"}
 _LOOPS = [
     Loop(path.stem, EXACT, ranks=2 if path.stem in _OF_TWO_RANKS else 1, folder=_FOLDER)
     for path in sorted(_FOLDER.glob("*.py"))
@@ -33,10 +33,7 @@ def test_a_stopped_run_ends_with_the_same_numbers(loop: Loop, tmp_path: Path) ->
 
 
 def test_dropout_that_cudnn_draws_is_told_by_the_first_resume(tmp_path: Path) -> None:
-    loop = next(loop for loop in _LOOPS if loop.name == "recurrent")
-    script = tmp_path / "recurrent.py"
-    script.write_text(loop.source(_RECURRENT_DROPOUT))
-    check_told(loop, _TOLD, tmp_path, script)
+    check_told(Loop("recurrent", Told(_TOLD), _DROPOUT, folder=_FOLDER), _TOLD, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["compiled_with_graphs", "graph_of_a_step", "graph_with_scheduler", "images"])
@@ -46,7 +43,7 @@ def test_a_killed_run_ends_with_the_same_numbers(name: str, tmp_path: Path) -> N
     straight = run(loop, tmp_path / "straight")
     env = {"NATURAL_KILL": str(tmp_path / "killed")}
     options = ["--snapshot-every", "1", "--run-dir", str(tmp_path / "run")]
-    with start_agent(str(RUN), 9, loop.path, tmp_path / "checkpoints", options=options, env=env) as job:
+    with start_agent(str(RUN), 9, loop.write(tmp_path), tmp_path / "checkpoints", options=options, env=env) as job:
         job.expect(0)
     assert "KILLING 9" in job.lines and job.matches(r"resumed from .*step [78]\b"), job.report()
     assert result(job) == result(straight), job.report()

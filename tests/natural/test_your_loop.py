@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.natural.test_loops import check_exact
-from tests.natural.verdicts import Exact, Loop
+from tests.natural.verdicts import EXACT, Loop
 
 pytestmark = pytest.mark.slow
 
@@ -17,23 +17,11 @@ _BLOCKS = re.findall(r"```python\n(.*?)```", _PAGE, re.DOTALL)
 _HEADINGS = re.findall(r"^### (.*)$", _PAGE, re.MULTILINE)
 
 
-class _OnThePage(Loop):
-    """A block of the page, as a script."""
-
-    script: Path
-
-    @property
-    def path(self) -> Path:
-        return self.script
-
-
 @pytest.mark.parametrize("number", range(1, len(_BLOCKS)))
 def test_the_loop_on_the_page_is_exact(number: int, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
     end = "from tests.natural.tools import done\n\ndone(model)\n"
-    script.write_text("\n".join([_BLOCKS[0], _BLOCKS[number], end]), encoding="utf-8")
-    loop = _OnThePage(f"block {number}", Exact())
-    object.__setattr__(loop, "script", script)
+    (tmp_path / "page.py").write_text("\n".join([_BLOCKS[0], _BLOCKS[number], end]), encoding="utf-8")
+    loop = Loop(f"block {number}", EXACT, of="page", folder=tmp_path)
     check_exact(loop, tmp_path, seed=1, stops=1)
 
 

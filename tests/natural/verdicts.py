@@ -1,12 +1,16 @@
-"""What the package must say about each loop, and about the loop with a line of its state taken away."""
+"""The training loops as people write them, and what the package must say about each.
+
+A loop is a file in ``loops/``, or one of these with some of its text replaced: a line of its state taken away, or
+another habit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["EXACT", "LOOPS", "Cut", "Exact", "Found", "Loop", "Refused", "Told", "Verdict", "Warned"]
+__all__ = ["EXACT", "LOOPS", "Exact", "Found", "Loop", "Refused", "Told", "Verdict", "Warned"]
 
 _FOLDER = Path(__file__).parent / "loops"
 
@@ -48,8 +52,6 @@ class Warned:
     """The run goes on and says these words: it may differ."""
 
     words: str
-    found: Found | None = None
-    """What `prove` says about it."""
 
 
 @dataclass(frozen=True)
@@ -65,326 +67,780 @@ Verdict = Exact | Refused | Warned | Found | Told
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The loop with `old` replaced by `new`."""
-
-    old: str
-    verdict: Verdict
-    new: str = ""
-
-
-@dataclass(frozen=True)
 class Loop:
-    """One file in ``loops/``, or in another folder."""
+    """A file in ``loops/``, or in another folder."""
 
     name: str
     verdict: Verdict
-    cuts: Sequence[Cut] = ()
+    change: Mapping[str, str] = field(default_factory=dict)
+    """What is replaced in the file, each at its one place."""
+    of: str = ""
+    """The file's name, if it is not that of the loop."""
     ranks: int = 1
     folder: Path = _FOLDER
 
-    @property
-    def path(self) -> Path:
-        return self.folder / f"{self.name}.py"
-
-    def source(self, cut: Cut) -> str:
-        """The text with the cut made. Raises ValueError unless its place is there exactly once."""
-        text = self.path.read_text(encoding="utf-8")
-        if text.count(cut.old) != 1:
-            raise ValueError(f"{self.name}: {cut.old!r} is there {text.count(cut.old)} times")
-        return text.replace(cut.old, cut.new)
+    def write(self, folder: Path) -> Path:
+        """The script in `folder`. Raises ValueError unless each place of a change is there exactly once."""
+        text = (self.folder / f"{self.of or self.name}.py").read_text(encoding="utf-8")
+        for old, new in self.change.items():
+            if text.count(old) != 1:
+                raise ValueError(f"{self.name}: {old!r} is there {text.count(old)} times")
+            text = text.replace(old, new)
+        script = folder / f"{self.of or self.name}.py"
+        script.write_text(text, encoding="utf-8")
+        return script
 
 
 EXACT = Exact()
-COUNTS_BY_ITSELF = Refused("begins anew after a resume, for it counts by itself")
-UNNAMED_GENERATOR = Refused("draws numbers in the training and is not kept")
-UNNAMED_MODULE = Refused("changes in the training and is not named")
-UNNAMED_SCHEDULER = Refused("belongs to an optimizer of the guard, steps and is not named")
-NO_OPTIMIZER = Cut("optimizer=opt, ", Refused("steps and is not named"))
-NO_LOADER = Cut("loader=loader, ", Refused("steps use batches of a "))
+_COUNTS_BY_ITSELF = Refused("begins anew after a resume, for it counts by itself")
+_COUNTS_IN_AN_EPOCH = Refused("begins anew when its epoch is resumed in the middle, for it counts by itself")
+_DRAWS_AFTER = Refused("a random stream (torch) moves after guard.step_end()")
+_UNNAMED_GENERATOR = Refused("draws numbers in the training and is not kept")
+_UNNAMED_MODULE = Refused("changes in the training and is not named")
+_UNNAMED_SCHEDULER = Refused("belongs to an optimizer of the guard, steps and is not named")
+_UNNAMED_OPTIMIZER = Refused("steps and is not named")
+_UNNAMED_PARAMETERS = Refused("that none of the guard's objects holds")
+_UNNAMED_LOADER = Refused("steps use batches of a ")
+_BESIDE_THE_NAMED = Refused("beside the named ones")
+_OTHER_WEIGHTS = "weights differ after step"
 
-LOOPS: Sequence[Loop] = (
-    Loop("epochs", EXACT, [Cut("lr_scheduler=sched, ", UNNAMED_SCHEDULER)]),
-    Loop("stock_loader", EXACT, [NO_LOADER]),
-    Loop("stock_workers", EXACT, [NO_OPTIMIZER]),
-    Loop("stock_persistent", EXACT, [NO_LOADER]),
-    Loop("stock_generator", EXACT, [NO_LOADER]),
-    Loop("stock_weighted", EXACT, [NO_LOADER]),
-    Loop("stock_buckets", EXACT, [Cut("guard.epochs(3)", COUNTS_BY_ITSELF, new="range(1, 4)")]),
-    Loop("stock_stream", EXACT, [NO_LOADER]),
-    Loop("stream_shuffle_buffer", EXACT, [NO_LOADER]),
-    Loop("list_of_batches", Refused("knows no position")),
-    Loop("list_converted", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a ReplayLoader over list"))]),
-    Loop("epochs_from_zero", EXACT, [Cut("guard.epochs(3, start=0)", COUNTS_BY_ITSELF, new="range(3)")]),
-    Loop("steps_endless", EXACT, [Cut("guard.steps(13)", COUNTS_BY_ITSELF, new="range(13)"), NO_LOADER]),
-    Loop("steps_while", EXACT, [NO_OPTIMIZER]),
-    Loop("steps_full_batch", EXACT, [NO_OPTIMIZER]),
-    Loop("nanogpt", EXACT, [Cut("guard.steps(12)", COUNTS_BY_ITSELF, new="range(1, 13)")]),
-    Loop("nanogpt_ahead", Told("from_function(get_batch)", Found("from_function(get_batch)"))),
-    Loop("nanogpt_function_loader", EXACT, [NO_LOADER]),
-    Loop("ahead_in_epoch", EXACT, [NO_LOADER]),
-    Loop("ahead_across_epochs", EXACT, [NO_LOADER]),
-    Loop(
-        "ahead_prefetcher",
-        EXACT,
-        [
-            NO_LOADER,
-            Cut(
-                "            self.batch = next(self.batches)\n",
-                Told("began with another torch stream"),
-                new="            x, y = next(self.batches)\n            self.batch = x + torch.randn_like(x), y\n",
-            ),
-        ],
+# Places in ``plain`` and ``ddp``.
+_LOADER = "DataLoader(tools.Noisy(), batch_size=6, shuffle=True)"
+_GUARD = "guard = mx.Guard("
+_INNER = "        for x, y in loader:\n"
+_ZERO = "            opt.zero_grad()\n"
+_LOSS = "F.cross_entropy(model(x), y)"
+_STEP = "            opt.step()\n"
+_END = "            guard.step_end()\n"
+_BODY = """\
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+            guard.step_end()
+"""
+_SCHEDULED = {"loader=loader, ": "lr_scheduler=sched, loader=loader, "}
+
+
+def _stateful(name: str) -> dict[str, str]:
+    return {"loader=loader, ": f"loader=loader, stateful={{'{name}': {name}}}, "}
+
+
+def _before(place: str, text: str) -> dict[str, str]:
+    return {place: text + place}
+
+
+def _after(place: str, text: str) -> dict[str, str]:
+    return {place: place + text}
+
+
+def _plain(name: str, verdict: Verdict, *changes: Mapping[str, str]) -> Loop:
+    return Loop(name, verdict, {old: new for change in changes for old, new in change.items()}, of="plain")
+
+
+def _ddp(name: str, verdict: Verdict, *changes: Mapping[str, str]) -> Loop:
+    change = {old: new for change in changes for old, new in change.items()}
+    return Loop(f"ddp, {name}", verdict, change, of="ddp", ranks=2)
+
+
+def _of(name: str, verdict: Verdict, old: str, new: str = "") -> Loop:
+    """The file `name` with one text replaced."""
+    return Loop(f"{name} without {old.strip()[:40]}", verdict, {old: new}, of=name)
+
+
+_LOADERS: Sequence[Loop] = (
+    Loop("plain", EXACT),
+    _plain("no optimizer is named", _UNNAMED_OPTIMIZER, {"optimizer=opt, ": ""}),
+    _plain("no loader is named", _UNNAMED_LOADER, {"loader=loader, ": ""}),
+    _plain(
+        "another loader",
+        _BESIDE_THE_NAMED,
+        {_INNER: _INNER.replace("loader", "DataLoader(loader.dataset, batch_size=6)")},
     ),
-    Loop("ahead_generator", EXACT, [NO_LOADER]),
-    Loop("ahead_thread", Refused("are fetched in another thread")),
-    Loop(
-        "accumulate",
+    _plain("resumable", EXACT, {_LOADER: "mx.data.ResumableLoader(tools.Noisy(), batch_size=6, shuffle=True, seed=0)"}),
+    _plain(
+        "workers, and a count of batches for the log",
         EXACT,
-        [
-            Cut(
-                "guard.enumerate(loader, start=1)",
-                Found("weights differ after step", "i"),
-                new="enumerate(loader, start=1)",
+        {_LOADER: "DataLoader(tools.Noisy(), batch_size=7, shuffle=True, num_workers=2)"},
+        {_INNER: "        for i, (x, y) in enumerate(loader):\n"},
+        _after(_END, "            if i % 2 == 0:\n                print(f'batch {i}: loss {loss.item():.3f}')\n"),
+    ),
+    _plain("workers that live on", EXACT, {"shuffle=True": "shuffle=True, num_workers=1, persistent_workers=True"}),
+    _plain("an order of its own", EXACT, {"shuffle=True": "shuffle=True, generator=torch.Generator().manual_seed(5)"}),
+    _plain(
+        "weighted",
+        EXACT,
+        {"shuffle=True": "sampler=torch.utils.data.WeightedRandomSampler([1.0 + i % 3 for i in range(30)], 30)"},
+    ),
+    _plain("a divided stream", EXACT, {_LOADER: "DataLoader(tools.Stream(), batch_size=5, num_workers=2)"}),
+    _plain("a list", Refused("knows no position"), {_LOADER: "list(DataLoader(tools.points(), batch_size=6))"}),
+    _plain(
+        "a list with a position",
+        EXACT,
+        {_LOADER: "mx.data.from_loader(list(DataLoader(tools.points(), batch_size=6)))"},
+    ),
+    _plain(
+        "buckets",
+        EXACT,
+        {
+            f"loader = {_LOADER}": """
+class Buckets(torch.utils.data.Sampler):
+    def __init__(self, lengths):
+        self.order = sorted(range(len(lengths)), key=lengths.__getitem__)
+
+    def __len__(self):
+        return len(self.order) // 6
+
+    def __iter__(self):
+        for at in torch.randperm(len(self)).tolist():
+            yield self.order[at * 6 : at * 6 + 6]
+
+
+loader = DataLoader(tools.Noisy(), batch_sampler=Buckets([i * 7 % 13 for i in range(30)]))
+"""
+        },
+    ),
+    Loop("stream_shuffle_buffer", EXACT),
+    Loop("own_data_set", EXACT),
+    Loop(
+        "a data set that changes with the epoch",
+        EXACT,
+        {_INNER: "        data.size = 12 if epoch == 1 else 30\n" + _INNER, "x + torch": "x * data.size + torch"},
+        of="own_data_set",
+    ),
+    Loop(
+        "an object of the data set is exchanged once",
+        Told("the batch of step 8 is another one"),
+        {
+            _INNER: "        if epoch == 1:\n            data.changed = torch.nn.Flatten(0)\n" + _INNER,
+            "return x + ": "return (x if self.changed is None else 2 * self.changed(x)) + ",
+        },
+        of="own_data_set",
+    ),
+    Loop(
+        "what the data set gives follows from how often it was asked",
+        Told("calls", Found("is another one", "loader.dataset.calls")),
+        {
+            "        x, y = self": "        self.calls += 1\n        x, y = self",
+            "return x + ": "return x * (1 + 0.01 * self.calls) + ",
+        },
+        of="own_data_set",
+    ),
+    Loop("active_learning", EXACT),
+    _plain(
+        "two loaders side by side",
+        EXACT,
+        _before(_GUARD, "other = DataLoader(tools.points(60, seed=2), batch_size=12, shuffle=True)\n"),
+        {"loader=loader, ": "loader=[loader, other], ", _INNER: "        for (x, y), _ in zip(loader, other):\n"},
+    ),
+    Loop("mean_teacher", EXACT),
+    _of("mean_teacher", _UNNAMED_MODULE, "model=[student, teacher]", "model=student"),
+    Loop(
+        "the few labelled data go on from epoch to epoch",
+        EXACT,
+        {
+            "    for epoch in guard.epochs(4):\n        batches = iter(labelled)\n": (
+                "    batches = iter(labelled)\n    for epoch in guard.epochs(4):\n"
             )
-        ],
+        },
+        of="mean_teacher",
     ),
-    Loop("accumulate_own_count", EXACT, [NO_OPTIMIZER]),
-    Loop("accumulate_inner", EXACT, [NO_LOADER]),
-    Loop("skips_batches", EXACT, [NO_LOADER]),
-    Loop("grad_scaler", EXACT, [Cut("scaler=scaler, ", Refused('scaler "scaler" (GradScaler'))]),
-    Loop(
-        "gan",
-        EXACT,
-        [
-            Cut("optimizer=[opt_g, opt_c]", Refused("steps and is not named"), new="optimizer=opt_g"),
-            Cut("model=[generator, critic]", Refused("that none of the guard's objects holds"), new="model=generator"),
-        ],
-    ),
-    Loop(
-        "two_loaders",
-        EXACT,
-        [Cut("loader=[labelled, unlabelled]", Refused("beside the named ones"), new="loader=labelled")],
-    ),
-    Loop("ema_averaged_model", EXACT, [Cut('    stateful={"ema": ema},\n', UNNAMED_MODULE)]),
-    Loop("ema_own_class", EXACT, [Cut('    stateful={"ema": ema},\n', Told("ema"))]),
-    Loop("ema_copy", EXACT, [Cut("model=[model, slow]", UNNAMED_MODULE, new="model=model")]),
-    Loop("plateau", EXACT, [Cut("    lr_scheduler=sched,\n", UNNAMED_SCHEDULER)]),
-    Loop("plateau_of_a_meter", EXACT, [Cut('    stateful={"meter": meter},\n', Told("meter"))]),
-    Loop("scheduler_each_epoch", EXACT, [Cut("    lr_scheduler=sched,\n", UNNAMED_SCHEDULER)]),
-    Loop("warmup_cosine", EXACT, [Cut("    lr_scheduler=sched,\n", UNNAMED_SCHEDULER)]),
-    Loop("lambda_lr", EXACT, [Cut("    lr_scheduler=sched,\n", UNNAMED_SCHEDULER)]),
-    Loop(
-        "evaluate_in_loop",
-        EXACT,
-        [
-            Cut(
-                "with guard.outside_step():\n                    loss = evaluate()",
-                Refused("a random stream (torch) moves after guard.step_end()"),
-                new="loss = evaluate()",
-            )
-        ],
-    ),
-    Loop(
-        "evaluate_on_training_data",
-        EXACT,
-        [
-            Cut(
-                "with guard.outside_step(), torch.no_grad():",
-                Refused("is iterated twice at once"),
-                new="with torch.no_grad():",
-            )
-        ],
-    ),
-    Loop("evaluate_with_dropout", EXACT, [NO_LOADER]),
-    Loop("frozen_batch_norm", EXACT, [Cut("guard.epochs(3)", COUNTS_BY_ITSELF, new="range(1, 4)")]),
-    Loop("distillation", EXACT, [NO_OPTIMIZER]),
-    Loop("pruning", EXACT, [NO_OPTIMIZER]),
-    Loop("weight_norm", EXACT, [NO_OPTIMIZER]),
-    Loop("two_phases_one_loader", EXACT, [NO_OPTIMIZER]),
-    Loop(
-        "early_stopping",
-        EXACT,
-        [
-            Cut(
-                '    stateful={"stopping": stopping},\n',
-                Found("went on for 5 steps too many", "stopping.bad", stops=8, steps=60),
-            )
-        ],
-    ),
-    Loop("unfreezing", EXACT, [NO_OPTIMIZER]),
-    Loop("two_phases", EXACT, [Cut("loader=[easy, full]", Refused("beside the named ones"), new="loader=easy")]),
-    Loop("curriculum", Refused("steps use batches of a ")),
-    Loop("curriculum_data_set", EXACT, [NO_LOADER]),
-    Loop("exchanged_transform", Told("the batch of step 8 is another one")),
-    Loop("active_learning", EXACT, [Cut("loader=loader,\n    ", Refused("steps use batches of a "))]),
-    Loop("curriculum_longer", EXACT, [NO_LOADER]),
-    Loop(
-        "steps_of_an_epoch",
-        EXACT,
-        [
-            Cut(
-                "guard.steps(5)",
-                Refused("begins anew when its epoch is resumed in the middle, for it counts by itself"),
-                new="range(5)",
-            )
-        ],
-    ),
-    Loop("fixmatch", EXACT, [NO_OPTIMIZER]),
-    Loop("passes_in_an_epoch", Refused("begins anew when its epoch is resumed in the middle, for it counts by itself")),
-    Loop(
-        "range_over_the_loader",
-        EXACT,
-        [
-            Cut(
-                "guard.steps(len(loader), start=0)",
-                Found("the resumed run fails with exit code 1: StopIteration"),
-                new="range(len(loader))",
-            )
-        ],
-    ),
-    Loop("auto_clip", EXACT, [Cut('    stateful={"clip": clip},\n', Told("clip.norms"))]),
-    Loop("muon", EXACT, [Cut("optimizer=opt, ", Told("an unnamed optimizer"))]),
-    Loop(
-        "noise_generator",
-        EXACT,
-        [Cut(text, UNNAMED_GENERATOR) for text in ('"noise": noise, ', '"mix": mix, ', ', "draw": draw')],
-    ),
-    Loop("data_set_with_generator", EXACT, [NO_LOADER]),
-    Loop("mixup_global", EXACT, [NO_OPTIMIZER]),
-    Loop(
-        "dqn",
-        EXACT,
-        [
-            Cut('"memory": memory', Told("memory")),
-            Cut("model=[q, target]", UNNAMED_MODULE, new="model=q"),
-            Cut('"world": world, ', UNNAMED_GENERATOR),
-        ],
-    ),
-    Loop("dqn_deque", EXACT, [Cut(', "memory": memory', Told("memory"))]),
-    Loop(
-        "reinforce",
-        EXACT,
-        [Cut(', "baseline": baseline', Told("baseline.mean", Found("weights differ after step", "baseline.mean")))],
-    ),
-    Loop(
-        "sac_temperature",
-        EXACT,
-        [Cut('    stateful={"log_alpha": log_alpha},\n', Refused("that none of the guard's objects holds"))],
-    ),
-    Loop(
-        "criterion_with_weights",
-        EXACT,
-        [Cut("model=[model, criterion]", Refused("that none of the guard's objects holds"), new="model=model")],
-    ),
-    Loop(
-        "sam",
-        EXACT,
-        [Cut("optimizer=[opt, opt.base_optimizer]", Refused("steps and is not named"), new="optimizer=opt")],
-    ),
-    Loop("lookahead", EXACT, [NO_OPTIMIZER]),
-    Loop(
-        "hidden_state_of_a_network",
-        EXACT,
-        [Cut('stateful={"memory": memory}, ', Told("memory.hidden", Found("is another one", "memory.hidden")))],
-    ),
-    Loop(
-        "vae",
-        EXACT,
-        [Cut("model=[encode, decode]", Refused("that none of the guard's objects holds"), new="model=encode")],
-    ),
-    Loop("diffusion", EXACT, [Cut('    stateful={"ema": ema},\n', UNNAMED_MODULE)]),
-    Loop("moco", EXACT, [NO_OPTIMIZER]),
-    Loop("tasks_in_turn", EXACT, [Cut("loader=loaders, ", Refused("steps use batches of a "))]),
-    Loop("transformer", EXACT, [Cut("    lr_scheduler=sched,\n", UNNAMED_SCHEDULER)]),
-    Loop(
-        "two_optimizers_by_kind",
-        EXACT,
-        [Cut("optimizer=opts", Refused("steps and is not named"), new="optimizer=opts[1]")],
-    ),
-    Loop("swa", EXACT, [Cut(', stateful={"swa": swa}', Warned('module "swa" (AveragedModel'))]),
-    Loop("hand_made_update", EXACT, [NO_LOADER]),
-    Loop("non_persistent_buffer", EXACT, [NO_OPTIMIZER]),
-    Loop("draws_after_the_boundary", Refused("a random stream (torch) moves after guard.step_end()")),
-    Loop(
-        "trainer_class",
-        EXACT,
-        [
-            Cut(', "noise")}', Refused('Guard(stateful={"noise": self.noise}, ...)'), new=")}"),
-            Cut('"factor", ', Told("factor"), new=""),
-            Cut('"history", ', Refused("Trainer has no attribute 'histroy'"), new='"histroy", '),
-        ],
-    ),
-    Loop("counter_of_its_own", Told("passed", Found("weights differ after step", "passed"))),
-    Loop("order_of_a_set", Found("the script itself is not deterministic")),
-    Loop("best_weights", Told("best_loss", Found("weights differ after step", "best_loss"))),
-    Loop("moving_average_of_the_loss", Told("average", Found("optimizer lr differs at step", "average", often=True))),
-    Loop("calls_of_the_data_set", Told("calls", Found("is another one", "loader.dataset.calls"))),
-    Loop("not_deterministic", Found("the script itself is not deterministic")),
-    Loop("iterator_before_the_guard", Refused("was made before the guard was entered")),
-    Loop("no_position", COUNTS_BY_ITSELF),
-    Loop("no_loader_named", Refused("no loader is named")),
-    Loop("another_loader", Refused("beside the named ones")),
-    Loop("evaluation_in_mid_epoch", Refused("a random stream (torch) moves after guard.step_end()")),
-    Loop("optimizer_of_phase_two", Refused("steps and is not named")),
-    Loop("new_head", EXACT, [NO_OPTIMIZER]),
-    Loop("memory_bank", EXACT, [Cut('stateful={"bank": bank}, ', Told("bank.rows"))]),
-    Loop("temporal_ensembling", EXACT, [Cut('    stateful={"ensemble": ensemble},\n', Told("ensemble"))]),
-    Loop("dynamic_weight_average", EXACT, [Cut('    stateful={"history": history},\n', Told("history"))]),
-    Loop("first_losses", EXACT, [Cut('    stateful={"balance": balance},\n', Told("balance.first"))]),
-    Loop(
-        "state_of_its_own",
-        EXACT,
-        [
-            Cut('("scale", "calls")', Told("scale.calls"), new='("scale",)'),
-            Cut(
-                "            opt.zero_grad()\n",
-                Told("model.3.p"),
-                new="            if guard.step == 3:\n                model.apply(off)\n            opt.zero_grad()\n",
-            ),
-            Cut(
-                "            loss = scale(F.cross_entropy(model(x), y))\n",
-                Told("first"),
-                new="            loss = F.cross_entropy(model(x), y)\n            if first is None:\n"
-                "                first = loss.item()\n            loss = loss / first\n",
-            ),
-            Cut(
-                "            loss.backward()\n",
-                Told("n ("),
-                new="            n += 1\n            (loss * 0.5 if n % 4 == 0 else loss).backward()\n",
-            ),
-            Cut(
-                "            opt.step()\n",
-                Told("is_late"),
-                new="            if not is_late and guard.step == 3:\n                is_late = True\n"
-                "            if is_late:\n                model[0].weight.grad.mul_(0.1)\n            opt.step()\n",
-            ),
-        ],
-    ),
-    Loop("wgan_while", Found("the resumed run fails with exit code 1: StopIteration")),
-    Loop("lstm_of_a_module", Told("state")),
-    Loop(
-        "epochs_of_steps",
-        EXACT,
-        [
-            Cut(
-                "guard.steps(4)",
-                Refused("begins anew when its epoch is resumed in the middle, for it counts by itself"),
-                new="range(4)",
-            )
-        ],
-    ),
-    Loop("mean_teacher", EXACT, [Cut("model=[student, teacher]", UNNAMED_MODULE, new="model=student")]),
-    Loop("lookahead_wrapper", EXACT, [NO_OPTIMIZER]),
-    Loop("ddp", EXACT, [NO_OPTIMIZER], ranks=2),
-    Loop("ddp_distributed_sampler", EXACT, [NO_LOADER], ranks=2),
-    Loop("ddp_own_sampler", EXACT, [NO_LOADER], ranks=2),
-    Loop("ddp_accumulate", EXACT, [NO_OPTIMIZER], ranks=2),
-    Loop("ddp_hand_averaged", EXACT, [NO_OPTIMIZER], ranks=2),
-    Loop("ddp_local_later", Warned("gradients that DDP has not reduced"), ranks=2),
-    Loop("ddp_powersgd", EXACT, [Cut('    stateful={"powersgd": powersgd},\n', Refused("PowerSGD"))], ranks=2),
-    Loop("ddp_wrapped", EXACT, [NO_OPTIMIZER], ranks=2),
-    Loop("ddp_ema", EXACT, [Cut('    stateful={"ema": ema},\n', UNNAMED_MODULE)], ranks=2),
-    Loop("ddp_prefetch", EXACT, [NO_LOADER], ranks=2),
-    Loop("fsdp", EXACT, [Cut('    stateful={"ema": ema},\n', UNNAMED_MODULE)], ranks=2),
+    Loop("tasks_in_turn", EXACT),
 )
+"""What a loop draws its batches from."""
+
+_PLACES: Sequence[Loop] = (
+    _plain("epochs by itself", _COUNTS_BY_ITSELF, {"guard.epochs(3)": "range(1, 4)"}),
+    _plain(
+        "epochs from 0",
+        EXACT,
+        {"guard.epochs(3)": "guard.epochs(3, start=0)"},
+        _before(_INNER, "        opt.param_groups[0]['lr'] = 0.05 / (1 + epoch)\n"),
+    ),
+    _plain(
+        "steps",
+        EXACT,
+        {
+            "    for epoch in guard.epochs(3):\n" + _INNER: """
+    batches = iter(loader)
+    for step in guard.steps(13):
+        for _ in (0,):
+            try:
+                x, y = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                x, y = next(batches)
+"""
+        },
+    ),
+    _plain(
+        "a while over steps",
+        EXACT,
+        {"for epoch in guard.epochs(3)": "while guard.step < 13"},
+        _after(_END, "            if guard.step >= 13:\n                break\n"),
+    ),
+    _plain(
+        "as many batches as the loader has",
+        EXACT,
+        {
+            _INNER: "        batches = iter(loader)\n        for _ in guard.steps(len(loader), start=0):\n"
+            "            x, y = next(batches)\n"
+        },
+    ),
+    _plain(
+        "as many batches as the loader has, by itself",
+        Found("the resumed run fails with exit code 1: StopIteration"),
+        {
+            _INNER: "        batches = iter(loader)\n        for _ in range(len(loader)):\n"
+            "            x, y = next(batches)\n"
+        },
+    ),
+    _plain(
+        "two passes in an epoch",
+        _COUNTS_IN_AN_EPOCH,
+        {_INNER: "        for x, y in (b for _ in (0, 1) for b in loader):\n"},
+    ),
+    Loop("epochs_of_steps", EXACT),
+    _of("epochs_of_steps", _COUNTS_IN_AN_EPOCH, "guard.steps(4)", "range(4)"),
+    _plain(
+        "an endless iterator, and steps that make an epoch",
+        EXACT,
+        _before(_GUARD, "batches = (batch for _ in iter(int, 1) for batch in loader)\n"),
+        {_INNER: "        for _ in guard.steps(5):\n            x, y = next(batches)\n"},
+    ),
+    Loop("steps_full_batch", EXACT),
+    Loop("nanogpt", EXACT),
+    _of("nanogpt", _COUNTS_BY_ITSELF, "guard.steps(12)", "range(1, 13)"),
+    Loop(
+        "nanogpt, drawn ahead",
+        Told("from_function(get_batch)", Found("from_function(get_batch)")),
+        {
+            "with guard:\n": "with guard:\n    x, y = get_batch()\n",
+            "        x, y = get_batch()\n        loss = ": "        loss = ",
+            "        opt.zero_grad": "        x, y = get_batch()\n        opt.zero_grad",
+        },
+        of="nanogpt",
+    ),
+    Loop(
+        "nanogpt, drawn ahead through a loader",
+        EXACT,
+        {
+            "guard = mx.Guard(": "loader = mx.data.from_function(get_batch)\nguard = mx.Guard(loader=loader, ",
+            "with guard:\n": "with guard:\n    batches = iter(loader)\n    x, y = next(batches)\n",
+            "        x, y = get_batch()\n        loss = ": "        loss = ",
+            "        opt.zero_grad": "        x, y = next(batches)\n        opt.zero_grad",
+        },
+        of="nanogpt",
+    ),
+    _plain(
+        "ahead in the epoch",
+        EXACT,
+        {
+            _INNER: """
+        batches = iter(loader)
+        following = next(batches, None)
+        while following is not None:
+            (x, y), following = following, next(batches, None)
+"""
+        },
+    ),
+    _plain(
+        "ahead over the end of an epoch",
+        EXACT,
+        {
+            "    for epoch in guard.epochs(3):\n" + _INNER: """
+    batches = (batch for _ in iter(int, 1) for batch in loader)
+    following = next(batches)
+    for step in guard.steps(13):
+        for _ in (0,):
+            (x, y), following = following, next(batches)
+"""
+        },
+    ),
+    _plain(
+        "ahead in a generator",
+        EXACT,
+        _before(_GUARD, "import itertools\n"),
+        {_INNER: "        for (x, y), _ in itertools.pairwise(itertools.chain(loader, [None])):\n"},
+    ),
+    Loop("ahead_prefetcher", EXACT),
+    Loop(
+        "a prefetcher that draws",
+        Told("began with another torch stream"),
+        {
+            "            self.batch = next(self.batches)\n": (
+                "            x, y = next(self.batches)\n            self.batch = x + torch.randn_like(x), y\n"
+            )
+        },
+        of="ahead_prefetcher",
+    ),
+    _plain(
+        "ahead in a thread",
+        Refused("are fetched in another thread"),
+        _before(
+            _GUARD,
+            """
+import queue
+import threading
+
+
+def in_background(batches):
+    held = queue.Queue(2)
+    threading.Thread(target=lambda: [held.put(each) for each in [*batches, None]], daemon=True).start()
+    return iter(held.get, None)
+
+
+""",
+        ),
+        {_INNER: "        for x, y in in_background(loader):\n"},
+    ),
+    _plain(
+        "an iterator from before the guard",
+        Refused("was made before the guard was entered"),
+        _before(_GUARD, "batches = iter(loader)\n"),
+        {_INNER: "        for x, y in batches:\n"},
+    ),
+    _plain(
+        "accumulates",
+        EXACT,
+        {
+            _INNER + _BODY: """
+        for i, (x, y) in guard.enumerate(loader, start=1):
+            (F.cross_entropy(model(x), y) / 3).backward()
+            if i % 3 == 0 or i == len(loader):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                opt.step()
+                opt.zero_grad()
+            guard.step_end()
+"""
+        },
+    ),
+    _plain(
+        "accumulates, and enumerates by itself",
+        Found(_OTHER_WEIGHTS, "i"),
+        {
+            _INNER + _BODY: """
+        for i, (x, y) in enumerate(loader, start=1):
+            (F.cross_entropy(model(x), y) / 3).backward()
+            if i % 3 == 0 or i == len(loader):
+                opt.step()
+                opt.zero_grad()
+            guard.step_end()
+"""
+        },
+    ),
+    _plain(
+        "accumulates by a count of its own: a stop waits for the last of three",
+        EXACT,
+        {"batch_size=6": "batch_size=4"},
+        _before(_GUARD, "micro = 0\n"),
+        {_ZERO: "            micro += 1\n"},
+        {_STEP: "            if micro % 3 == 0:\n                opt.step()\n                opt.zero_grad()\n"},
+    ),
+    _plain(
+        "two batches in a step",
+        EXACT,
+        {"batch_size=6": "batch_size=3", _INNER: "        for (x, y), (a, b) in zip(*[iter(loader)] * 2):\n"},
+        _after(_ZERO, "            F.cross_entropy(model(a), b).backward()\n"),
+    ),
+    _plain("leaves batches out", EXACT, _before(_ZERO, "            if x.sum() > 6:\n                continue\n")),
+)
+"""Where a loop stands, and what it has fetched ahead."""
+
+_PARTS: Sequence[Loop] = (
+    _plain(
+        "a scaler",
+        EXACT,
+        _before(_GUARD, "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**40, growth_interval=3)\n"),
+        {"loader=loader, ": "scaler=scaler, loader=loader, ", "loss.backward()": "scaler.scale(loss).backward()"},
+        {_STEP: "            scaler.step(opt)\n            scaler.update()\n"},
+    ),
+    _plain(
+        "a scaler that is not named",
+        Refused('scaler "scaler" (GradScaler'),
+        _before(_GUARD, "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**40, growth_interval=3)\n"),
+        {_STEP: "            scaler.step(opt)\n            scaler.update()\n", "loss.b": "scaler.scale(loss).b"},
+    ),
+    _plain(
+        "a schedule: warm-up by a function, then cosine",
+        EXACT,
+        _before(
+            _GUARD,
+            """
+warmup = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: (step + 1) / 5)
+cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 11)
+sched = torch.optim.lr_scheduler.SequentialLR(opt, [warmup, cosine], milestones=[4])
+""",
+        ),
+        _SCHEDULED,
+        _after(_STEP, "            sched.step()\n"),
+    ),
+    _plain(
+        "a schedule that steps at the end of an epoch",
+        EXACT,
+        _before(_GUARD, "sched = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)\n"),
+        _SCHEDULED,
+        _after(_END, "        sched.step()\n"),
+    ),
+    _plain(
+        "a schedule that is not named",
+        _UNNAMED_SCHEDULER,
+        _before(_GUARD, "sched = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)\n"),
+        _after(_STEP, "            sched.step()\n"),
+    ),
+    Loop("plateau", EXACT),
+    Loop("plateau_of_a_meter", EXACT),
+    _of("plateau_of_a_meter", Told("meter"), '    stateful={"meter": meter},\n'),
+    Loop("gan", EXACT),
+    _of("gan", _UNNAMED_OPTIMIZER, "optimizer=[opt_g, opt_c]", "optimizer=opt_g"),
+    _of("gan", _UNNAMED_PARAMETERS, "model=[generator, critic]", "model=generator"),
+    Loop("two_optimizers_by_kind", EXACT),
+    Loop("sac_temperature", EXACT),
+    _of("sac_temperature", _UNNAMED_PARAMETERS, '    stateful={"log_alpha": log_alpha},\n'),
+    Loop("muon", EXACT),
+    _of("muon", Told("an unnamed optimizer"), "optimizer=opt, "),
+    Loop("sam", EXACT),
+    _of("sam", _UNNAMED_OPTIMIZER, "optimizer=[opt, opt.base_optimizer]", "optimizer=opt"),
+    Loop("lookahead", EXACT),
+    Loop("lookahead_wrapper", EXACT),
+    _plain(
+        "an update by hand",
+        EXACT,
+        {"optimizer=opt, ": ""},
+        {
+            _STEP: "            with torch.no_grad():\n"
+            "                for p in model.parameters():\n"
+            "                    p -= 0.05 * p.grad\n"
+        },
+        {_ZERO: "            model.zero_grad()\n"},
+    ),
+    _plain(
+        "an average of the weights",
+        EXACT,
+        _before(_GUARD, "ema = torch.optim.swa_utils.AveragedModel(model)\n"),
+        _stateful("ema"),
+        _after(_STEP, "            ema.update_parameters(model)\n"),
+        {"tools.done(model)": "tools.done(model, ema)"},
+    ),
+    _plain(
+        "an average of the weights that is not named",
+        _UNNAMED_MODULE,
+        _before(_GUARD, "ema = torch.optim.swa_utils.AveragedModel(model)\n"),
+        _after(_STEP, "            ema.update_parameters(model)\n"),
+    ),
+    Loop("ema_own_class", EXACT),
+    _of("ema_own_class", Told("ema"), '    stateful={"ema": ema},\n'),
+    Loop("swa", EXACT),
+    _of("swa", Warned('module "swa" (AveragedModel'), ', stateful={"swa": swa}'),
+    Loop("transformer", EXACT),
+    Loop("non_persistent_buffer", EXACT),
+    _plain(
+        "a frozen teacher",
+        EXACT,
+        _before(_GUARD, "teacher = tools.mlp(dropout=0.0).eval().requires_grad_(False)\n"),
+        {_LOSS: "F.kl_div(model(x).log_softmax(1), teacher(x).softmax(1), reduction='batchmean')"},
+    ),
+    _plain(
+        "weight norm and spectral norm",
+        EXACT,
+        _after(
+            "model = tools.mlp()\n",
+            "torch.nn.utils.parametrizations.weight_norm(model[0])\n"
+            "torch.nn.utils.parametrizations.spectral_norm(model[4])\n",
+        ),
+    ),
+    _plain(
+        "pruned after an epoch",
+        EXACT,
+        _before(
+            _INNER,
+            "        if epoch >= 2 and not torch.nn.utils.prune.is_pruned(model):\n"
+            "            torch.nn.utils.prune.l1_unstructured(model[0], 'weight', amount=0.5)\n",
+        ),
+        _before(_GUARD, "import torch.nn.utils.prune\n\n"),
+    ),
+    _plain(
+        "batch norm is frozen after an epoch",
+        EXACT,
+        _before(_INNER, "        if epoch == 2:\n            model[1].eval().requires_grad_(False)\n"),
+    ),
+    _plain(
+        "unfrozen after an epoch, in a group of its own",
+        EXACT,
+        {"torch.optim.SGD(model.parameters(), lr=0.05": "torch.optim.SGD(model[4].parameters(), lr=0.05"},
+        _after("model = tools.mlp()\n", "model[:2].requires_grad_(False)\n"),
+        _before(
+            _INNER,
+            "        if epoch >= 2 and len(opt.param_groups) == 1:\n"
+            "            model[:2].requires_grad_(True)\n"
+            "            opt.add_param_group({'params': model[:2].parameters(), 'lr': 1e-3})\n",
+        ),
+    ),
+    _plain(
+        "a new head after an epoch",
+        EXACT,
+        _before(
+            _INNER,
+            "        if epoch == 2:\n"
+            "            model[4] = torch.nn.Linear(16, 3)\n"
+            "            opt.param_groups[0]['params'] = list(model.parameters())\n",
+        ),
+    ),
+    _plain(
+        "another optimizer after an epoch",
+        _UNNAMED_OPTIMIZER,
+        _before(_INNER, "        if epoch == 3:\n            opt = torch.optim.AdamW(model.parameters())\n"),
+    ),
+    Loop("two_phases", EXACT),
+    _of("two_phases", _BESIDE_THE_NAMED, "loader=[easy, full]", "loader=easy"),
+    Loop(
+        "two phases with one loader",
+        EXACT,
+        {"loader=[easy, full]": "loader=easy", "train(full, ": "train(easy, "},
+        of="two_phases",
+    ),
+)
+"""What a guard is told to keep."""
+
+_OWN: Sequence[Loop] = (
+    _plain(
+        "evaluates with the training's streams, outside of a step",
+        EXACT,
+        _after(
+            _END,
+            "            if guard.step % 4 == 0:\n"
+            "                with guard.outside_step(), torch.no_grad():\n"
+            "                    model.eval()\n"
+            "                    loss = sum(F.cross_entropy(model(a), b) for a, b in loader)\n"
+            "                    model.train()\n",
+        ),
+    ),
+    _plain(
+        "evaluates with the training's streams",
+        _DRAWS_AFTER,
+        _before(_GUARD, "held_out = DataLoader(tools.Noisy(20), batch_size=5, shuffle=True)\n"),
+        _after(
+            _END,
+            "            if guard.step % 4 == 0:\n                seen = [model(a).mean() for a, _ in held_out]\n",
+        ),
+    ),
+    _plain(
+        "evaluates on the training's data",
+        Refused("is iterated twice at once"),
+        _before(_ZERO, "            if guard.step % 4 == 3:\n                seen = [len(a) for a, _ in loader]\n"),
+    ),
+    _plain(
+        "evaluates with dropout after each epoch",
+        EXACT,
+        _before(_GUARD, "held_out = DataLoader(tools.Noisy(20), batch_size=5, shuffle=True)\n"),
+        _after(_END, "        with torch.no_grad():\n            print(sum(model(a).std() for a, _ in held_out))\n"),
+    ),
+    _plain(
+        "draws after the boundary",
+        _DRAWS_AFTER,
+        _after(_END, "            if guard.step % 2 == 0:\n                print(torch.randn(1))\n"),
+    ),
+    _plain(
+        "mixup with numpy's global stream",
+        EXACT,
+        _before(_ZERO, "            share, order = tools.np.random.beta(0.4, 0.4), torch.randperm(len(x))\n"),
+        {_LOSS: "F.cross_entropy(model(share * x + (1 - share) * x[order]), y)"},
+        _before(_GUARD, "tools.np.random.seed(0)\n"),
+    ),
+    Loop("noise_generator", EXACT),
+    *(
+        _of("noise_generator", _UNNAMED_GENERATOR, text)
+        for text in ('"noise": noise, ', '"mix": mix, ', ', "draw": draw')
+    ),
+    Loop("early_stopping", EXACT),
+    _of(
+        "early_stopping",
+        Found("went on for 5 steps too many", "stopping.bad", stops=8, steps=60),
+        '    stateful={"stopping": stopping},\n',
+    ),
+    Loop("dqn", EXACT),
+    _of("dqn", Told("memory"), '"memory": memory'),
+    _of("dqn", _UNNAMED_MODULE, "model=[q, target]", "model=q"),
+    _of("dqn", _UNNAMED_GENERATOR, '"world": world, '),
+    Loop("reinforce", EXACT),
+    _of("reinforce", Told("baseline.mean", Found(_OTHER_WEIGHTS, "baseline.mean")), ', "baseline": baseline'),
+    Loop("hidden_state_of_a_network", EXACT),
+    _of(
+        "hidden_state_of_a_network",
+        Told("memory.hidden", Found("is another one", "memory.hidden")),
+        'stateful={"memory": memory}, ',
+    ),
+    Loop("lstm_of_a_module", Told("state")),
+    Loop("memory_bank", EXACT),
+    _of("memory_bank", Told("bank.rows"), 'stateful={"bank": bank}, '),
+    Loop("trainer_class", EXACT),
+    _of("trainer_class", Refused('Guard(stateful={"noise": self.noise}, ...)'), ', "noise")}', ")}"),
+    _of("trainer_class", Told("factor"), '"factor", '),
+    _of("trainer_class", Refused("Trainer has no attribute 'histroy'"), '"history", ', '"histroy", '),
+    _plain(
+        "a counter",
+        Told("passed", Found(_OTHER_WEIGHTS, "passed")),
+        _before(_GUARD, "passed = 0\n"),
+        _after(_ZERO, "            passed += 1\n"),
+        {_LOSS: "F.cross_entropy(model(x) / max(1.0, 3 - 0.2 * passed), y)"},
+    ),
+    _plain(
+        "the best weights so far",
+        Told("best_loss", Found(_OTHER_WEIGHTS, "best_loss")),
+        _before(_GUARD, "best, best_loss = None, float('inf')\n"),
+        _after(
+            "            loss.backward()\n",
+            "            if loss.item() < best_loss:\n"
+            "                best = {name: value.clone() for name, value in model.state_dict().items()}\n"
+            "                best_loss = loss.item()\n"
+            "            elif loss.item() > best_loss + 0.02:\n"
+            "                model.load_state_dict(best)\n",
+        ),
+    ),
+    _plain(
+        "a moving average of the loss",
+        Told("average", Found("optimizer lr differs at step", "average", often=True)),
+        _before(_GUARD, "average = None\n"),
+        _before(
+            _STEP,
+            "            average = loss.item() if average is None else 0.9 * average + 0.1 * loss.item()\n"
+            "            opt.param_groups[0]['lr'] = 0.05 * average\n",
+        ),
+    ),
+    Loop("state_of_its_own", EXACT),
+    _of("state_of_its_own", Told("scale.calls"), '("scale", "calls")', '("scale",)'),
+    _of(
+        "state_of_its_own",
+        Told("model.3.p"),
+        "            opt.zero_grad()\n",
+        "            if guard.step == 3:\n                model.apply(off)\n            opt.zero_grad()\n",
+    ),
+    _of(
+        "state_of_its_own",
+        Told("first"),
+        "            loss = scale(F.cross_entropy(model(x), y))\n",
+        "            loss = F.cross_entropy(model(x), y)\n            if first is None:\n"
+        "                first = loss.item()\n            loss = loss / first\n",
+    ),
+    _of(
+        "state_of_its_own",
+        Told("n ("),
+        "            loss.backward()\n",
+        "            n += 1\n            (loss * 0.5 if n % 4 == 0 else loss).backward()\n",
+    ),
+    _of(
+        "state_of_its_own",
+        Told("is_late"),
+        "            opt.step()\n",
+        "            if not is_late and guard.step == 3:\n                is_late = True\n"
+        "            if is_late:\n                model[0].weight.grad.mul_(0.1)\n            opt.step()\n",
+    ),
+    _plain(
+        "the order of a set",
+        Found("the script itself is not deterministic"),
+        {"model = tools.mlp()": "model = tools.mlp(out=10)\nnames = list({str(n) for n in range(100, 110)})"},
+        {"model(x), y": "model(x)[:, [names.index(name) for name in sorted(names)]], y"},
+    ),
+    _plain(
+        "another seed in each process",
+        Found("the script itself is not deterministic"),
+        _before(_GUARD, "import os\n\nmodel[0].weight.data.mul_(1 + 1e-3 * (os.getpid() % 97))\n"),
+    ),
+)
+"""What the program has of its own."""
+
+_RANKS: Sequence[Loop] = (
+    Loop("ddp", EXACT, ranks=2),
+    _ddp(
+        "a distributed sampler",
+        EXACT,
+        {"mx.data.ResumableLoader": "torch.utils.data.DataLoader"},
+        {"shuffle=True": "sampler=torch.utils.data.DistributedSampler(tools.Noisy())"},
+        _before(_INNER, "        loader.sampler.set_epoch(epoch)\n"),
+    ),
+    Loop("ddp_own_sampler", EXACT, ranks=2),
+    _ddp(
+        "accumulation",
+        EXACT,
+        {"batch_size=3": "batch_size=2", _INNER: "        for i, (x, y) in guard.enumerate(loader, start=1):\n"},
+        {
+            "            F.cross_entropy(model(x), y).backward()\n" + _STEP: """
+            if i % 2 or i == len(loader):
+                with model.no_sync():
+                    F.cross_entropy(model(x), y).backward()
+            else:
+                F.cross_entropy(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+"""
+        },
+        {_ZERO: ""},
+        _after(_END, "        opt.zero_grad()\n"),
+    ),
+    _ddp(
+        "gradients that are averaged by hand, and batch norm of each rank's own",
+        EXACT,
+        {"with guard:": "with guard, model.no_sync():"},
+        _before(
+            _STEP,
+            "            for parameter in network.parameters():\n                dist.all_reduce(parameter.grad)\n",
+        ),
+    ),
+    _ddp(
+        "local updates from the second epoch on",
+        Warned("gradients that DDP has not reduced"),
+        _before(_INNER, "        model.require_backward_grad_sync = epoch == 1\n"),
+    ),
+    _ddp(
+        "compressed gradients",
+        EXACT,
+        _before(
+            _GUARD,
+            """
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+powersgd = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+model.register_comm_hook(powersgd, powerSGD_hook.powerSGD_hook)
+""",
+        ),
+        _stateful("powersgd"),
+    ),
+    _ddp(
+        "compressed gradients that are not named",
+        Refused("PowerSGD"),
+        _before(
+            _GUARD,
+            """
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+powersgd = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+model.register_comm_hook(powersgd, powerSGD_hook.powerSGD_hook)
+""",
+        ),
+    ),
+    _ddp(
+        "noise and an average of each rank's own",
+        EXACT,
+        _before(_GUARD, "ema = torch.optim.swa_utils.AveragedModel(network)\ntorch.manual_seed(dist.get_rank())\n"),
+        _stateful("ema"),
+        {"model(x)": "model(x + 0.1 * torch.randn_like(x))"},
+        _after(_STEP, "            ema.update_parameters(network)\n"),
+        {"tools.done(network)": "tools.done(network, ema)"},
+    ),
+    _ddp(
+        "ahead",
+        EXACT,
+        {
+            _INNER: """
+        batches = iter(loader)
+        following = next(batches, None)
+        while following is not None:
+            (x, y), following = following, next(batches, None)
+"""
+        },
+    ),
+    Loop("ddp_wrapped", EXACT, ranks=2),
+    Loop("fsdp", EXACT, ranks=2),
+)
+
+LOOPS: Sequence[Loop] = (*_LOADERS, *_PLACES, *_PARTS, *_OWN, *_RANKS)
