@@ -127,7 +127,7 @@ def test_the_variables_that_the_agent_sets_are_on_the_page() -> None:
 
 def test_the_options_of_the_agent_are_on_the_page() -> None:
     ours = ArgumentParser(add_help=False)
-    options._add_options(ours, hidden=False)
+    options._add_options(ours)
     known = {action.option_strings[0]: action.default for action in ours._actions}
     page = section("agent.md", "Options")
     assert {name.split()[0] for name in rows(page)} == set(known)
