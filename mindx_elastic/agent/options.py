@@ -41,9 +41,11 @@ from mindx_elastic.platforms.notices import Source, open_source
 
 __all__ = [
     "DEFAULT_MAX_RESTARTS",
+    "OWN_OPTIONS",
     "AgentOptions",
     "Launch",
     "check_options",
+    "make_parser",
     "parse",
 ]
 
