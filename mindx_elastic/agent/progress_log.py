@@ -1,9 +1,9 @@
 """``mindx-progress.jsonl`` in the run directory: steps and losses of rank 0 over all restarts, for
 `mindx-elastic report`.
 
-The worker notes them in memory (`core.progress_ring`); the agent's main thread takes them from there and hands them to
-a thread that writes, so a file system that hangs holds up neither. The older the file, the fewer points are kept: one
-in a 4096th of its age, so that a month comes to 40,000 of them, and nothing that was written is touched again.
+The worker notes them on its status page; the agent's main thread takes them from there, twice a second, and hands them
+to a thread that writes, so a file system that hangs holds up neither. The older the file, the fewer points are kept:
+one in a 4096th of its age, so that a month comes to 40,000 of them, and nothing that was written is touched again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import open_regular
-from mindx_elastic.core.progress_ring import LOOK_AGAIN_S, Point, RingReader, ring_path
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.core.values import real, text, whole
@@ -31,7 +30,7 @@ PROGRESS_FILE = "mindx-progress.jsonl"
 _PARTS_OF_AGE, _MOST_A_LINE = 4096, 1 << 15
 _MOST_BYTES = 8 << 20
 _MOST_STEP, _MOST_TIME = 1 << 62, 1e11
-_WRITE_S = min(2.0, LOOK_AGAIN_S)
+_WRITE_S = 2.0
 _CLOSE_S = 2.0
 _NS = 1e9
 
@@ -111,10 +110,11 @@ def _is_huge(value: object) -> bool:
 class ProgressLog:
     """One per agent. Main thread, but for what its own thread writes."""
 
-    def __init__(self, run_dir: Path, agent_dir: Path) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / PROGRESS_FILE
         self._agent = f"{socket.gethostname()}.{os.getpid()}.{time.time():.3f}"
-        self._reader = RingReader(ring_path(agent_dir, 0))
+        self._taken: tuple[int, int, int] = 0, -1, -1
+        """Of the newest points: process id, step, and the newest step with a loss."""
         self._thread = ReadyThread("mindx-progress")
         self._writer = _Writer(self.path)
         self._wall_ns = time.time_ns() - time.monotonic_ns()
@@ -125,13 +125,13 @@ class ProgressLog:
 
     def look(self, attempt: int, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """Take what is new, and now and then have it written. `at_end`: of an attempt."""
-        for pid, points in self._reader.take():
-            piece = self._waiting.setdefault(pid, Piece(self._agent, attempt, pid))
-            piece.points += [self._as_known(point) for point in points]
-            self.loss = next((point.loss for point in reversed(points) if point.loss is not None), self.loss)
-        rank_0 = statuses.get(0)
-        if rank_0 is not None and rank_0.pid in self._waiting:
-            self._waiting[rank_0.pid].stall_s = rank_0.stall_ns / _NS
+        status = statuses.get(0)
+        if status is not None and (points := self._new_points(status, at_end=at_end)):
+            piece = self._waiting.setdefault(status.pid, Piece(self._agent, attempt, status.pid))
+            piece.points += [self._as_known(*point) for point in points]
+            self.loss = next((loss for _, _, loss in reversed(points) if loss is not None), self.loss)
+        if status is not None and status.pid in self._waiting:
+            self._waiting[status.pid].stall_s = status.stall_ns / _NS
         now = time.monotonic()
         if not self._waiting or (now < self._next_s and not at_end) or (self._thread.busy and not at_end):
             return
@@ -141,11 +141,23 @@ class ProgressLog:
 
     def close(self) -> None:
         """The agent's end: wait a moment for what is being written."""
-        self._reader.close()
         self._thread.close(_CLOSE_S)
 
-    def _as_known(self, point: Point) -> tuple[float, int, float | None]:
-        return round((self._wall_ns + point.clock_ns) / _NS, 3), point.step, point.loss
+    def _new_points(self, status: Status, *, at_end: bool) -> list[tuple[int, int, float | None]]:
+        """What the page says that it did not say at the last look: time, step and loss, the newest last."""
+        pid, step, loss_step = self._taken if self._taken[0] == status.pid else (status.pid, -1, -1)
+        points: list[tuple[int, int, float | None]] = []
+        if status.loss is not None and status.loss_step != loss_step:
+            loss_step = status.loss_step
+            points.append((status.loss_ns, loss_step, status.loss))
+        if status.boundaries and status.step not in (step, loss_step) and (at_end or not points):
+            points.append((status.boundary_ns, status.step, None))
+        if points:
+            self._taken = pid, points[-1][1], loss_step
+        return points
+
+    def _as_known(self, clock_ns: int, step: int, loss: float | None) -> tuple[float, int, float | None]:
+        return round((self._wall_ns + clock_ns) / _NS, 3), step, loss
 
 
 class _Writer:

@@ -106,7 +106,7 @@ class Supervisor(LocalElasticAgent):
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
-        self._progress = ProgressLog(options.run_dir, folder.path)
+        self._progress = ProgressLog(options.run_dir)
         """Is told how far the job is; None: nobody wants to hear."""
         self.metrics: Metrics | None = None
         """Is told what the pages say; None: nobody asks for it."""

@@ -2,13 +2,15 @@
 
 The page is a small file below the agent's private folder, mapped by both. Fixed 8-byte fields, one writer; on the
 machines that torch runs on an aligned 8-byte store is seen whole or not at all. Times are `time.monotonic_ns`, the
-same clock in all processes of a machine. The training thread pays three stores a step (0.3 us).
+same clock in all processes of a machine. The training thread pays three stores a step (0.3 us), and a few more where
+it notes a loss.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 import time
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -27,10 +29,10 @@ __all__ = [
 ]
 
 PAGE_BYTES = 8192
-_MAGIC = 0x6D696E6478303034  # "mindx004"
+_MAGIC = 0x6D696E6478303035  # "mindx005"
 # offset, room
 _TEXTS = {
-    "fixed_size": (256, 256),
+    "fixed_size": (288, 224),
     "pause_reason": (512, 512),
     "reason": (1024, 1024),
     "resumed_path": (2048, 1024),
@@ -116,6 +118,13 @@ class Status:
     """How long periodic saves have held up its training."""
     asked_code: int = -1
     """The exit code of the stop under way, if it was asked for (`Alarm.asked_code`); -1: there is none."""
+    loss_step: int = -1
+    """The step of `loss`; -1: none was given. Rank 0's page, as are the next three."""
+    loss_ns: int = 0
+    """When that step was passed."""
+    loss_bits: int = 0
+    loss_check: int = -1
+    """Another number than `loss_step` while these are being written: the page is read from front to back."""
     fixed_size: str = ""
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     pause_reason: str = ""
@@ -129,7 +138,15 @@ class Status:
     directory: str = ""
     """Where the rank saves its checkpoints."""
 
+    @property
+    def loss(self) -> float | None:
+        """As the program gave it for `loss_step`, perhaps not finite; None: it is not known."""
+        if self.loss_step < 0 or self.loss_step != self.loss_check:
+            return None
+        return float(_REAL.unpack(_WHOLE.pack(self.loss_bits))[0])
 
+
+_WHOLE, _REAL = struct.Struct("=q"), struct.Struct("=d")
 _INDEX = {"magic": 0} | {name: n for n, name in enumerate((f.name for f in fields(Status) if f.type == "int"), start=1)}
 
 
@@ -146,8 +163,9 @@ class StatusPage:
         agent) nobody reads it."""
         self._map = mmap.mmap(-1, PAGE_BYTES) if path is None else new_map(path, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
-        for name in ("resumed_step", "saved_step", "exit_code", "step", "paused_step", "durable_step", "asked_code"):
-            self._words[_INDEX[name]] = -1
+        for field in fields(Status):
+            if field.default == -1:
+                self._words[_INDEX[field.name]] = -1
         self._words[_INDEX["pid"]] = os.getpid()
         self._words[_INDEX["phase"]] = WorkerPhase.STARTING
         self._words[_INDEX["magic"]] = _MAGIC
@@ -180,6 +198,12 @@ class StatusPage:
             words[3] = step
         words[4] = now
         words[6] += 1
+
+    def note_loss(self, step: int, clock_ns: int, loss: float) -> None:
+        """Training thread: of the boundary `step`, passed at `clock_ns`."""
+        (bits,) = _WHOLE.unpack(_REAL.pack(loss))
+        for name, value in (("loss_check", step), ("loss_bits", bits), ("loss_ns", clock_ns), ("loss_step", step)):
+            self._words[_INDEX[name]] = value
 
     def close(self) -> None:
         self._words.release()

@@ -21,7 +21,6 @@ from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import ProcessStat, open_pidfd, read_json_object, read_stat
-from mindx_elastic.core.progress_ring import ring_path
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.guard.progress import Progress
@@ -59,8 +58,6 @@ class AgentLink:
     def __init__(self, info: AgentInfo, ranks: RankInfo, *, page: StatusPage | None = None) -> None:
         """`page`: of this process's guard before, which it goes on with. Raises ArenaError when the agent's folder
         cannot be used."""
-        self._progress: Progress | None = None
-        self._notes_progress = ranks.rank == 0
         self.stays = False
         """The guard is left to be entered again in a moment."""
         self._folder, self._rank = info.folder, ranks.rank
@@ -80,6 +77,7 @@ class AgentLink:
             self.page = page or StatusPage(page_path(info.folder, ranks.rank))
         except OSError as error:
             raise ArenaError(f"{info.folder}: the agent's folder cannot be used: {error}", path=info.folder) from error
+        self._progress = Progress(self.page) if ranks.rank == 0 else None
         if info.run_dir is not None:
             self._register_stacks(info.run_dir / "stacks", f"attempt_{info.attempt}_rank_{ranks.rank}.txt")
 
@@ -132,19 +130,8 @@ class AgentLink:
     def pass_boundary(self, step: int, loss: object, *, cut: bool) -> None:
         """Training thread: a step has ended."""
         self.page.pass_boundary(step, cut=cut)
-        if self._notes_progress:
-            self._note_progress(step, loss)
-
-    def _note_progress(self, step: int, loss: object) -> None:
-        if self._progress is None:
-            path = ring_path(self._folder, self._rank)
-            try:
-                self._progress = Progress(path)
-            except OSError as error:
-                self._notes_progress = False
-                logger.warning("%s: steps and losses are not noted for mindx-elastic report (%s)", path, error)
-                return
-        self._progress.at_boundary(step, loss)
+        if self._progress is not None:
+            self._progress.at_boundary(step, loss)
 
     def orders(self) -> dict[str, Any] | None:
         """Watcher thread, after `CONTROL_SIGNAL`: the agent's order; None: there is no new one."""

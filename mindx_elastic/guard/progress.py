@@ -1,33 +1,32 @@
-"""Notes steps and losses of rank 0 for the agent, which keeps them for `mindx-elastic report`.
+"""Notes losses of rank 0 on its status page for the agent, which keeps them for `mindx-elastic report`.
 
-At most one step in `LEAST_GAP_S` is noted, so a fast loop pays a look at the clock and a compare. Nothing waits for a
-device: of a loss on a GPU a copy to the host is begun, and a later boundary notes it once that is done.
+At most one in `_GAP_NS` is noted: the agent looks twice a second, and a fast loop pays a look at the clock and a
+compare. Nothing waits for a device: of a loss on a GPU a copy to the host is begun, and a later boundary notes it once
+that is done.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.progress_ring import LEAST_GAP_S, Point, ProgressRing
+from mindx_elastic.core.status_page import StatusPage
 
 __all__ = ["Progress"]
 
-_GAP_NS = int(LEAST_GAP_S * 1e9)
+_GAP_NS = 10**8
 
 
 class Progress:
     """One per process. Training thread."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError where the agent's folder cannot be used."""
-        self._ring = ProgressRing(path)
-        self._due_ns = self._loss_due_ns = 0
+    def __init__(self, page: StatusPage) -> None:
+        self._page = page
+        self._due_ns = 0
         self._step = -1
         self._is_broken = False
         self._host: Tensor | None = None
@@ -37,19 +36,23 @@ class Progress:
 
     def at_boundary(self, step: int, loss: object) -> None:
         """`loss`: what the program gave for this step; anything that is no number counts as nothing."""
+        if loss is None and self._copy_of is None:
+            return
         now = time.monotonic_ns()
         if self._copy_of is not None and not self._note_copied():
             return
-        if now < (self._due_ns if loss is None else self._loss_due_ns) or step == self._step:
+        if now < self._due_ns or step == self._step:
             return
         self._step = step
-        self._due_ns = now + _GAP_NS
         if type(loss) is Tensor and loss.is_cuda and self._begin_copy(step, now, loss):
             return
         value = self._number(loss)
         if value is not None:
-            self._loss_due_ns = now + _GAP_NS
-        self._ring.add(Point(step, now, value))
+            self._note(step, now, value)
+
+    def _note(self, step: int, clock_ns: int, loss: float) -> None:
+        self._due_ns = clock_ns + _GAP_NS
+        self._page.note_loss(step, clock_ns, loss)
 
     def _number(self, loss: Any) -> float | None:
         kind: Any = type(loss)
@@ -77,22 +80,18 @@ class Progress:
             self._give_up(error)
             return False
         self._copy_of = step, now
-        self._loss_due_ns = now + _GAP_NS
         return True
 
     def _note_copied(self) -> bool:
         """Whether the loss has come to the host."""
         assert self._copy_of is not None and self._host is not None
-        value: float | None = None
         try:
             if not self._copied.query():
                 return False
-            value = self._host.item()
+            self._note(*self._copy_of, self._host.item())
         except Exception as error:
             self._give_up(error)
-        step, clock_ns = self._copy_of
         self._copy_of = None
-        self._ring.add(Point(step, clock_ns, value))
         return True
 
     def _give_up(self, error: Exception) -> None:

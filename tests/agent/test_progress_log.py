@@ -1,53 +1,56 @@
-"""Steps and losses of rank 0 over all restarts: from a worker's ring to the file in the run directory."""
+"""Steps and losses of rank 0 over all restarts: from a worker's page to the file in the run directory."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-import time
+import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindx_elastic.agent.progress_log import PROGRESS_FILE, ProgressLog, read_pieces
-from mindx_elastic.core.progress_ring import CAPACITY, Point, ProgressRing, RingReader, ring_path
+from mindx_elastic.core.status_page import Status, StatusPage, read_page
 
 
-def fill(ring: ProgressRing, steps: range, start_ns: int = 0) -> None:
-    for step in steps:
-        ring.add(Point(step, start_ns + step * 10**8, step / 4))
+def status_of(step: int, pid: int = 1, loss: float | None = None, loss_step: int | None = None) -> Status:
+    status = Status(pid=pid, step=step, boundaries=1, boundary_ns=step * 10**8)
+    if loss is None:
+        return status
+    (bits,), noted = struct.unpack("=q", struct.pack("=d", loss)), step if loss_step is None else loss_step
+    return replace(status, loss_step=noted, loss_check=noted, loss_ns=noted * 10**8, loss_bits=bits)
 
 
-def test_a_reader_gets_each_point_once_also_behind_a_replacement(tmp_path: Path) -> None:
-    reader = RingReader(tmp_path / "ring")
-    assert reader.take() == []
-    ring = ProgressRing(tmp_path / "ring")
-    fill(ring, range(5))
-    assert [[point.step for point in points] for _, points in reader.take()] == [[0, 1, 2, 3, 4]]
-    fill(ring, range(5, 7))
-    other = ProgressRing(tmp_path / "ring")
-    fill(other, range(3))
-    assert [[point.step for point in points] for _, points in reader.take()] == [[5, 6], [0, 1, 2]]
-    assert reader.take() == []
-    reader.close()
+def test_what_a_page_says_of_losses(tmp_path: Path) -> None:
+    page = StatusPage(tmp_path / "page")
+    page.note_loss(7, 70, -1.5)
+    found = read_page(tmp_path / "page")
+    assert found is not None and (found.loss_step, found.loss_ns, found.loss) == (7, 70, -1.5)
+    page.set(loss_check=8)  # the next one is being written
+    found = read_page(tmp_path / "page")
+    assert found is not None and found.loss is None
+    page.close()
 
 
-def test_of_an_overrun_ring_only_whole_points_are_taken(tmp_path: Path) -> None:
-    ring, reader = ProgressRing(tmp_path / "ring"), RingReader(tmp_path / "ring")
-    fill(ring, range(3 * CAPACITY + 5))
-    ((_, points),) = reader.take()
-    assert [point.step for point in points] == list(range(2 * CAPACITY + 6, 3 * CAPACITY + 5))
-    assert all(point.loss == point.step / 4 for point in points)
-    reader.close()
-
-
-def test_a_file_that_is_no_ring(tmp_path: Path) -> None:
-    (tmp_path / "ring").write_bytes(b"x" * 100)
-    reader = RingReader(tmp_path / "ring")
-    assert reader.take() == []
-    reader.close()
+def test_each_look_adds_what_is_new(tmp_path: Path) -> None:
+    log = ProgressLog(tmp_path)
+    looks = [
+        status_of(3), status_of(3), status_of(5, loss=0.5), status_of(6, loss=0.5, loss_step=5),
+        status_of(8, loss=0.25, loss_step=7), status_of(2, pid=2),
+    ]  # fmt: skip
+    for status in looks:
+        log.look(0, {0: status, 1: status_of(99)})
+    log.look(0, {0: looks[-1]}, at_end=True)
+    log.close()
+    pieces, _ = read_pieces(tmp_path / PROGRESS_FILE)
+    assert [[point[1:] for point in piece.points] for piece in pieces] == [
+        [(2, None)],
+        [(3, None), (5, 0.5), (6, None), (7, 0.25)],
+    ]
+    assert log.loss == 0.25
 
 
 def written(folder: Path) -> list[list[Any]]:
@@ -56,31 +59,28 @@ def written(folder: Path) -> list[list[Any]]:
 
 
 def test_restarts_and_other_agents_go_on_in_one_file(tmp_path: Path) -> None:
-    for attempt in (0, 1):
-        log = ProgressLog(tmp_path, tmp_path)
-        ring = ProgressRing(ring_path(tmp_path, 0))
-        fill(ring, range(10 * attempt, 10 * attempt + 4), time.monotonic_ns())
-        log.look(attempt, {}, at_end=True)
+    for attempt in (0, 1, 2):
+        log = ProgressLog(tmp_path)
+        for step in range(10 * attempt, 10 * attempt + 3):
+            log.look(attempt, {0: status_of(step, pid=attempt + 1)})
+        log.look(attempt, {0: status_of(10 * attempt + 3, pid=attempt + 1)}, at_end=True)
         log.close()
         with open(tmp_path / PROGRESS_FILE, "a") as file:
-            file.write("{half a line")  # the agent was killed
-    log = ProgressLog(tmp_path, tmp_path)
-    fill(ProgressRing(ring_path(tmp_path, 0)), range(30, 32), time.monotonic_ns())
-    log.look(2, {}, at_end=True)
-    log.close()
+            file.write("{half a line" if attempt < 2 else "")  # the agent was killed
     assert read_pieces(tmp_path / PROGRESS_FILE)[1] == 2, "what was cut off is counted, and spoils nothing"
-    assert written(tmp_path) == [[0, [0, 1, 2, 3]], [1, [10, 11, 12, 13]], [2, [30, 31]]]
+    assert written(tmp_path) == [[n, [10 * n, 10 * n + 1, 10 * n + 2, 10 * n + 3]] for n in range(3)]
 
 
 def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path: Path) -> None:
-    log = ProgressLog(tmp_path, tmp_path)
-    ring = ProgressRing(ring_path(tmp_path, 0))
-    count, batch = 1 << 16, CAPACITY // 2
+    log = ProgressLog(tmp_path)
+    count, batch = 1 << 16, 512
     for begin in range(0, count, batch):
-        fill(ring, range(begin, begin + batch))
-        log.look(0, {}, at_end=begin + batch >= count)
-        log._thread.call(lambda: None, 60.0)
+        for step in range(begin, begin + batch):
+            log._next_s = math.inf
+            log.look(0, {0: status_of(step, loss=step / 4)})
         log._next_s = 0.0
+        log.look(0, {0: status_of(begin + batch - 1)}, at_end=begin + batch >= count)
+        log._thread.call(lambda: None, 60.0)
     log.close()
     assert (tmp_path / PROGRESS_FILE).stat().st_size < 1 << 20
     ((_, steps),) = written(tmp_path)

@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from mindx_elastic.core.progress_ring import Point, RingReader
+from mindx_elastic.core.status_page import Status, StatusPage, read_page
 from mindx_elastic.guard import progress as tested
 from mindx_elastic.guard.progress import Progress
 
 
-def noted(folder: Path, *losses: object) -> list[Point]:
-    progress = Progress(folder / "ring")
+def noted(folder: Path, *losses: object) -> Status:
+    page = StatusPage(folder / "page")
+    progress = Progress(page)
     for step, loss in enumerate(losses, start=1):
         progress.at_boundary(step, loss)
-    reader = RingReader(folder / "ring")
-    found = [point for _, points in reader.take() for point in points]
-    reader.close()
+    page.close()
+    found = read_page(folder / "page")
+    assert found is not None
     return found
 
 
@@ -47,29 +48,30 @@ LOSSES: list[tuple[Any, float | None]] = [
 
 
 @pytest.mark.usefixtures("no_gap")
-def test_numbers_and_tensors_of_one_are_losses(tmp_path: Path) -> None:
-    found = noted(tmp_path, *(loss for loss, _ in LOSSES))
-    assert [point.loss for point in found] == [value for _, value in LOSSES]
-    assert [point.step for point in found] == list(range(1, len(LOSSES) + 1))
+@pytest.mark.parametrize(("loss", "value"), LOSSES, ids=repr)
+def test_numbers_and_tensors_of_one_are_losses(tmp_path: Path, loss: object, value: float | None) -> None:
+    found = noted(tmp_path, None, loss)
+    assert (found.loss, found.loss_step) == (value, -1 if value is None else 2)
 
 
 @pytest.mark.usefixtures("no_gap")
 def test_a_loss_that_is_not_finite_is_noted_as_such(tmp_path: Path) -> None:
-    (point,) = noted(tmp_path, torch.tensor(float("nan")))
-    assert point.loss is not None and math.isnan(point.loss)
+    found = noted(tmp_path, torch.tensor(float("nan")))
+    assert found.loss is not None and math.isnan(found.loss)
 
 
-def test_a_fast_loop_notes_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0]
+def test_a_fast_loop_notes_few_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10**9]
+    page = StatusPage(tmp_path / "page")
+    noted: list[int] = []
     monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
-    progress, reader = Progress(tmp_path / "ring"), RingReader(tmp_path / "ring")
+    monkeypatch.setattr(page, "note_loss", lambda step, clock_ns, loss: noted.append(step))
+    progress = Progress(page)
     for step in range(1, 1001):
         now[0] += 10**6
-        progress.at_boundary(step, step if step % 10 == 0 else None)
-    found = [point for _, points in reader.take() for point in points]
-    reader.close()
-    assert 45 <= len([point for point in found if point.loss is not None]) <= 51
-    assert len(found) <= 110, "between losses that come now and then, steps without"
+        progress.at_boundary(step, step)
+    assert noted == list(range(1, 1001, 100))
+    page.close()
 
 
 @pytest.mark.usefixtures("no_gap")
@@ -79,5 +81,5 @@ def test_the_programs_own_number_that_fails_is_named_once(tmp_path: Path, caplog
             raise ValueError("no number yet")
 
     found = noted(tmp_path, Odd(), Odd(), 1.0)
-    assert [point.loss for point in found] == [None, None, None]
+    assert found.loss is None
     assert len([each for each in caplog.records if "no number yet" in each.getMessage()]) == 1
