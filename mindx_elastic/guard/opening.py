@@ -92,7 +92,7 @@ class Opening:
         self.proof = None if ProveSettings.from_env().control is None else observers().open_proof(ranks)
         """What looks at a run under `prove` or `drill`; None: this is an ordinary run."""
         self._open_directories(stack)
-        loaders.begin(stack)
+        loaders.begin(stack, is_again=self._is_again)
         copies = RedundancySettings.from_env().with_copies(self.options.redundancy).copies
         self._folders = RankDirectories(self._directories, self._trust, ranks, apart=copies > 1)
         self._open_saver()

@@ -428,3 +428,26 @@ def test_indices_that_are_a_range_or_grow_in_mid_epoch() -> None:
     sampler.indices.append(7)
     state = settings.state()
     assert state["now"]["sampler"]["indices"] == [*range(100), 7]
+
+
+def test_a_second_entry_tells_what_it_puts_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the program sets between two blocks counts where the second one begins anew; else the boundary does."""
+    data = Pictures()
+    loader, net = DataLoader(data, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    guard = Guard(model=net, optimizer=optimizer, loader=loader, directory=tmp_path, final_save=False)
+    with guard:
+        pass
+    data.level = 1.0
+    for epochs, level in ((1, 1.0), (2, 2.0)):
+        with guard:
+            assert data.level == level
+            for _ in guard.epochs(epochs):
+                data.level = 2.0
+                for x in loader:
+                    net(x).sum().backward()
+                    optimizer.step()
+                    guard.step_end()
+            guard.save()
+        data.level, data.mosaic = 3.0, epochs == 1
+    assert "dataset.level: put back as at the last boundary" in caplog.text and "mosaic" not in caplog.text

@@ -220,7 +220,7 @@ def test_a_position_that_torchdata_wrote_is_refused() -> None:
     """Version 0.1 kept such a loader's own state, which does not say what a loop fetches ahead."""
     loaders = Loaders(_Stateful(Pictures(), batch_size=2), None)
     with ExitStack() as stack:
-        loaders.begin(stack)
+        loaders.begin(stack, is_again=False)
         with pytest.raises(MismatchError, match="written by another kind of loader"):
             loaders.argument.load_state_dict({"_num_yielded": 3})
 

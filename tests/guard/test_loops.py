@@ -284,7 +284,7 @@ def test_what_is_put_back_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     caplog.clear()
     run(in_phases_with_code_between, tmp_path, seed=99)
     (line,) = [r.getMessage() for r in caplog.records if "put back" in r.getMessage()]
-    assert "optimizer" in line and "step 12" in line and "model.1.running_" in line
+    assert "optimizer" in line and "step 12" in line
 
 
 def test_weights_changed_before_the_resumed_place_are_refused(tmp_path: Path) -> None:

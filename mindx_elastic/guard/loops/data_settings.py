@@ -62,6 +62,7 @@ class DataSettings:
         self.parts = _parts_of(loader)
         """The data set of the loader and what hangs on it at the guard's first entry, by paths: ``dataset``,
         ``dataset.dataset``, ``sampler``."""
+        self._tells = False  # what is put back
         self._tables = {path: table for path, part in self.parts.items() if type(table := table_of(part)) is dict}
         self._all = list(self._tables.values())
         self._made: set[_Key] = set()
@@ -75,9 +76,14 @@ class DataSettings:
         self._start = self._now
         self._make_state()
 
+    def begin_again(self) -> None:
+        """The guard is entered a second time, and the program may have set other values since."""
+        self._loaded, self._tells = None, True
+        self._look()
+
     def reset(self) -> None:
         """As at the guard's first entry."""
-        self._loaded = None
+        self._loaded, self._tells = None, False
         self._put({key: value for key, value in self._start.items() if key not in self._made})
 
     # --- a boundary ---
@@ -91,6 +97,7 @@ class DataSettings:
 
     def load(self, state: Any, epoch: Any) -> None:
         """`state`: as `state` has given it; None: there was nothing. `epoch`: the loader's, at that boundary."""
+        tells, before = self._tells, self._now
         self.reset()
         if isinstance(state, Mapping):
             now = _flat(state.get("now"))
@@ -102,6 +109,17 @@ class DataSettings:
                     "afresh",
                     listed(gone, _MOST_NAMED),
                 )
+        if tells:
+            self._tell_of_other_values(before)
+
+    def _tell_of_other_values(self, before: Mapping[_Key, Any]) -> None:
+        now = self._now
+        if changed := [".".join(key) for key in now if not same_tree(before.get(key, now[key]), now[key])]:
+            logger.warning(
+                "%s: put back as at the last boundary, for it was changed before the guard was entered again. To "
+                "change it from here on, do it inside the loop",
+                listed(changed, _MOST_NAMED),
+            )
 
     def _ids(self) -> list[int]:
         return [*map(id, chain.from_iterable(map(dict.values, self._all)))]

@@ -179,13 +179,18 @@ class FollowedLoader(GivesCopies, GoesThroughData):
     def listing(self) -> Listing:
         return {} if self.settings is None else listing_of(asked(self._inner, "dataset"), self.settings.parts)
 
-    def begin(self) -> None:
+    def begin(self, *, is_again: bool) -> None:
+        """`is_again`: the same entry goes on after a recovery in place. Else what the program has set on the data set
+        since an earlier entry counts, where there is no boundary to go on from."""
         self.look_ahead = LookAhead()
         self._is_over = self.has_moved_on = False
         self.steps_since_end = 0
         if self.settings is None:
             self.settings = DataSettings(self._inner, rank_and_world_size(None, None)[1])
-        self.settings.reset()
+        elif is_again:
+            self.settings.reset()
+        else:
+            self.settings.begin_again()
         if self.adoption is not None:
             self.adoption.begin()
 

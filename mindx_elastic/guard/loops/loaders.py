@@ -100,11 +100,11 @@ class Loaders:
 
     # --- life ---
 
-    def begin(self, stack: ExitStack) -> None:
-        """Before the state is loaded."""
+    def begin(self, stack: ExitStack, *, is_again: bool) -> None:
+        """Before the state is loaded. `is_again`: see `FollowedLoader.begin`."""
         for followed in self._followed:
             stack.callback(followed.leave)
-            followed.begin()
+            followed.begin(is_again=is_again)
 
     def enter(self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float) -> None:
         """The state is back: follow the loaders from here."""
