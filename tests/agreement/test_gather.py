@@ -43,14 +43,6 @@ def test_rank_0_merges_what_all_say_in_rank_order() -> None:
     assert on_all_ranks(3, meetings("a", "b")) == [expected] * 3
 
 
-def test_one_name_may_be_used_twice_and_values_have_lines() -> None:
-    def work(rank: int, exchange: BoardExchange) -> list[Any]:
-        said = [exchange.gather("read", each, Merged).common for each in ("", f"{rank}\n\nmore\n")]
-        return said
-
-    assert on_all_ranks(2, work) == [[["", ""], ["0\n\nmore\n", "1\n\nmore\n"]]] * 2
-
-
 def test_an_answer_has_a_part_for_each_rank_and_parts_to_ask_for() -> None:
     def merge(said: list[int]) -> Merged:
         return Merged(sum(said), own=[each * 10 for each in said], more={"7": [1, 2], "8": {"a": None}})

@@ -36,15 +36,11 @@ def test_two_stores_of_one_process_are_apart() -> None:
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-@pytest.mark.parametrize("known", [["::1"], ["::1", "127.0.0.1"], []])
-def test_a_machine_with_another_address_is_reached_by_both(known: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one whose name this machine itself does not know; torch says then what is wrong, if anything is."""
+def test_a_machine_with_another_address_is_reached_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose name this machine itself does not know; torch says then what is wrong, if anything is."""
 
     def getaddrinfo(*_args: object, **_named: object) -> list[tuple[object, ...]]:
-        if not known:
-            raise socket.gaierror("unknown")
-        families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in known]
-        return [(family, socket.SOCK_STREAM, 6, "", ("", 0)) for family in families]
+        raise socket.gaierror("unknown")
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     store = host_store("localhost")

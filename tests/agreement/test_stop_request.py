@@ -29,22 +29,13 @@ def test_a_reason_is_shown_not_obeyed() -> None:
     assert found == r"\x1b[2J\r\nfine\u202e"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kind": "reboot"},
-        {"reason": 5},
-        {"exit_code": -1},
-        {"origin": 2},
-        {"origin": -1},
-        {"signum": 0},
-        {"grace_left_s": float("nan")},
-        {"grace_left_s": None},
-    ],
-)
-def test_what_no_rank_would_send_is_refused(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("field", GOOD)
+@pytest.mark.parametrize("value", ["reboot", -1, 300, float("nan"), 1e9, True, [], {}])
+def test_what_no_rank_would_send_is_refused(field: str, value: Any) -> None:
+    if (field, value) in (("reason", "reboot"), ("grace_left_s", -1), ("grace_left_s", 300)):
+        return
     with pytest.raises(ValueError, match="not "):
-        parse_request(json.dumps({**GOOD, **change}), 2)
+        parse_request(json.dumps({**GOOD, field: value}), 2)
 
 
 @pytest.mark.parametrize("text", ["", "stop", "[]", "null", "[" * 9000, "{" * 9000, '"x"', "x" * (MAX_REQUEST + 1)])

@@ -150,57 +150,6 @@ def test_one_alarm_in_the_last_step_stops_all_of_them(ranks: list[StoreExchange]
     assert ranks[0].decide("stop", 10, 30).step == 9
 
 
-class Counted:
-    """A connection that counts its messages, and the keys in them."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.messages: list[str] = []
-        self.num_bells = 0
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._store, name)
-
-        def counted(*arguments: Any) -> Any:
-            self.messages.append(name)
-            if name == "multi_set":
-                self.num_bells += sum(key.startswith("bell/") for key in arguments[0])
-            return call(*arguments)
-
-        return counted
-
-
-def test_one_alarm_costs_each_rank_six_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank asks; the listeners of the others wake up, and their watchers make their offers."""
-    monkeypatch.setattr(store_exchange, "_ANSWER_S", 60.0)
-    world, made = 8, list[Counted]()
-    decisions: dict[int, Decision] = {}
-    with connections() as connect:
-
-        def counted() -> Any:
-            made.append(Counted(connect()))
-            return made[-1]
-
-        ranks = [StoreExchange(counted, rank=rank, world_size=world) for rank in range(world)]
-        agreed = [threading.Event() for _ in ranks]
-
-        def decide(rank: int) -> None:
-            decisions[rank] = ranks[rank].decide("stop", rank % 5, 60)
-            agreed[rank].set()
-
-        for rank, exchange in enumerate(ranks):
-            exchange.listen(lambda content, rank=rank: decide(rank))  # type: ignore[misc]
-        ranks[3].request(request("SIGTERM", 3))
-        assert all(event.wait(120) for event in agreed)
-        sent = [sum(len(each.messages) for each in made[3 * rank : 3 * rank + 3]) for rank in range(world)]
-        for exchange in ranks:
-            exchange.close()
-    assert {decision.step for decision in decisions.values()} == {4}
-    # The one that asks also rings, the one that concludes also reads the offers; it does not wait.
-    assert max(sent) <= 8, sent
-    assert sum(sent) <= 6 * world + 4, sent
-
-
 class SlowToTakeARequest:
     """A connection on which the stop request is held up until the test lets it through."""
 
@@ -467,12 +416,6 @@ def test_a_planted_decision_that_is_sound_counts_only_without_a_key(attacked: At
     attacked.stranger.set("stop/decision", '{"step": 8, "reason": ""}')
     step = 6 if attacked.ranks[0].is_sealed else 8
     assert {d.step for d in decide(attacked.ranks, {0: 5, 1: 6, 2: 5}, 30).values()} == {step}
-
-
-def test_ranks_that_have_finished_believe_no_planted_step_behind_them(attacked: Attacked) -> None:
-    attacked.stranger.set("stop/decision", '{"step": 3, "reason": ""}')
-    offers: dict[int, Offer] = {0: End(9), 1: End(9), 2: End(9)}
-    assert decide(attacked.ranks, offers, 30) == dict.fromkeys(range(3), FINISHED)
 
 
 @pytest.mark.parametrize("count", [-100, 1, 2])

@@ -123,15 +123,6 @@ def test_a_dead_process_that_nobody_has_waited_for_yet(start: Callable[[], Peer]
     late.close()
 
 
-def test_a_stopped_process_is_not_dead(start: Callable[[], Peer]) -> None:
-    peer = start()
-    watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
-    peer.process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
-    assert watch.look() == []
-    watch.close()
-
-
 def test_dead_before_the_watch_began(start: Callable[[], Peer], watcher: Watcher) -> None:
     peer = start()
     peer.end()

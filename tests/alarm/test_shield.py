@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -74,12 +73,3 @@ def test_a_real_loader_worker_survives_sigterm() -> None:
     os.kill(pid, signal.SIGTERM)
     rest = torch.cat(list(batches))
     assert rest.tolist() == [pid] * 3
-
-
-def user_init(worker_id: int) -> None:
-    raise AssertionError("not called here")
-
-
-def test_the_shield_travels_to_spawned_workers() -> None:
-    copy = pickle.loads(pickle.dumps(WorkerShield(user_init, grace_s=7)))
-    assert (copy.user_init, copy.grace_s) == (user_init, 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -121,63 +122,44 @@ def test_an_ignored_signal_stays_ignored(ears: Ears) -> None:
         signal.signal(ONE, original)
 
 
-@pytest.mark.parametrize("fail_at", [1, 2])
-def test_handlers_are_restored_after_a_failure_half_way(
-    ears: Ears, monkeypatch: pytest.MonkeyPatch, fail_at: int
-) -> None:
-    real, calls = signal.signal, []
-
-    def fragile(number: int, handler: Any) -> Any:
-        calls.append(number)
-        if len(calls) == fail_at:
-            raise OSError("injected")
-        return real(number, handler)
-
-    mine, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    before = signal.set_wakeup_fd(theirs.fileno())
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(signal, "signal", fragile)
-            with pytest.raises(OSError, match="injected"):
-                ears.handle(ONE, TWO).__enter__()
-        assert signal.getsignal(ONE) is signal.getsignal(TWO) is signal.SIG_DFL
-        assert signal.set_wakeup_fd(before) == theirs.fileno()
-    finally:
-        mine.close()
-        theirs.close()
-
-
-def test_a_refused_wakeup_descriptor_leaves_the_old_one_alone(ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    before = signal.set_wakeup_fd(theirs.fileno())
-    real, calls = signal.set_wakeup_fd, []
-
-    def fragile(fd: int, **options: bool) -> int:
-        calls.append(fd)
-        if len(calls) == 1:
-            raise ValueError("injected")
-        return real(fd, **options)
-
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(signal, "set_wakeup_fd", fragile)
-            with pytest.raises(ValueError, match="injected"):
-                ears.handle(ONE).__enter__()
-        assert signal.set_wakeup_fd(before) == theirs.fileno()
-    finally:
-        mine.close()
-        theirs.close()
-
-
-def test_every_signal_is_forwarded_to_the_wakeup_descriptor_that_was_there(ears: Ears) -> None:
-    """asyncio's handlers do nothing; its loop wakes up by the byte alone, for our signals as for the others."""
+@pytest.fixture
+def program() -> Iterator[tuple[socket.socket, int]]:
+    """The end of a wakeup descriptor that the program has installed, and the descriptor."""
     mine, theirs = socket.socketpair()
     theirs.setblocking(False)
     mine.settimeout(WAIT_S)
-    original = signal.signal(TWO, lambda signum, frame: None)
     before = signal.set_wakeup_fd(theirs.fileno())
+    yield mine, theirs.fileno()
+    signal.set_wakeup_fd(before)
+    mine.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(("call", "fail_at"), [("signal", 1), ("signal", 2), ("set_wakeup_fd", 1)])
+def test_handlers_are_restored_after_a_failure_half_way(
+    ears: Ears, program: tuple[socket.socket, int], monkeypatch: pytest.MonkeyPatch, call: str, fail_at: int
+) -> None:
+    real, calls = getattr(signal, call), itertools.count(1)
+
+    def fragile(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == fail_at:
+            raise OSError("injected")
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, call, fragile)
+        with pytest.raises(OSError, match="injected"):
+            ears.handle(ONE, TWO).__enter__()
+    assert signal.getsignal(ONE) is signal.getsignal(TWO) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == program[1]
+
+
+def test_every_signal_is_forwarded_to_the_wakeup_descriptor_that_was_there(
+    ears: Ears, program: tuple[socket.socket, int]
+) -> None:
+    """asyncio's handlers do nothing; its loop wakes up by the byte alone, for our signals as for the others."""
+    mine, fd = program
+    original = signal.signal(TWO, lambda signum, frame: None)
     try:
         with ears.handle(ONE):
             send(TWO)
@@ -186,11 +168,9 @@ def test_every_signal_is_forwarded_to_the_wakeup_descriptor_that_was_there(ears:
             send(ONE)
             assert ears.next() == ONE
             assert mine.recv(1) == bytes([ONE])
-        assert signal.set_wakeup_fd(before) == theirs.fileno()
+        assert signal.set_wakeup_fd(-1) == fd
     finally:
         signal.signal(TWO, original)
-        mine.close()
-        theirs.close()
 
 
 def test_a_predecessor_descriptor_that_is_closed_does_no_harm(ears: Ears) -> None:
@@ -212,28 +192,6 @@ def test_a_signal_that_nobody_heard_is_delivered_again_on_leaving() -> None:
         send(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     watcher.stop()
-
-
-def test_a_predecessor_hears_such_a_signal_once() -> None:
-    called: list[int] = []
-    original = signal.signal(ONE, lambda signum, frame: called.append(signum))
-    watcher = Watcher(lambda signum: None)
-    try:
-        with SignalHandlers([ONE], watcher):
-            send(ONE)
-        assert called == [ONE]
-    finally:
-        signal.signal(ONE, original)
-        watcher.stop()
-
-    # No KeyboardInterrupt on the way out.
-
-
-def test_after_leaving_nothing_is_heard(ears: Ears) -> None:
-    handlers = ears.handle(ONE)
-    with handlers:
-        pass
-    assert not handlers.hear(ONE)
 
 
 def test_in_another_thread_than_the_main_one_nothing_is_installed(ears: Ears) -> None:
@@ -273,18 +231,6 @@ def test_after_the_deadline_the_old_action_is_back(ears: Ears) -> None:
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_python_predecessor_is_put_back_at_once(ears: Ears) -> None:
-    called: list[int] = []
-    original = signal.signal(ONE, lambda signum, frame: called.append(signum))
-    try:
-        with ears.handle(ONE) as handlers:
-            handlers.linger(time.monotonic() + 1000)
-        send(ONE)
-        assert called == [ONE]
-    finally:
-        signal.signal(ONE, original)
 
 
 FORK = """
@@ -376,14 +322,6 @@ def test_a_handler_of_the_program_is_called_for_what_is_held(ears: Ears, told: l
         assert called == [ONE]
     finally:
         signal.signal(ONE, before)
-
-
-def test_where_no_guard_follows_the_signals_have_their_old_action(ears: Ears, told: list[int]) -> None:
-    before = signal.getsignal(ONE)
-    with ears.handle(ONE) as first:
-        first.hold([ONE], told.append)
-    release_signals()
-    assert signal.getsignal(ONE) is before
 
 
 def test_a_new_process_holds_what_would_end_it(ears: Ears, told: list[int]) -> None:

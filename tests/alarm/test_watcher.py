@@ -126,16 +126,3 @@ def test_stop_finishes_the_callback_in_progress_and_drops_the_rest() -> None:
     leave.set()
     stopper.join(WAIT_S)
     assert ran == ["first"]
-
-
-def test_stop_is_idempotent_and_later_posts_are_dropped() -> None:
-    ears = Ears()
-    ears.watcher.stop()  # never started
-    ears.watcher.stop()
-    ears.watcher.post(lambda: pytest.fail("ran after the stop"))
-    ears.watcher.call_at(0.0, lambda: pytest.fail("ran after the stop"))
-
-
-def test_the_thread_does_not_keep_the_interpreter_alive(ears: Ears) -> None:
-    (thread,) = [each for each in threading.enumerate() if each.ident == ears.watcher.ident]
-    assert thread.daemon

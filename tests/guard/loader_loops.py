@@ -183,32 +183,6 @@ def endless(run: Run, loader: Any) -> None:
         run.train(queue.popleft())
 
 
-def zipped(run: Run, loader: Any) -> None:
-    for _ in run.guard.epochs(EPOCHS):
-        for batch, _number in zip(loader, itertools.count(), strict=False):
-            run.train(batch)
-
-
-def listed(run: Run, loader: Any) -> None:
-    for _ in run.guard.epochs(EPOCHS):
-        for batch in list(loader):
-            run.train(batch)
-
-
-def accumulated(run: Run, loader: Any) -> None:
-    """Two batches a step; an epoch's last step has one."""
-    for _ in run.guard.epochs(EPOCHS):
-        waiting = 0
-        for batch in loader:
-            run.forward(batch).backward()
-            waiting += 1
-            if waiting == 2:
-                run.update()
-                waiting = 0
-        if waiting:
-            run.update()
-
-
 def accumulated_ahead(run: Run, loader: Any) -> None:
     for _ in run.guard.epochs(EPOCHS):
         waiting = 0
@@ -220,27 +194,6 @@ def accumulated_ahead(run: Run, loader: Any) -> None:
                 waiting = 0
         if waiting:
             run.update()
-
-
-def accumulated_nano(run: Run, loader: Any) -> None:
-    """nanoGPT with gradient accumulation: fetched after each micro step's forward."""
-    it = iter(loader)
-
-    def fetch() -> Any:
-        nonlocal it
-        try:
-            return next(it)
-        except StopIteration:
-            it = iter(loader)
-            return next(it)
-
-    batch = fetch()
-    while run.guard.position.step < 7:
-        for _micro in range(2):
-            loss = run.forward(batch)
-            batch = fetch()
-            loss.backward()
-        run.update()
 
 
 def at_their_own_pace(run: Run, loaders: Any) -> None:
@@ -284,11 +237,7 @@ FORMS: dict[str, Callable[[Run, Any], None]] = {
         timm,
         three_ahead,
         endless,
-        zipped,
-        listed,
-        accumulated,
         accumulated_ahead,
-        accumulated_nano,
     )
 }
 

@@ -16,24 +16,19 @@ from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.persist.format import read_header
 from tests.guard.programs import EXACT, LATE_AVERAGE, NOTED, REFUSED, run
-from tests.guarded import no_traces, plain_environment
 
-
-@pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_environment(monkeypatch)
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_is_said_of_an_exact_program(name: str, tmp_path: Path) -> None:
-    with no_traces():
-        assert run(name, EXACT[name], tmp_path) == ()
+    assert run(name, EXACT[name], tmp_path) == ()
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_certain_is_refused_with_its_name_and_the_line_to_write(name: str, tmp_path: Path) -> None:
     source, words = REFUSED[name]
-    with no_traces(), pytest.raises(UnmanagedStateError) as caught:
+    with pytest.raises(UnmanagedStateError) as caught:
         run(name, source, tmp_path)
     assert words in str(caught.value)
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -65,7 +60,7 @@ def test_a_risk_is_one_warning_and_a_note_in_the_file(
 @pytest.mark.parametrize("by_data", [False, True], ids=["counted", "by .data"])
 def test_a_named_average_that_is_updated_after_the_boundary_is_refused(by_data: bool, tmp_path: Path) -> None:
     source = LATE_AVERAGE.replace("e.lerp_(p, 0.1)", "e.data.lerp_(p.data, 0.1)") if by_data else LATE_AVERAGE
-    with no_traces(), pytest.raises(UnmanagedStateError, match=r"^model_1 moves after guard.step_end\(\) and before"):
+    with pytest.raises(UnmanagedStateError, match=r"^model_1 moves after guard.step_end\(\) and before"):
         run("late", source, tmp_path)
 
 

@@ -26,11 +26,6 @@ EPOCHS, BATCHES = 4, 5
 pytestmark = pytest.mark.usefixtures("clean")
 
 
-class Weak:
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 class Strong:
     def __init__(self, p: float = 0.5) -> None:
         self.p = p
@@ -45,30 +40,21 @@ class Pictures(Dataset[Any]):
     def __init__(self) -> None:
         self.x = torch.randn(4 * BATCHES, 4)
         self.mosaic, self.level, self.calls, self.epoch = True, 0.0, 0, 0
-        self.weak, self.strong = Weak(), Strong(0.1)
-        self.transform: Any = self.weak
-        self.mixer: Any = None
+        self.strong = Strong(0.1)
         self.others: Any = [self.strong]
         self.shifts: list[float] = []
-
-    def set_level(self, level: float) -> None:
-        self.level = level
-
-    def close_mosaic(self) -> None:
-        self.mosaic = False
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.calls += 1
-        x = self.transform(self.x[index]) + 0.1 * self.level * torch.randn(4) + 0.01 * self.epoch + sum(self.shifts)
+        x = self.x[index] + 0.1 * self.level * torch.randn(4) + 0.01 * self.epoch + sum(self.shifts)
         if self.mosaic:
             x = x + self.x[int(torch.randint(len(self.x), ()))]
         for other in self.others:
             x = other(x)
-        mixed: torch.Tensor = x if self.mixer is None else self.mixer(x)
-        return mixed
+        return x
 
 
 class Collate:
@@ -79,18 +65,6 @@ class Collate:
 
     def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(samples) * self.size
-
-
-class Skewed(Sampler[int]):
-    def __init__(self, data: Pictures) -> None:
-        self.data, self.power = data, 1.0
-
-    def __iter__(self) -> Iterator[int]:
-        weights = torch.arange(1.0, len(self.data) + 1) ** self.power
-        return iter(torch.multinomial(weights, len(self.data), replacement=True).tolist())
-
-    def __len__(self) -> int:
-        return len(self.data)
 
 
 Form = Callable[[Any, DataLoader[Any], int, str, int], None]
@@ -150,11 +124,6 @@ def switch(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
         loader.dataset.mosaic = False
 
 
-def by_method(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "head" and epoch == 2:
-        data.close_mosaic()
-
-
 def in_mid_epoch(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
     if where == "step" and step == 8:
         data.mosaic = False
@@ -167,17 +136,12 @@ def each_step(data: Any, loader: Any, epoch: int, where: str, step: int) -> None
 
 def curriculum(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
     if where == "tail":
-        data.set_level(data.level + 1)
+        data.level += 1
 
 
 def at_head(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
     if where == "head":
         data.level += 1
-
-
-def next_epoch(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "tail":
-        data.epoch = epoch + 1
 
 
 def nested(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
@@ -195,7 +159,7 @@ def taken_away(data: Any, loader: Any, epoch: int, where: str, step: int) -> Non
         data.others = []
 
 
-FORMS: list[Form] = [switch, by_method, in_mid_epoch, each_step, curriculum, at_head, next_epoch, nested, appended]
+FORMS: list[Form] = [switch, in_mid_epoch, each_step, curriculum, at_head, nested, appended, taken_away]
 
 
 @pytest.mark.parametrize(
@@ -213,20 +177,14 @@ def test_with_workers(form: Form, tmp_path: Path) -> None:
     stop_and_resume(form, tmp_path, 13, workers=1)
 
 
-def test_a_sampler(tmp_path: Path) -> None:
-    def skew(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-        if where == "tail":
-            loader.sampler.power *= 0.5
-
-    stop_and_resume(skew, tmp_path, 13, sampler=Skewed)
-
-
-class Counting(Skewed):
+class Counting(Sampler[int]):
     """Counts its passes and what it has given by itself; at the `end` of a pass, or at its begin."""
 
     def __init__(self, data: Pictures, *, end: bool) -> None:
-        super().__init__(data)
-        self.end, self.passes, self.given = end, 0, 0
+        self.data, self.end, self.passes, self.given = data, end, 0, 0
+
+    def __len__(self) -> int:
+        return len(self.data)
 
     def __iter__(self) -> Iterator[int]:
         draw = torch.Generator().manual_seed(self.passes + 100 * self.given)
@@ -263,41 +221,6 @@ class Stream(IterableDataset[Any]):
 
 def test_an_iterable_data_set(tmp_path: Path) -> None:
     stop_and_resume(switch, tmp_path, 13, data=Stream)
-
-
-# --- objects that are exchanged ---
-
-
-def from_an_epoch_on(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "head":
-        data.transform = data.strong if epoch >= 2 else data.weak
-
-
-def test_an_exchange_that_each_epoch_makes_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stop_and_resume(from_an_epoch_on, tmp_path, 13)
-    assert "exchanged" not in caplog.text and "another" not in caplog.text
-
-
-def swapped(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    """One data set for training and evaluation, as behind `random_split`."""
-    if where == "head":
-        data.transform = data.strong
-    if where == "tail":
-        data.transform = Strong(0.9)
-        data[0]
-
-
-@pytest.mark.parametrize("stop", [9, 10, 13])
-def test_transforms_that_are_swapped_for_an_evaluation(
-    stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stop_and_resume(swapped, tmp_path, stop)
-    assert "exchanged" not in caplog.text and "another" not in caplog.text
-
-
-def test_objects_taken_away_stay_away(tmp_path: Path) -> None:
-    """An empty list is a plain value."""
-    stop_and_resume(taken_away, tmp_path, 13)
 
 
 # --- by itself ---

@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +20,13 @@ from mindx_elastic.guard.ending import Ending
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
-from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, stop_and_wait
+from tests.guarded import STEPS_PER_EPOCH, Job, stop_and_wait
 from tests.harness import events
 
 LAST = 3 * STEPS_PER_EPOCH
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def names(directory: Path) -> list[str]:
@@ -82,15 +77,6 @@ def test_more_epochs_go_on_exactly_and_leave_a_second_final_file(tmp_path: Path)
     assert_same(longer.run(4, between=step_per_epoch), expected)
     assert longer.steps == list(range(LAST + 1, LAST + STEPS_PER_EPOCH + 1))
     assert names(tmp_path / "a") == [f"job-{epoch}_{STEPS_PER_EPOCH}_final.safetensors" for epoch in (3, 4)]
-
-
-def test_another_runs_final_file_is_left_alone(tmp_path: Path) -> None:
-    Job(tmp_path).run(2)
-    Job(tmp_path, resume="never").run(3)
-    assert names(tmp_path) == [
-        f"job-2_{STEPS_PER_EPOCH}_final.safetensors",
-        f"job-3_{STEPS_PER_EPOCH}_final.safetensors",
-    ]
 
 
 def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,19 +132,6 @@ def test_weights_changed_behind_the_last_epoch_belong_to_its_boundary(tmp_path: 
     expected = Job(tmp_path).run(between=average)
     assert len(names(tmp_path)) == 1
     assert_same(Job(tmp_path, seed=99).run(between=average), expected)
-
-
-def test_batch_norm_that_is_updated_at_the_end_is_not_in_the_file(tmp_path: Path) -> None:
-    """`update_bn` after the loop: the file is step 15, and the same command does the update again."""
-
-    def update(job: Job, epoch: int) -> None:
-        if epoch == 3:
-            for buffer in job.network.buffers():
-                buffer.add_(1)
-
-    expected = Job(tmp_path).run(between=update)
-    assert len(names(tmp_path)) == 1
-    assert_same(Job(tmp_path, seed=99).run(between=update), expected)
 
 
 def test_a_save_that_fails_does_not_fail_the_training(
@@ -226,23 +199,6 @@ def test_a_model_alone_is_no_guest_in_a_trainings_directory(tmp_path: Path) -> N
         assert guard.resumed_from_step == STEPS_PER_EPOCH
         assert torch.equal(next(network.parameters()), next(training.network.parameters()))
     assert (names(tmp_path / "job"), path.read_bytes()) == before
-
-
-def test_updates_by_hand_without_any_file_yet_are_a_training(tmp_path: Path) -> None:
-    """The strategy of the start before is there, and no file: what this start trains is saved."""
-
-    class Killed(BaseException):
-        pass
-
-    def start(directory: Path) -> Guard:
-        return Guard(model=Job(directory / "unused").network, directory=directory, prefix="job")
-
-    with pytest.raises(Killed), start(tmp_path):
-        raise Killed
-    assert names(tmp_path) == []
-    with start(tmp_path) as guard:
-        guard.step_end()
-    assert names(tmp_path) == ["job-1_1_final.safetensors"]
 
 
 class Left(Exception):

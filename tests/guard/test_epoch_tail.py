@@ -58,21 +58,6 @@ def in_a_function(p: Program) -> None:
         assert one_pass(p) >= 0
 
 
-def steps_of_an_endless_loader(p: Program) -> None:
-    batches = iter(p.loader)
-    for epoch in p.guard.epochs(EPOCHS):
-        for _ in p.guard.steps(3):
-            try:
-                x, y = next(batches)
-            except StopIteration:
-                batches = iter(p.loader)
-                x, y = next(batches)
-            size = len(x)
-            p.step(x, y)
-            p.guard.step_end()
-        assert epoch and size
-
-
 def with_an_evaluation(p: Program) -> None:
     for _ in p.guard.epochs(EPOCHS):
         for x, y in p.loader:
@@ -87,11 +72,9 @@ def with_an_evaluation(p: Program) -> None:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(
-    "loop", [last_name, mean_of_a_list, in_a_function, with_an_evaluation, steps_of_an_endless_loader]
-)
+@pytest.mark.parametrize("loop", [last_name, mean_of_a_list, in_a_function, with_an_evaluation])
 def test_a_tail_that_needs_batches_never_comes_without(tmp_path: Path, loop: Loop) -> None:
-    check_every_boundary(loop, tmp_path, steps=EPOCHS * 3 if loop is steps_of_an_endless_loader else LAST)
+    check_every_boundary(loop, tmp_path)
 
 
 class Killed(Exception):
@@ -381,12 +364,6 @@ def test_a_loader_that_knows_the_end_only_when_it_is_asked(tmp_path: Path, data:
     check_every_boundary(
         last_name, tmp_path, make_options=lambda: {"loader": ReplayLoader(DataLoader(data(), batch_size=4))}
     )
-
-
-def test_a_finished_training_has_nothing_left_of_its_last_epoch(tmp_path: Path) -> None:
-    run(last_name, tmp_path)
-    again, _ = run(last_name, tmp_path, seed=99)
-    assert again.guard.step == again.guard.resumed_from_step == LAST
 
 
 def test_a_break_behind_the_last_batch_stays_one(tmp_path: Path) -> None:

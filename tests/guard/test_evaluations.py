@@ -228,24 +228,6 @@ def test_an_evaluation_in_training_mode_is_named(tmp_path: Path, caplog: pytest.
     assert "num_batches_tracked" in line and "eval()" in line
 
 
-def test_a_periodic_save_does_not_copy_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindx_elastic.guard.loops import evaluations
-
-    monkeypatch.setattr(evaluations, "kept_rng", lambda: pytest.fail("the streams were copied"))
-
-    class EachStep:
-        directory, asynchronous, keep_max, keep_per_n_minutes, append_info = tmp_path, False, 2, None, ()
-
-        def due(self, position: Any) -> bool:
-            return True
-
-        def name(self, position: Any) -> str:
-            return f"each-{position.epoch}_{position.step_in_epoch}.safetensors"
-
-    Job(tmp_path, periodic=[EachStep()]).run(1)
-    assert list(tmp_path.glob("each-1_5.safetensors"))
-
-
 def test_a_broadcast_of_buffers_that_torch_does_not_count_is_no_change_of_the_programs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from mindx_elastic import Guard
 from mindx_elastic.errors import (
-    GracefulExit,
     SaveError,
     UsageError,
 )
@@ -28,8 +23,6 @@ from tests.guarded import (
     STEPS_PER_EPOCH,
     Job,
     fail_at,
-    no_traces,
-    plain_environment,
     stop_and_wait,
     stop_at,
     stopped,
@@ -37,12 +30,7 @@ from tests.guarded import (
 )
 from tests.harness import events
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 # --- stop and resume ---
@@ -103,55 +91,6 @@ def test_the_run_begun_last_goes_on_whatever_the_clocks_say(tmp_path: Path, monk
         job = Job(directory)
         stopped(job, middle=stop_at(10))
         assert job.guard.resumed_from_step == 9
-
-
-def test_random_numbers_drawn_before_the_first_batch_change_nothing_after_a_resume(tmp_path: Path) -> None:
-    """The program seeds and draws while it builds itself, between entering and the first batch, too."""
-
-    def draw(job: Job) -> None:
-        torch.manual_seed(1234)
-        torch.rand(5)
-
-    expected = weights_of_uninterrupted(tmp_path, begin=draw)
-    stopped(Job(tmp_path), middle=stop_at(7), begin=draw)
-    assert_same(Job(tmp_path, seed=99).run(begin=draw), expected)
-
-
-def test_random_numbers_drawn_between_epochs_are_drawn_again(tmp_path: Path) -> None:
-    """The stop comes in the evaluation after epoch 1: the resumed run does that evaluation, with the same numbers."""
-    drawn: dict[int, list[float]] = {}
-
-    def evaluate(job: Job, epoch: int) -> None:
-        drawn.setdefault(epoch, []).append(torch.rand(1).item())
-
-    expected = weights_of_uninterrupted(tmp_path, between=evaluate)
-
-    def stop_in_evaluation(job: Job, epoch: int) -> None:
-        evaluate(job, epoch)
-        with job.guard.outside_step():
-            stop_and_wait(job)
-
-    leaving = stopped(Job(tmp_path), between=stop_in_evaluation)
-    assert leaving.step == STEPS_PER_EPOCH
-    second = Job(tmp_path, seed=99)
-    assert_same(second.run(between=evaluate), expected)
-    assert drawn[1][0] == drawn[1][1] == drawn[1][2]
-    assert second.epochs == [1, 2, 3] and second.steps[0] == STEPS_PER_EPOCH + 1
-
-
-def test_poll_stops_an_evaluation(tmp_path: Path) -> None:
-    polled: list[int] = []
-
-    def evaluate(job: Job, epoch: int) -> None:
-        with job.guard.outside_step():
-            for batch in range(10):
-                if batch == 4:
-                    stop_and_wait(job)
-                job.guard.poll()
-                polled.append(batch)
-
-    assert stopped(Job(tmp_path), between=evaluate).step == STEPS_PER_EPOCH
-    assert polled == [0, 1, 2, 3]
 
 
 def test_an_accumulation_window_is_never_cut(tmp_path: Path) -> None:
@@ -241,18 +180,6 @@ def test_a_flag_that_was_set_before_the_first_start_stops_at_the_first_boundary(
     assert again.guard.resumed_from_step == 5
 
 
-def test_a_flag_waits_for_a_boundary_also_in_a_first_evaluation(tmp_path: Path) -> None:
-    """Between two steps a stop would leave at step 0, with nothing saved, at every start."""
-    flag = tmp_path / "graceful_exit.json"
-    flag.write_text('{"GracefulExit": 1}')
-
-    def evaluate(job: Job) -> None:
-        with job.guard.outside_step():
-            job.guard.poll()
-
-    assert stopped(Job(tmp_path, flag_file=flag), begin=evaluate).step == 1
-
-
 def test_a_stop_for_another_reason_answers_the_flag_too(tmp_path: Path) -> None:
     """The platform sets the flag and sends SIGTERM: one stop, not two."""
     flag = tmp_path / "graceful_exit.json"
@@ -312,14 +239,6 @@ def test_an_exception_is_not_saved_when_that_is_not_wanted(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="injected"):
         Job(tmp_path, save_on_exception=False).run(middle=fail_at(7))
     assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_leaving_with_sys_exit_0_is_the_end_of_training(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        Job(tmp_path).run(after=lambda job, step: sys.exit(0) if step == 3 else None)
-    assert not isinstance(caught.value, GracefulExit)
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["job-1_3_final.safetensors"]
-    assert [e["outcome"] for e in events(tmp_path, "end")] == ["finished"]
 
 
 def test_an_exception_on_the_way_to_the_stop_is_still_a_graceful_stop(tmp_path: Path) -> None:
@@ -392,16 +311,6 @@ def test_save_inside_an_update_is_refused(tmp_path: Path) -> None:
 # --- epochs and positions ---
 
 
-def test_epochs_of_a_finished_run_have_nothing_left(tmp_path: Path) -> None:
-    Job(tmp_path).run(after=lambda job, step: job.guard.save() if step == 3 * STEPS_PER_EPOCH else None)
-    again = Job(tmp_path)
-    again.run()
-    assert (again.epochs, again.steps) == ([3], []), "what comes after the last epoch is done once in the end"
-    longer = Job(tmp_path)
-    longer.run(epochs=4)
-    assert longer.steps == list(range(16, 21))
-
-
 def test_a_smaller_number_than_what_is_done_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError, match="enough"):
         Job(tmp_path).run(after=lambda job, step: stop_with("enough") if step == 2 * STEPS_PER_EPOCH + 1 else None)
@@ -439,31 +348,3 @@ def test_a_phase_that_is_over_is_no_smaller_number(tmp_path: Path, caplog: pytes
 
 def stop_with(text: str) -> None:
     raise RuntimeError(text)
-
-
-def test_a_loop_without_epochs_or_loader(tmp_path: Path) -> None:
-    def run(directory: Path, stop: int = 0) -> tuple[Guard, torch.Tensor]:
-        weight = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.Adam([weight], lr=0.1)
-        module = nn.Module()
-        module.weight = weight
-        guard = Guard(model=module, optimizer=optimizer, directory=directory)
-        with guard:
-            for step in range(guard.position.step + 1, 8):
-                weight.sum().mul(step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if step == stop:
-                    guard.request_stop("enough")
-                    done = threading.Event()
-                    guard.stopper.watcher.post(done.set)
-                    assert done.wait(30)
-                guard.step_end()
-        return guard, weight.detach()
-
-    _, expected = run(tmp_path / "a")
-    with pytest.raises(GracefulExit):
-        run(tmp_path / "b", stop=4)
-    guard, weight = run(tmp_path / "b")
-    assert guard.resumed_from_step == 4
-    assert_same(weight, expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,10 @@ from mindx_elastic.errors import (
     UnsupportedStateError,
     UsageError,
 )
-from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
+from tests.guarded import Job, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import events, wait_until
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 # --- refused before training starts ---

@@ -63,9 +63,7 @@ class Window:
         self.meter = Meter()
         self.parts = parts.split()
         optimizers: list[torch.optim.Optimizer] = [self.first, self.second] if "second" in self.parts else [self.first]
-        if "lbfgs" in self.parts:
-            optimizers = [torch.optim.LBFGS(self.network.parameters(), lr=0.01, max_iter=2)]
-        elif "inside" in self.parts:
+        if "inside" in self.parts:
             optimizers = [self.step_in_backward(parameter) for parameter in self.network.parameters()]
         self.optimizers = optimizers
         modules = [self.network, self.average] if "average" in self.parts or "rarely" in self.parts else [self.network]
@@ -91,7 +89,6 @@ class Window:
             "rarely": lambda: self.move_average() if step % 3 == 0 else None,
             "draw": lambda: torch.rand(1),
             "draw-python": random.random,
-            "lbfgs": lambda: self.optimizers[0].step(self.closure),
             "inside": lambda: None,
             "zero": self.first.zero_grad,
             "log": lambda: None,
@@ -107,12 +104,6 @@ class Window:
 
         parameter.register_post_accumulate_grad_hook(update)
         return optimizer
-
-    def closure(self) -> float:
-        self.first.zero_grad()
-        loss = self.network(self.x).square().mean()
-        loss.backward()
-        return float(loss.detach())
 
     def move_average(self) -> None:
         with torch.no_grad():
@@ -155,7 +146,6 @@ def fails(job: Window, before: str, **options: Any) -> None:
         "scaled update log",
         "step average log",
         "step average scheduler meter log",
-        "lbfgs log",
         "inside log",
     ],
 )

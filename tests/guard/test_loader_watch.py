@@ -116,58 +116,6 @@ def test_an_iterator_made_before_the_guard(tmp_path: Path, make: Any) -> None:
         run_loop(from_before, tmp_path, make=make, iterate_before=True)
 
 
-def ours(kind: str) -> Callable[[Run, Any], None]:
-    def endless(run: Run, loader: Any) -> None:
-        batches = mx_data.from_function(drawn)
-        for _ in run.guard.steps(6):
-            run.train(next(iter(batches)))  # it goes on
-
-    def one(run: Run, loader: Any) -> None:
-        makers: dict[str, Callable[[], Any]] = {
-            "function": lambda: mx_data.from_function(drawn, BATCHES),
-            "replay": lambda: mx_data.from_loader([drawn() for _ in range(BATCHES)]),
-            "resumable": lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True),
-        }
-        batches = makers[kind]()
-        for _ in run.guard.epochs(EPOCHS):
-            for batch in batches:
-                run.train(batch)
-
-    return endless if kind == "endless" else one
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("function", r"a FunctionLoader of drawn\(\), and no loader is named.*write Guard\(loader=loader, ...\)"),
-        ("replay", r"a ReplayLoader over list"),
-        ("resumable", r"a ResumableLoader over Pictures"),
-        ("endless", r"a FunctionLoader of drawn\(\)"),
-    ],
-)
-def test_a_loader_of_ours_that_is_not_named_is_refused(kind: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UnmanagedStateError, match=words):
-        run_loop(ours(kind), tmp_path, unnamed=True)
-
-
-def in_lockstep(run: Run, loader: Any) -> None:
-    noise = iter(mx_data.from_function(drawn))
-    for _ in run.guard.epochs(EPOCHS):
-        for batch in loader:
-            run.train((batch[0] + next(noise)[0][:2], batch[1]))
-
-
-def test_the_line_to_write_has_the_loaders_that_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UnmanagedStateError, match=r"beside the named ones.*or Guard\(loader=\[first, second\]"):
-        run_loop(in_lockstep, tmp_path)
-
-
-def test_with_warn_it_is_said_and_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run, _ = run_loop(another, tmp_path, unmanaged="warn")
-    assert len(run.steps) == EPOCHS * BATCHES
-    assert any("beside the named ones" in note for note in run.guard._unmanaged.notes)
-
-
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
@@ -196,19 +144,11 @@ def left_early(run: Run, loader: Any) -> None:
             run.train(batch)
 
 
-def kept_list(run: Run, loader: Any) -> None:
-    batches = list(loader)
-    for _ in run.guard.epochs(EPOCHS):
-        for batch in batches:
-            run.train(batch)
-
-
 @pytest.mark.parametrize(
     ("form", "words"),
     [
         (several_steps_a_batch, "without a batch"),
         (left_early, "right after a step, with batches left"),
-        (kept_list, "keeps its batches"),
         (cycled, "keeps its batches, as itertools.cycle does"),
     ],
 )
@@ -305,16 +245,6 @@ def peeks(run: Run, loader: Any) -> None:
     plain(run, loader)
 
 
-def functional(run: Run, loader: Any) -> None:
-    batches = iter(loader)
-    batch = next(batches)
-    while run.guard.position.step < 9:
-        loss = run.forward(batch)
-        batch = next(batches)
-        loss.backward()
-        run.update()
-
-
 def silent(run: Run) -> bool:
     return run.guard._unmanaged.notes == ()
 
@@ -340,11 +270,21 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(3, 4) + index[:, None], index
 
 
-@pytest.mark.parametrize("form", [functional, plain])
-@pytest.mark.parametrize("stop", [1, 4, 5, 8])
-def test_a_loader_for_a_function(form: Callable[[Run, Any], None], stop: int, tmp_path: Path) -> None:
-    per_epoch = BATCHES if form is plain else None
-    stop_and_resume(form, tmp_path, stop, make=lambda: mx_data.from_function(drawn, per_epoch))
+def of_ours(run: Run, loader: Any) -> None:
+    batches = mx_data.from_function(drawn)
+    for _ in run.guard.steps(6):
+        run.train(next(iter(batches)))  # it goes on
+
+
+def test_a_loader_of_ours_that_is_not_named_is_refused(tmp_path: Path) -> None:
+    words = r"a FunctionLoader of drawn\(\), and no loader is named.*write Guard\(loader=loader, ...\)"
+    with pytest.raises(UnmanagedStateError, match=words):
+        run_loop(of_ours, tmp_path, unnamed=True)
+
+
+@pytest.mark.parametrize("stop", [4, 5])
+def test_a_loader_for_a_function(stop: int, tmp_path: Path) -> None:
+    stop_and_resume(plain, tmp_path, stop, make=lambda: mx_data.from_function(drawn, BATCHES))
 
 
 # --- loaders of different lengths side by side ---
@@ -361,27 +301,11 @@ def in_parallel(run: Run, loaders: Any) -> None:
             run.update()
 
 
-def one_is_left(run: Run, loaders: Any) -> None:
-    """The longer one is left right after a step of its own."""
-    for _ in run.guard.epochs(EPOCHS):
-        for loader in loaders:
-            for number, batch in enumerate(loader):
-                run.train(batch)
-                if loader is loaders[1] and number == 2:
-                    break
-
-
 @pytest.mark.parametrize("stop", [4, 5, 6, 10])
 def test_a_longer_loader_is_left_where_the_shorter_one_ends(stop: int, tmp_path: Path) -> None:
     run, _ = run_loop(in_parallel, tmp_path / "silent", make=two_lengths)
     assert silent(run), run.guard._unmanaged.notes
     stop_and_resume(in_parallel, tmp_path, stop, make=two_lengths)
-
-
-def test_one_that_is_left_by_itself_is_told(tmp_path: Path) -> None:
-    run, _ = run_loop(one_is_left, tmp_path, make=two_lengths)
-    (note,) = [note for note in run.guard._unmanaged.notes if "leaves an epoch" in note]
-    assert "loader_1" in note
 
 
 def test_a_cycle_beside_a_longer_loader_is_told(tmp_path: Path) -> None:

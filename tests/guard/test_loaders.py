@@ -292,21 +292,6 @@ def test_a_stream_by_itself_is_refused_with_the_reason(tmp_path: Path) -> None:
         run_loop(FORMS["plain"], tmp_path, make=_Stream)
 
 
-def test_a_network_in_stateful_is_no_loader(tmp_path: Path) -> None:
-    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = Guard(model=model, optimizer=optimizer, stateful={"teacher": layers}, directory=tmp_path)
-    assert guard.loader is None
-    with guard:
-        for _ in guard.steps(2):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            guard.step_end()
-    assert guard.position.batch_num == 0
-
-
 # --- loaders that come within the epochs of the first one ---
 
 

@@ -4,9 +4,8 @@ start goes on from, and states of other forms than torch's."""
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mindx_elastic as mx
 from mindx_elastic.errors import MismatchError
-from tests.guarded import no_traces, plain_environment
 
 RATES = {"a": 0.1, "b": 0.01, "out": 0.03}
 _x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
@@ -26,11 +24,7 @@ DATA = TensorDataset(_x, _x.sum(1, keepdim=True))
 Make = Callable[["Net"], torch.optim.Optimizer]
 
 
-@pytest.fixture(autouse=True)
-def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Net(nn.Module):
@@ -47,36 +41,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.out(torch.tanh(self.get_submodule("b")(torch.tanh(self.get_submodule("a")(x)))))
         return out
-
-
-class Averaged:
-    """An optimizer in no class of torch's, around one of torch's, with state by position."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.averages = [p.detach().clone() for p in self._parameters()]
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.inner.param_groups for p in group["params"]]
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    def step(self) -> None:
-        self.inner.step()
-        self.average()
-
-    @torch.no_grad()
-    def average(self) -> None:
-        for average, p in zip(self.averages, self._parameters(), strict=True):
-            p.lerp_(average.lerp_(p, 0.3), 0.5)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"averages": self.averages, "inner": self.inner.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.averages = state["averages"]
-        self.inner.load_state_dict(state["inner"])
 
 
 class Agent:
@@ -162,18 +126,6 @@ class StateOfInner(Noam):
         self.inner.load_state_dict(state)
 
 
-class NoamOfSlow(Noam):
-    """Around another wrapper, which counts too."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner)
-        self.averaged = [Averaged(inner)]
-
-    def step(self) -> None:
-        super().step()
-        self.averaged[0].average()
-
-
 class CountingAdam(torch.optim.Adam):
     """Its steps are whole numbers, as geoopt's are."""
 
@@ -204,25 +156,6 @@ class Warmup(torch.optim.lr_scheduler.LRScheduler):
         return self.then.get_last_lr()
 
 
-class Noise:
-    """Draws once in each step."""
-
-    def __init__(self, net: Net) -> None:
-        self._states, self._at = [0.1, -0.2, 0.3, 0.05, -0.15, 0.25, 0.07], [0]
-        self._lock = threading.Lock()
-        net.register_forward_pre_hook(self.add)
-
-    def add(self, net: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-        self._at[0] += 1
-        return inputs[0] + self._states[self._at[0] % 7]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self._at[0]}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._at[0] = state["at"]
-
-
 def listed(*names: str) -> Make:
     """One list of the parameters of these parts."""
     return lambda net: torch.optim.AdamW([p for n in names for p in net.get_submodule(n).parameters()], lr=0.05)
@@ -241,16 +174,8 @@ def model(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": net, "optimizer": optimizer}
 
 
-def averaged(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": net, "stateful": {"averaged": Averaged(optimizer)}}
-
-
 def slow(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": net, "optimizer": SlowWeights(optimizer)}
-
-
-def slow_and_inner(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": net, "optimizer": [optimizer, SlowWeights(optimizer)]}
 
 
 def counted(kind: type[Noam]) -> Callable[[Net, torch.optim.Optimizer], dict[str, Any]]:
@@ -260,10 +185,6 @@ def counted(kind: type[Noam]) -> Callable[[Net, torch.optim.Optimizer], dict[str
 def warmed_up(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     then = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     return {"model": net, "optimizer": optimizer, "lr_scheduler": Warmup(optimizer, 4, then)}
-
-
-def noisy(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": net, "optimizer": optimizer, "stateful": {"noise": Noise(net)}}
 
 
 def agent(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -276,8 +197,7 @@ def train(
     """The weights at the end, or at step `stop`."""
     net = Net(order)
     given = objects(net, make(net))
-    optimizer = given.get("optimizer") or given["stateful"]["averaged"]
-    optimizer = optimizer[-1] if isinstance(optimizer, list) else optimizer
+    optimizer = given["optimizer"]
     loader = DataLoader(DATA, batch_size=8)
     guard = mx.Guard(**given, loader=loader, directory=directory, prefix="a", unmanaged="warn")
     try:
@@ -303,10 +223,9 @@ def train(
     [
         (model, listed("a", "b", "out"), listed("b", "a", "out"), "ba"),  # two equal layers, registered otherwise
         (model, grouped("a", "b", "out"), grouped("b", "a", "out"), "ab"),
-        (averaged, grouped("a", "b", "out"), grouped("b", "a", "out"), "ab"),
         (agent, listed("a", "b", "out"), listed("out", "b", "a"), "ab"),
     ],
-    ids=["layers", "groups", "a wrapper's groups", "an agent's network"],
+    ids=["layers", "groups", "an agent's network"],
 )
 def test_state_goes_back_by_name(
     tmp_path: Path,
@@ -367,9 +286,7 @@ def test_parameters_of_no_named_object_go_by_their_order_and_that_is_said(
     assert "optimizer: the state of 2 of its parameters goes back by their order" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "objects", [slow, slow_and_inner, *map(counted, (Noam, HandingOn, StateOfInner, NoamOfSlow)), warmed_up, noisy]
-)
+@pytest.mark.parametrize("objects", [slow, *map(counted, (Noam, HandingOn, StateOfInner)), warmed_up])
 def test_states_of_other_forms_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: Callable[..., dict[str, Any]]
 ) -> None:

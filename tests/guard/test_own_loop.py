@@ -34,13 +34,6 @@ def epochs_in_range(p: Program) -> None:
                 one(p, batch)
 
 
-def steps_of_an_endless_iterator(p: Program) -> None:
-    with p.guard:
-        batches = itertools.chain.from_iterable(itertools.repeat(p.loader))
-        for _step in range(100):
-            one(p, next(batches))
-
-
 def full_batches(p: Program) -> None:
     with p.guard:
         for _step in range(6):
@@ -63,7 +56,6 @@ def passes_in_an_epoch(p: Program) -> None:
 
 REFUSED = [
     (epochs_in_range, BATCHES + 1, "has not asked the guard where it stands"),
-    (steps_of_an_endless_iterator, BATCHES + 1, "has not asked the guard where it stands"),
     (full_batches, 2, "has not asked the guard where it stands"),
     (steps_in_an_epoch, 2, "begins anew when its epoch is resumed in the middle"),
     (passes_in_an_epoch, BATCHES + 1, "begins anew when its epoch is resumed in the middle"),
@@ -86,12 +78,6 @@ def test_refused_and_the_steps_are_saved(
     corrected = Program(tmp_path, **options_of(program))
     with corrected.guard:
         assert corrected.guard.resumed_from_step == step
-
-
-def test_a_warning_where_that_is_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    epochs_in_range(Program(tmp_path, unmanaged="warn"))
-    (line,) = [r.getMessage() for r in caplog.records if "begins anew" in r.getMessage()]
-    assert "Loop over guard.epochs(number)" in line
 
 
 def test_an_epoch_that_asks_for_more_batches_than_are_left_is_explained(
@@ -120,27 +106,12 @@ def one_pass(p: Program) -> None:
             one(p, batch)
 
 
-def endless_until_the_guards_step(p: Program) -> None:
-    with p.guard:
-        while True:
-            for batch in p.loader:
-                one(p, batch)
-                if p.guard.step >= 7:
-                    return
-
-
 def full_batches_until_the_guards_step(p: Program) -> None:
     with p.guard:
         while True:
             one(p, p.full_batch())
             if p.guard.step >= 7:
                 return
-
-
-def what_is_left(p: Program) -> None:
-    with p.guard:
-        for _ in range(7 - p.guard.step):
-            one(p, p.full_batch())
 
 
 def place_in_an_epoch(p: Program) -> None:
@@ -167,8 +138,8 @@ def one_batch_of_each_of_two_loaders(p: Program) -> None:
                 one(p, batch)
 
 
-FINE = [one_pass, endless_until_the_guards_step, one_batch_of_each_of_two_loaders]
-FINE_WITHOUT_LOADER = [full_batches_until_the_guards_step, what_is_left, place_in_an_epoch, a_count_that_is_kept]
+FINE = [one_pass, one_batch_of_each_of_two_loaders]
+FINE_WITHOUT_LOADER = [full_batches_until_the_guards_step, place_in_an_epoch, a_count_that_is_kept]
 
 
 @pytest.mark.parametrize("program", [*FINE, *FINE_WITHOUT_LOADER])

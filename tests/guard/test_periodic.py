@@ -9,19 +9,13 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.utils.data import TensorDataset
 
-from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard import periodic
-from mindx_elastic.guard.guard import Guard
 from mindx_elastic.guard.periodic import LEAST_S, SaveClock, SaveInterval
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import CheckpointConfig, ModelCheckpoint
@@ -244,33 +238,6 @@ def test_a_training_measures_its_saves(
     files = [read_header(path).info for path in Path("out").glob("*.safetensors")]
     assert any(info.step % 40 for info in files) and all(info.kind == "periodic" for info in files), files
     assert "a checkpoint every" in caplog.text and told, caplog.text
-
-
-@pytest.mark.parametrize("config", [{"save_checkpoint_steps": "auto"}, {"save_checkpoint_seconds": 0.01}])
-def test_a_loop_of_its_own_saves_by_the_clock_as_well(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever gives the policy to a guard gets its schedule, too."""
-    monkeypatch.setattr(periodic, "LEAST_S", 0.01)
-    callback = ModelCheckpoint(directory=tmp_path, config=CheckpointConfig(**config))
-    network = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    loader = ResumableLoader(TensorDataset(torch.ones(1200, 4)), batch_size=4)
-    with Guard(
-        directory=tmp_path,
-        model=network,
-        optimizer=optimizer,
-        loader=loader,
-        periodic=callback.periodic_policies(),
-    ) as guard:
-        for _ in guard.epochs(1):
-            for (batch,) in loader:
-                optimizer.zero_grad()
-                network(batch).sum().backward()
-                optimizer.step()
-                guard.step_end()
-    steps = [read_header(path).info.step for path in tmp_path.glob("*.safetensors")]
-    assert any(0 < step < 300 for step in steps), steps
 
 
 @pytest.mark.parametrize("wrong", ["Auto", "5", "", "never"])

@@ -10,14 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.guarded import Job, no_traces, plain_environment
+from tests.guarded import Job
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def steps(job: Job, number: int = 9) -> Iterator[torch.Tensor]:
@@ -70,16 +65,6 @@ def test_a_moving_average_that_is_made_anew(tmp_path: Path, told: Told) -> None:
     told(train, "centre.copy_((...).detach()) where the loop has centre = ...")
 
 
-def test_a_dict_of_the_program_that_names_it_goes_on_with_the_first_one(tmp_path: Path, told: Told) -> None:
-    def train() -> None:
-        centre = torch.zeros(3)
-        state = {"centre": centre}
-        for out in steps(Job(tmp_path, loader=None, stateful=state)):
-            centre = 0.9 * centre + 0.1 * out.mean(0)
-
-    told(train, "centre.copy_((...).detach()) where the loop has centre = ...")
-
-
 def test_what_a_model_gives_back_for_the_next_step(tmp_path: Path, told: Told) -> None:
     def train() -> None:
         memories = [torch.zeros(5, 3)]
@@ -90,20 +75,13 @@ def test_what_a_model_gives_back_for_the_next_step(tmp_path: Path, told: Told) -
     told(train, "memories[:] = ...")
 
 
-def test_an_array_and_a_dict(tmp_path: Path, told: Told) -> None:
-    def array() -> None:
+def test_an_array(tmp_path: Path, told: Told) -> None:
+    def train() -> None:
         hits = np.zeros(3)
-        for out in steps(job_with(tmp_path / "array", hits=hits)):
+        for out in steps(job_with(tmp_path, hits=hits)):
             hits = hits + out.mean(0).numpy()
 
-    def mapping() -> None:
-        best = {"loss": float("inf")}
-        for out in steps(job_with(tmp_path / "dict", best=best)):
-            best = {"loss": min(best["loss"], float(out.norm()) - len(best))}
-            best["loss"] -= 1
-
-    told(array, "hits[...] = ...")
-    told(mapping, "new = ...; best.clear(); best.update(new)")
+    told(train, "hits[...] = ...")
 
 
 def test_an_attribute_of_an_object(tmp_path: Path, told: Told) -> None:
@@ -120,38 +98,6 @@ def test_an_attribute_of_an_object(tmp_path: Path, told: Told) -> None:
             trainer.step(out)
 
     told(train, "trainer.hidden.copy_((...).detach()) where the loop has trainer.hidden = ...")
-
-
-def test_a_global_variable_that_a_function_sets(tmp_path: Path, told: Told) -> None:
-    global _level
-
-    def update(out: torch.Tensor) -> None:
-        global _level
-        _level = _level * 0.5 + out.mean(0)
-
-    def train() -> None:
-        for out in steps(job_with(tmp_path, level=_level)):
-            update(out)
-
-    _level = torch.zeros(3)
-    told(train, "_level.copy_((...).detach())")
-
-
-_level = torch.zeros(3)
-
-
-def test_one_that_is_bound_anew_now_and_then(tmp_path: Path, told: Told) -> None:
-    """It held the guard's object at a boundary, so the loop has bound it."""
-
-    def train() -> None:
-        mask = torch.ones(3)
-        job = job_with(tmp_path, mask=mask)
-        for number, out in enumerate(steps(job)):
-            out * mask
-            if number == 2:
-                mask = (out.mean(0) > 0).float()
-
-    told(train, "mask.copy_((...).detach())")
 
 
 # --- exact ---

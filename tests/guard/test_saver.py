@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,10 @@ from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
 from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
-from tests.guarded import Job, no_traces, plain_environment, stop_and_wait, weights_of_uninterrupted
+from tests.guarded import Job, stop_and_wait, weights_of_uninterrupted
 from tests.harness import events
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 @dataclass
@@ -211,21 +205,6 @@ class Turning:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_lost_directory_does_not_end_training(tmp_path: Path, asynchronous: bool) -> None:
-    """It is deleted and something else takes its place."""
-    every = Every(tmp_path / "lost", 1, asynchronous)
-
-    def remove_directory(job: Job, step: int) -> None:
-        if step == 2:
-            assert job.guard.stopper.saver.drain(30)  # a save in progress would create the directory anew
-            shutil.rmtree(every.directory)
-            every.directory.write_text("in the way")
-
-    Job(tmp_path / "main", periodic=[every]).run(epochs=1, middle=remove_directory)
-    assert [e["outcome"][:6] for e in events(tmp_path / "main", "save")].count("failed") >= 4
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_state_that_becomes_unsupported_does_not_end_training(tmp_path: Path, asynchronous: bool) -> None:
     turning = Turning()
 
@@ -357,22 +336,3 @@ def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
     saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id=infos[1].run_id, attempt=2))
     saver.begin(infos[1])
     assert saver.describe("snapshot").coordinates == {"base_attempt": 1, "base_step": infos[1].step}
-
-
-def test_drain_tells_whether_background_saves_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, go_on = make_saver(tmp_path), threading.Event()
-    write = write_checkpoint
-
-    def late(*args: Any, **options: Any) -> Any:
-        assert go_on.wait(30)
-        return write(*args, **options)
-
-    monkeypatch.setattr(saving_module, "write_checkpoint", late)
-    assert saver.drain(0.0), "nothing to wait for"
-    assert saver.save_periodic(Every(tmp_path, asynchronous=True))
-    assert not saver.drain(0.01)
-    go_on.set()
-    assert saver.drain()
-    assert steps_in(tmp_path) == [5]
-    saver.close()
-    saver.close()

@@ -78,11 +78,6 @@ def test_an_exception_saves_the_boundary_before_it(parts: Parts) -> None:
     assert (alarm.kind, alarm.reason, alarm.exit_code) == ("exception", "exception: ValueError: broken", 1)
 
 
-def test_a_very_long_exception_text_is_cut(parts: Parts) -> None:
-    parts.stopper.on_exception(ValueError("x" * 100_000))
-    assert parts.stopper.alarm is not None and len(parts.stopper.alarm.reason) <= 300
-
-
 def test_an_exception_that_no_policy_wants_is_left_alone(make_parts: Make) -> None:
     parts = make_parts(alarms=frozenset({"signal"}))
     parts.stopper.on_exception(ValueError("broken"))
@@ -258,15 +253,6 @@ def test_what_comes_after_the_save_gets_the_deadline_and_may_fail(
     parts.stopper.after_save()
     assert parts.stopper.alarm is not None and deadlines == [parts.stopper.alarm.deadline.at]
     assert "after the checkpoint: RuntimeError: injected" in caplog.text
-
-
-def test_exit_codes_of_a_policy_replace_the_defaults(make_parts: Make) -> None:
-    heard = make_parts(exit_codes={"signal": 9})
-    heard.stopper.hear_signal(signal.SIGTERM)
-    assert heard.stopper.exit().code == 9
-    flagged = make_parts(exit_codes={"signal": 9})
-    flagged.stopper.hear(flagged.stopper.alarms.of_flag(Path("flag")))
-    assert flagged.stopper.exit().code == 75
 
 
 # --- the end of the process ---

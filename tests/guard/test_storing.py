@@ -6,7 +6,6 @@ import random
 import sys
 import threading
 import types
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -223,20 +222,6 @@ def test_a_training_that_cannot_be_stored_goes_on_where_it_is_asked_to(
     assert sum("no checkpoint can hold optimizer.state.0.projector.callback" in line for line in told) == 1
 
 
-class Store:
-    """As a TensorDict gives its state: what its content means stands beside it, as a module's versions do."""
-
-    state: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        inner: Any = OrderedDict(x=torch.zeros(3))
-        inner._metadata = OrderedDict({"": {"batch_size": torch.Size([40]), "device": torch.device("cpu")}})
-        return {"storage": {"inner": inner}}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def test_what_cannot_be_stored_and_comes_later_is_told_before_a_stop_finds_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,13 +239,6 @@ def test_what_cannot_be_stored_and_comes_later_is_told_before_a_stop_finds_it(
             told += [step] * ("no step can be saved any more" in caplog.text and not told)
     assert told == [8]
     assert "optimizer.state.1.lock" in caplog.text
-
-
-def test_what_an_ordered_dict_says_of_itself_comes_back(tmp_path: Path) -> None:
-    train(tmp_path, sgd, stop=2, stateful={"store": Store()})
-    train(tmp_path, sgd, stateful={"store": (store := Store())})
-    inner = store.state["storage"]["inner"]
-    assert inner._metadata == OrderedDict({"": {"batch_size": torch.Size([40]), "device": torch.device("cpu")}})
 
 
 class Keeper:
@@ -290,42 +268,6 @@ def test_a_state_with_an_object_needs_one_at_its_place(tmp_path: Path) -> None:
     there = types.SimpleNamespace(seen=None)
     train(tmp_path, sgd, stateful={"keeper": Keeper(there)})
     assert torch.equal(there.seen, torch.ones(2))
-
-
-def test_a_dict_that_makes_its_missing_items_still_does(tmp_path: Path) -> None:
-    train(tmp_path, sgd, stop=2, stateful={"keeper": Keeper(defaultdict(list, a=[1]))})
-    train(tmp_path, sgd, stateful={"keeper": (keeper := Keeper(None))})
-    assert keeper.value == {"a": [1]} and keeper.value["new"] == []
-
-
-class Vaccine(nn.Module):
-    """As GradVac keeps what it has seen: a buffer that is no tensor yet, and what it was made for."""
-
-    seen: torch.Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", None)
-        self.key: Any = None
-
-    def forward(self) -> float:
-        if self.key != (1, torch.float32) or self.seen is None:
-            self.seen, self.key = torch.zeros(1), (1, torch.float32)
-        self.seen += 1
-        return float(self.seen)
-
-
-def test_a_type_among_the_attributes_of_a_named_module_is_kept(tmp_path: Path) -> None:
-    counts = []
-    for _ in range(2):
-        model, vaccine = nn.Linear(2, 2), Vaccine()
-        with Guard(model=model, stateful={"vaccine": vaccine}, directory=tmp_path) as guard, suppress(Stopped):
-            for step in guard.steps(4):
-                counts.append(vaccine())
-                guard.step_end()
-                if step == 2:
-                    raise Stopped
-    assert counts == [1, 2, 3, 4]
 
 
 class FullyShardedDataParallel(nn.Linear):

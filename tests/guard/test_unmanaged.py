@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,11 @@ from mindx_elastic.errors import UnmanagedStateError, UsageError
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import Callback, ExceptionCheckpoint
-from tests.guarded import Job, no_traces, plain_environment, stop_and_wait
+from tests.guarded import Job, stop_and_wait
 from tests.harness import events
 from tests.train.small_job import make_loader, make_model
 
-
-@pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_environment(monkeypatch)
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def files(directory: Path) -> list[Path]:
@@ -46,10 +42,21 @@ class Target:
 # --- what is caught ---
 
 
-def test_a_refusal_that_the_program_catches_comes_again_and_nothing_is_saved(tmp_path: Path) -> None:
+class Wrapped(Exception):
+    """Made of a refusal."""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(None, UnmanagedStateError), (SystemExit(0), UnmanagedStateError), (Wrapped(), Wrapped)]
+)
+def test_a_refusal_that_the_program_catches_is_none_the_less_one(
+    tmp_path: Path, error: BaseException | None, raised: type[BaseException]
+) -> None:
+    """It comes again at each boundary, nothing is saved, and ``sys.exit(0)`` does not tell a launcher that all is
+    done."""
     job = Job(tmp_path)
-    rng, raised = np.random.default_rng(0), 0
-    with no_traces(), pytest.raises(UnmanagedStateError, match="generator"), job.guard as guard:  # noqa: PT012
+    rng, caught = np.random.default_rng(0), 0
+    with pytest.raises(raised), job.guard as guard:  # noqa: PT012
         while guard.position.step < 12:
             job.network(torch.randn(5, 4) + float(rng.normal())).square().mean().backward()
             job.optimizer.step()
@@ -58,44 +65,10 @@ def test_a_refusal_that_the_program_catches_comes_again_and_nothing_is_saved(tmp
             try:
                 guard.step_end()
             except UnmanagedStateError:
-                raised += 1
-    assert raised == 10  # from the third boundary on
-    assert files(tmp_path) == []
-
-
-def test_a_refusal_that_the_program_makes_a_good_end_of_is_none(tmp_path: Path) -> None:
-    """``sys.exit(0)`` would tell a launcher that the training is done."""
-    job = Job(tmp_path)
-    rng = np.random.default_rng(0)
-    with no_traces(), pytest.raises(UnmanagedStateError, match="generator"), job.guard as guard:  # noqa: PT012
-        while guard.position.step < 12:
-            job.network(torch.randn(5, 4) + float(rng.normal())).square().mean().backward()
-            job.optimizer.step()
-            job.scheduler.step()
-            job.optimizer.zero_grad()
-            try:
-                guard.step_end()
-            except UnmanagedStateError:
-                sys.exit(0)
-    assert files(tmp_path) == []
-
-
-def test_another_exception_made_of_it_saves_nothing_either(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    rng = np.random.default_rng(0)
-
-    def middle(job: Job, step: int) -> None:
-        rng.normal()
-
-    with no_traces(), pytest.raises(RuntimeError, match="wrapped"), job.guard as guard:  # noqa: PT012
-        for number in range(5):
-            job.network(torch.randn(5, 4)).square().mean().backward()
-            job.optimizer.step()
-            middle(job, number)
-            try:
-                guard.step_end()
-            except UnmanagedStateError as error:
-                raise RuntimeError("wrapped") from error
+                caught += 1
+                if error is not None:
+                    raise error from None
+    assert caught == (1 if error else 10), "from the third boundary on"
     assert files(tmp_path) == []
 
 
@@ -111,8 +84,7 @@ def test_what_an_evaluation_does_counts_nowhere(tmp_path: Path) -> None:
             target.after(job, step)
             rng.normal()
 
-    with no_traces():
-        job.run(after=after)
+    job.run(after=after)
     (file,) = files(tmp_path)
     assert read_header(file).info.unmanaged == ()
 
@@ -128,7 +100,7 @@ def test_what_changes_before_an_evaluation_counts(tmp_path: Path) -> None:
     def middle(job: Job, step: int) -> None:
         target.after(job, step)
 
-    with no_traces(), pytest.raises(UnmanagedStateError, match=r'module "target.network"'):
+    with pytest.raises(UnmanagedStateError, match=r'module "target.network"'):
         job.run(middle=middle, after=after)
 
 
@@ -144,13 +116,12 @@ def test_a_resumed_run_says_what_its_file_says_and_keeps_it(tmp_path: Path, capl
         if step == 7:
             stop_and_wait(job)
 
-    with no_traces(), pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):
         first.run(middle=middle)
     (note,) = read_header(files(tmp_path)[0]).info.unmanaged
     caplog.clear()
     second = Job(tmp_path)
-    with no_traces():
-        second.run()
+    second.run()
     assert second.guard.resumed_from_step == 7
     told = [r for r in caplog.records if "according to its files" in r.getMessage()]
     assert len(told) == 1 and note in told[0].getMessage() and told[0].levelno == logging.WARNING
@@ -184,12 +155,11 @@ def test_other_words_for_the_mode_are_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_a_program_keeps_of_an_optimizer_is_still_its_own_after_a_resume(tmp_path: Path) -> None:
-    with no_traces(), pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):
         Job(tmp_path).run(middle=lambda job, step: stop_and_wait(job) if step == 3 else None)
     job = Job(tmp_path)
     group, groups, state = job.optimizer.param_groups[0], job.optimizer.param_groups, job.optimizer.state
-    with no_traces():
-        job.run()
+    job.run()
     assert job.guard.resumed_from_step == 3
     assert job.optimizer.param_groups is groups and groups[0] is group and job.optimizer.state is state
     assert group["lr"] == job.scheduler.get_last_lr()[0]
@@ -220,15 +190,14 @@ class KeptAverage(Average):
 
 def test_a_callback_of_a_model_with_state_that_it_does_not_give_is_refused(tmp_path: Path) -> None:
     model = make_model()
-    with no_traces(), pytest.raises(UnmanagedStateError, match=r'module "callbacks\[1\].ema"'):
+    with pytest.raises(UnmanagedStateError, match=r'module "callbacks\[1\].ema"'):
         model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), Average(model.network)])
     assert files(tmp_path) == []
 
 
 def test_a_callback_of_a_model_that_gives_its_state_is_not(tmp_path: Path) -> None:
     model = make_model()
-    with no_traces():
-        model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), KeptAverage(model.network)])
+    model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), KeptAverage(model.network)])
     (file,) = files(tmp_path)
     assert read_header(file).info.unmanaged == ()
 
@@ -241,5 +210,5 @@ def test_a_scheduler_that_a_model_was_not_given_is_refused(tmp_path: Path) -> No
         def on_train_step_end(self, run_context: Any) -> None:
             hidden.step()
 
-    with no_traces(), pytest.raises(UnmanagedStateError, match=r'scheduler "hidden" .* steps and is not named'):
+    with pytest.raises(UnmanagedStateError, match=r'scheduler "hidden" .* steps and is not named'):
         model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), Steps()])
