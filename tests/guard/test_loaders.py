@@ -147,21 +147,6 @@ def test_the_order_follows_from_torchs_seed(tmp_path: Path) -> None:
     assert runs[0].steps != runs[2].steps
 
 
-def test_a_seed_that_differs_after_a_stop_does_not_change_the_epoch(tmp_path: Path) -> None:
-    seeds = iter([7, 8])
-
-    def make() -> Any:
-        torch.manual_seed(next(seeds))
-        return DataLoader(Pictures(), batch_size=2, shuffle=True)
-
-    with pytest.raises(GracefulExit) as caught:
-        run_loop(FORMS["plain"], tmp_path, stop_at=3, make=make)
-    second, _ = run_loop(FORMS["plain"], tmp_path, make=make)
-    steps = caught.value.run.steps + second.steps  # type: ignore[attr-defined]
-    first_epoch = [index for _, batches in steps[:BATCHES] for batch in batches for index in batch]
-    assert sorted(first_epoch) == list(range(2 * BATCHES))
-
-
 def test_a_persistent_loader_and_what_is_set_on_it_later(tmp_path: Path) -> None:
     def make() -> Any:
         loader = DataLoader(Pictures(), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
@@ -179,16 +164,6 @@ def shifted(samples: list[Any]) -> Any:
 
 
 # --- torchdata and Hugging Face's datasets, and stand-ins with their protocols ---
-
-
-def stateful_loader(**options: Any) -> Any:
-    module = pytest.importorskip("torchdata.stateful_dataloader")
-    return module.StatefulDataLoader(Pictures(), batch_size=2, shuffle=True, **options)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchdatas_loader(workers: int, tmp_path: Path) -> None:
-    check("nano", tmp_path, [1, 3, BATCHES], make=lambda: stateful_loader(num_workers=workers))
 
 
 class _Stateful(DataLoader[Any]):
@@ -267,24 +242,6 @@ _Stream.__name__, _Stream.__module__ = "IterableDataset", "datasets.iterable_dat
 def test_a_stream_with_a_shuffle_buffer(form: str, workers: int, tmp_path: Path) -> None:
     stops = [3, BATCHES, BATCHES + 2]
     check(form, tmp_path, stops, make=lambda: DataLoader(_Stream(), batch_size=2, num_workers=workers))
-
-
-def test_hugging_faces_stream(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def rows() -> Iterator[dict[str, int]]:
-        yield from ({"index": index} for index in range(2 * BATCHES))
-
-    def make() -> Any:
-        stream = datasets.IterableDataset.from_generator(rows).shuffle(seed=1, buffer_size=6)
-        return DataLoader(stream, batch_size=2, collate_fn=of_rows)
-
-    check("nano", tmp_path, [3, BATCHES], make=make)
-
-
-def of_rows(rows: list[dict[str, int]]) -> Any:
-    index = torch.tensor([row["index"] for row in rows])
-    return torch.arange(4.0) * index[:, None] / 10, index
 
 
 def test_a_stream_by_itself_is_refused_with_the_reason(tmp_path: Path) -> None:
