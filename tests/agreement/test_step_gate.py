@@ -35,14 +35,6 @@ def test_between_two_steps_the_boundary_at_hand_is_offered() -> None:
     assert not gate.is_between
 
 
-def test_a_step_begun_in_time_is_finished() -> None:
-    gate = StepGate()
-    gate.arrive(4)
-    gate.leave_step()
-    assert gate.enter_step() is False
-    assert gate.close() == 5
-
-
 def test_waiting_ends_with_the_decision_or_the_bound() -> None:
     gate = StepGate()
     gate.close()
@@ -117,29 +109,3 @@ def test_a_stop_may_send_a_waiting_rank_on_to_a_later_boundary() -> None:
     gate.open_until(7)
     thread.join(30)
     assert told == [False] and gate.arrive(7)
-
-
-def test_a_second_pause_at_once_keeps_the_rank_where_it_is() -> None:
-    gate = StepGate(5)
-    gate.pause()
-    gate.arrive(6)
-    thread, told = waiting(gate)
-    with gate._lock:  # before the thread wakes
-        gate._limit, gate._paused = 1 << 62, False
-    assert gate.pause() in (6, 7)
-    gate.resume()
-    thread.join(30)
-    assert told == [False]
-
-
-def test_a_stop_that_comes_as_a_pause_ends_finds_the_rank_or_the_coming_boundary() -> None:
-    """Whatever the order of the threads, the rank does not pass the boundary that was offered for it."""
-    for _ in range(200):
-        gate = StepGate(5)
-        gate.pause()
-        gate.arrive(6)
-        thread, told = waiting(gate)
-        gate.resume()
-        offer = gate.close()
-        thread.join(30)
-        assert (offer, told) in ((6, [True]), (7, [False]))

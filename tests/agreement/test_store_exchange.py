@@ -20,7 +20,7 @@ from mindx_elastic.agreement.exchange import Exchange, Order
 from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_request import encode_request
-from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
+from mindx_elastic.agreement.stop_step import CANNOT, Decision, End, Offer
 from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.agreement.store_gathering import Store
 from mindx_elastic.errors import UntrustedMessageError, UsageError
@@ -92,12 +92,6 @@ def test_three_ranks_agree_on_the_largest_offer(ranks: list[StoreExchange]) -> N
     assert {d.step for d in decide(ranks, {0: 5, 1: 6, 2: 5}, 30).values()} == {6}
 
 
-def test_a_torn_rank_makes_everybody_act_alone(ranks: list[StoreExchange]) -> None:
-    decisions = decide(ranks, {0: 5, 1: CANNOT, 2: 5}, 30)
-    assert {d.step for d in decisions.values()} == {None}
-    assert "rank 1" in decisions[0].reason
-
-
 def test_a_dead_rank_costs_the_bound_and_no_more(ranks: list[StoreExchange]) -> None:
     decisions = decide(ranks, {0: 5, 2: 5}, 0.2)
     assert [decisions[r].step for r in (0, 2)] == [None, None]
@@ -133,21 +127,6 @@ def test_a_rank_that_has_made_its_offer_and_left_is_no_reason_to_act_alone(ranks
     decisions.append(ranks[0].decide("salvage", 13, 30))
     early.join(30)
     assert [decision.step for decision in decisions] == [13, 13]
-
-
-def test_a_rank_that_has_left_is_not_waited_for(ranks: list[StoreExchange]) -> None:
-    ranks[1].leave()
-    assert {d.step for d in decide(ranks, {0: 5, 2: 6}, 30).values()} == {6}
-
-
-def test_ranks_that_reach_their_end_together_are_finished(ranks: list[StoreExchange]) -> None:
-    assert set(decide(ranks, {0: End(9), 1: End(9), 2: End(9)}, 30).values()) == {FINISHED}
-
-
-def test_one_alarm_in_the_last_step_stops_all_of_them(ranks: list[StoreExchange]) -> None:
-    assert {d.step for d in decide(ranks, {0: End(9), 1: 9, 2: End(9)}, 30).values()} == {9}
-    # The watcher of a rank whose training thread has made the offer learns the same.
-    assert ranks[0].decide("stop", 10, 30).step == 9
 
 
 class SlowToTakeARequest:
@@ -265,44 +244,6 @@ def test_who_has_left(ranks: list[StoreExchange]) -> None:
     ranks[2].announce("stop", End(9))
     ranks[0].announce("stop", 9)
     assert [ranks[0].has_left(rank) for rank in range(3)] == [False, True, True]
-
-
-def test_a_decision_that_was_made_is_not_abandoned(ranks: list[StoreExchange]) -> None:
-    made = decide(ranks, {0: 5, 1: 6, 2: 5}, 30)
-    ranks[0].abandon("rank 1 is gone")
-    assert ranks[0].decide("stop", 5, 30) == made[0] == Decision(6)
-
-
-def test_nobody_ends_before_all_know_that_all_have_finished(ranks: list[StoreExchange]) -> None:
-    """Rank 0 may host the store, and its end is the store's."""
-    told: list[int] = []
-    reading = threading.Event()
-    go = threading.Event()
-    decide_last = ranks[2].decide
-
-    def slow(name: str, offer: Offer, timeout_s: float) -> Decision:
-        decision = decide_last(name, offer, timeout_s)
-        reading.set()
-        go.wait(30)
-        told.append(2)
-        return decision
-
-    ranks[2].decide = slow  # type: ignore[method-assign]
-    results: dict[int, Decision] = {}
-
-    def finish(rank: int) -> None:
-        results[rank] = ranks[rank].finish(9, 30)
-        told.append(rank)
-
-    threads = [threading.Thread(target=finish, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    assert reading.wait(30)
-    go.set()
-    for thread in threads:
-        thread.join(30)
-    assert results == dict.fromkeys(range(3), FINISHED)
-    assert told[0] == 2
 
 
 class FrozenStore:

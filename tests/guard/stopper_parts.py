@@ -28,18 +28,10 @@ __all__ = ["Parts", "Timers"]
 
 
 class Timers(Watcher):
-    """Keeps what was ordered for later; the test says when it is time."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda signum: None)
-        self.ordered: list[tuple[float, Callable[[], None]]] = []
+    """For what is ordered for later the time does not come."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> None:
-        self.ordered.append((when, callback))
-
-    def pass_time(self) -> None:
-        for _, callback in sorted([self.ordered.pop(0) for _ in list(self.ordered)], key=lambda timer: timer[0]):
-            callback()
+        pass
 
 
 class Parts:
@@ -60,7 +52,7 @@ class Parts:
         self.collector = Collector({"model": nn.Linear(2, 2)})
         self.collector.copy(Position(step=5, epoch=1, step_in_epoch=5))
         self.events = EventLog(directory / "events.jsonl")
-        self.watcher = Timers()
+        self.watcher = Timers(lambda signum: None)
         self.last_resort = LastResort()
         self.durable: Path | None = None
         fields: dict[str, Any] = {

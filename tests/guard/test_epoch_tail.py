@@ -58,6 +58,21 @@ def in_a_function(p: Program) -> None:
         assert one_pass(p) >= 0
 
 
+def steps_of_an_endless_loader(p: Program) -> None:
+    batches = iter(p.loader)
+    for epoch in p.guard.epochs(EPOCHS):
+        for _ in p.guard.steps(3):
+            try:
+                x, y = next(batches)
+            except StopIteration:
+                batches = iter(p.loader)
+                x, y = next(batches)
+            size = len(x)
+            p.step(x, y)
+            p.guard.step_end()
+        assert epoch and size
+
+
 def with_an_evaluation(p: Program) -> None:
     for _ in p.guard.epochs(EPOCHS):
         for x, y in p.loader:
@@ -72,9 +87,11 @@ def with_an_evaluation(p: Program) -> None:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("loop", [last_name, mean_of_a_list, in_a_function, with_an_evaluation])
+@pytest.mark.parametrize(
+    "loop", [steps_of_an_endless_loader, last_name, mean_of_a_list, in_a_function, with_an_evaluation]
+)
 def test_a_tail_that_needs_batches_never_comes_without(tmp_path: Path, loop: Loop) -> None:
-    check_every_boundary(loop, tmp_path)
+    check_every_boundary(loop, tmp_path, steps=EPOCHS * 3 if loop is steps_of_an_endless_loader else LAST)
 
 
 class Killed(Exception):

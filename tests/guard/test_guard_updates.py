@@ -122,24 +122,6 @@ def test_a_periodic_save_inside_an_update_is_refused(tmp_path: Path, caplog: pyt
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["p-1.safetensors"]
 
 
-def test_a_block_inside_an_evaluation_does_not_end_it(tmp_path: Path) -> None:
-    """A periodic save is such a block. The alarm after it still finds the thread between two steps."""
-
-    def stop_after_the_inner_block(job: Job) -> None:
-        with job.guard:
-            update(job)
-            job.guard.step_end()
-            with job.guard.outside_step():
-                with job.guard.outside_step():
-                    pass
-                stop_and_wait(job)
-
-    with pytest.raises(GracefulExit) as caught:
-        stop_after_the_inner_block(Job(tmp_path))
-    assert caught.value.step == 1
-    assert events(tmp_path, "agreement")[0]["offer"] == 1, "not the coming boundary"
-
-
 @pytest.mark.parametrize(
     "call", [Guard.step_end, Guard.boundary, Guard.save, lambda guard: guard.request_stop("enough")]
 )

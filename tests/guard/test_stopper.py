@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.stop_step import Decision, Offer
-from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.guard.stop_state import StopPhase
 from tests.guard.stopper_parts import Parts
@@ -36,15 +31,6 @@ def test_a_signal_lets_the_training_thread_run_to_the_coming_boundary(parts: Par
     assert (durable["step"], durable["path"], durable["reason"]) == (6, str(leaving.path), "SIGTERM")
 
 
-def test_between_two_steps_the_watcher_saves_the_boundary_that_is_there(parts: Parts) -> None:
-    parts.steps.leave_step()
-    parts.stopper.hear_signal(signal.SIGTERM)
-    assert parts.stopper.phase is StopPhase.SAVED and parts.files() == [5]
-    assert parts.steps.at_limit()
-    with pytest.raises(GracefulExit):
-        parts.stopper.at_limit(is_cut=True)
-
-
 def test_a_second_alarm_changes_nothing(parts: Parts) -> None:
     parts.stopper.hear_signal(signal.SIGTERM)
     first = parts.stopper.alarm
@@ -56,18 +42,6 @@ def test_a_second_alarm_changes_nothing(parts: Parts) -> None:
     )
     assert parts.stopper.alarm is first
     assert [e["outcome"] for e in events(parts.directory, "alarm")] == ["stopping", "already stopping"]
-
-
-def test_an_open_window_is_passed_over_until_its_end(parts: Parts) -> None:
-    parts.stopper.hear_signal(signal.SIGTERM)
-    for step in (6, 7):
-        assert parts.steps.arrive(step)
-        parts.stopper.at_limit(is_cut=False)
-    assert parts.files() == []
-    assert parts.reach(8)
-    with pytest.raises(GracefulExit):
-        parts.stopper.at_limit(is_cut=True)
-    assert parts.files() == [8]
 
 
 def test_an_exception_saves_the_boundary_before_it(parts: Parts) -> None:
@@ -111,62 +85,6 @@ def test_a_torn_state_is_refused(parts: Parts, state: str) -> None:
     assert save["outcome"] == "refused: state is not at a boundary"
 
 
-class Recording(Exchange):
-    """Keeps what was offered in each round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offers: list[tuple[str, Offer]] = []
-
-    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
-        self.offers.append((name, offer))
-        return super().decide(name, offer, timeout_s)
-
-
-def test_a_training_thread_that_has_arrived_before_the_decision_saves_by_itself(make_parts: Make) -> None:
-    """A salvage from beside it would agree once more, wait for ranks that are still in the step, and keep the watcher
-    from hearing anything meanwhile."""
-
-    class Slow(Recording):
-        def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
-            assert name != "stop" or parts.reach(6), "the training thread is held at the boundary"
-            return super().decide(name, offer, timeout_s)
-
-    exchange = Slow()
-    parts = make_parts(exchange=exchange)
-    parts.stopper.hear_signal(signal.SIGTERM)
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
-    with pytest.raises(GracefulExit):
-        parts.stopper.at_limit(is_cut=True)
-    assert exchange.offers == [("stop", 6)] and parts.files() == [6]
-
-
-def test_a_salvage_in_the_middle_of_an_update_offers_the_boundary_it_leads_to(make_parts: Make) -> None:
-    """Not CANNOT, which would make every rank act alone for the sake of a step that takes milliseconds more."""
-    exchange = Recording()
-    parts = make_parts(grace_s=2.0, exchange=exchange)
-    parts.gate.begin_update()
-    parts.stopper.hear(
-        parts.stopper.alarms.of_peer(
-            {"kind": "exception", "reason": "x", "exit_code": 1, "origin": 1, "grace_left_s": 2.0}
-        )
-    )
-    assert exchange.offers == [("salvage", 6)]
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
-    parts.gate.end_update()
-    assert parts.reach(6)
-    with pytest.raises(GracefulExit):
-        parts.stopper.at_limit(is_cut=True)
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.SAVED, [6])
-
-
-def test_a_boundary_that_callbacks_are_not_done_with_is_not_saved_yet(parts: Parts) -> None:
-    parts.gate.pass_boundary(lambda: parts.collector.copy(Position(step=6, epoch=1, step_in_epoch=6)))
-    parts.stopper.hear_signal(signal.SIGTERM)
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
-    assert parts.reach(6)
-
-
 @pytest.mark.parametrize("reaches_boundary", [True, False])
 def test_the_end_saves_a_boundary_and_nothing_torn(parts: Parts, reaches_boundary: bool) -> None:
     parts.watcher.start()
@@ -200,35 +118,6 @@ def test_a_save_that_fails_still_leaves(parts: Parts, monkeypatch: pytest.Monkey
     assert parts.stopper.save.failure is not None and "injected" in parts.stopper.save.failure
 
 
-def test_the_training_thread_waits_for_a_save_in_progress(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, go_on, order = threading.Event(), threading.Event(), []
-    save = parts.saver.save_dying
-
-    def slow(*args: Any, **more: Any) -> Any:
-        started.set()
-        assert go_on.wait(30)
-        order.append("saved")
-        return save(*args, **more)
-
-    monkeypatch.setattr(parts.saver, "save_dying", slow)
-    parts.steps.leave_step()
-    watcher = threading.Thread(target=parts.stopper.hear_signal, args=(signal.SIGTERM,))
-    watcher.start()
-    assert started.wait(30)
-
-    def arrive() -> None:
-        with pytest.raises(GracefulExit):
-            parts.stopper.at_limit(is_cut=True)
-        order.append("left")
-
-    training = threading.Thread(target=arrive)
-    training.start()
-    go_on.set()
-    watcher.join(30)
-    training.join(30)
-    assert order == ["saved", "left"] and parts.files() == [5]
-
-
 def test_a_step_that_is_durable_already_is_not_written_again(parts: Parts) -> None:
     parts.durable = parts.directory / "old.safetensors"
     parts.steps.leave_step()
@@ -253,63 +142,3 @@ def test_what_comes_after_the_save_gets_the_deadline_and_may_fail(
     parts.stopper.after_save()
     assert parts.stopper.alarm is not None and deadlines == [parts.stopper.alarm.deadline.at]
     assert "after the checkpoint: RuntimeError: injected" in caplog.text
-
-
-# --- the end of the process ---
-
-
-@pytest.fixture
-def ended(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Set when the process would have been ended; the last resort runs."""
-    ended = threading.Event()
-
-    def end(code: int, relay: object) -> None:
-        assert code == 143
-        parts.stopper.dismiss()
-        ended.set()
-
-    monkeypatch.setattr("mindx_elastic.guard.stopper.end_process", end)
-    monkeypatch.setattr("mindx_elastic.guard.stopper._PATIENCE_S", 0.0)
-    parts.last_resort.start(parts.stopper)
-    yield ended
-    parts.stopper.is_coming_out = False  # else it lingers
-    parts.last_resort.stop()
-
-
-def salvage(parts: Parts) -> None:
-    """The watcher saves between two steps."""
-    parts.steps.leave_step()
-    parts.stopper.hear_signal(signal.SIGTERM)
-    assert parts.files() == [5]
-
-
-def test_a_training_thread_that_comes_out_has_until_the_deadline(
-    parts: Parts, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mindx_elastic.guard.stopper._PATIENCE_S", 60.0)
-    salvage(parts)
-    with pytest.raises(GracefulExit):
-        parts.stopper.at_limit(is_cut=True)  # and exports its network, say
-    parts.last_resort.leave_by(time.monotonic(), "lost patience")
-    assert not ended.wait(0.3)
-
-
-def test_a_training_thread_that_hangs_is_left_behind(parts: Parts, ended: threading.Event) -> None:
-    salvage(parts)
-    assert ended.wait(60)
-
-
-def test_a_save_in_progress_is_not_cut_off(
-    parts: Parts, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = parts.saver.save_dying
-
-    def late(*args: Any, **more: Any) -> Any:
-        parts.last_resort.leave_by(time.monotonic(), "the deadline comes while the file is being written")
-        assert not ended.wait(0.3)
-        return save(*args, **more)
-
-    monkeypatch.setattr(parts.saver, "save_dying", late)
-    parts.stopper.hear_signal(signal.SIGTERM)
-    parts.stopper.salvage(parts.stopper.alarm)  # type: ignore[arg-type]
-    assert ended.wait(60) and parts.files() == [5]
