@@ -90,50 +90,33 @@ def first_healthy(name: str, ranks: list[int], read: ReadPart, shard: str = "") 
     raise CorruptCheckpointError(f"{name}: {shard}cannot be read from any file ({why})", tensor=name)
 
 
-def assemble(
-    name: str, layout: Layout, shape: tuple[int, ...] | None, read: ReadPart, scratch: Scratch
-) -> torch.Tensor:
-    """The whole tensor; each part comes from the lowest rank that has it.
+def assemble(name: str, layout: Layout, shape: Size, read: ReadPart, scratch: Scratch) -> torch.Tensor:
+    """The whole tensor, of `shape`; each part comes from the lowest rank that has it.
 
-    shape: of the whole; None: it is not known because a part is missing. Raises CorruptCheckpointError where a part is
-    in no file, MismatchError where a part does not have the size that the layout gives it.
+    Raises CorruptCheckpointError where a part is in no file, MismatchError where a part does not have the size that the
+    layout gives it.
     """
-    parts: list[torch.Tensor | None] = []
+    parts: list[tuple[Box, torch.Tensor]] = []
     for number, holders in enumerate(layout.holders):
-        if shape is not None and 0 in _local_shape(name, layout, shape, number):
-            parts.append(None)
+        try:
+            box = layout.box(shape, number)
+        except UsageError as error:
+            raise MismatchError(f"{name}: {error}") from None
+        wanted = tuple(stop - start for start, stop in box)
+        if 0 in wanted:
             continue
         part = first_healthy(name, list(holders), read, f"part {number + 1} of {layout.num_shards} ")
-        if shape is None:
-            parts.append(part)
-            continue
-        wanted = _local_shape(name, layout, shape, number)
-        if tuple(part.shape) != wanted or (parts and parts[0] is not None and parts[0].dtype != part.dtype):
+        if tuple(part.shape) != wanted or (parts and parts[0][1].dtype != part.dtype):
             raise MismatchError(
                 f"{name}: part {number + 1} of {layout.num_shards} is {part.dtype} {list(part.shape)}, and {layout} of "
                 f"{list(shape)} makes it {list(wanted)}: the files and the layout do not belong together"
             )
-        parts.append(part)
-    first = next((part for part in parts if part is not None), None)
-    if shape is None:
-        raise MismatchError(f"{name}: the shape of the whole is not known")
-    if first is None:  # empty on every rank
+        parts.append((box, part))
+    if not parts:  # empty on every rank
         return first_healthy(name, sorted(layout.ranks), read).new_empty(shape)
-    if len(parts) == 1:
-        return first
-    whole = scratch.empty(shape, first.dtype)  # bounded: all its parts are there
-    for number, found in enumerate(parts):
-        if found is not None:
-            whole[_slices(layout.box(shape, number))] = found
+    if layout.num_shards == 1:
+        return parts[0][1]
+    whole = scratch.empty(shape, parts[0][1].dtype)  # bounded: all its parts are there
+    for box, part in parts:
+        whole[tuple(slice(start, stop) for start, stop in box)] = part
     return whole
-
-
-def _local_shape(name: str, layout: Layout, shape: tuple[int, ...], shard: int) -> tuple[int, ...]:
-    try:
-        return layout.local_shape(shape, shard)
-    except UsageError as error:
-        raise MismatchError(f"{name}: {error}") from None
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)

@@ -207,9 +207,8 @@ def _open_files(chosen: Mapping[int, Path]) -> tuple[dict[int, PlainFile], dict[
     return files, damaged
 
 
-def _whole_shape(spec: TensorSpec, files: Mapping[int, PlainFile]) -> tuple[int, ...] | None:
-    """From the parts where the strategy does not know it: MindSpore's own files do not say it. None: a part is missing,
-    which `assemble` will name."""
+def _whole_shape(spec: TensorSpec, files: Mapping[int, PlainFile]) -> tuple[int, ...]:
+    """From the parts where the strategy does not know it: MindSpore's own files do not say it."""
     if spec.shape:
         return spec.shape
     from mindx_elastic.core.strategy import Strategy
@@ -217,8 +216,6 @@ def _whole_shape(spec: TensorSpec, files: Mapping[int, PlainFile]) -> tuple[int,
 
     entries = {rank: files[rank].entries.get(spec.name) for rank in spec.layout.ranks if rank in files}
     shapes = {rank: entry.shape for rank, entry in entries.items() if entry is not None}
-    if len({spec.layout.shard_of(rank) for rank in shapes}) < spec.layout.num_shards:
-        return None
     try:
         world_size = max(spec.layout.ranks) + 1
         return with_shapes(Strategy(world_size, (spec,)), {spec.name: shapes}).tensors[0].shape

@@ -16,8 +16,6 @@ from mindx_elastic.persist.packed import flat_bytes
 
 __all__ = ["RankFile", "agree"]
 
-_PIECE_BYTES = 8 << 20
-
 
 class RankFile:
     """One rank's file; tensors are mapped and checked when they are asked for."""
@@ -37,12 +35,8 @@ class RankFile:
             self._file = MappedFile(self.path)
         start = self.header.data_start
         tensor = self._file.tensor(entry.torch_dtype, entry.shape, start + entry.start, start + entry.end)
-        digest = xxhash.xxh3_128()
-        if entry.nbytes:
-            data = flat_bytes(tensor).numpy().data
-            for first in range(0, entry.nbytes, _PIECE_BYTES):
-                digest.update(data[first : first + _PIECE_BYTES])
-        if digest.hexdigest() != self.header.digests[name]:
+        data = flat_bytes(tensor).numpy().data if entry.nbytes else b""
+        if xxhash.xxh3_128_hexdigest(data) != self.header.digests[name]:
             problem = f"{self.path}: tensor {name} does not match its digest; the file is damaged"
             raise CorruptCheckpointError(problem, path=self.path, tensor=name)
         return tensor

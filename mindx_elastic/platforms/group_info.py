@@ -26,23 +26,20 @@ __all__ = [
     "GroupInfo",
     "get_ckpt_path_with_strategy",
     "group_info_of",
-    "load_group_info",
     "restore_group_info_list",
     "save_group_info",
     "write_group_info_file",
 ]
 
 _WHAT = "group info file"
-_MAX_GROUPS = 100_000
 _RANK = re.compile(r"rank_(\d{1,9})(?!\d)")
 _NOT_SAVED = ("accu_grads", "inputs")
 """How names begin of what a MindSpore strategy lists and no checkpoint holds."""
-_SNIFFED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """The content of a group info file."""
+    """What a group info file holds."""
 
     groups: Mapping[str, tuple[int, ...]]
     """Communication groups of the rank that wrote it, by name."""
@@ -59,31 +56,6 @@ def save_group_info(path: StrPath, groups: Mapping[str, Sequence[int]], restore_
     content.ckpt_restore_rank_list.dim.extend(_checked(restore_ranks, "the restore ranks"))
     data: bytes = content.SerializeToString(deterministic=True)
     return write_whole(path, data)
-
-
-def load_group_info(path: StrPath) -> GroupInfo:
-    """Raises UsageError, which names the file, for everything that is wrong with it."""
-    data = read_bounded(path, _WHAT)
-    where = f"{_WHAT} {path}"
-    if _is_strategy(data):
-        raise UsageError(f"{where}: is a strategy file")
-    content = parse_message("ParallelGroupMap", data, where)
-    groups: dict[str, tuple[int, ...]] = {}
-    try:
-        if len(content.parallel_group_item) > _MAX_GROUPS:
-            raise UsageError(f"more than {_MAX_GROUPS} groups")
-        for item in content.parallel_group_item:
-            ranks = _checked(item.parallel_group_ranks.dim, f"group {item.group_name!r:.200}")
-            if groups.setdefault(item.group_name, ranks) != ranks:
-                raise UsageError(f"group {item.group_name!r:.200} twice, with different ranks")
-        restore_ranks: tuple[int, ...] = ()
-        if content.HasField("ckpt_restore_rank_list"):
-            restore_ranks = _checked(content.ckpt_restore_rank_list.dim, "the restore ranks")
-    except ValueError as error:  # UsageError, and UnicodeDecodeError for a name
-        raise UsageError(f"{where}: {error}") from None
-    if not groups and not restore_ranks:
-        raise UsageError(f"{where}: neither groups nor restore ranks in it")
-    return GroupInfo(groups, restore_ranks)
 
 
 def _checked(ranks: Sequence[int], what: str) -> tuple[int, ...]:
@@ -107,10 +79,13 @@ def restore_group_info_list(group_info_file_name: StrPath) -> list[int]:
     """
     if not isinstance(group_info_file_name, (str, os.PathLike)):
         raise ArgumentTypeError(f"group_info_file_name is {group_info_file_name!r:.80}; give a path")
-    info = load_group_info(group_info_file_name)
-    if not info.restore_ranks:
-        raise UsageError(f"{_WHAT} {group_info_file_name}: has no restore rank list")
-    return list(info.restore_ranks)
+    data, where = read_bounded(group_info_file_name, _WHAT), f"{_WHAT} {group_info_file_name}"
+    if _is_strategy(data):
+        raise UsageError(f"{where}: is a strategy file")
+    content = parse_message("ParallelGroupMap", data, where)
+    if not content.HasField("ckpt_restore_rank_list"):
+        raise UsageError(f"{where}: has no restore rank list")
+    return list(_checked(content.ckpt_restore_rank_list.dim, f"{where}: the restore ranks"))
 
 
 # --- written at the start of training ---
@@ -217,15 +192,7 @@ def _can_be_used(path: str) -> bool:
     except ForeignCheckpointError:
         return True
     except CheckpointError:
-        return not path.endswith(".safetensors") and not _looks_like_ours(path)
+        return not path.endswith(".safetensors")  # another program's
     except (OSError, ValueError):  # ValueError: a null character
         return False
     return True
-
-
-def _looks_like_ours(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return b'"mindx.' in file.read(_SNIFFED_BYTES)
-    except OSError:
-        return True

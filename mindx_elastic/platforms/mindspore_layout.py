@@ -128,19 +128,6 @@ def _with_optimizer(mesh: list[int], orders: Orders, step: int, size: int) -> tu
         if inner and not rest and mesh[m] % (inner * size) == 0:
             mesh, orders, middle = _divide(mesh, orders, m, (mesh[m] // (inner * size), size, inner))
             return mesh, [[*orders[0], middle], *orders[1:]]
-    chosen: list[int] = []
-    left = size
-    for m in reversed(free):  # whole ones from the right, and a part of the next
-        if left % mesh[m] == 0:
-            chosen, left = [m, *chosen], left // mesh[m]
-        elif mesh[m] % left == 0:
-            before = len(mesh)
-            mesh, orders, middle = _divide(mesh, orders, m, (mesh[m] // left, left, 1))
-            chosen, left = [middle, *(other + len(mesh) - before for other in chosen)], 1
-        else:
-            break
-        if left == 1:
-            return mesh, [orders[0] + chosen, *orders[1:]]
     raise UsageError(f"{problem}: no such ranks")
 
 
@@ -205,63 +192,26 @@ def _split_orders(layout: Layout) -> Orders:
 # --- shapes, which MindSpore's files do not have ---
 
 
-def with_shapes(
-    strategy: Strategy, local_shapes: Mapping[str, Sequence[int] | Mapping[int, Sequence[int]]]
-) -> Strategy:
-    """`strategy` with the shapes of whole tensors, worked out from those of their shards.
+def with_shapes(strategy: Strategy, local_shapes: Mapping[str, Mapping[int, Sequence[int]]]) -> Strategy:
+    """`strategy` with the shapes of whole tensors, worked out from those of their parts, which MindSpore makes equal.
 
-    local_shapes: tensor name -> the shape that each rank holds, where all hold as much; or name -> {rank: shape}, which
-    uneven tensors need. Tensors that are not named stay as they are.
-
-    Raises UsageError where shapes and layout contradict each other, or where the shapes of too few ranks are known.
+    local_shapes: tensor name -> rank -> the shape that it holds. Tensors that are not named stay as they are. Raises
+    UsageError where shapes and layout contradict each other.
     """
     specs = []
     for spec in strategy.tensors:
-        local = local_shapes.get(spec.name)
-        if local is None:
+        given = local_shapes.get(spec.name)
+        if given is None:
             specs.append(spec)
             continue
+        shapes = {tuple(shape) for rank, shape in given.items() if rank in spec.layout}
+        if len(shapes) != 1:
+            raise UsageError(f"{spec.name}: one shape of its parts is expected, not {sorted(shapes)!r:.80}")
         try:
-            shape = _whole_shape(spec.layout, local)
-            if spec.shape and spec.shape != shape:
-                raise UsageError(f"its shape is {list(spec.shape)}, but the shards make {list(shape)}")
+            shape = spec.layout.global_shape(shapes.pop())
         except UsageError as error:
             raise UsageError(f"{spec.name}: {error}") from None
+        if spec.shape and spec.shape != shape:
+            raise UsageError(f"{spec.name}: its shape is {list(spec.shape)}, but the parts make {list(shape)}")
         specs.append(replace(spec, shape=shape))
     return Strategy(strategy.world_size, tuple(specs))
-
-
-def _whole_shape(layout: Layout, local: Sequence[int] | Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    if not isinstance(local, Mapping):
-        return layout.global_shape(local)
-    shapes: dict[int, tuple[int, ...]] = {}  # by shard
-    for rank, given in local.items():
-        if rank in layout and shapes.setdefault(layout.shard_of(rank), tuple(given)) != tuple(given):
-            raise UsageError(f"rank {rank} holds the shape {list(given)}, another rank with the same part another one")
-    if not shapes:
-        raise UsageError(f"the shape of no rank among {str(layout.ranks)[:80]} is given")
-    if len({len(shape) for shape in shapes.values()}) > 1:
-        raise UsageError("the shards have different numbers of dimensions")
-    if len(set(shapes.values())) == 1 and len(shapes) == layout.num_shards:
-        return layout.global_shape(next(iter(shapes.values())))
-    whole = tuple(_total(layout, shapes, dim) for dim in range(len(next(iter(shapes.values())))))
-    for shard, shape in shapes.items():
-        if layout.local_shape(whole, shard) != shape:
-            raise UsageError(
-                f"shard {shard} of {layout} has shape {list(shape)}, which is not its part of {list(whole)}"
-            )
-    return whole
-
-
-def _total(layout: Layout, shapes: Mapping[int, tuple[int, ...]], dim: int) -> int:
-    """Size of dimension `dim`, added up over the shards that differ in nothing else."""
-    shards = [0]
-    for m in layout.splitting:
-        parts = range(layout.mesh_shape[m]) if layout.placements[m].dim == dim else (0,)
-        shards = [shard * layout.mesh_shape[m] + part for shard in shards for part in parts]
-    missing = [shard for shard in shards if shard not in shapes]
-    if missing:
-        raise UsageError(
-            f"the shapes of all shards are needed; that on ranks {layout.holders[missing[0]]!r:.80} is not known"
-        )
-    return sum(shapes[shard][dim] for shard in shards)
