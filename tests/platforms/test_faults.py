@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.faults import (
-    Faults,
     default_fault_sources,
     merge,
     parse_rank_list,
@@ -193,13 +192,6 @@ def test_a_rank_list_has_a_bound() -> None:
         parse_rank_list(",".join(["0-999999"] * 1000))
 
 
-def test_merging() -> None:
-    one = Faults(frozenset({1}), 5.0, False, "x", ("p",), frozenset({1}))
-    other = Faults(frozenset({2}), 7.0, True, "y", ("p", "q"), frozenset(), True)
-    assert merge(one, other) == Faults(frozenset({1, 2}), 7.0, True, "x, y", ("p", "q"), frozenset({1}), True)
-    assert merge(one, Faults()) == merge(Faults(), one) == one
-
-
 def test_the_mounted_files_by_default(tmp_path: Path) -> None:
     env = {"MINDX_FAULT_DIR": str(tmp_path / "fault"), "MINDX_RESET_DIR": str(tmp_path / "reset")}
     assert default_fault_sources(FaultPaths.from_env(env)) == ()
@@ -268,15 +260,6 @@ def test_any_text_is_a_report_or_a_value_error(text: str, cut: int, world_size: 
         assert faults.unrecovered <= faults.ranks
         assert all(type(rank) is int and rank >= 0 for rank in faults.ranks)
         assert world_size is None or max(faults.ranks, default=0) < world_size
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.binary(max_size=64))
-def test_any_bytes_are_a_report_or_a_usage_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.json"
-    path.write_bytes(data)
-    with pytest.raises(UsageError, match=r"any\.json"):
-        read_faults(path, world_size=4)
 
 
 @settings(max_examples=100, deadline=None)

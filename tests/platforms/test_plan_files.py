@@ -18,13 +18,12 @@ from mindx_elastic.platforms.plan_files import (
     PLAN_JSON,
     env_lines,
     export_restore_ranks,
-    mesh_of,
     plan_to_json,
     restore_ranks,
     write_env_file,
     write_plan,
 )
-from mindx_elastic.start.facts import FileFact, Refusal, Rejected, ResumePlan, World, single_rank_strategy
+from mindx_elastic.start.facts import FileFact, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.start.planner import plan_resume
 from tests.start.strategies import replicated
 
@@ -141,13 +140,6 @@ def test_the_env_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["env.sh"]
 
 
-def test_mesh_of() -> None:
-    assert mesh_of(HSDP) == {"dp": 2, "tp": 2}
-    assert mesh_of(replicated(2, {"w": (1,)})) is None
-    tp = TensorSpec("b", (4,), Layout((4,), ("S(0)",), (), ("tp",)))  # type: ignore[arg-type]
-    assert mesh_of(Strategy(4, (*HSDP.tensors, tp))) is None
-
-
 # --- RESTORE_RANKS ---
 
 
@@ -167,11 +159,6 @@ def planned(facts: list[FileFact], world: World | None = None, faults: tuple[int
     plan = plan_resume(facts, world or World(facts[0].world_size), faults=faults)
     assert isinstance(plan, ResumePlan), plan
     return plan
-
-
-def test_files_that_say_nothing_of_others_are_groups_of_one() -> None:
-    plan = planned([fact_of(r, single_rank_strategy(r, 2)) for r in range(2)])
-    assert plan_to_json(plan)["restore_ranks_map"] == {"0": 0, "1": 1}
 
 
 def test_a_faulty_rank_whose_file_is_trusted_is_the_last_resort() -> None:

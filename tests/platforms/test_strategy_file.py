@@ -24,7 +24,7 @@ from mindx_elastic.platforms.strategy_file import (
     merge_strategies,
     save_strategy,
 )
-from tests.platforms.wire import layout_item, strategy_item, strategy_map
+from tests.platforms.wire import layout_item, strategy_map
 from tests.start.strategies import draw_placements
 
 both_forms = pytest.mark.parametrize("name", ["s.pb", "s.ckpt", "s.json"])
@@ -173,11 +173,26 @@ def test_mindspores_fields_alone_give_the_same_boxes(
 # --- MindSpore's own, made by hand ---
 
 
-def test_golden_bytes_of_mindspore(tmp_path: Path) -> None:
+def test_the_bytes_of_mindspore(tmp_path: Path) -> None:
+    text = (
+        "08 01"  # current stage
+        "12 0c 0a 02 6f70 12 06 08 01 12 02 08 02"  # operator "op" in stage 1, split in 2
+        "1a 24 0a 01 77 12 1f"  # tensor "w"
+        "0a 04 08 04 08 02 12 0d 08 00 08 ffffffffffffffffff01"  # dev_matrix 4, 2; tensor_map 0, -1
+        "1a 00 22 00 28 00 30 02 38 04"  # neither pieces nor offsets; 4 optimizer shards, 2 apart
+    )
+    path = tmp_path / "s.ckpt"
+    path.write_bytes(bytes.fromhex(text.replace(" ", "")))
+    (w,) = load_strategy(path).tensors
+    assert (w.name, str(w.layout), w.layout.ranks) == ("w", "[m0=4:_S(0,2), m1=2:S(0)]", range(8, 16))
+    item = layout_item("w", (4, 2), (0, -1), step=2, size=4)
+    assert item.SerializeToString() == path.read_bytes()[18:]
+
+
+def test_layouts_of_mindspore(tmp_path: Path) -> None:
     path = tmp_path / "src_strategy_0.ckpt"
     path.write_bytes(
         strategy_map(
-            strategy_item("op", 0, (2, 4), (4, 1)),
             layout_item("dense.weight", (2, 4), (0, -1)),
             layout_item("dense.bias", (4, 2), (0,), step=2, size=4),
             layout_item("moments.dense.weight", (2, 2, 2), ((1, 0), (-1,))),
@@ -302,7 +317,7 @@ def test_only_regular_files_of_a_sane_size_are_read(tmp_path: Path, monkeypatch:
 # --- several files, and from one layout to another ---
 
 
-def save(path: Path, *items: bytes, stage: int = 0) -> Path:
+def save(path: Path, *items: Any, stage: int = 0) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(strategy_map(*items, stage=stage))
     return path

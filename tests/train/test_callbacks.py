@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext, as_callback_list
+from mindx_elastic.train.callbacks import CallbackList, CallbackParams, as_callback_list
 
 
 def test_params_read_as_attributes_and_as_a_dict() -> None:
@@ -21,10 +21,3 @@ def test_callbacks_alone_in_a_list_or_not_at_all() -> None:
     assert as_callback_list((one,)) == [one]
     with pytest.raises(UsageError, match="callbacks=3"):
         as_callback_list(3)  # type: ignore[arg-type]
-
-
-def test_a_context_remembers_the_request() -> None:
-    context = RunContext(CallbackParams())
-    assert not context.get_stop_requested()
-    context.request_stop()
-    assert context.get_stop_requested()

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from mindx_elastic.train import LossMonitor, TimeMonitor
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
-from mindx_elastic.train.monitors import loss_value
 from tests.train.small_job import make_loader, make_model
 
 
@@ -36,10 +33,3 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     monitor.on_train_step_end(context)
     monitor.on_train_epoch_end(context)
     assert capsys.readouterr().out == ""
-
-
-def test_loss_value() -> None:
-    assert loss_value(torch.tensor(2.5)) == 2.5
-    assert loss_value((torch.tensor([1.0, 2.0]), "x")) == 1.5
-    assert loss_value(3) == 3.0
-    assert math.isnan(loss_value(None))
