@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, JsonOption, fail, human_size, parse_size, say, show
@@ -16,12 +16,11 @@ from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.doctor.examine import Examination
-    from mindx_elastic.doctor.finding import Finding
 
 __all__ = ["doctor_command"]
 
 _STYLES = {"good": "green", "not visible": "cyan", "warning": "yellow", "problem": "bold red"}
-_LEVEL_WIDTH, _CHECK_WIDTH, _NARROW, _WIDEST = 11, 13, 60, 120
+_WIDEST = 120
 _REHEARSE = (
     "Whether the job itself comes back, its first run here tries: mindx-elastic run --rehearse 20, or MINDX_REHEARSE=20"
 )
@@ -103,17 +102,10 @@ def _report(directory: Path, found: Examination) -> dict[str, Any]:
         "state_bytes": None if found.state is None else found.state.nbytes,
         "ranks": None if found.state is None else found.state.ranks,
         "worst": worst(found.findings).value,
-        "findings": [_finding(finding) for finding in found.findings],
-    }
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        "check": finding.check,
-        "level": finding.level.value,
-        "text": finding.text,
-        "remedy": finding.remedy or None,
-        "figures": dict(finding.figures),
+        "findings": [
+            {"check": each.check, "level": each.level.value, "text": each.text, "remedy": each.remedy or None}
+            for each in found.findings
+        ],
     }
 
 
@@ -126,26 +118,12 @@ def _print(console: Console, directory: Path, found: Examination) -> None:
         size = f"a state of {human_size(found.state.nbytes)} ({found.state.source}), {ranks}"
     title = f"{directory.absolute()}: {found.grace_s:g} s of grace, {size}"
     say(console, title, style="bold")
-    width = min(console.width, _WIDEST)
+    grid = Table.grid(*(Column(overflow="fold") for _ in range(3)), padding=(0, 1))
     for finding in found.findings:
-        say(console, *_lines(finding, width))
+        level = finding.level.value
+        remedy = f"\n-> {printable(finding.remedy)}" if finding.remedy else ""
+        grid.add_row(Text(level, style=_STYLES[level]), finding.check, Text(f"{printable(finding.text)}{remedy}"))
+    console.print(grid, width=min(console.width, _WIDEST))
     counts = [(sum(finding.level is level for finding in found.findings), level.value) for level in Level]
     say(console, ", ".join(f"{number} {name}" for number, name in counts if number))
     say(console, _REHEARSE, style="dim")
-
-
-def _lines(finding: Finding, width: int) -> list[Text]:
-    """Level, check and text in columns; below each other where the terminal is narrow."""
-    level = finding.level.value
-    label = Text(f"{level:<{_LEVEL_WIDTH}} ", style=_STYLES[level])
-    label.append(f"{finding.check:<{_CHECK_WIDTH}} ", style="none")
-    room, indent = width - len(label), len(label)
-    if width < _NARROW:
-        room, indent = width - 2, 2
-    body = textwrap.wrap(printable(finding.text), max(room, 20)) or [""]
-    remedy = textwrap.wrap(f"-> {printable(finding.remedy)}", max(room, 20)) if finding.remedy else []
-    rest = [Text(" " * indent + line) for line in [*body[(width >= _NARROW) :], *remedy]]
-    if width >= _NARROW:
-        label.append(body[0], style="none")
-    label.rstrip()
-    return [label, *rest]

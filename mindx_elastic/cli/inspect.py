@@ -31,7 +31,6 @@ from mindx_elastic.cli.common import (
 from mindx_elastic.cli.verify import check_entries, entries_at
 from mindx_elastic.core.certificate import proof_of
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.start.remains import find_remains, remarks
 
 if TYPE_CHECKING:
@@ -182,7 +181,6 @@ def _file(entry: CatalogEntry, findings: _Findings | None) -> dict[str, Any]:
         "created": info.created,
         "verified": None if findings is None else not problems,
         "problems": problems,
-        **({} if entry.header is None else _described_share(entry.header)),
     }
 
 
@@ -252,7 +250,6 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
         for file in step["files"]:
             if file["problems"]:
                 lines.append(f"{file['path']}: {'; '.join(file['problems'])}")
-        lines += _shares(step)
     lines += _notes(report)
     if report["problems"]:
         lines += ["", "cannot be used:"]
@@ -261,18 +258,6 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
         ]
     lines += ["", *_proof(report), *_conclusion(report), *remarks(report, report["newest_complete_step"])]
     say(console, *lines)
-
-
-def _shares(step: dict[str, Any]) -> list[str]:
-    """Which ranks hold what of a step that they have divided."""
-    held: dict[str, list[int]] = {}
-    for file in step["files"]:
-        if text := _share_text(file):
-            held.setdefault(text, []).append(file["rank"])
-    if not held:
-        return []
-    shown = [f"{text} in {rank_list(sorted(set(ranks)))}'s file" for text, ranks in held.items()]
-    return [f"step {step['step']} is divided: {listed(shown, 8, '; ')}"]
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
@@ -342,29 +327,7 @@ def _describe_file(entry: CatalogEntry, problems: Sequence[str], *, verified: bo
         "num_tensors": len(header.entries),
         "tensor_bytes": sum(tensor.end - tensor.start for tensor in header.entries.values()),
         "parts": _parts(header),
-        **_described_share(header),
     }
-
-
-def _described_share(header: Header) -> dict[str, Any]:
-    """Which parts of a divided state the file holds (from 1), and whose small states beside its own rank's."""
-    from mindx_elastic.persist.places import neighbours_in
-
-    held = header.held
-    return {
-        "divided_into": None if held is None else held.division.count,
-        "holds_parts": None if held is None else [part + 1 for part in held.parts],
-        "small_states_of": sorted(neighbours_in(header)),
-    }
-
-
-def _share_text(share: dict[str, Any]) -> str:
-    """The same in words; empty: the file holds all of its rank's state."""
-    if share["divided_into"] is None:
-        return ""
-    parts = share["holds_parts"]
-    numbers = ", ".join(map(str, parts))
-    return f"part{'' if len(parts) == 1 else 's'} {numbers} of {share['divided_into']}"
 
 
 def _parts(header: Header) -> list[dict[str, Any]]:
@@ -417,11 +380,6 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
         ("size", human_size(details["size_bytes"])),
         ("digests", verified),
     ]
-    if _share_text(details):
-        lines.append(("divided", f"{_share_text(details)} of the state; the rest is in the files of other ranks"))
-    if details["small_states_of"]:
-        ranks = ", ".join(map(str, details["small_states_of"]))
-        lines.append(("also holds", f"the small state (random numbers, buffers) of rank {ranks}"))
     lines.append(("exact", details["proof"]))
     lines += [("", note) for note in details["unmanaged"][1:]]
     lines += [("not kept", f"{details['not_kept']} (go on from step to step)")] if details["not_kept"] else []

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindx_elastic.core.status_page import Status
+from mindx_elastic.core.status_page import Status, WorkerPhase
 
 __all__ = ["DiskWatch", "Outlook", "Rates", "Saved", "expect"]
 
 _LEAST_PAUSE_S = 2.0
 _PAUSE_TIMES = 20
 """A look at the disk is not repeated before so many times as long as it took."""
-_WINDOW_NS = 10 * 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -51,32 +50,28 @@ class Outlook:
 
 
 class Rates:
-    """Steps a second of each rank, over the last ten seconds. One thread."""
+    """Steps a second of each rank, since the look before, or else since its first step. One thread."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._before: dict[tuple[int, int], tuple[int, int]] = {}
+        """By rank and process: when a boundary was passed, and the number of it."""
+        self._rates: dict[tuple[int, int], float] = {}
 
     def update(self, pages: Mapping[int, Status]) -> dict[int, float]:
-        """By rank; a rank that is not known long enough has none."""
-        kept, found = {}, {}
+        """By rank; a rank that has passed no second boundary has none."""
+        rates: dict[tuple[int, int], float] = {}
         for rank, page in pages.items():
-            points = self._seen.get((rank, page.pid), [])
-            if not points and page.first_boundary_ns:
-                points = [(page.first_boundary_ns, 1)]
-            if page.boundary_ns and (not points or page.boundaries > points[-1][1]):
-                points = [*points, (page.boundary_ns, page.boundaries)]
-            while len(points) > 2 and points[1][0] < points[-1][0] - _WINDOW_NS:
-                points = points[1:]
-            kept[rank, page.pid] = points
-            if len(points) > 1 and points[-1][0] > points[0][0]:
-                end_ns = points[-1][0]
-                mean_ns = (end_ns - points[0][0]) / (points[-1][1] - points[0][1])
-                late_ns = time.monotonic_ns() - end_ns
-                if late_ns > 3 * mean_ns + 1e9 and page.phase == 2:  # it waits: the rate of before is none of now
-                    mean_ns = max(mean_ns, late_ns)
-                found[rank] = 1e9 / mean_ns
-        self._seen = kept
-        return found
+            key = rank, page.pid
+            at_ns, number = self._before.get(key, (page.first_boundary_ns, 1))
+            took_ns, passed = page.boundary_ns - at_ns, page.boundaries - number
+            if passed > 0 and took_ns > 0:
+                rates[key] = 1e9 * passed / took_ns
+                self._before[key] = page.boundary_ns, page.boundaries
+            elif key in self._rates:  # a rank that waits has no rate of before
+                late_ns = max(1, time.monotonic_ns() - page.boundary_ns)
+                rates[key] = min(self._rates[key], 1e9 / late_ns) if page.phase == WorkerPhase.TRAINING else 0.0
+        self._rates = rates
+        return {rank: rate for (rank, _), rate in rates.items() if rate}
 
 
 @dataclass

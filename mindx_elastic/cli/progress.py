@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,14 +39,17 @@ class Bar:
 
     def __init__(self, progress: Progress, description: str, total: float | None) -> None:
         self._progress, self._task = progress, progress.add_task(description, total=total)
+        self._begins = time.monotonic() + DELAY_S
 
     def advance(self, amount: float) -> None:
         """So much more is done."""
-        self._progress.advance(self._task, amount)
+        self.update(advance=amount)
 
     def update(self, **changes: Any) -> None:
-        """``completed``, ``total``, ``description``: as of `rich.progress.Progress.update`."""
+        """``advance``, ``completed``, ``total``, ``description``: as of `rich.progress.Progress.update`."""
         self._progress.update(self._task, **changes)
+        if time.monotonic() > self._begins:
+            self._progress.start()
 
     def show_runs(self, done: int, planned: int, what: str) -> None:
         """So many runs of a script are done, and this one is made."""
@@ -98,20 +102,7 @@ def progress_of_runs() -> Iterator[Bar]:
 def _shown(columns: tuple[ProgressColumn, ...]) -> Iterator[Progress]:
     is_hidden = not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown")
     progress = Progress(*columns, console=make_console(stderr=True), transient=True, disable=is_hidden)
-    lock, is_over = threading.Lock(), False
-
-    def begin() -> None:
-        with lock:
-            if not is_over:
-                progress.start()
-
-    timer = threading.Timer(DELAY_S, begin)
-    timer.daemon = True
-    timer.start()
     try:
         yield progress
     finally:
-        timer.cancel()
-        with lock:
-            is_over = True
-            progress.stop()
+        progress.stop()

@@ -7,11 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +18,7 @@ from rich.text import Text
 
 from mindx_elastic.cli.common import find_runs, make_console
 from mindx_elastic.cli.outlook import DiskWatch, Rates, expect
+from mindx_elastic.cli.scripts import interruptible
 from mindx_elastic.cli.status_report import make_report, read_pages
 from mindx_elastic.cli.watch_frame import draw_frame
 from mindx_elastic.core.printable import printable
@@ -168,7 +167,7 @@ def print_frame(console: Console, report: dict[str, Any], run: AgentRun, *, with
 def _show_live(console: Console, look: Look, report: dict[str, Any], interval_s: float) -> dict[str, Any]:
     """The last report, when the agent has ended."""
     live = Live(console=console, screen=True, auto_refresh=False)
-    with _signals(live), live:
+    with interruptible(), live:
         while True:
             size = console.size
             lines = draw_frame(report, look.run, width=size.width, height=size.height)
@@ -177,26 +176,3 @@ def _show_live(console: Console, look: Look, report: dict[str, Any], interval_s:
                 return report
             time.sleep(interval_s)
             report = look.take() or report
-
-
-@contextmanager
-def _signals(live: Live) -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command by an exception, Ctrl-Z gives the terminal back until `fg`."""
-
-    def leave(signum: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + signum)
-
-    def suspend(signum: int, frame: object) -> None:
-        live.stop()
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)  # stops here, until SIGCONT
-        signal.signal(signal.SIGTSTP, suspend)
-        live.start(refresh=True)
-
-    handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: suspend}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +70,7 @@ def examine(wish: Wish, env: Mapping[str, str]) -> Examination:
     findings += look_at_software()
     findings += look_at_container(env, grace_s)
     findings += judge_variables(env)
-    return Examination(grace_s=grace_s, state=state, findings=list(_once(findings)))
+    return Examination(grace_s=grace_s, state=state, findings=list(dict.fromkeys(findings)))
 
 
 def _settings(
@@ -106,13 +105,3 @@ def _state(wish: Wish) -> tuple[State | None, list[Finding]]:
         ranks = wish.ranks or (state.ranks if state is not None else 1)
         state = State(nbytes=wish.state_bytes, ranks=ranks, is_replicated=replicated)
     return state, findings
-
-
-def _once(findings: list[Finding]) -> Iterator[Finding]:
-    """Without those that say the same."""
-    seen = set()
-    for finding in findings:
-        key = dataclasses.astuple(finding)[:4]
-        if key not in seen:
-            seen.add(key)
-            yield finding

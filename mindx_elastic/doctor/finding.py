@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 __all__ = ["Finding", "Level", "gib", "good", "problem", "seconds", "unknown", "warning", "worst"]
@@ -31,24 +31,22 @@ class Finding:
     text: str
     remedy: str = ""
     """What to do; empty where there is nothing to do."""
-    figures: Mapping[str, float | str | None] = field(default_factory=dict)
-    """The measured values for a script, by names that end in their unit."""
 
 
-def good(check: str, text: str, **figures: float | str | None) -> Finding:
-    return Finding(check, Level.GOOD, text, "", figures)
+def good(check: str, text: str) -> Finding:
+    return Finding(check, Level.GOOD, text)
 
 
 def unknown(check: str, text: str, remedy: str) -> Finding:
     return Finding(check, Level.UNKNOWN, text, remedy)
 
 
-def warning(check: str, text: str, remedy: str, **figures: float | str | None) -> Finding:
-    return Finding(check, Level.WARNING, text, remedy, figures)
+def warning(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check, Level.WARNING, text, remedy)
 
 
-def problem(check: str, text: str, remedy: str, **figures: float | str | None) -> Finding:
-    return Finding(check, Level.PROBLEM, text, remedy, figures)
+def problem(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check, Level.PROBLEM, text, remedy)
 
 
 def worst(findings: Iterable[Finding]) -> Level:

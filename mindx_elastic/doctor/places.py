@@ -185,7 +185,6 @@ def look_at_memory(base: Path | None, state: State | None, limit_left: int | Non
 def judge_memory(name: str, free_bytes: int, state: State | None, limit_left: int | None) -> Finding:
     """Whether the snapshots of `state` fit. Pure."""
     room = free_bytes if limit_left is None else min(free_bytes, limit_left)
-    figures = {"free_bytes": float(free_bytes), "limit_left_bytes": None if limit_left is None else float(limit_left)}
     bound = (
         ""
         if limit_left is None or free_bytes <= limit_left
@@ -194,11 +193,10 @@ def judge_memory(name: str, free_bytes: int, state: State | None, limit_left: in
     text = f"{gib(room)} free in {name}{bound}"
     if state is None:
         if room >= _LEAST_MEMORY:
-            return good("shared memory", text, **figures)
+            return good("shared memory", text)
         remedy = "docker run --shm-size=8g; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
-        return warning("shared memory", f"{text}: less than most states take twice", remedy, **figures)
+        return warning("shared memory", f"{text}: less than most states take twice", remedy)
     need = _NUM_SLOTS * state.nbytes
-    figures |= {"need_bytes": float(need)}
     size = max(1, -(-int(need * 1.1) // (1 << 30)))
     remedy = (
         f"docker run --shm-size={size}g; Kubernetes: an emptyDir with medium: Memory and sizeLimit: {size}Gi at "
@@ -207,7 +205,7 @@ def judge_memory(name: str, free_bytes: int, state: State | None, limit_left: in
     text += f"; two snapshots of {gib(state.nbytes)} take {gib(need)}"
     if room < need:
         why = "a killed process then loses all steps since the last checkpoint"
-        return problem("shared memory", f"{text}: {why}", remedy, **figures)
+        return problem("shared memory", f"{text}: {why}", remedy)
     if room < need * 1.1:
-        return warning("shared memory", f"{text}: hardly anything is left for loader workers", remedy, **figures)
-    return good("shared memory", text, **figures)
+        return warning("shared memory", f"{text}: hardly anything is left for loader workers", remedy)
+    return good("shared memory", text)

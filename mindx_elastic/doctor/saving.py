@@ -67,11 +67,6 @@ class Disk:
 def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Finding]:
     """Whether the grace period is long enough for the save."""
     speed = f"{gib(disk.bytes_per_s)}/s ({disk.way}, digests and flush included, {gib(disk.measured_bytes)} written)"
-    figures = {
-        "bytes_per_s": disk.bytes_per_s,
-        "measured_bytes": float(disk.measured_bytes),
-        "grace_s": grace_s,
-    }
     if disk.other_bytes_per_s > _CLEARLY * disk.bytes_per_s:
         yield warning(
             "disk speed",
@@ -84,7 +79,6 @@ def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Find
         yield unknown("disk speed", text, "give the size of your state (--state) or a directory with a checkpoint")
         return
     need_s, alone_s = (nbytes / disk.bytes_per_s for nbytes in (state.agreed_bytes, state.alone_bytes))
-    figures |= {"need_s": need_s, "need_alone_s": alone_s}
     text = f"{speed}: {gib(state.agreed_bytes)} need {seconds(need_s)} of your {grace_s:g} s of grace"
     least = _rounded_up(2 * need_s + _AGREEMENT_S)
     remedy = (
@@ -92,40 +86,37 @@ def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Find
         "terminationGracePeriodSeconds); or a faster disk"
     )
     if need_s > left_s:
-        yield problem("disk speed", f"{text}: the process is killed before the state is saved", remedy, **figures)
+        yield problem("disk speed", f"{text}: the process is killed before the state is saved", remedy)
     elif need_s > left_s / 2:
         what = "a step in progress, or other jobs on the same disk, may take the rest"
-        yield warning("disk speed", f"{text}: {what}", remedy, **figures)
+        yield warning("disk speed", f"{text}: {what}", remedy)
     elif alone_s > left_s:
         yield warning(
             "disk speed",
             f"{text}; but {state.ranks} ranks that cannot agree (one of them is dead) write {gib(state.alone_bytes)}, "
             f"which takes {seconds(alone_s)}",
             "more grace, or run under mindx-elastic run with snapshots: then the agent writes what memory holds",
-            **figures,
         )
     else:
-        yield good("disk speed", text, **figures)
+        yield good("disk speed", text)
 
 
 def judge_room(free_bytes: int, state: State | None, where: str) -> Finding:
     """Whether there is room for the next checkpoints. `where`: the file system, for a person."""
-    figures = {"free_bytes": float(free_bytes)}
     if state is None:
         if free_bytes < 1 << 30:
             remedy = "make room, or give another directory"
-            return warning("disk space", f"{gib(free_bytes)} free in {where}", remedy, **figures)
-        return good("disk space", f"{gib(free_bytes)} free in {where}", **figures)
+            return warning("disk space", f"{gib(free_bytes)} free in {where}", remedy)
+        return good("disk space", f"{gib(free_bytes)} free in {where}")
     need, wanted = state.agreed_bytes, max(_KEPT_FREE * state.agreed_bytes, state.alone_bytes)
-    figures |= {"need_bytes": float(need), "wanted_bytes": float(wanted)}
     text = f"{gib(free_bytes)} free in {where}; one checkpoint takes {gib(need)}"
     remedy = f"have {gib(wanted)} free: make room, keep fewer checkpoints (keep_checkpoint_max), or another directory"
     if free_bytes < need:
-        return problem("disk space", f"{text}: a stop cannot save", remedy, **figures)
+        return problem("disk space", f"{text}: a stop cannot save", remedy)
     if free_bytes < wanted:
         why = "the older one goes only after the new one is complete"
-        return warning("disk space", f"{text}, {why}, and ranks that cannot agree write more", remedy, **figures)
-    return good("disk space", text, **figures)
+        return warning("disk space", f"{text}, {why}, and ranks that cannot agree write more", remedy)
+    return good("disk space", text)
 
 
 def _rounded_up(value_s: float) -> int:

@@ -90,5 +90,3 @@ def test_commands_options_and_values_are_completed(tmp_path: Path) -> None:
     assert complete("mindx-elastic", "pr", cwd=tmp_path) == {"prove"}
     assert complete("mindx-elastic", "verify", "--j", cwd=tmp_path) == {"--json"}
     assert complete("mindx-elastic", "manifest", "ku", cwd=tmp_path) == {"kubernetes"}
-    assert complete("mindx-elastic", "run", "--nproc", cwd=tmp_path) == {"--nproc-per-node"}
-    assert complete("mindx-elastic", "msrun", "--worker_n", cwd=tmp_path) == {"--worker_num"}

@@ -91,9 +91,6 @@ def test_json(run: Callable[..., Any], tree: Path) -> None:
         "created": 1_700_000_017.0,
         "verified": None,
         "problems": [],
-        "divided_into": None,
-        "holds_parts": None,
-        "small_states_of": [],
     }
     (problem,) = document["problems"]
     assert set(problem) == {"path", "problem", "foreign", "looks_ours", "size_bytes"}

@@ -161,8 +161,9 @@ def test_rates_follow_the_steps() -> None:
     first = page(first_boundary_ns=now - 4 * second, boundary_ns=now, boundaries=21)
     assert rates.update({0: first}) == {0: pytest.approx(5)}
     faster = replace(first, boundary_ns=now + second, boundaries=41)
-    assert rates.update({0: faster})[0] == pytest.approx(8), "over all that is known, for ten seconds"
+    assert rates.update({0: faster})[0] == pytest.approx(20), "since the look before"
     stuck = replace(first, pid=8, boundary_ns=now - 100 * second, first_boundary_ns=now - 102 * second)
+    rates.update({0: stuck})
     assert rates.update({0: stuck})[0] == pytest.approx(0.01, rel=0.1), "a rank that waits has no rate of before"
     assert rates.update({0: page()}) == {}
 

@@ -12,7 +12,6 @@ from mindx_elastic.doctor.finding import Level, worst
 from mindx_elastic.doctor.machine import CgroupLimits, available_memory, judge_limits, read_cgroup
 from mindx_elastic.doctor.places import Mount, find_mount, read_mounts
 from mindx_elastic.doctor.saving import State
-from mindx_elastic.doctor.software import Devices, judge_devices
 
 GENEROUS = {resource.RLIMIT_NOFILE: 65536}
 
@@ -79,18 +78,3 @@ def test_slurm() -> None:
 
 def test_a_shell_as_the_first_process() -> None:
     assert judge_first_process("bash").level is Level.WARNING and judge_first_process("tini").level is Level.GOOD
-
-
-@pytest.mark.parametrize(
-    ("cuda", "usable", "nodes", "driver", "level"),
-    [
-        (None, 0, 0, False, Level.GOOD),
-        (None, 0, 8, True, Level.PROBLEM),
-        ("12.8", 0, 8, True, Level.PROBLEM),
-        ("12.8", 8, 8, True, Level.GOOD),
-        ("12.8", 2, 8, True, Level.WARNING),
-    ],
-)
-def test_devices(cuda: str | None, usable: int, nodes: int, driver: bool, level: Level) -> None:
-    found = list(judge_devices(Devices(torch_cuda=cuda, usable=usable, nodes=nodes, driver=driver)))
-    assert worst(found) is level
