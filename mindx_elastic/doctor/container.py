@@ -26,7 +26,7 @@ _ENGINE_FILES = ("/.dockerenv", "/run/.containerenv")
 
 
 def look_at_container(env: Mapping[str, str], grace_s: float) -> Iterator[Finding]:
-    """What stops this process: Kubernetes, Docker or Podman, Slurm, torchrun, systemd."""
+    """What stops this process: Kubernetes, Docker or Podman, Slurm, torchrun."""
     in_pod = bool(env.get("KUBERNETES_SERVICE_HOST"))
     in_engine = any(os.path.exists(path) for path in _ENGINE_FILES)
     least = int(grace_s) + 5
@@ -49,12 +49,9 @@ def look_at_container(env: Mapping[str, str], grace_s: float) -> Iterator[Findin
         yield from _slurm(env, grace_s)
     for fact, remedy in at_a_stop(env):
         yield warning("platform", fact, remedy)
-    if unit := _systemd_unit():
-        remedy = f"systemctl show {unit} -p TimeoutStopUSec -p Restart: {least} s at least"
-        yield unknown("platform", f"the service {unit}: its grace period is not read here", remedy)
-    if not (in_pod or in_engine or unit or env.get("SLURM_JOB_ID")):
+    if not (in_pod or in_engine or env.get("SLURM_JOB_ID")):
         remedy = f"who stops the job must wait {grace_s:g} s after SIGTERM, and start the same command again"
-        yield unknown("platform", "no container, no Slurm, no service: nothing says who stops this process", remedy)
+        yield unknown("platform", "no container, no Slurm: nothing says who stops this process", remedy)
     if in_pod or in_engine:
         yield from look_at_first_process()
 
@@ -79,15 +76,6 @@ def judge_first_process(name: str) -> Finding:
     if name.startswith("python") or name == "mindx-elastic":
         return warning("platform", DROPPED.replace("this program", f"{printable(name)}"), WITH_AN_INIT)
     return good("platform", f"process 1 of this container is {printable(name)}")
-
-
-def _systemd_unit() -> str:
-    try:
-        text = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    found = re.search(r"/system\.slice/([\w@.:\\-]+\.service)", text)
-    return printable(found[1]) if found else ""
 
 
 def _slurm(env: Mapping[str, str], grace_s: float) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from mindx_elastic.config import DEFAULT_GRACE_S, MemorySettings, SavingSettings
 from mindx_elastic.core.printable import printable
 from mindx_elastic.doctor.container import look_at_container
 from mindx_elastic.doctor.finding import Finding, problem
-from mindx_elastic.doctor.machine import available_memory, look_at_limits, read_cgroup
+from mindx_elastic.doctor.machine import available_memory, look_at_open_files, memory_of_container
 from mindx_elastic.doctor.places import look_at_directory, look_at_memory
 from mindx_elastic.doctor.saving import State
 from mindx_elastic.doctor.software import look_at_software
@@ -63,10 +63,9 @@ def examine(wish: Wish, env: Mapping[str, str]) -> Examination:
         ),
         *about_state,
     ]
-    cgroup = read_cgroup()
     if memory is not None:  # else `judge_variables` tells which variable is wrong
-        findings += look_at_memory(memory.base, state, available_memory(cgroup))
-    findings += look_at_limits(cgroup, state)
+        findings += look_at_memory(memory.base, state, available_memory(memory_of_container()))
+    findings.append(look_at_open_files())
     findings += look_at_software()
     findings += look_at_container(env, grace_s)
     findings += judge_variables(env)

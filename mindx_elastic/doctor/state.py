@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.doctor.finding import Finding, gib, good, problem, warning
+from mindx_elastic.doctor.finding import Finding, gib, good, problem
 from mindx_elastic.doctor.saving import State
 from mindx_elastic.persist.dtypes import BY_NAME
-from mindx_elastic.persist.storage import quarantined
 from mindx_elastic.start.findings import list_files, reader_trust, scan
 from mindx_elastic.start.inventory import Inventory, Step
 
@@ -56,18 +55,4 @@ def _remarks(directory: Path, inventory: Inventory, newest: Step | None, state: 
             "owners",
             f"files of other users (number {users}) are in {printable(directory)}, and are left out",
             f"if they are sound: MINDX_TRUSTED_USERS={','.join(map(str, strangers))}, or run as that user",
-        )
-    broken = [entry for entry in entries if entry.problem is not None and entry.owner is None and entry.looks_ours]
-    if broken:
-        first = broken[0]
-        yield warning(
-            "checkpoints",
-            printable(f"{len(broken)} cannot be used; {first.path.name}: {first.problem}"),
-            f"mindx-elastic inspect {directory} names all; the next start sets them aside",
-        )
-    if moved := quarantined(directory):
-        yield warning(
-            "checkpoints",
-            f"{len(moved)} in the quarantine",
-            "the .reason.txt beside each says why; delete them when you know",
         )

@@ -120,31 +120,11 @@ def _grace(env: Mapping[str, str]) -> list[Finding]:
     return found
 
 
-def _memory(env: Mapping[str, str]) -> list[Finding]:
-    if env.get("MINDX_ARENA_DIR", "").strip() != "none":
-        return []
-    found = []
-    every = env.get("MINDX_SNAPSHOT_EVERY", "").strip()
-    if every not in ("", "0"):
-        text = f"MINDX_SNAPSHOT_EVERY={every} asks for snapshots in memory, and MINDX_ARENA_DIR=none forbids them"
-        found.append(problem("variables", printable(text), "unset MINDX_ARENA_DIR, or MINDX_SNAPSHOT_EVERY=0"))
-    if env.get("MINDX_RECOVER", "").strip() == "in-place":
-        text = "MINDX_RECOVER=in-place needs shared memory, and MINDX_ARENA_DIR=none forbids it"
-        found.append(problem("variables", text, "unset MINDX_ARENA_DIR, or MINDX_RECOVER=restart"))
-    return found
-
-
 def _ranks(env: Mapping[str, str]) -> list[Finding]:
-    found = []
-    if env.get("RANK", "").strip() and not env.get("WORLD_SIZE", "").strip():
-        text = f"RANK={env['RANK']} without WORLD_SIZE: this process takes itself for the whole job"
-        found.append(problem("variables", printable(text), "start with mindx-elastic run or torchrun, or unset RANK"))
-    for one, other in (("RANK", "RANK_ID"), ("WORLD_SIZE", "RANK_SIZE")):
-        values = [env.get(name, "").strip() for name in (one, other)]
-        if all(values) and values[0] != values[1]:
-            text = f"{one}={values[0]} and {other}={values[1]} differ; {one} is taken"
-            found.append(warning("variables", printable(text), f"unset {other}, or make them equal"))
-    return found
+    if not env.get("RANK", "").strip() or env.get("WORLD_SIZE", "").strip():
+        return []
+    text = f"RANK={env['RANK']} without WORLD_SIZE: this process takes itself for the whole job"
+    return [problem("variables", printable(text), "start with mindx-elastic run or torchrun, or unset RANK")]
 
 
 def _leftovers(env: Mapping[str, str]) -> list[Finding]:
@@ -160,7 +140,7 @@ def _leftovers(env: Mapping[str, str]) -> list[Finding]:
     return found
 
 
-_CONTRADICTIONS: tuple[Callable[[Mapping[str, str]], list[Finding]], ...] = (*(_grace, _memory, _ranks, _leftovers),)
+_CONTRADICTIONS: tuple[Callable[[Mapping[str, str]], list[Finding]], ...] = (_grace, _ranks, _leftovers)
 
 
 def _seconds(env: Mapping[str, str], name: str) -> float | None:
