@@ -235,28 +235,11 @@ class RejoinSettings:
     most: int = 100
     """``MINDX_REJOIN_MOST``: after so many recoveries in one attempt the next death restarts the job: each leaves a
     little behind in the survivors."""
-    scope: str = ""
-    """``MINDX_REJOIN_SCOPE``: name of this attempt, the same on all nodes; empty: the number of the attempt is."""
-    node: int = 0
-    """``GROUP_RANK``: the node of this process, from 0."""
-    num_nodes: int = 1
-    """``GROUP_WORLD_SIZE``."""
-    keepers: str = ""
-    """``MINDX_REJOIN_NODES``: where the agents of nodes hear others' ranks (``0=HOST:PORT 1=HOST:PORT``), and keep what
-    replicas do not share of them for the start that follows the loss of a node; empty: they do not."""
     job: str = ""
     """``MINDX_JOB_ID``: name of the job that no other one has, the same on all nodes and after restarts; empty: it has
     none."""
     nccl: bool = False
     """``MINDX_REJOIN_NCCL``: ``1`` recovers process groups of NCCL in place, too; run with ranks on one GPU only."""
-
-    @property
-    def watched(self) -> str:
-        """The node to which the watch over processes is confined; empty: it is for the whole machine.
-
-        The death of another node's rank may be that of its agent, too, and of the store that this hosts: only the
-        agents know. So ranks of two nodes on one machine do not watch each other, no more than on two machines."""
-        return f"node {self.node}" if self.in_place and self.keepers and self.num_nodes > 1 else ""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RejoinSettings:
@@ -267,10 +250,6 @@ class RejoinSettings:
             pipe=env.get("MINDX_SPARE", "").strip() or None,
             timeout_s=_number(env, "MINDX_REJOIN_TIMEOUT_S", 30.0, low=0.1, high=86400),
             most=_integer(env, "MINDX_REJOIN_MOST", 100),
-            scope=env.get("MINDX_REJOIN_SCOPE", "").strip(),
-            node=_integer(env, "GROUP_RANK", 0),
-            num_nodes=_integer(env, "GROUP_WORLD_SIZE", 1),
-            keepers=env.get("MINDX_REJOIN_NODES", "").strip(),
             job=env.get("MINDX_JOB_ID", "").strip(),
             nccl=_one_of(env, "MINDX_REJOIN_NCCL", ("0", "1")) == "1",
         )

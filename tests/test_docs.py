@@ -164,13 +164,10 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_REJOIN_MOST": rejoin.most,
         "MINDX_REJOIN_NCCL": int(rejoin.nccl),
         "MINDX_SPARE": rejoin.pipe,
-        "MINDX_REJOIN_SCOPE": rejoin.scope or None,
         "MINDX_JOB_ID": rejoin.job or None,
-        "MINDX_REJOIN_NODES": rejoin.keepers or None,
         "MINDX_FULL_WORLD_SIZE": shrink.full_size,
         "MINDX_ON_SHRINK": shrink.mode,
         "MINDX_PLACES": ",".join(map(str, shrink.places)) or None,
-        "GROUP_WORLD_SIZE": rejoin.num_nodes,
         "MINDX_UNMANAGED": settings.unmanaged,
         "MINDX_LOG_LEVEL": settings.log_level,
         "MS_ENABLE_GRACEFUL_EXIT": settings.graceful_exit,
@@ -197,7 +194,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_ATTEMPT": agent.attempt,
         "MINDX_PROVE": ProveSettings().control,
     }
-    assert len(defaults) + 1 == sum(len(fields(cls)) for cls in SETTINGS)  # GROUP_RANK is in two of them
+    assert len(defaults) == sum(len(fields(cls)) for cls in SETTINGS)
     defaults |= dict.fromkeys(("RANK_ID", "RANK_SIZE", "DEVICE_ID"))  # instead of the first three
     defaults |= dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED"))  # of both versions of Open MPI
     defaults |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": None}  # a second choice

@@ -40,7 +40,7 @@ from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from mindx_elastic.memory.agent_folder import REJOIN, AgentFolder
+from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
 from mindx_elastic.rejoin.protocol import Phase
 
@@ -121,7 +121,7 @@ class Attempt:
             self._step()
         if self._recovery is not None:
             if self._recovery.phase is Phase.FALLBACK:
-                self._recovery.look()  # the last process has died: other nodes may wait for it
+                self._recovery.look()  # the last process has died: why there is a restart is said all the same
             self._recovery.close()
         membership = self._context.membership
         ending = conclude(
@@ -132,8 +132,6 @@ class Attempt:
             rank=self._cause_rank,
             cut_off=self._cut_off,
         )
-        if ending.outcome == "failed" and self._recovery is not None:
-            self._recovery.keep_rings()
         if ending.outcome == "failed" and not ending.cause:
             ending = replace(ending, cause=self._otherwise)
         if ending.cut_off:
@@ -149,28 +147,13 @@ class Attempt:
             return Ending(outcome="membership", code=ending.code, cause="nodes have come or come back")
         return ending
 
-    @property
-    def must_be_brought_to_disk(self) -> bool:
-        """After a recovery that came to nothing when its processes could not save any more: another node will start
-        some of the ranks, and it cannot read this one's memory."""
-        recovery = self._recovery
-        return (
-            recovery is not None
-            and recovery.phase is Phase.FALLBACK
-            and recovery.must_kill
-            and recovery.has_other_nodes
-        )
-
     def _waits_for_new_process(self) -> bool:
-        """Whether a dead rank is to be replaced, which may have been the only one of this node."""
+        """Whether a dead rank is to be replaced, though the others may have died since."""
         return self._recovery is not None and self._recovery.is_active and self._deadline is None
 
     def _step(self) -> None:
         membership, inbox = self._context.membership, self._context.inbox
         fds = [inbox.fd] if membership is None else [inbox.fd, membership.wakeup.fd]
-        recovery = self._recovery
-        if recovery is not None:
-            fds += recovery.fds
         found = self.workers.wait(self._timers[0][0] - time.monotonic(), fds)
         self._woke_at = time.monotonic()
         inbox.drain()
@@ -179,8 +162,6 @@ class Attempt:
         self._num_heard = len(inbox.heard)
         for end in found:
             self._hear_end(end)
-        if recovery is not None and recovery.fds:
-            self._hear_other_agents(recovery)
         if membership is not None:
             self._look_at_nodes(membership)
         while self._timers and self._timers[0][0] <= time.monotonic():
@@ -326,14 +307,6 @@ class Attempt:
                 elif self.workers.status(rank) is None:
                     self.workers.send(rank, signal.SIGTERM)
 
-    def _hear_other_agents(self, recovery: Recovery) -> None:
-        """Another node's agent may have begun a recovery."""
-        is_stopping = self._deadline is not None or self.stop is not None or self._signum is not None
-        for news in recovery.hear_others(is_stopping=is_stopping):
-            if news.about is not None:
-                self._give_order(REJOIN, news.words, about=news.about)
-            self._look_at_recovery_soon()
-
     def _look_at_recovery_soon(self) -> None:
         if not self._looks_at_recovery:
             self._looks_at_recovery = True
@@ -461,9 +434,6 @@ class Attempt:
         membership.wakeup.drain()
         if self.stop is not None or self._signum is not None or self._deadline is not None:
             return
-        if self._recovery is not None and self._recovery.is_active:
-            self._lost_since = None  # it knows better, and ends in time
-            return
         if (membership.num_waiting or membership.lost) and self._has_finished():
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
         elif membership.num_waiting > 0 and self._stops_by_itself():
@@ -513,14 +483,11 @@ class Attempt:
         self._begin_stop()
         self._give_order("peer", reason)
 
-    def _give_order(self, kind: str, reason: str, *, about: int = -1) -> None:
-        """`about`: the rank that has died, with `REJOIN`."""
+    def _give_order(self, kind: str, reason: str) -> None:
         context = self._context
         ordered = True
         try:
-            context.folder.order(
-                kind, reason, grace_s=self._left(), exit_code=EXIT_TEMPORARY, rank=about, extends=self._extends
-            )
+            context.folder.order(kind, reason, grace_s=self._left(), exit_code=EXIT_TEMPORARY, extends=self._extends)
         except OSError as error:
             ordered = False
             logger.warning("%s: no order can be written (%s); SIGTERM instead", context.folder.path, error)

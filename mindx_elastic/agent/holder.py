@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -30,7 +29,7 @@ from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError, UsageError
 from mindx_elastic.memory.arena import RankArena
-from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, BoundaryRecord, read_ring
+from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
 from mindx_elastic.memory.folders import job_folder, rank_folders, read_owner
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.memory.snapshots import adopt_slots
@@ -48,13 +47,12 @@ from mindx_elastic.persist.storage import (
     publish,
 )
 from mindx_elastic.persist.writer import keep_older
-from mindx_elastic.rejoin.small_records import put_into_ring
 from mindx_elastic.start.facts import FileFact, Refusal, World
 from mindx_elastic.start.findings import list_files, scan
 from mindx_elastic.start.inventory import Inventory, Step, until_sound
 from mindx_elastic.start.planner import bases_of, steps_before
 
-__all__ = ["Flushed", "drop", "flush", "keep_ring", "newest_on_disk", "seal", "trust_in"]
+__all__ = ["Flushed", "drop", "flush", "newest_on_disk", "seal", "trust_in"]
 
 _PIECE_BYTES = 4 << 20
 _PATIENCE_S = 2.0  # for the lock of a worker that the kernel is still taking away; a living job keeps it anyway
@@ -139,21 +137,6 @@ def drop(arena: Path) -> None:
                 RankArena(arena.parent.parent, directory, rank).remove()
         except OSError as error:
             logger.warning("%s cannot be removed: %s; `mindx-elastic clean` does it", folder, error)
-
-
-def keep_ring(directory: Path, rank: int, records: Sequence[BoundaryRecord]) -> bool:
-    """A node is lost: bring what this one has kept of the small records of `rank` (`rejoin.small_records`) to the
-    checkpoint directory, where the next start finds them beside a replica's file. Main thread of the agent. Returns
-    whether they were newer than what was there; raises OSError, SaveError."""
-    target = directory / f"rank_{rank}" / RING_COPY
-    with TemporaryDirectory(prefix="mindx-ring-") as name:
-        ring = Path(name) / BOUNDARIES_FILE
-        if target.exists():
-            ring.write_bytes(target.read_bytes())
-        if not put_into_ring(records, ring):
-            return False
-        _copy_file(ring, target)
-    return True
 
 
 def newest_on_disk(directories: Collection[Path], world_size: int) -> int | None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ from mindx_elastic.agent.ledger import print_block, render
 from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.places import Places
-from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, HostedStoreRendezvous, OneNodeRendezvous
+from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous, say_goodbye
 from mindx_elastic.agent.result import ResultFile, find_progress
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
@@ -60,8 +60,8 @@ _NEWER_FIELDS = (
 )
 """What some versions of torch from 2.6 on lack."""
 _IN_A_STORE = (
-    *("mindx-board", "mindx-exit-barrier", "mindx-goodbye", "mindx-membership", "mindx-plans", "mindx-reconnect"),
-    *("mindx-nodes", "PeriodicTimer", "RendezvousKeepAliveTimer"),
+    *("mindx-exit-barrier", "mindx-goodbye", "mindx-membership", "mindx-nodes", "mindx-reconnect"),
+    *("PeriodicTimer", "RendezvousKeepAliveTimer"),
 )
 """Threads of the agent's and of torch's rendezvous that may wait in a store whose host is gone. One that comes out of
 torch's code while the interpreter ends aborts the process ("terminate called without an active exception")."""
@@ -86,8 +86,9 @@ def launch(arguments: Sequence[str], *, about: str = "") -> int:
 
 
 def _launch(plan: Launch, result: ResultFile) -> int:
+    attach_console(RankFilter(process="mindx_elastic agent"), plan.options.log_level)
+    plan = _with_possible_recovery(plan)
     options, config = plan.options, plan.config
-    attach_console(RankFilter(process="mindx_elastic agent"), options.log_level)
     # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     metrics_server = None if options.metrics is None else MetricsServer(*options.metrics, options.arena_base)
@@ -108,6 +109,22 @@ def _launch(plan: Launch, result: ResultFile) -> int:
         if metrics_server is not None:
             metrics_server.close()
         folder.remove()
+
+
+def _is_alone(config: LaunchConfig) -> bool:
+    """Whether the job has one node, and a rendezvous of its own."""
+    return config.max_nodes == 1 and (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "localhost:0")
+
+
+def _with_possible_recovery(plan: Launch) -> Launch:
+    """In place needs a store of the workers that outlives each of them, and one agent that sees all of them."""
+    if not plan.options.in_place or (_is_alone(plan.config) and plan.master is None):
+        return plan
+    logger.warning(
+        "--recover in-place is for a job of one node, without --rdzv-endpoint and --master-port: when a rank dies, the "
+        "whole job is restarted"
+    )
+    return replace(plan, options=replace(plan.options, in_place=False))
 
 
 def _share_signals(inbox: SignalInbox) -> None:
@@ -157,7 +174,7 @@ def _run(
     try:
         try:
             with inbox.interrupting():
-                handler = _open_rendezvous(config, in_place=options.in_place, master=plan.master)
+                handler = _open_rendezvous(config, hosts=options.in_place)
         except ValueError as error:
             code, cause, early = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"
             raise UsageError(cause) from error
@@ -227,11 +244,9 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
         os.environ["MINDX_JOB_KEY_FILE"] = str(folder.make_key())
 
 
-def _open_rendezvous(
-    config: LaunchConfig, *, in_place: bool, master: tuple[str, int] | None = None
-) -> RendezvousHandler:
-    if config.max_nodes == 1 and (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "localhost:0"):
-        return OneNodeRendezvous(config.run_id, config.local_addr, hosts=in_place)
+def _open_rendezvous(config: LaunchConfig, *, hosts: bool) -> RendezvousHandler:
+    if _is_alone(config):
+        return OneNodeRendezvous(config.run_id, config.local_addr, hosts=hosts)
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -242,9 +257,7 @@ def _open_rendezvous(
         **config.rdzv_configs,
     )
     handler = rendezvous_registry.get_rendezvous_handler(parameters)
-    if handler.get_backend() == "static":
-        return FreshStoreRendezvous(handler)
-    return HostedStoreRendezvous(handler) if in_place and master is None else handler
+    return FreshStoreRendezvous(handler) if handler.get_backend() == "static" else handler
 
 
 def _make_supervisor(
@@ -331,7 +344,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
         thread = ReadyThread("mindx-goodbye")
         try:
             with inbox.interrupting():
-                thread.call(handler.shutdown, _GOODBYE_S)
+                thread.call(lambda: say_goodbye(handler), _GOODBYE_S)
         except (Exception, SignalException) as error:  # TimeoutError: its host stands still
             logger.debug("the rendezvous could not be closed: %s", error)
         thread.close(0.0)

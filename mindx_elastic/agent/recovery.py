@@ -2,10 +2,6 @@
 
 `rejoin.protocol.Coordinator` decides; this room does it: writes deaths to the board, starts the new process, watches
 the clock, and says when it has succeeded or the job has to be restarted after all.
-
-There may be agents of other nodes over the same board (`nodes_recovery`). What all of them must see alike is a note
-that the first writer settles: ``{g}/plan``, each rank's report or death, the donor's word, and ``{g}/over``, that the
-recovery has succeeded or that it has not.
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from mindx_elastic.agent.endings import Meaning, describe, meaning
 from mindx_elastic.agent.workers import Process, WorkerExit, Workers
@@ -21,28 +17,20 @@ from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
+from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
 from mindx_elastic.rejoin.record import FINISHED, FRESH, IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
 from mindx_elastic.rejoin.spare import UNFIT
 
-__all__ = ["ERRORS", "LOOK_S", "Generation", "NewProcess", "News", "Notes", "Recovery", "joining_command"]
+__all__ = ["ERRORS", "LOOK_S", "NewProcess", "Recovery", "joining_command"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
 _JOINER = "mindx_elastic.rejoin.joiner"
 _FOR_ZYGOTE = 2 / 3  # of the time-out; its imports have begun before those of a fresh interpreter could
 _LONGEST = 300
-"""How long a process may take to end that is killed."""
 ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 """What a board, a note on it and the start of a process raise."""
-
-
-class Notes(Protocol):
-    """What is needed of a `rejoin.board.Board`."""
-
-    def write(self, key: str, content: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    def read(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class NewProcess:
 
 
 @dataclass
-class Generation:
+class _Generation:
     """What an agent knows of the recovery under way, or of the last one."""
 
     began: float
@@ -70,44 +58,33 @@ class Generation:
     told: bool = False
 
 
-@dataclass(frozen=True)
-class News:
-    """From the agents of other nodes: a recovery is to be looked at."""
-
-    words: str = ""
-    about: int | None = None
-    """The dead rank, of which the workers must be told, in these words; None: they need not."""
-
-
 class Recovery:
     """One per attempt. Main thread."""
 
     def __init__(
         self,
         workers: Workers,
-        board_of: Callable[[int], Notes],
+        board_of: Callable[[int], Board],
         start: Callable[..., NewProcess | None],
         *,
         timeout_s: float,
         most: int,
         note: Callable[[RecoveryRecord], None],
-        world_size: int | None = None,
     ) -> None:
         """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation; with
         ``can_wait`` None where it would be there sooner if it is asked for once more. Raises OSError, RuntimeError.
         `most`: recoveries, after which the job is restarted instead: each leaves a little behind in the survivors.
-        `note` is told of each recovery when it is over. `world_size`: of the job, where that has ranks on other nodes.
-        """
+        `note` is told of each recovery when it is over."""
         self._workers, self._board_of, self._start = workers, board_of, start
         self._timeout_s, self._most, self._note = timeout_s, most, note
-        self._machine = Coordinator(world_size or len(workers.processes))
+        self._machine = Coordinator(len(workers.processes))
         self._missing: dict[int, float] = {}
         """Ranks without a process, and until when (`time.monotonic`) they can wait for a fast one."""
         self._row: list[str] = []
         self._row_step = -1
-        self._board: Notes | None = None
+        self._board: Board | None = None
         self._has_given_up = self._is_prepared = self._has_finished = False
-        self._now: Generation | None = None
+        self._now: _Generation | None = None
 
     @property
     def is_active(self) -> bool:
@@ -166,14 +143,11 @@ class Recovery:
                     board.write(f"{generation}/plan", {"refusal": reason})
             else:
                 board.write(f"{generation}/out/{end.rank}", {"dead": True})
-                plan = {"generation": generation, "rank": end.rank, "cause": cause}
-                plan = board.write(f"{generation}/plan", plan)
-                reason = str(plan.get("refusal", ""))  # of the agent of another node
-            if not reason:
+                board.write(f"{generation}/plan", {"generation": generation, "rank": end.rank, "cause": cause})
                 self._machine.begin([end.rank])
                 self._board = board
                 noticed, deadline = time.time(), time.monotonic() + self._timeout_s
-                self._now = Generation(noticed - stuck_s, noticed, cause, deadline)
+                self._now = _Generation(noticed - stuck_s, noticed, cause, deadline)
                 self._replace(end.rank)
         except ERRORS as error:
             reason = reason or f"{type(error).__name__}: {error}"
@@ -250,31 +224,26 @@ class Recovery:
             self._start_missing()
             if machine.phase is Phase.CUT:
                 for rank, note in self._notes("out", machine.missing).items():
-                    self._hear_out(rank, note)
-            state, refusal, over = (f"{generation}/{name}" for name in ("state", "refusal", "over"))
-            notes = self._board.read([refusal, over])
-            if said := notes.get(refusal):
+                    machine.note_report(Report.from_json(rank, note))
+            state, refusal = f"{generation}/state", f"{generation}/refusal"
+            if said := self._board.read([refusal]).get(refusal):
                 rank, why = int(said["rank"]), printable(str(said["refusal"]), _LONGEST)
                 machine.note_refusal(why if why.startswith("rank ") else f"rank {rank}: {why}")
-            if "refusal" in (end := notes.get(over, {})):  # another agent has said so
-                machine.note_refusal(printable(str(end["refusal"]), _LONGEST))
             if machine.phase is Phase.AGREED and "path" in self._board.read([state]).get(state, {}):
                 machine.note_state()
             if machine.phase is Phase.AGREED and machine.has_state:
-                waited_for = machine.missing
-                self._now.ready |= self._notes("ready", waited_for)
-                if all(rank in self._now.ready for rank in waited_for) and self._is_settled():
-                    for rank in waited_for:
-                        machine.note_ready(rank)
+                for rank, note in self._notes("ready", machine.missing).items():
+                    self._now.ready[rank] = note
+                    machine.note_ready(rank)
         except ERRORS as error:
             machine.note_refusal(f"{type(error).__name__}: {error}")
         if self.is_active and time.monotonic() > self._now.deadline:
-            self._call_off(self._why_late(self._now))
+            machine.note_refusal(self._why_late(self._now))
         if machine.phase is Phase.FALLBACK:
             self._give_up()
         return machine.phase
 
-    def _why_late(self, now: Generation) -> str:
+    def _why_late(self, now: _Generation) -> str:
         """What has not come when the time is over."""
         machine = self._machine
         missing = listed([f"rank {rank}" for rank in machine.missing], 5)
@@ -314,7 +283,7 @@ class Recovery:
         if self._now is not None and not self._now.told:
             self._note(self._record(self._now, outcome))
 
-    def _record(self, now: Generation, outcome: str, *, trains: bool = False) -> RecoveryRecord:
+    def _record(self, now: _Generation, outcome: str, *, trains: bool = False) -> RecoveryRecord:
         """Of this recovery, which is told of once."""
         now.told = True
         machine, verdict = self._machine, self._machine.verdict
@@ -346,57 +315,9 @@ class Recovery:
         self._row_step = step
         return f"{cause} after step {step}, {len(self._row)} times in a row" if len(self._row) > _MOST_ALIKE else ""
 
-    # --- what the agents of several nodes settle between them, see `nodes_recovery` -----------------------------------
-
     @property
     def phase(self) -> Phase:
         return self._machine.phase
-
-    @property
-    def fds(self) -> tuple[int, ...]:
-        """Readable when there is something for `hear_others`; none: there are no other nodes."""
-        return ()
-
-    has_other_nodes = False
-    """Another node may start some of this one's ranks next, and cannot read its memory."""
-
-    def keep_rings(self) -> None:
-        """The attempt has failed, perhaps because a node is lost: what this node has kept of others' ranks is for the
-        next start."""
-
-    def hear_others(self, *, is_stopping: bool) -> list[News]:
-        """What other agents have begun. `is_stopping`: this node's workers are being stopped."""
-        return []
-
-    def _hear_out(self, rank: int, note: Mapping[str, Any]) -> None:
-        """What there is in place of the report of `rank`."""
-        if "refusal" in note:  # another agent has given up
-            self._machine.note_refusal(printable(str(note["refusal"]), _LONGEST))
-        elif not note.get("dead"):
-            self._machine.note_report(Report.from_json(rank, note))
-        elif rank not in self._workers.processes:  # its own agent has seen it; an own one was seen to end
-            self._machine.note_death(rank)
-
-    def _is_settled(self) -> bool:
-        """All ranks train again: whether that counts."""
-        return "done" in self._settle({"done": True})
-
-    def _call_off(self, reason: str) -> None:
-        """The recovery comes to nothing, unless it is settled that it has succeeded."""
-        refusal = {"refusal": reason}
-        try:
-            self._settle(refusal)
-        except ERRORS as error:
-            logger.debug("the board cannot be written to: %s", error)
-            self._machine.note_refusal(reason)
-
-    def _settle(self, opinion: Mapping[str, Any]) -> Mapping[str, Any]:
-        """How the recovery has ended, for all agents alike: the first opinion. Raises `ERRORS`."""
-        assert self._board is not None
-        note = self._board.write(f"{self._machine.generation}/over", opinion)
-        if "refusal" in note:
-            self._machine.note_refusal(printable(str(note["refusal"]), _LONGEST))
-        return note
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -407,8 +328,7 @@ class Recovery:
             return self._machine.reason or "the last one is not over"
         if self._machine.generation >= self._most:
             return f"there were {self._most} in this attempt, and each leaves threads and descriptors behind"
-        is_all = self._machine.world_size == len(self._workers.processes)
-        if is_all and not self._workers.live.keys() - set(ranks):
+        if not self._workers.live.keys() - set(ranks):
             return "no other rank lives"
         if end is not None and (end.status is None or not end.status.in_place):
             return f"rank {end.rank} was not inside of guard.run(...), or a warning has said why it cannot be replaced"
@@ -447,7 +367,6 @@ class Recovery:
     def _give_up(self) -> None:
         """Release the survivors that wait for something which does not come."""
         assert self._board is not None
-        self._call_off(self._machine.reason)
         self._has_given_up = True
         generation = self._machine.generation
         refusal: dict[str, Any] = {"refusal": self._machine.reason}

@@ -2,8 +2,6 @@
 
 `OneNodeRendezvous`, `FreshStoreRendezvous`
     take the place of torch's own rendezvous for a job of one node, and of its static one.
-`HostedStoreRendezvous`
-    wraps torch's dynamic one, where the workers' store is to outlive each of them.
 `await_nodes`
     misses a node that has died while the nodes met.
 `reconnect`, `require_host`
@@ -23,17 +21,14 @@ miss the old one first).
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -45,27 +40,24 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from mindx_elastic.agent.record_keeper import RecordKeeper
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.fields import Between, Text, read
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.wakeup import Wakeup
-from mindx_elastic.rejoin.board import board_key
-from mindx_elastic.rejoin.small_records import keepers
 
 __all__ = [
     "CONNECTION_ERRORS",
     "FreshStoreRendezvous",
     "HostLostError",
-    "HostedStoreRendezvous",
     "Membership",
     "OneNodeRendezvous",
     "agree_on_highest",
     "await_nodes",
+    "identify",
     "open_again",
     "reconnect",
     "require_host",
+    "say_goodbye",
 ]
 
 
@@ -118,11 +110,34 @@ class OneNodeRendezvous(RendezvousHandler):
         return True
 
 
-class _Wrapped(RendezvousHandler):
-    """Does what torch's own handler, `inner`, does."""
+class FreshStoreRendezvous(RendezvousHandler):
+    """Wraps the handler of the static backend; each restart meets in a fresh store.
 
-    def __init__(self, inner: RendezvousHandler) -> None:
-        self.inner = inner
+    Workers that meet again in the agent's store find the addresses of their dead predecessors there, and gloo fails
+    ("Connection refused"). For the dynamic backends torch has a switch against it
+    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``); the static one always hands out the agent's store. The first attempt uses
+    that one, as under torchrun, so that MASTER_PORT is the port that the user gave; each later one a store of its own,
+    which rank 0 hosts on a free port.
+    """
+
+    def __init__(self, static: RendezvousHandler) -> None:
+        self.inner = static
+        """torch's own handler."""
+        self._rounds = 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        info = self.inner.next_rendezvous()
+        self._rounds += 1
+        if self._rounds == 1:
+            return info
+        address = None if info.bootstrap_store_info is None else info.bootstrap_store_info.master_addr
+        store = PrefixStore(f"mindx-elastic/{self._rounds}", info.store)
+        master = RendezvousStoreInfo.build(info.rank, store, address)
+        return RendezvousInfo(store, info.rank, info.world_size, master)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._rounds <= 1
 
     def get_backend(self) -> str:
         return self.inner.get_backend()
@@ -143,151 +158,34 @@ class _Wrapped(RendezvousHandler):
         return self.inner.shutdown()
 
 
-class FreshStoreRendezvous(_Wrapped):
-    """Wraps the handler of the static backend; each restart meets in a fresh store.
-
-    Workers that meet again in the agent's store find the addresses of their dead predecessors there, and gloo fails
-    ("Connection refused"). For the dynamic backends torch has a switch against it
-    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``); the static one always hands out the agent's store. The first attempt uses
-    that one, as under torchrun, so that MASTER_PORT is the port that the user gave; each later one a store of its own,
-    which rank 0 hosts on a free port.
-    """
-
-    def __init__(self, static: RendezvousHandler) -> None:
-        super().__init__(static)
-        self._rounds = 0
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        info = self.inner.next_rendezvous()
-        self._rounds += 1
-        if self._rounds == 1:
-            return info
-        address = None if info.bootstrap_store_info is None else info.bootstrap_store_info.master_addr
-        store = PrefixStore(f"mindx-elastic/{self._rounds}", info.store)
-        master = RendezvousStoreInfo.build(info.rank, store, address)
-        return RendezvousInfo(store, info.rank, info.world_size, master)
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self._rounds <= 1
-
-
-_STORE_KEY, _KEEPER_KEY = "mindx/workers_store", "mindx/keeper"
 _ANSWER_S = 5.0
-_MOST_STORE_CHARS = 1000
 
 
-@dataclass(frozen=True)
-class _Keeper:
-    """Where a node's agent keeps small records of other nodes' ranks."""
-
-    address: Annotated[str, Text(300)]
-    port: Annotated[int, Between(1, (1 << 16) - 1)]
-
-
-@dataclass(frozen=True)
-class _Round:
-    """What the first node's agent says of a round."""
-
-    address: Annotated[str, Text(300)]
-    port: Annotated[int, Between(1, (1 << 16) - 1)]
-    """Of the workers' store."""
-    scope: Annotated[str, Text(64, "[A-Za-z0-9]+")]
-
-
-class HostedStoreRendezvous(_Wrapped):
-    """Wraps a dynamic handler: in each round the agent of the first node hosts the workers' store, so that the death of
-    a worker ends no connection of the others."""
-
-    def __init__(self, inner: RendezvousHandler) -> None:
-        super().__init__(inner)
-        self.hosted: TCPStore | None = None
-        """The workers' store of this round, where this process hosts it."""
-        self.scope = ""
-        """A name of this round that no other one has, the same on all nodes."""
-        self.records: RecordKeeper | None = None
-        """Of this round, where there are other nodes whose ranks send theirs here."""
-        self._store: Any = None
-        self._thread = ReadyThread("mindx-nodes")
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self.close_round()
-        info = self.inner.next_rendezvous()
-        await_nodes(self.inner, info.store, info.rank, info.world_size)
-        if info.rank == 0:
-            address = info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
-            # One for each round: a new attempt must not find the addresses of the old one's ranks.
-            self.hosted, self.scope = host_store(address), secrets.token_hex(8)
-            said = _Round(address, self.hosted.port, self.scope)
-            info.store.set(_STORE_KEY, json.dumps(asdict(said)))
-        else:
-            said = read(_Round, json.loads(info.store.get(_STORE_KEY)[:_MOST_STORE_CHARS]))
-            self.hosted, self.scope = None, said.scope
-        self._store = info.store
-        if info.world_size > 1 and info.rank in keepers(info.world_size):
-            self._keep_records(info.rank)
-        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(said.address, said.port))
-
-    def _keep_records(self, node: int) -> None:
-        try:
-            self.records = RecordKeeper(self.scope, board_key())
-        except OSError as error:
-            logger.warning("this node keeps no small records of other nodes' ranks: %s", error)
-            return
-        # The name or number under which the other nodes reach this one.
-        own = str(getattr(getattr(self.inner, "_this_node", None), "addr", "")) or socket.getfqdn()
-        self._store.set(f"{_KEEPER_KEY}/{node}", json.dumps(asdict(_Keeper(own, self.records.port))))
-
-    def find_keepers(self, num_nodes: int) -> str:
-        """Where nodes keep small records of other nodes' ranks (``MINDX_REJOIN_NODES``). Blocks for some seconds at
-        most."""
-        told = []
-        for node in keepers(num_nodes):
-            with suppress(Exception):  # any of torch's: then that node keeps none of this one's ranks
-                if (found := self._thread.call(partial(self._keeper, node), _ANSWER_S)) is not None:
-                    told.append(f"{node}={found.address}:{found.port}")
-        return " ".join(told)
-
-    def _keeper(self, node: int) -> _Keeper | None:
-        key = f"{_KEEPER_KEY}/{node}"
-        if not self._store.check([key]):
-            return None
-        return read(_Keeper, json.loads(self._store.get(key)[:_MOST_STORE_CHARS]))
-
-    def identify(self) -> str:
-        """A name of the job that no other one has, as long as its rendezvous has the same store, which gets one if it
-        has none; empty: it is not known. Blocks for some seconds at most."""
-        store: Any = getattr(self.inner, "_store", None)  # below its rounds, in the torch known here
-        key = f"mindx-elastic/{self.get_run_id()}/store"
-        with suppress(Exception):  # any of torch's
-            name = self._thread.call(lambda: store.compare_set(key, "", secrets.token_hex(8)), _ANSWER_S)
-            return bytes(name).decode(errors="replace")
+def identify(handler: RendezvousHandler) -> str:
+    """A name of the job that no other one has, as long as its rendezvous has the same store, which gets one if it has
+    none; empty: it is not known. Blocks for some seconds at most."""
+    store: Any = getattr(_inner(handler), "_store", None)  # below its rounds, in the torch known here
+    key, thread = f"mindx-elastic/{handler.get_run_id()}/store", ReadyThread("mindx-nodes")
+    try:
+        name = thread.call(lambda: store.compare_set(key, "", secrets.token_hex(8)), _ANSWER_S)
+        return bytes(name).decode(errors="replace")
+    except Exception as error:  # any of torch's
+        logger.debug("the job has no name: %s", error)
         return ""
+    finally:
+        thread.close(0.0)
 
-    def close_round(self) -> None:
-        """The attempt has ended, or the meeting has come to nothing."""
-        if self.records is not None:
-            self.records.close()
-            self.records = None
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    @property
-    def _state_holder(self) -> Any:
-        return getattr(self.inner, "_state_holder", None)
-
-    def shutdown(self) -> bool:
-        """Not where others go on without this node: it must not close their rendezvous."""
-        with suppress(Exception):  # any of torch's; then it finds out by itself
-            inner: Any = self.inner
-            with inner._heartbeat_lock:
-                inner._state_holder.sync()
-            state = inner._state_holder.state
-            if state.complete and state.participants and inner._this_node not in state.participants:
-                return True
-        return self.inner.shutdown()
+def say_goodbye(handler: RendezvousHandler) -> None:
+    """Close the rendezvous for all nodes, unless others go on without this one. Raises what torch raises."""
+    with suppress(Exception):  # any of torch's; then it finds out by itself
+        inner: Any = _inner(handler)
+        with inner._heartbeat_lock:
+            inner._state_holder.sync()
+        state = inner._state_holder.state
+        if state.complete and state.participants and inner._this_node not in state.participants:
+            return
+    handler.shutdown()
 
 
 CONNECTION_ERRORS = (RendezvousConnectionError, DistNetworkError)
@@ -315,7 +213,7 @@ def reconnect(handler: RendezvousHandler) -> bool:
 
 def _inner(handler: RendezvousHandler) -> Any:
     """torch's own handler."""
-    return handler.inner if isinstance(handler, _Wrapped) else handler
+    return handler.inner if isinstance(handler, FreshStoreRendezvous) else handler
 
 
 def _tcp_store(inner: Any) -> TCPStore | None:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,35 +21,33 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
-from mindx_elastic.agent.boards import Boards, PlanWatch, connect
 from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
 from mindx_elastic.agent.exit_barrier import ExitBarrier, NodeEnd, end_together
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
-from mindx_elastic.agent.holder import flush
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
 from mindx_elastic.agent.metrics import Metrics
-from mindx_elastic.agent.nodes_recovery import NodesRecovery
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_commands import PauseDesk
 from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
-    HostedStoreRendezvous,
     HostLostError,
     Membership,
     agree_on_highest,
     await_nodes,
+    identify,
     open_again,
     require_host,
 )
@@ -75,7 +74,7 @@ _OWN_ERRORS, _MOST_OF_ERROR = f"{UsageError.__module__}.", 300
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
 _END_S = 300.0  # for the end of the other nodes' ranks; torch's own, where it has none
-_MOST_ATTEMPTS = 10**9 - 1
+_ANSWER_S = 5.0
 _SHIM = 4  # arguments of `child` before the workers' own command line
 
 
@@ -131,11 +130,6 @@ class Supervisor(LocalElasticAgent):
         self._barrier: ExitBarrier | None = None
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
-        self._least_number = 0
-        """What the nodes have agreed on for the next attempt."""
-        self._has_said_why = False
-        self._scope = ""
-        """A name of the attempt that is the same on all nodes; empty: its number is."""
         self._has_run = False
         self._runs = False  # between the start of an attempt's workers and the end of the last one
         self._held = HeldSockets(folder.path) if options.in_place else None
@@ -250,8 +244,6 @@ class Supervisor(LocalElasticAgent):
             self._pauses.end_attempt(self._number, self.ending.cause)
             self._runs = False
         finally:
-            if isinstance(self._rdzv_handler, HostedStoreRendezvous):
-                self._rdzv_handler.close_round()
             if self._replacements is not None:
                 self._replacements.close()
             self._note_arenas(workers.last_statuses())
@@ -260,12 +252,6 @@ class Supervisor(LocalElasticAgent):
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
         self._note_progress(workers.last_statuses(), at_end=True)
-        if attempt.must_be_brought_to_disk:
-            for arena in sorted(map(Path, self.arenas)):
-                flushed = flush(arena)
-                self.ledger.note_flushed(flushed.step)
-                for line in flushed.lines:
-                    logger.info("from memory to disk: %s", line)
         if self._shrinking is not None:
             self._shrinking.end_attempt(attempt, self.ending, self.arenas)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
@@ -300,55 +286,37 @@ class Supervisor(LocalElasticAgent):
 
     def _make_recovery(self, workers: Workers) -> Recovery | None:
         """What replaces dead ranks in place in this attempt; None: nothing does."""
-        handler, group = self._rdzv_handler, self._worker_group
-        is_hosted = isinstance(handler, HostedStoreRendezvous) or getattr(handler, "hosted", None) is not None
         if not self._options.in_place:
             return None
-        if not is_hosted:
-            if not self._has_said_why:
-                self._has_said_why = True
-                logger.warning(
-                    "--recover in-place: with a static rendezvous, or a fixed --master-port, the workers' store ends "
-                    "with a rank: when a rank dies, the whole job is restarted"
-                )
-            return None
+        group, scope = self._worker_group, str(self._number)
+        port, writer = int(group.master_port or 0), len(group.workers)  # behind the last rank
         self._replacements = Replacements(
             self._forks,
             self._pcontext,
-            (str(self._worker_group.spec.entrypoint), *map(str, self._worker_group.spec.args[:_SHIM])),
-            {worker.global_rank: worker.local_rank for worker in self._worker_group.workers},
+            (str(group.spec.entrypoint), *map(str, group.spec.args[:_SHIM])),
+            {worker.global_rank: worker.local_rank for worker in group.workers},
             folder=self._folder.path,
             num_spares=self._options.spares,
         )
-        scope = self._scope or str(self._number)
-        num_nodes, world_size = int(group.group_world_size or 1), group.workers[0].world_size
-        # A coordinator's number as a writer is none of a rank's.
-        address, writer = str(group.master_addr), world_size + int(group.group_rank or 0)
-        port = int(group.master_port or 0)
-        more: dict[str, Any] = {
-            "timeout_s": self._options.rejoin_timeout_s,
-            "most": RejoinSettings.from_env().most,
-            "note": self.ledger.note_recovery,
-            "world_size": world_size,
-        }
-        if num_nodes > 1:
-            assert isinstance(handler, HostedStoreRendezvous)
-            boards = Boards(lambda: connect(address, port, scope), scope, writer)
-            watch = PlanWatch(lambda: connect(address, port, scope), num_nodes)
-            more |= {"watch": watch, "records": handler.records}
-            recovery = NodesRecovery(workers, boards, self._replacements.start, **more)
-            watch.start()
-            return recovery
 
         @functools.cache
         def connection() -> Any:
-            return connect("localhost", port, scope)
+            # Torch's client would try for minutes, and print a page about each try.
+            socket.create_connection(("localhost", port), _ANSWER_S).close()
+            own = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+            return PrefixStore(f"mindx/rejoin/{scope}", own)
 
-        def board_alone(generation: int) -> Board:
+        def board_of(generation: int) -> Board:
             return Board(connection(), key=board_key(), scope=f"{scope}/{generation}", writer=writer)
 
-        start = self._replacements.start
-        return Recovery(workers, board_alone, start, **more)
+        return Recovery(
+            workers,
+            board_of,
+            self._replacements.start,
+            timeout_s=self._options.rejoin_timeout_s,
+            most=RejoinSettings.from_env().most,
+            note=self.ledger.note_recovery,
+        )
 
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""
@@ -473,27 +441,18 @@ class Supervisor(LocalElasticAgent):
             most = worker_group.spec.max_restarts
             restarts = agree_on_highest(worker_group, "restarts", most - self._remaining_restarts, most)
             self._remaining_restarts = most - restarts
-        if isinstance(self._rdzv_handler, HostedStoreRendezvous):
-            # Part of what the workers write into the store that they share; a later agent has counted fewer.
-            self._scope = self._rdzv_handler.scope
-            self._least_number = agree_on_highest(worker_group, "attempts", self._number + 1, _MOST_ATTEMPTS)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, *more: Any) -> Any:
-        if not isinstance(self._rdzv_handler, HostedStoreRendezvous):  # which has done it
-            await_nodes(self._rdzv_handler, store, group_rank, group_world_size)
+        await_nodes(self._rdzv_handler, store, group_rank, group_world_size)
         return super()._assign_worker_ranks(store, group_rank, group_world_size, *more)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._folder.forget_workers() and self._held is not None:
             self._held.close()
             self._held = HeldSockets(self._folder.path)
-        self._number = max(self._number + 1, self._least_number)
-        if isinstance(self._rdzv_handler, HostedStoreRendezvous):
-            num_nodes = int(worker_group.group_world_size or 1)
-            os.environ["MINDX_REJOIN_NODES"] = self._rdzv_handler.find_keepers(num_nodes) if num_nodes > 1 else ""
-            os.environ["MINDX_JOB_ID"] = self._rdzv_handler.identify()
+        self._number += 1
+        os.environ["MINDX_JOB_ID"] = identify(self._rdzv_handler) if self._num_nodes > 1 else ""
         os.environ["MINDX_ATTEMPT"] = str(self._number)
-        os.environ["MINDX_REJOIN_SCOPE"] = self._scope
         with self._inbox.interrupting():
             self._forks.prepare(self._number)
         try:

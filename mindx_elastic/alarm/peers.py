@@ -27,12 +27,9 @@ _LONGEST_IDENTITY = 1000
 _MOST_PID = 1 << 22  # the kernel's own limit
 
 
-def own_identity(within: str = "") -> str:
-    """What a rank publishes at the start: JSON of its pid, start time and process-id namespace. `within`: the part of
-    the namespace outside of which no process is to be watched."""
-    space = own_space()
-    space = f"{space}/{within}" if space and within else space
-    return json.dumps({"pid": os.getpid(), "started": start_ticks(os.getpid()), "space": space})
+def own_identity() -> str:
+    """What a rank publishes at the start: JSON of its pid, start time and process-id namespace."""
+    return json.dumps({"pid": os.getpid(), "started": start_ticks(os.getpid()), "space": own_space()})
 
 
 def own_space() -> str:

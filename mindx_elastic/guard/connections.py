@@ -146,7 +146,6 @@ class Connections:
                 resumed=None if resumed is None else resumed.checkpoint.info,
                 donates=self._member is not None,
                 begins_again=begins_again,
-                also_to=None if self._member is None else self._member.courier(replicated=saver.replicated),
                 tell_interval=lambda every: self.page.set(snapshot_every=every),
             )
         if self.mirror is not None:

@@ -24,7 +24,7 @@ from mindx_elastic.core.printable import printable
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.memory.agent_folder import PAUSE, REJOIN, RESUME
+from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 from mindx_elastic.platforms.fault_watch import FaultWatch
 from mindx_elastic.platforms.flag_file import FlagFile
 from mindx_elastic.platforms.launchers import at_a_stop
@@ -173,8 +173,6 @@ class Listeners:
         if link is not None and signum == CONTROL_SIGNAL:
             if (order := link.orders()) is not None and order["kind"] in (PAUSE, RESUME):
                 stopper.pauses.hear(order["kind"], printable(order["reason"]), order["seq"])
-            elif order is not None and order["kind"] == REJOIN and isinstance(order.get("rank"), int):
-                stopper.hear_death(order["rank"])
             elif order is not None:
                 stopper.hear(stopper.alarms.of_agent(order))
         elif link is not None and signum == signal.SIGTERM and link.is_orphan():

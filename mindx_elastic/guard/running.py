@@ -40,7 +40,6 @@ from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.rejoin import ahead, groups, nccl, spare
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
-from mindx_elastic.rejoin.copies import DONOR_RING
 from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
 from mindx_elastic.rejoin.host import PARTS_DIFFER, Host
 from mindx_elastic.rejoin.member import Entry, LeavesToRejoin, Member
@@ -131,11 +130,7 @@ class Place:
                 where = entry.where()
             except RejoinFailed as error:
                 raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
-            if live is not None:
-                return Lent(rank, where.path)
-            folder = where.path.parent
-            is_from_afar = folder.name != f"rank_{where.source}"
-            return Lent(where.source, where.path, folder / DONOR_RING if is_from_afar else None)
+            return Lent(where.source if live is None else rank, where.path)
 
         return Boundary(
             generation=entry.generation,
@@ -199,7 +194,7 @@ class Place:
             return error is None or isinstance(error, Exception)
         if not isinstance(error, Exception) or not comes_from_failure(error):
             return False
-        return member.hears_from_afar() or (bool(stopper.peers_gone_soon(error)) and member.comes_out_soon())
+        return bool(stopper.peers_gone_soon(error)) and member.comes_out_soon()
 
     def leave(
         self, error: BaseException | None, stopper: Stopper, around: Connections, loaders: Loaders
@@ -322,8 +317,8 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     look(None, targets)
     ahead.start_kernels().join()
     known = dict(os.environ)  # not itself, which is asked for the rank
-    settings, agent = RejoinSettings.from_env(known), AgentInfo.from_env(known)
+    agent = AgentInfo.from_env(known)
     laid_out: Mapping[str, list[int]] = {}
     if agent is not None:
-        laid_out = ahead.lay_out_buckets(ddp_modules(targets), agent.folder, settings.scope or str(agent.attempt))
+        laid_out = ahead.lay_out_buckets(ddp_modules(targets), agent.folder, str(agent.attempt))
     return _AheadOfRank(ObjectsBeforeCall(targets), laid_out)

@@ -31,13 +31,11 @@ from mindx_elastic.memory.folders import (
     remove_own,
 )
 
-__all__ = ["CONTROL_FILE", "PAUSE", "REJOIN", "RESUME", "AgentFolder", "LostFolderError", "modules_path"]
+__all__ = ["CONTROL_FILE", "PAUSE", "RESUME", "AgentFolder", "LostFolderError", "modules_path"]
 
 CONTROL_FILE = "control.json"
 PAUSE, RESUME = "pause", "resume"
-"""Kinds of orders, as is the next; all others are kinds of alarms."""
-REJOIN = "rejoin"
-"""A rank of another node has died, and its place is taken while the others live on."""
+"""Kinds of orders; all others are kinds of alarms."""
 _KEY = "job.key"
 
 
@@ -69,16 +67,12 @@ class AgentFolder:
         remove_dead(self.path.parent)
         self._sequence = 0
 
-    def order(
-        self, kind: str, reason: str, *, grace_s: float, exit_code: int, rank: int = -1, extends: bool = False
-    ) -> int:
-        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. `rank`: the one
-        that it is about. `extends`: the workers may take `grace_s` also where that is longer than their own grace
-        period. Returns its number, from 1. Raises OSError."""
+    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int, extends: bool = False) -> int:
+        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. `extends`: the
+        workers may take `grace_s` also where that is longer than their own grace period. Returns its number, from 1.
+        Raises OSError."""
         self._sequence += 1
         content = {"kind": kind, "reason": reason, "grace_s": grace_s, "exit_code": exit_code, "seq": self._sequence}
-        if rank >= 0:
-            content["rank"] = rank
         if extends:
             content["extends"] = True
         temp = self.path / f".control.{self._sequence}"

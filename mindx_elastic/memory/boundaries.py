@@ -40,9 +40,6 @@ from mindx_elastic.persist.packer import StatePacker
 
 __all__ = [
     "BOUNDARIES_FILE",
-    "NUM_BOUNDARIES",
-    "NUM_FORECASTS",
-    "NUM_PINNED",
     "BoundaryLog",
     "BoundaryRecord",
     "BoundaryRing",
@@ -50,8 +47,8 @@ __all__ = [
 ]
 
 
-NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 2, 2
-_NUM_PLACES = NUM_BOUNDARIES + NUM_FORECASTS + NUM_PINNED
+_NUM_BOUNDARIES, _NUM_FORECASTS, _NUM_PINNED = 4, 2, 2
+_NUM_PLACES = _NUM_BOUNDARIES + _NUM_FORECASTS + _NUM_PINNED
 _MAGIC = b"mindxbr2"
 _TOP = struct.Struct("<8sQ64s")  # magic, bytes of a record at most, run id
 _TOP_ROOM = 128
@@ -60,9 +57,9 @@ _HEAD_ROOM = 64
 _LINE = 64
 _SEQUENCE = struct.Struct("<Q")
 _FORECAST, _TRUSTED, _IS_PINNED = 1, 2, 4
-_BOUNDARIES = range(NUM_BOUNDARIES)
-_FORECASTS = range(NUM_BOUNDARIES, NUM_BOUNDARIES + NUM_FORECASTS)
-_PINNED = range(NUM_BOUNDARIES + NUM_FORECASTS, _NUM_PLACES)
+_BOUNDARIES = range(_NUM_BOUNDARIES)
+_FORECASTS = range(_NUM_BOUNDARIES, _NUM_BOUNDARIES + _NUM_FORECASTS)
+_PINNED = range(_NUM_BOUNDARIES + _NUM_FORECASTS, _NUM_PLACES)
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,8 @@ class BoundaryRing:
         larger.unlink(missing_ok=True)
         self._map_file(larger, capacity)
         for record in reversed(kept):
-            self.write_again(record)
+            kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
+            self.write(record.attempt, record.step, record.content, **kind)
         os.replace(larger, path)
 
     def _map_file(self, path: Path, capacity: int) -> None:
@@ -115,11 +113,6 @@ class BoundaryRing:
         kinds = (_BOUNDARIES, _FORECASTS, _PINNED)
         self._boundaries, self._forecasts, self._pinned = (deque(sorted(k, key=self._sequence)) for k in kinds)
         self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, self._run_id)
-
-    def write_again(self, record: BoundaryRecord) -> bool:
-        """As `write`, of a record that was read from another ring."""
-        kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
-        return self.write(record.attempt, record.step, record.content, **kind)
 
     def write(
         self,
@@ -226,11 +219,8 @@ class BoundaryLog:
         collector: Collector,
         modules: Iterable[nn.Module],
         next_step: Callable[[], int],
-        also_to: Callable[..., None] | None = None,
     ) -> None:
-        """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one.
-        `also_to`: is given each record, too: run id, attempt, step, content, and its kind by name."""
-        self._also_to = also_to
+        """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one."""
         self._arena, self._collector, self._next_step = arena, collector, next_step
         self._ring: BoundaryRing | None = None
         self._packers = {forecast: StatePacker(split="plain", frozen="rng") for forecast in (False, True)}
@@ -300,8 +290,6 @@ class BoundaryLog:
             content = self._packers[forecast].pack(collect())
             kind = {"forecast": forecast, "trusted": self._trusted or not forecast, "pinned": pinned}
             self._put(step, content, kind)
-            if self._also_to is not None:
-                self._also_to(self._run_id, self._attempt, step, content, **kind)
         except Exception as error:  # any error: training must go on
             self._broken = True
             expected = isinstance(error, (ArenaError, UnsupportedStateError, OSError))

@@ -7,7 +7,6 @@ once, and the job goes on without.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -81,13 +80,12 @@ class Memory:
         all_alike: bool = True,
         donates: bool = False,
         begins_again: bool = False,
-        also_to: Callable[..., None] | None = None,
         tell_interval: Callable[[int], None] = lambda every: None,
     ) -> None:
         """The state is back, from `resumed`, and training begins. `replicas`: the modules that other ranks hold too;
         `all_alike`: every rank does. `donates`: `donate` may be called, also where no snapshots are taken.
-        `begins_again`: after a recovery in place. `also_to`: see `BoundaryLog`.
-        `tell_interval`: called with the number of steps between two snapshots, when it is known."""
+        `begins_again`: after a recovery in place. `tell_interval`: called with the number of steps between two
+        snapshots, when it is known."""
         if resumed is not None:
             self._arena.keep(resumed.attempt, resumed.step)
         try:
@@ -97,7 +95,7 @@ class Memory:
             logger.warning("%s: cannot be written to (%s)", self._arena.job, error)
         modules = list(replicas)
         if modules:
-            self._log = BoundaryLog(self._arena, collector, modules, next_step, also_to)
+            self._log = BoundaryLog(self._arena, collector, modules, next_step)
             if begins_again and resumed is not None:
                 self._log.begin_again(events.run_id, events.attempt, resumed.moment)
             else:
@@ -146,15 +144,6 @@ class Memory:
         """Put the last boundary where other processes of the machine can take it; None: it could not be done. Training
         thread, with the update gate held."""
         return None if self._snapshotter is None else self._snapshotter.donate()
-
-    def receive(
-        self, attempt: int, step: int, nbytes: int, header_bytes: int, fill: Callable[[mmap.mmap], None]
-    ) -> Path:
-        """Keep a boundary that another node's rank sends. Training thread, with the update gate held. Raises
-        ArenaError, and what `fill` raises."""
-        if self._snapshotter is None:
-            raise ArenaError("nothing is kept in shared memory")
-        return self._snapshotter.receive(attempt, step, nbytes, header_bytes, fill)
 
     def release(self) -> RankArena:
         """Close all but the arena, which this process goes on with at once: what is mapped stays mapped."""

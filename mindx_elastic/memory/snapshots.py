@@ -48,7 +48,6 @@ __all__ = [
     "copy_snapshot",
     "lay_out",
     "reach",
-    "receive_snapshot",
     "reserve_slots",
     "seal_slot",
 ]
@@ -351,15 +350,6 @@ class Snapshotter:
         records = {index: self._arena.record(index) for index in range(NUM_SLOTS)}
         return next((index for index, record in records.items() if record.sequence == self._sequence), None)
 
-    def receive(
-        self, attempt: int, step: int, nbytes: int, header_bytes: int, fill: Callable[[mmap.mmap], None]
-    ) -> Path:
-        """Keep the donor's file of another node, see `receive_snapshot`. Training thread, nothing else running."""
-        self.drain()
-        path = receive_snapshot(self._arena, attempt, step, nbytes, header_bytes, fill)
-        self._sequence = self._arena.newest().sequence
-        return path
-
     def settle(self) -> None:
         """Wait for a copy in progress; its digests and memory for later ones are broken off. Training thread."""
         self._hurry = True
@@ -454,21 +444,6 @@ def copy_snapshot(
     arena.set_record(index, record)
     at("committed")
     return index
-
-
-def receive_snapshot(
-    arena: RankArena, attempt: int, step: int, nbytes: int, header_bytes: int, fill: Callable[[mmap.mmap], None]
-) -> Path:
-    """Let `fill` write the file of a boundary, of this rank or of a replica, into the older slot, and commit it.
-    Returns the slot's file. Raises ArenaError when there is no room, and what `fill` raises; the other slot is
-    untouched then."""
-    index, sequence = arena.oldest(), arena.newest().sequence + 1
-    arena.set_record(index, SlotRecord(sequence=arena.record(index).sequence))
-    memory = arena.slots[index].resize(nbytes)
-    arena.slots[index].bring_in()
-    fill(memory)
-    arena.set_record(index, SlotRecord(SlotState.COPIED, attempt, step, sequence, nbytes, header_bytes))
-    return arena.slots[index].path
 
 
 def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, at: Callable[[str], None]) -> None:

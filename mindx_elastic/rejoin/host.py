@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.memory.memory import Memory
 from mindx_elastic.rejoin import groups, nccl
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall
-from mindx_elastic.rejoin.copies import Parcel
 from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.protocol import Report
 
@@ -92,12 +90,6 @@ class Host:
         if path is None:
             raise RejoinFailed("the donor's state does not fit into shared memory")
         return path
-
-    def receive(self, parcel: Parcel, fill: Callable[[mmap.mmap], None]) -> Path:
-        """Keep the file of a donor of another node as a snapshot of this rank. Raises RejoinFailed."""
-        if self._memory is None:
-            raise RejoinFailed("nothing is kept in shared memory (MINDX_ARENA_DIR)")
-        return self._memory.receive(parcel.attempt, parcel.step, parcel.nbytes, parcel.header_bytes, fill)
 
     def call_soon(self, seconds: float, work: Callable[[], None]) -> None:
         """Run a function in the watcher thread after so many seconds."""

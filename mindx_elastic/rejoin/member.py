@@ -4,8 +4,6 @@ One per process. Two threads use it: the watcher hears of a death and cuts the c
 out and does the rest (`Member.leave`), with the guard still open: as long as the donor's state is not in shared memory,
 this rank can still save its own boundary. After that it leaves its guard and enters it again, with an `Entry` in place
 of files. The new process begins there (`Member.join`).
-
-The job may have several nodes, of which each reads its own shared memory only: see `copies`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,10 @@ from mindx_elastic.core.printable import printable
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.ahead import share_orders
 from mindx_elastic.rejoin.board import Board, board_key
-from mindx_elastic.rejoin.copies import Parcel, Receive, send, sources, take
 from mindx_elastic.rejoin.failures import Failures, RejoinFailed
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.host import Host
 from mindx_elastic.rejoin.protocol import Report, Verdict, decide
-from mindx_elastic.rejoin.small_records import Couriers
 from mindx_elastic.rejoin.sockets import SocketsPart
 
 __all__ = ["Entry", "Found", "LeavesToRejoin", "Member", "UnfitSpareError"]
@@ -56,7 +52,7 @@ class Found:
     """Where the state is in memory."""
 
     path: Path
-    """A snapshot in the shared memory of this rank's node."""
+    """A snapshot in shared memory."""
     source: int
     """The rank whose snapshot it is."""
 
@@ -93,11 +89,7 @@ class Member:
         self.sockets: SocketsPart | None = None
         self.laid_out: Mapping[str, list[int]] = {}
         """In a new process: the order in which gradients arrive, of the DDP modules of which it knows it already."""
-        self._attempt = settings.scope or str(agent.attempt)
-        self._node, self._num_nodes = (settings.node, settings.num_nodes) if settings.scope else (0, 1)
-        self._couriers = Couriers(settings.keepers, self._num_nodes, self._node, self._attempt, ranks.rank)
-        self._sources: dict[int, int] = {}
-        """By node: the rank that copies the boundary there."""
+        self._attempt = str(agent.attempt)
         self._shares_orders = ranks.local_rank == 0  # spares want them
         self._host: Host | None = None
         """While the guard is open."""
@@ -164,7 +156,7 @@ class Member:
         return self.wants_out
 
     def hear_death(self, rank: int) -> None:
-        """Watcher thread: the process of another rank is gone, or the agent has said so (-1: it does not say which)."""
+        """Watcher thread: the process of another rank is gone."""
         with self._lock:
             host = self._host
             if host is None:  # the guard is being entered
@@ -227,19 +219,7 @@ class Member:
         return self._hears_soon()
 
     def _hears_soon(self) -> bool:
-        if self._host is None or not (self._num_nodes > 1 or self._host.peers_gone_soon()):
-            return False
-        return self.comes_out_soon()
-
-    def hears_from_afar(self) -> bool:
-        """Training thread, after an error: whether a rank of another node is gone. Its connections end before this
-        node's agent has heard of it."""
-        seen = self._failures is not None and self._failures.seen
-        return self._num_nodes > 1 and seen and self.comes_out_soon()
-
-    def courier(self, *, replicated: bool) -> Callable[..., None] | None:
-        """Training thread, before the guard is open: what takes the rank's small records to other nodes, too."""
-        return self._couriers.connect() if replicated else None
+        return self._host is not None and self._host.peers_gone_soon() and self.comes_out_soon()
 
     def leave(self) -> Entry:
         """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next
@@ -273,8 +253,7 @@ class Member:
         plan = self._wait(board, [f"{generation}/plan"], host)[f"{generation}/plan"]
         if plan.get("refusal"):
             raise RejoinFailed(str(plan["refusal"])[:_LONGEST])
-        report = replace(host.report(), node=self._node)
-        if board.write(f"{generation}/out/{self.ranks.rank}", report.to_json()).get("dead"):
+        if board.write(f"{generation}/out/{self.ranks.rank}", host.report().to_json()).get("dead"):
             host.end(f"rank {self.ranks.rank} was taken for dead")  # and a new process has its place
         verdict = self._verdict(board, host, generation)
         self._times["agreed"] = time.time()
@@ -285,67 +264,32 @@ class Member:
         # Before the state is copied: the new process opens its guard meanwhile.
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        if self.ranks.rank in self._sources.values():
-            self._donate(board, host, generation, verdict)
+        if self.ranks.rank == verdict.donor:
+            self._donate(board, host, generation)
         if self.ranks.rank not in verdict.needy:
             live, info = host.live()
-        found = self._get_state(board, host, generation, verdict, host.receive)
+        found = self._get_state(board, host, generation, verdict)
         self.generation = generation
         return Entry(generation=generation, verdict=verdict, where=lambda: found, live=live, info=info)
 
     # --- the boundary in memory ---------------------------------------------------------------------------------------
 
-    def _donate(self, board: Board, host: Host, generation: int, verdict: Verdict) -> None:
-        """Put this rank's state into its node's shared memory, and say so there."""
+    def _donate(self, board: Board, host: Host, generation: int) -> None:
+        """Put this rank's state into shared memory, and say so."""
         path = host.donate()
         self._times["donated"] = time.time()
-        gives = self.ranks.rank == verdict.donor and self._nodes_without
-        self._give_copy(board, generation, path, Parcel.of(path, verdict) if gives else None)
+        word = board.write(f"{generation}/state", {"path": str(path)})
+        if "path" not in word:
+            raise self._refused(word, "it has been given up")
 
-    @property
-    def _nodes_without(self) -> list[int]:
-        """The nodes that get the donor's file from another one."""
-        return [node for node in range(self._num_nodes) if node not in self._sources]
-
-    def _give_copy(self, board: Board, generation: int, path: Path, parcel: Parcel | None) -> None:
-        """This node has the boundary in its shared memory. `parcel`: for those that get it from here."""
-        note: dict[str, Any] = {"path": str(path)}
-        if parcel is not None:
-            note["parcel"] = parcel.to_json()
-        board.write(f"{generation}/copy/{self._node}", note)
-
-    def _move_copies(
-        self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive
-    ) -> None:
-        """See that each node has the boundary; the donor then says so."""
-        me, donor, over = self.ranks.rank, verdict.donor, f"{generation}/state"
-        given = next(f"{generation}/copy/{node}" for node, source in self._sources.items() if source == donor)
-        takers = {node: f"{generation}/take/{node}" for node in self._nodes_without}
-        if me == donor:
-            note = self._wait(board, [given], host)[given]
-            path, length = Path(str(note["path"])), int(note.get("parcel", {}).get("ring_bytes", 0))
-            for said in (self._wait(board, list(takers.values()), host, unless=over) if takers else {}).values():
-                send(path, length, int(said["rank"]), self._timeout_s)
-            self._wait(board, [f"{generation}/copy/{node}" for node in range(self._num_nodes)], host, unless=over)
-            word = board.write(over, {"path": str(path)})
-            if "path" not in word:
-                raise self._refused(word, "it has been given up")
-        elif self._node in takers and board.write(takers[self._node], {"rank": me}).get("rank") == me:
-            parcel = Parcel.from_json(self._wait(board, [given], host, unless=over)[given].get("parcel"))
-            if (parcel.attempt, parcel.step) != (verdict.attempt, verdict.step):
-                raise RejoinFailed("the donor gives another boundary")
-            self._give_copy(board, generation, take(parcel, donor, receive, self._timeout_s), None)
-
-    def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive) -> Found:
-        """With connections to all ranks: wait until each node has the boundary in memory."""
-        self._move_copies(board, host, generation, verdict, receive)
-        state, own = f"{generation}/state", f"{generation}/copy/{self._node}"
+    def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict) -> Found:
+        """Wait until the boundary lies in shared memory."""
+        state = f"{generation}/state"
         note = self._wait(board, [state], host)[state]
         if "path" not in note:
             raise self._refused(note, "the donor's state is not there")
         self._times["state"] = time.time()
-        path = Path(str(self._wait(board, [own], host)[own]["path"]))
-        return Found(path, self._sources.get(self._node, verdict.donor))
+        return Found(Path(str(note["path"])), verdict.donor)
 
     # --- what is agreed on --------------------------------------------------------------------------------------------
 
@@ -366,42 +310,12 @@ class Member:
         verdict = decide(reports, world_size=self.ranks.world_size)
         if verdict.refusal:
             raise RejoinFailed(verdict.refusal)
-        nodes = {rank: report.node for rank, report in reports.items() if report is not None}
-        if max(nodes.values()) >= self._num_nodes:
-            raise RejoinFailed(f"ranks on nodes {sorted(set(nodes.values()))} of {self._num_nodes}")
-        self._sources = sources(verdict, nodes)
         return verdict
-
-    def _find_state(self, board: Board, generation: int, verdict: Verdict, receive: Receive) -> Callable[[], Found]:
-        """In a new process, with connections to all ranks: see `Entry.where`. With several nodes at once: the donor
-        waits until this node has its file, and opening the guard waits for the donor."""
-        found: list[Found] = []
-
-        def where() -> Found:
-            if not found:
-                try:
-                    found.append(self._get_state(board, None, generation, verdict, receive))
-                except RejoinFailed as error:
-                    self.refuse(generation, str(error))
-                    raise
-            return found[0]
-
-        if self._num_nodes > 1:
-            where()
-        return where
 
     def _refused(self, note: Mapping[str, Any], otherwise: str) -> RejoinFailed:
         return RejoinFailed(str(note.get("refusal", otherwise))[:_LONGEST])
 
-    def _wait(
-        self,
-        board: Board,
-        keys: list[str],
-        host: Host | None,
-        *,
-        unless: str = "",
-    ) -> dict[str, dict[str, Any]]:
-        """`unless`: the key at which the coordinator writes that there is no recovery."""
+    def _wait(self, board: Board, keys: list[str], host: Host | None) -> dict[str, dict[str, Any]]:
         end = time.monotonic() + self._timeout_s
         while (left := end - time.monotonic()) > 0:
             if host is not None and host.is_stopping():  # also where all is there already
@@ -409,8 +323,6 @@ class Member:
             found = board.wait(keys, min(left, _WAIT_S))
             if found is not None:
                 return found
-            if unless and (note := board.read([unless]).get(unless)) is not None:
-                raise self._refused(note, "it has been given up")
         raise RejoinFailed(f"the others have not come within {self._timeout_s:g} s (--rejoin-timeout)")
 
     # --- a new process ------------------------------------------------------------------------------------------------
@@ -420,9 +332,9 @@ class Member:
         raises."""
         return self._board(self.generation).has(f"{self.generation}/out/{r}" for r in range(self.ranks.world_size))
 
-    def join(self, ddp: DdpModules, end_setup: Callable[[], None], receive: Receive) -> Entry:
+    def join(self, ddp: DdpModules, end_setup: Callable[[], None]) -> Entry:
         """Training thread of a new process, before it enters its guard. `end_setup`: makes groups real ones again, see
-        `joiner`. `receive`: as `Host.receive`. Raises RejoinFailed and UnfitSpareError."""
+        `joiner`. Raises RejoinFailed and UnfitSpareError."""
         generation = self.generation
         self._times = {"built": time.time()}
         board = self._board(generation)
@@ -438,7 +350,14 @@ class Member:
         end_setup()
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        where = self._find_state(board, generation, verdict, receive)
+
+        def where() -> Found:
+            try:
+                return self._get_state(board, None, generation, verdict)
+            except RejoinFailed as error:
+                self.refuse(generation, str(error))
+                raise
+
         return Entry(generation=generation, verdict=verdict, where=where, live=None)
 
     def entered(self) -> None:

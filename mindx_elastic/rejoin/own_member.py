@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.status_page import page_path, read_page
 from mindx_elastic.errors import MismatchError
-from mindx_elastic.memory.arena import RankArena
-from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.rejoin import groups, joiner, spare
-from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.host import HAS_HOOK, PARTS_DIFFER
 from mindx_elastic.rejoin.member import Entry, Member, UnfitSpareError
@@ -41,9 +35,6 @@ def find_member(ranks: RankInfo, modules: Sequence[nn.Module], *, is_first_guard
     parts = (part for module in modules for part in module.modules())
     if any(part._comm_hooks for part in parts if isinstance(part, DistributedDataParallel)):
         reason = reason or HAS_HOOK
-    several = bool(settings.scope) and settings.num_nodes > 1
-    if not reason and several and {kind for group in groups.my_groups() for _, kind in group.backends} != {"gloo"}:
-        reason = "process groups of several nodes are recovered with gloo only"
     if reason:
         if settings.generation and is_first_guard:
             raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
@@ -64,33 +55,9 @@ def tell_once(ranks: RankInfo, text: str) -> None:
 def join_job(member: Member, ddp: groups.DdpModules) -> Entry:
     """In a new process: wait for the other ranks, and connect. Raises MismatchError."""
     try:
-        return member.join(ddp, joiner.end_setup, _receiver(member.ranks))
+        return member.join(ddp, joiner.end_setup)
     except UnfitSpareError as error:
         spare.end_unfit(str(error))
     except RejoinFailed as error:
         member.refuse(member.generation, str(error))
         raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
-
-
-def _receiver(ranks: RankInfo) -> Receive:
-    """Keeps the file of a donor of another node, in a process that has not opened its shared memory yet."""
-
-    def receive(parcel: Parcel, fill: Callable[[mmap.mmap], None]) -> Path:
-        base = MemorySettings.from_env().base
-        if base is None:
-            raise RejoinFailed("nothing is kept in shared memory (MINDX_ARENA_DIR)")
-        arena = RankArena(base, _home(ranks.rank) or parcel.directory, ranks.rank)
-        try:
-            return receive_snapshot(arena, parcel.attempt, parcel.step, parcel.nbytes, parcel.header_bytes, fill)
-        finally:
-            arena.close()
-
-    return receive
-
-
-def _home(rank: int) -> Path | None:
-    """The directory that names the job's folder in this node's shared memory, as the process before this one has told
-    its agent; None: it has not. Nodes may have different ones."""
-    agent = AgentInfo.from_env()
-    status = None if agent is None else read_page(page_path(agent.folder, rank))
-    return Path(status.directory) if status is not None and status.directory else None

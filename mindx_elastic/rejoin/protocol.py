@@ -44,8 +44,6 @@ class Report:
     """Its weights are those of that boundary; else it has been cut off in the middle of an update."""
     groups: str
     """A digest of its process groups: names, members, backends."""
-    node: int = 0
-    """On which it is."""
     orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The order of gradients of each DDP module; see `capture.ddp_order`."""
     problem: Annotated[str, Words(2000)] = ""

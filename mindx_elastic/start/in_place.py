@@ -35,8 +35,6 @@ class Lent:
     rank: int
     """The rank whose state it is; perhaps the one that takes it."""
     path: Path
-    ring: Path | None = None
-    """The small states of that rank, where they have come from another node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +101,7 @@ class InPlacePart(FollowedPart):
             if own is not None and own.forecast and (foreseen == 0 or not (own.trusted or foreseen == 1)):
                 own = None
             found = replace(found, own=own)
-        theirs = own_rings((), self._arenas, lent.rank) if lent.ring is None else [lent.ring]
-        self.resumed = records_of(found, rings, theirs, self._trust)
+        self.resumed = records_of(found, rings, own_rings((), self._arenas, lent.rank), self._trust)
 
     def _snapshot_of(self, lent: Lent) -> tuple[Checkpoint, Path]:
         moment, path = self._boundary.moment, lent.path

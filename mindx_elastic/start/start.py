@@ -28,7 +28,7 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp_order import DdpModules
-from mindx_elastic.config import RankInfo, RejoinSettings
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.position import Position
@@ -250,7 +250,7 @@ class PeersPart(Part):
 
     def __init__(self, ranks: RankInfo, identity: str | None = None) -> None:
         """`identity`: of this process; default: its own."""
-        self._rank, self._own = ranks.rank, identity or own_identity(RejoinSettings.from_env().watched)
+        self._rank, self._own = ranks.rank, identity or own_identity()
         self.identities: Mapping[int, str] = {ranks.rank: self._own}
 
     def say(self) -> Any:

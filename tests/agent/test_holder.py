@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from mindx_elastic.agent import holder
-from mindx_elastic.agent.holder import drop, flush, keep_ring
+from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.memory import arena as arena_module
-from mindx_elastic.memory.boundaries import BoundaryRecord, BoundaryRing
+from mindx_elastic.memory.boundaries import BoundaryRing
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
@@ -306,22 +306,6 @@ def test_what_the_survivors_have_saved_and_the_killed_ranks_own_state(replicas: 
     assert replicas.written() == set() and replicas.remembered() == []
     assert (replicas.directory / "rank_0" / RING_COPY).exists()
     assert replicas.start() == [(50, 1, 50), (50, None, None), (50, None, None)]
-
-
-def records(step: int) -> list[BoundaryRecord]:
-    """What another node has kept of rank 0."""
-    content = b"".join(pack_state({"rng": {"of": 0, "step": step}, "buffers": {}}))
-    return [BoundaryRecord(RUN, 0, step, content, forecast=False, trusted=True, pinned=False)]
-
-
-def test_what_was_kept_of_a_lost_nodes_rank_stands_beside_a_replicas_file(replicas: Job) -> None:
-    replicas.saved(50, ranks=[1, 2])
-    assert replicas.start()[0] == (50, 1, None)
-    assert keep_ring(replicas.directory, 0, records(49)) and keep_ring(replicas.directory, 0, records(50))
-    assert replicas.start()[0] == (50, 1, 50)
-    assert not keep_ring(replicas.directory, 0, records(49)), "an older one"
-    assert not keep_ring(replicas.directory, 0, [])
-    assert replicas.start()[0] == (50, 1, 50)
 
 
 def test_the_killed_ranks_snapshot_completes_what_the_survivors_have_saved(replicas: Job) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
+from mindx_elastic.alarm.peers import PeerWatch, own_identity
 from mindx_elastic.alarm.watcher import Watcher
-from mindx_elastic.config import RejoinSettings
 
 WAIT_S = 120.0
 _PEER = """
@@ -178,22 +177,3 @@ def test_a_descriptor_that_somebody_has_closed_is_no_death(start: Callable[[], P
     assert heard.empty()
     watcher.stop()
     watch.close()
-
-
-@pytest.mark.parametrize(
-    ("variables", "others_seen"),
-    [
-        ({}, True),
-        ({"MINDX_RECOVER": "in-place", "GROUP_WORLD_SIZE": "2"}, True),  # no other node can take a lost one's place
-        ({"MINDX_RECOVER": "in-place", "GROUP_WORLD_SIZE": "2", "MINDX_REJOIN_NODES": "0=host:1"}, False),
-        ({"MINDX_RECOVER": "restart", "GROUP_WORLD_SIZE": "2", "MINDX_REJOIN_NODES": "0=host:1"}, True),
-    ],
-)
-def test_ranks_of_two_nodes_on_one_machine_do_not_watch_each_other_where_a_node_may_be_replaced(
-    variables: dict[str, str], others_seen: bool
-) -> None:
-    """Their agents know whether it is the whole node that is lost."""
-    nodes = [RejoinSettings.from_env({**variables, "GROUP_RANK": str(node)}) for node in (0, 0, 1)]
-    one, neighbour, afar = (space_of(own_identity(settings.watched)) for settings in nodes)
-    assert one == neighbour
-    assert (one == afar) == others_seen

@@ -1,4 +1,4 @@
-"""Puts defects of stops and of agents back, one at a time: after how many schedules does the simulation find each?
+"""Puts defects of stops back, one at a time: after how many schedules does the simulation find each?
 
     python -m tests.simulation.mutants [--most 20000]
 
@@ -28,8 +28,6 @@ class Mutant:
     file: str
     old: str
     new: str
-    of: str = "stops"
-    """The simulation that is to find it: `stops` or `agents`."""
 
 
 MUTANTS = (
@@ -82,39 +80,14 @@ MUTANTS = (
         "lambda: not self._paused or self._step < self._limit)",
         "lambda: self._step < self._limit)",
     ),
-    *(
-        Mutant(what, file, old, new, of="agents")
-        for what, file, old, new in (
-            (
-                "each agent has an opinion of its own on how a recovery has ended",
-                "agent/recovery.py",
-                'note = self._board.write(f"{self._machine.generation}/over", opinion)',
-                "note = opinion",
-            ),
-            (
-                "an agent that begins no recovery lets another one wait for it",
-                "agent/nodes_recovery.py",
-                'self._refuse_for_all(generation, f"rank {end.rank} cannot be replaced")',
-                "pass",
-            ),
-            (
-                "an agent that restarts the job leaves no word for one that stood still",
-                "agent/nodes_recovery.py",
-                "        else:  # a node that stands still may begin one when it wakes up\n",
-                "        elif False:\n",
-            ),
-        )
-    ),
 )
 
 
-def _schedules_until_found(root: Path, simulation: str, most: int) -> tuple[int, str]:
+def _schedules_until_found(root: Path, most: int) -> tuple[int, str]:
     """How many schedules it took, and what was found; 0: nothing."""
-    at_once = {"stops": _AT_ONCE, "agents": most}[simulation]
-    for first in range(0, most, at_once):
-        arguments = ["--schedules", str(at_once), "--first", str(first)]
-        arguments += ["--until-wrong"] if simulation == "agents" else []
-        command = [sys.executable, "-m", f"tests.simulation.{simulation}", *arguments]
+    for first in range(0, most, _AT_ONCE):
+        arguments = ["--schedules", str(_AT_ONCE), "--first", str(first)]
+        command = [sys.executable, "-m", "tests.simulation.stops", *arguments]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         found = sorted(
             (int(line.split()[1].rstrip(":")), line) for line in done.stdout.splitlines() if line.startswith("seed ")
@@ -129,7 +102,6 @@ def _schedules_until_found(root: Path, simulation: str, most: int) -> tuple[int,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=20_000, help="schedules for each")
-    parser.add_argument("--of", choices=("stops", "agents"), help="of this simulation only")
     options = parser.parse_args()
     most = options.most
     missed = 0
@@ -138,7 +110,7 @@ def main() -> int:
         for part in ("mindx_elastic", "tests/simulation"):
             shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
         (root / "tests/__init__.py").touch()
-        for mutant in [each for each in MUTANTS if options.of in (None, each.of)]:
+        for mutant in MUTANTS:
             path = root / "mindx_elastic" / mutant.file
             text = path.read_text()
             if text.count(mutant.old) != 1:
@@ -146,7 +118,7 @@ def main() -> int:
                 missed += 1
                 continue
             path.write_text(text.replace(mutant.old, mutant.new))
-            took, found = _schedules_until_found(root, mutant.of, most)
+            took, found = _schedules_until_found(root, most)
             path.write_text(text)
             missed += not took
             print(f"| {mutant.what} | {took or 'not found'} | {found[:120]} |", flush=True)

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, events, wait_until
-from tests.system.test_in_place_nodes import Nodes
+from tests.system.nodes import Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 drill = pytest.mark.drill
 
 COMPLETE = r"node %d .*; step \d+, the end of the training, is complete in "
 INCOMPLETE = r"node %d .*; step \d+, the end of the training, is not complete in "
-RESTART = ("--recover", "restart")
 
 
 def held_in_final_save(nodes: Nodes, rank: int) -> tuple[Job, list[Job]]:
@@ -73,23 +72,11 @@ def test_a_node_lost_in_its_final_save_holds_nobody(
 
 @drill
 @pytest.mark.parametrize("lost", [0, 1])
-def test_without_recoveries_the_rendezvous_tells_that_a_node_is_lost(tmp_path: Path, lost: int) -> None:
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", f"{lost}:24:save:stop", options=RESTART)
-        job, (other,) = held_in_final_save(nodes, lost)
-        signal_node(job, lost, signal.SIGKILL)
-        assert other.wait(400) == 0, nodes.report()
-        assert other.matches(COMPLETE % lost), nodes.report()
-
-
-@drill
-@pytest.mark.parametrize("options", [(), RESTART], ids=["in-place", "restart"])
-@pytest.mark.parametrize("lost", [0, 1])
-def test_an_end_that_is_not_on_disk_is_trained_again(tmp_path: Path, lost: int, options: tuple[str, ...]) -> None:
+def test_an_end_that_is_not_on_disk_is_trained_again(tmp_path: Path, lost: int) -> None:
     """The lost rank's part of the state is nowhere: the job must not say that it has finished."""
     with ExitStack() as stack:
         args = ("--epochs", 2, "--fault", f"{lost}:16:save:stop")
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, *args, options=options, script="sharded.py")
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, *args, script="sharded.py")
         job, (other,) = held_in_final_save(nodes, lost)
         signal_node(job, lost, signal.SIGKILL)
         other.wait_for(r"restart 1", 1, 200)
@@ -119,14 +106,11 @@ def test_a_node_that_stands_still_in_its_final_save(tmp_path: Path, lost: int, h
 
 
 @drill
-@pytest.mark.parametrize("options", [(), RESTART], ids=["in-place", "restart"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_in_its_final_save_restarts_the_job_on_all_nodes(
-    tmp_path: Path, rank: int, options: tuple[str, ...]
-) -> None:
+def test_a_rank_killed_in_its_final_save_restarts_the_job_on_all_nodes(tmp_path: Path, rank: int) -> None:
     """What it does after its training is still to be done. The others had ended, and come back for it."""
     with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, "--fault", f"{rank}:24:save:stop", options=options)
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, "--fault", f"{rank}:24:save:stop")
         job, _ = held_in_final_save(nodes, rank)
         os.kill(job.pids()[rank], signal.SIGKILL)
         nodes.expect(0)

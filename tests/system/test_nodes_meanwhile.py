@@ -1,4 +1,4 @@
-"""Several nodes, and something else happens while a node is lost, a rank is replaced, or the job is paused."""
+"""Several nodes, and a rank or a node is lost while the job is paused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, start_command, wait_until
-from tests.system.test_in_place_nodes import IN_PLACE, WHY, Nodes
+from tests.system.nodes import Nodes
 from tests.system.test_lost_nodes import STEP_S, check, held, kill_node, plain, release
 from tests.system.test_pause import pages
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.drill]
-
-THREE = ("--size", 144, *STEP_S)
 
 
 def run_dir(nodes: Nodes, job: Job) -> Path:
@@ -38,35 +36,9 @@ def paused(nodes: Nodes, job: Job) -> Iterator[int]:
     yield int(match[1])
 
 
-@pytest.mark.parametrize("told", [1, 2])
-def test_a_node_is_told_to_stop_while_a_rank_of_the_first_is_replaced(tmp_path: Path, told: int) -> None:
-    """It ends as it was told to. The others' ranks save, and wait for nodes, until they are told to stop, too. The same
-    command then goes on from there."""
-    undisturbed = plain(tmp_path, 3, 1, *THREE)
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 3, 1, "--epochs", 2, *THREE, "--hold-at", 8)
-        by_rank = held(nodes)
-        os.kill(by_rank[0].pids()[0], signal.SIGKILL)
-        by_rank[0].wait_for("takes the place of rank 0", 1, 100)
-        by_rank[told].process.terminate()
-        release(nodes)
-        assert by_rank[told].wait(200) == 143, nodes.report()
-        others = [job for rank, job in by_rank.items() if rank != told]
-        for job in others:
-            job.wait_for("restart 1", 1, 200)
-            job.process.terminate()
-        assert [job.wait(200) for job in others] == [143, 143], nodes.report()
-        again = [nodes.start() for _ in range(3)]
-        for job in again:
-            assert job.wait(400) == 0, nodes.report()
-        hashes = {rank: value for job in again for rank, value in job.hashes().items()}
-        assert hashes == undisturbed.end[0], nodes.report()
-        assert not nodes.found("begin anew|fresh start.*not"), nodes.report()
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_dies_in_a_pause(tmp_path: Path, rank: int) -> None:
-    """It is replaced in place, which ends the pause."""
+    """The job is restarted, which ends the pause: all train on from its step."""
     undisturbed = plain(tmp_path, 2, 1, *STEP_S)
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8)
@@ -75,8 +47,7 @@ def test_a_rank_dies_in_a_pause(tmp_path: Path, rank: int) -> None:
             os.kill(by_rank[rank].pids()[rank], signal.SIGKILL)
         nodes.expect(0)
         assert nodes.end == undisturbed.end, nodes.report()
-        assert all(len(job.matches(IN_PLACE)) == 1 for job in nodes.jobs) and not nodes.found(WHY), nodes.report()
-        assert {int(match[3]) for match in nodes.found(IN_PLACE)} == {step}, nodes.report()
+        assert {int(match[1]) for match in nodes.found(r"resumed from .*: step (\d+) ")} == {step}, nodes.report()
         assert nodes.found(rf"the pause at step {step} has ended"), nodes.report()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job
-from tests.system.test_in_place_nodes import IN_PLACE, Nodes
+from tests.system.nodes import Nodes
 from tests.system.test_lost_nodes import STEP_S, held, kill_node, plain, release
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,7 +27,6 @@ def leave(nodes: Nodes, others: list[Job]) -> None:
         assert job.wait(400) == 75, nodes.report()
         assert len(job.matches(GONE)) == 1, nodes.report()
     assert any((nodes.folder / "job").rglob("*_8_breakpoint.safetensors")), nodes.report()
-    assert not nodes.found(IN_PLACE), nodes.report()
 
 
 def begin_again(nodes: Nodes, num_nodes: int) -> None:
@@ -43,7 +42,7 @@ def begin_again(nodes: Nodes, num_nodes: int) -> None:
 def test_the_others_save_say_why_and_leave_and_the_same_command_goes_on(
     tmp_path: Path, num_nodes: int, host: int
 ) -> None:
-    """Bit for bit: what was the lost ranks' own is on disk, too, because other agents have kept it."""
+    """No step is lost; the random numbers of the lost rank went with its machine's memory, and a warning says so."""
     with ExitStack() as stack:
         args = ("--epochs", 2, *THREE, "--hold-at", 8)
         nodes = Nodes(stack, tmp_path / "hurt", num_nodes, 1, *args, host=host)
@@ -54,20 +53,8 @@ def test_the_others_save_say_why_and_leave_and_the_same_command_goes_on(
         release(nodes)
         leave(nodes, others)
         begin_again(nodes, num_nodes)
-        assert nodes.end == plain(tmp_path, num_nodes, 1, *THREE).end, nodes.report()
-        assert not nodes.found("not bit for bit|may differ"), nodes.report()
-
-
-@drill
-def test_without_recoveries_in_place_the_others_leave_too(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        args = ("--epochs", 2, *STEP_S, "--hold-at", 8)
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, *args, host=0, options=("--recover", "restart"))
-        held(nodes)
-        kill_node(nodes.jobs[0])
-        release(nodes)
-        leave(nodes, [nodes.jobs[1]])
-        begin_again(nodes, 2)
+        assert nodes.end[1] == plain(tmp_path, num_nodes, 1, *THREE).end[1], nodes.report()
+        assert nodes.found("not bit for bit|may differ"), nodes.report()
 
 
 @drill
@@ -86,13 +73,13 @@ def test_a_host_that_stands_still_holds_nobody(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         host.wait()
         begin_again(nodes, 2)
-        assert nodes.end == plain(tmp_path, 2, 1, *STEP_S).end, nodes.report()
+        assert nodes.end[1] == plain(tmp_path, 2, 1, *STEP_S).end[1], nodes.report()
 
 
 @drill
 @pytest.mark.parametrize("num_nodes", [2, 3])
 def test_the_first_node_is_lost_and_the_rendezvous_is_not(tmp_path: Path, num_nodes: int) -> None:
-    """The others save and meet another node, bit for bit."""
+    """The others save and meet another node."""
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path / "hurt", num_nodes, 1, "--epochs", 2, *THREE, "--hold-at", 8)
         by_rank = held(nodes)
@@ -104,5 +91,4 @@ def test_the_first_node_is_lost_and_the_rendezvous_is_not(tmp_path: Path, num_no
         new = nodes.start()
         for job in (*others, new):
             assert job.wait(400) == 0, nodes.report()
-        assert nodes.end == plain(tmp_path, num_nodes, 1, *THREE).end, nodes.report()
-        assert not nodes.found("not bit for bit|may differ"), nodes.report()
+        assert nodes.end[1] == plain(tmp_path, num_nodes, 1, *THREE).end[1], nodes.report()

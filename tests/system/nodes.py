@@ -1,0 +1,100 @@
+"""Several nodes on this machine, as agents that share no memory."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from tests.harness import Job, start_agent
+from tests.system.test_agent import free_port
+
+__all__ = ["Nodes"]
+
+JOB = "in_place.py"
+CONF = "is_host=0,last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
+
+
+class Nodes:
+    """The agents of one job. This process hosts the rendezvous, so that none of them is special; or one of them does,
+    `host`: the number of the one that is started so."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        num_nodes: int,
+        ranks: int,
+        *args: object,
+        nnodes: str = "",
+        host: int | None = None,
+        options: Sequence[str] = (),
+        script: str = JOB,
+    ):
+        self._script = script
+        self.folder, self._stack, self._ranks, self._args, self._options = folder, stack, ranks, args, options
+        self._port, self._nnodes = free_port(), nnodes or str(num_nodes)
+        if host is None:
+            self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+        self.jobs: list[Job] = []
+        for number in range(num_nodes):
+            self.start(hosts=number == host)
+
+    def start(self, *, hosts: bool = False) -> Job:
+        """One more node, with shared memory of its own. `hosts`: as the command on the machine of the endpoint."""
+        own = self.folder / f"node{len(self.jobs)}"
+        (own / "shm").mkdir(parents=True)
+        options = ["--nnodes", self._nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
+        conf = CONF.replace("is_host=0", f"is_host={int(hosts)}")
+        options += ["--rdzv-conf", conf, "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"]
+        options += ["--log-dir", str(own / "logs"), *self._options]
+        env = {"MINDX_ARENA_DIR": str(own / "shm")}
+        args = (self.folder / "job", *self._args)
+        job = start_agent(self._script, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run")
+        self.jobs.append(self._stack.enter_context(job))
+        return self.jobs[-1]
+
+    def met(self) -> tuple[int, bool]:
+        """How many nodes are in torch's rendezvous, which this process hosts, and whether the meeting is over."""
+        key = "torch.rendezvous.nodes"
+        if not self._store.check([key]):
+            return 0, False
+        try:
+            state = pickle.loads(base64.b64decode(self._store.get(key)))
+        except (ValueError, pickle.UnpicklingError):  # nothing was written yet
+            return 0, False
+        return len(state.participants), state.complete
+
+    def expect(self, code: int = 0) -> None:
+        for job in self.jobs:
+            assert job.wait(400) == code, self.report()
+
+    def found(self, pattern: str) -> list[re.Match[str]]:
+        """In the lines of all nodes."""
+        return [match for job in self.jobs for match in job.matches(pattern)]
+
+    @property
+    def end(self) -> tuple[dict[int, str], dict[tuple[str, str], str]]:
+        """Hashes by rank, and the samples of each step by rank and step."""
+        hashes = {rank: value for job in self.jobs for rank, value in job.hashes().items()}
+        steps: dict[tuple[str, str], str] = {}
+        for match in self.found(r"SEEN (\d+ [\d,]+) (\d+) (\d+)"):
+            assert steps.setdefault((match[2], match[3]), match[1]) == match[1], "a step that is done again"
+        return hashes, steps
+
+    def processes(self) -> dict[int, list[int]]:
+        """The processes of each rank, in the order in which they came."""
+        found: dict[int, list[int]] = {}
+        for match in self.found(r"READY (\d+) (\d+)"):
+            pids = found.setdefault(int(match[1]), [])
+            if int(match[2]) not in pids:
+                pids.append(int(match[2]))
+        return found
+
+    def report(self) -> str:
+        return "\n\n".join(f"=== node {number} ===\n{job.report()}" for number, job in enumerate(self.jobs))
