@@ -9,6 +9,7 @@ Each group has a store of its own, hosted by its rank 0. So the scheduler's deat
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import select
@@ -81,9 +82,10 @@ class SchedulerConnection:
         self._sent = threading.Event()
         self._closed = threading.Event()
         self._wakeup = Wakeup()
-        self._store: Any = None
-        """Of the group, or of the one that this process is to host."""
-        self._store_generation = -1
+        self._own_store: Any = None
+        """For the group in which this process is rank 0."""
+        self._store_at: tuple[str, int] | None = None
+        """Its address and port, once it is there."""
         self._taken_until: float | None = None
         self._said_at: float | None = None
         """When it was said last that there is no scheduler; None: there is one."""
@@ -107,16 +109,17 @@ class SchedulerConnection:
 
     def store_of(self, group: Group) -> Any:
         """This process's connection to the group's store, a `torch.distributed.TCPStore`; on its host the store itself.
-        Main thread. Raises what torch raises where the host is gone."""
+        Main thread, once. Raises what torch raises where the host is gone."""
         import torch.distributed as dist
 
-        if self._store is None or self._store_generation != group.generation:
-            self._store = dist.TCPStore(
-                group.host, group.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S)
-            )
-            self._store.set_timeout(_COLLECTIVE_TIMEOUT)
-            self._store_generation = group.generation
-        return self._store
+        if group.rank == 0:
+            return self._own_store
+        self._own_store = None
+        store = dist.TCPStore(
+            group.host, group.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S)
+        )
+        store.set_timeout(_COLLECTIVE_TIMEOUT)
+        return store
 
     def wait_until_broken(self, timeout_s: float) -> str:
         """Why the group cannot go on, as soon as the scheduler has said so; empty: it has said nothing."""
@@ -202,7 +205,7 @@ class SchedulerConnection:
         sock.sendall(line.greeting())
         while not line.is_open:
             self._feed(sock, line)
-        sock.sendall(line.pack(self._registration()))
+        sock.sendall(line.pack(self._registration(sock.getsockname()[0])))
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         poll.register(self._wakeup.fd, select.POLLIN)
@@ -243,9 +246,14 @@ class SchedulerConnection:
         data = sock.recv(_PIECE)
         if not data:
             raise ConnectionError("it has closed the connection")
-        return all(self._obey(sock, line, message) for message in line.feed(data))
+        return all(self._obey(message) for message in line.feed(data))
 
-    def _registration(self) -> messages.Register:
+    def _registration(self, address: str) -> messages.Register:
+        """`address`: of this machine, as the way to the scheduler begins."""
+        if self._store_at is None:
+            own = self.settings.host if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
+            self._own_store = host_store(own, timeout=_COLLECTIVE_TIMEOUT)
+            self._store_at = own, int(self._own_store.port)
         pid = os.getpid()
         return messages.Register(
             process=messages.Identity(host=socket.gethostname(), pid=pid, started=start_ticks(pid), space=own_space()),
@@ -253,10 +261,11 @@ class SchedulerConnection:
             incarnation=self.incarnation,
             size=self.settings.size,
             recovery=self.settings.recovery,
+            store=self._store_at,
             job=self.job,
         )
 
-    def _obey(self, sock: socket.socket, line: Line, message: messages.Message) -> bool:
+    def _obey(self, message: messages.Message) -> bool:
         """False: this connection is of no more use."""
         match message:
             case messages.Welcome():
@@ -267,8 +276,6 @@ class SchedulerConnection:
             case messages.Refused() | messages.Dead():
                 self._hear_refusal(message)
                 return False
-            case messages.OpenStore(generation, address):
-                sock.sendall(line.pack(messages.StoreOpen(generation, self._open_store(generation, address))))
             case Group():
                 self._hear_group(message)
             case messages.Death():
@@ -335,12 +342,6 @@ class SchedulerConnection:
         with self._changed:
             self.group = self.group or group  # it comes again with each new connection
             self._changed.notify_all()
-
-    def _open_store(self, generation: int, address: str) -> int:
-        """The port of the store of that generation, which this process hosts."""
-        if generation != self._store_generation:
-            self._store, self._store_generation = host_store(address, timeout=_COLLECTIVE_TIMEOUT), generation
-        return int(self._store.port)
 
     def _hear_death(self, message: messages.Death) -> None:
         if self.group is None:

@@ -1,18 +1,15 @@
 """What workers and the scheduler of a dynamic cluster say to each other. Pure.
 
-============  =========================================================  ===============================================
-worker says   what                                                       then
-============  =========================================================  ===============================================
-`Register`    who it is                                                  `Welcome`, `Taken`, `Refused` or `Dead`;
-                                                                         `Group`, when all are there
-`Beat`        it lives                                                   nothing
-`StoreOpen`   it hosts the next group's store                            `Group`, to every worker
-`Farewell`    how it ends                                                the connection is closed
-============  =========================================================  ===============================================
+============  =================================  ======================================================================
+worker says   what                               then
+============  =================================  ======================================================================
+`Register`    who it is, and where its store is  `Welcome`, `Taken`, `Refused` or `Dead`; `Group`, when all are there
+`Beat`        it lives                           nothing
+`Farewell`    how it ends                        the connection is closed
+============  =================================  ======================================================================
 
-The scheduler says besides: `OpenStore` (be the host of the next group's store), `Death` (of another rank), `Fail` (the
-job is over). Each is a JSON object with ``op``; `parse` makes nothing of a message but these classes, whose fields say
-what may be in them (`core.fields`).
+The scheduler says besides: `Death` (of another rank), `Fail` (the job is over). Each is a JSON object with ``op``;
+`parse` makes nothing of a message but these classes, whose fields say what may be in them (`core.fields`).
 """
 
 from __future__ import annotations
@@ -39,12 +36,10 @@ __all__ = [
     "Message",
     "Name",
     "NodeId",
-    "OpenStore",
     "Port",
     "Rank",
     "Refused",
     "Register",
-    "StoreOpen",
     "Taken",
     "Welcome",
     "Why",
@@ -90,6 +85,8 @@ class Register:
     """As the user has named it; empty: the scheduler gives a name."""
     size: Annotated[int, Between(1, MAX_WORKERS)]
     recovery: bool
+    store: tuple[Name, Port]
+    """Address and port of one that it hosts, for the group in which it is rank 0."""
     job: Name = ""
     """Of the scheduler that has admitted it; empty: a new process."""
 
@@ -97,14 +94,6 @@ class Register:
 @dataclass(frozen=True)
 class Beat:
     """The worker lives."""
-
-
-@dataclass(frozen=True)
-class StoreOpen:
-    """The worker has opened the store of this generation."""
-
-    generation: Generation
-    port: Port
 
 
 @dataclass(frozen=True)
@@ -152,15 +141,6 @@ class Dead:
     why: Why
 
 
-@dataclass(frozen=True)
-class OpenStore:
-    """The worker is to host the store of this generation."""
-
-    generation: Generation
-    address: Name = ""
-    """Where the other workers reach it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """A formed group, as one of its ranks sees it."""
@@ -193,9 +173,7 @@ class Fail:
     """Whose death has ended it; None: of none."""
 
 
-Message: TypeAlias = (
-    Register | Beat | StoreOpen | Farewell | Welcome | Taken | Refused | Dead | OpenStore | Group | Death | Fail
-)
+Message: TypeAlias = Register | Beat | Farewell | Welcome | Taken | Refused | Dead | Group | Death | Fail
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in Message.__args__}
 
 

@@ -11,14 +11,13 @@ heartbeat runs out. A stopped process is not dead until then.
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 import selectors
 import signal
 import socket
 import time
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import FrameType
 
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
@@ -284,9 +283,6 @@ class Scheduler:
         match message:
             case messages.Beat():
                 pass
-            case messages.StoreOpen(generation, port):
-                self.table.set_store(name, generation, (self._address(connection), port))
-                self._say_formed()
             case Farewell():
                 said = f"{message.how} ({message.why})" if message.why else message.how
                 logger.info("%s leaves: %s", self.table.find(name), said)
@@ -296,7 +292,7 @@ class Scheduler:
                 raise WireError("it asks for what is not known")
 
     def _register(self, connection: _Connection, who: Register, now: float) -> None:
-        before = self.table.find(who.incarnation)
+        before, generation = self.table.find(who.incarnation), self.table.generation
         answer = self.table.register(who, now)
         self._answers.append((connection, answer))
         if not isinstance(answer, Welcome):
@@ -309,6 +305,13 @@ class Scheduler:
         assert place is not None
         if before is None:
             logger.info("%s is there; %d of %d", place, len(self.table.living()), self.table.size)
+        if self.table.group is not None and self.table.generation > generation:
+            logger.info(
+                "the group is formed: %d ranks, generation %d; its store is at %s:%d",
+                self.table.size,
+                self.table.generation,
+                *self.table.group.store,
+            )
 
     def _say_refused(self, who: Register, why: str, now: float) -> None:
         """Of a process that asks again and again, once a minute."""
@@ -316,23 +319,6 @@ class Scheduler:
         if len(self._refused) < _MOST_REFUSED and (key := (who.process, why)) not in self._refused:
             self._refused[key] = now
             logger.warning("%s is not admitted: %s", who.process, why)
-
-    def _say_formed(self) -> None:
-        group = self.table.group
-        if group is not None and self.table.outbox:
-            logger.info(
-                "the group is formed: %d ranks, generation %d; its store is at %s:%d",
-                self.table.size,
-                group.generation,
-                *group.store,
-            )
-
-    def _address(self, connection: _Connection) -> str:
-        """Where the other workers reach this one."""
-        with suppress(ValueError):
-            if not ipaddress.ip_address(connection.peer.partition("%")[0]).is_loopback:
-                return connection.peer
-        return self._settings.host
 
     def _lose(self, connection: _Connection, now: float) -> None:
         self._close(connection)
@@ -357,13 +343,9 @@ class Scheduler:
             self._flush(connection)
 
     def _tell(self, tell: Tell) -> None:
-        message = tell.message
         connection = next((c for c in self._connections if c.incarnation == tell.incarnation), None)
-        if connection is None:
-            return  # it hears when it connects again
-        if isinstance(message, messages.OpenStore):
-            message = replace(message, address=self._address(connection))
-        self._send(connection, message)
+        if connection is not None:  # else it hears when it connects again
+            self._send(connection, tell.message)
 
     def _send(self, connection: _Connection, message: messages.Message) -> None:
         if connection.line.is_open:

@@ -2,8 +2,8 @@
 
 A *place* is one of the job's ranks, named by its node id. A process takes a place by registering; it gets an
 *incarnation*, a random name that no other process has. A *group* is formed when every place has a living process that
-is in none yet; then ranks are final, one process hosts the group's store, and all are told. A process is in one group:
-after a death the others begin anew, and the next *generation* is a group of new incarnations.
+is in none yet; then ranks are final, rank 0 hosts the group's store, and all are told. A process is in one group: after
+a death the others begin anew, and the next *generation* is a group of new incarnations.
 
     FREE ---register---> LIVING ---ends by itself---> DONE (training finished) or LEFT (stopped as it was told to)
      ^                     |
@@ -35,7 +35,7 @@ from mindx_elastic.core.printable import listed
 
 __all__ = ["Limits", "Outcome", "Place", "State", "Table", "Tell"]
 
-_SCHEMA = 2
+_SCHEMA = 3
 _NUMBERS = re.compile(r"(\d+)")
 _SHOWN = 8
 EXIT_ERROR = 1
@@ -79,6 +79,8 @@ class Place:
     """By the user, not by the table."""
     process: Identity
     incarnation: messages.Incarnation
+    store: tuple[messages.Name, messages.Port]
+    """That this process hosts, for the group in which it is rank 0."""
     state: State = State.LIVING
     rank: messages.Rank | None = None
     code: int = 0
@@ -155,7 +157,6 @@ class Table:
         """What is to be said of deaths."""
         self.changed = True
         """Whether what `to_json` gives has changed since the caller last set this to False."""
-        self._host = ""  # the incarnation that was asked to open the next group's store
         self._waiting_since: float | None = now
         self._lost_why = ""  # the last death, for the reason of a job that does not come back
 
@@ -196,7 +197,7 @@ class Table:
         place = self._place_for(who, now)
         if not isinstance(place, Place):
             return place
-        place.incarnation, place.process = who.incarnation, who.process
+        place.incarnation, place.process, place.store = who.incarnation, who.process, who.store
         place.state, place.why, place.code = State.LIVING, "", 0
         place.heard_at, place.lost_at = now, None
         self.places[place.node_id], self.changed = place, True
@@ -218,16 +219,6 @@ class Table:
         if place is not None and place.state is State.LIVING:
             place.lost_at = now
 
-    def set_store(self, incarnation: str, generation: int, store: tuple[str, int]) -> None:
-        """The host of the next group's store has opened it: the group is formed."""
-        if incarnation != self._host or generation != self.generation + 1 or not self._is_whole():
-            return
-        places = sorted(self.places.values(), key=lambda m: m.rank or 0)
-        self.group = _Formed(generation, store, [m.incarnation for m in places])
-        self._host, self._waiting_since, self.changed = "", None, True
-        for place in places:
-            self.outbox.append(Tell(place.incarnation, self._group_message(place)))
-
     def die(self, incarnation: str, why: str, now: float) -> None:
         """Its process is gone, or has failed."""
         place = self.find(incarnation)
@@ -237,11 +228,10 @@ class Table:
         if self.generation < 0:
             del self.places[place.node_id]  # nothing depends on it yet
             self.notes.append(f"{place} is gone before the group is formed: {why}")
-            self._host = ""
             return
         place.state, place.why = State.DEAD, why
         text = f"{place} is dead: {why}"
-        self._host, self._lost_why = "", text
+        self._lost_why = text
         if not self.recovery:
             self._fail(f"{text}. MS_ENABLE_RECOVERY=1 is not set, so the job ends", place.rank)
             return
@@ -267,7 +257,6 @@ class Table:
         self.changed = True
         place.state = {"done": State.DONE, "left": State.LEFT, "away": State.AWAY}[how]
         place.code, place.why, place.heard_at = code, why, now
-        self._host = ""
         if place.state is State.AWAY and self._waiting_since is None:
             self._waiting_since = now
         self._settle()
@@ -349,6 +338,7 @@ class Table:
             named=bool(who.node_id),
             process=who.process,
             incarnation=who.incarnation,
+            store=who.store,
         )
 
     def _held_until(self, place: Place, who: Register) -> float:
@@ -386,7 +376,7 @@ class Table:
     def _welcome(self, place: Place) -> messages.Welcome:
         if not self._is_new(place):
             self.outbox.append(Tell(place.incarnation, self._group_message(place)))
-        self._advance()
+        self._form()
         return messages.Welcome(self.job, place.node_id, self.limits.heartbeat_s)
 
     def _is_whole(self) -> bool:
@@ -397,14 +387,16 @@ class Table:
             and all(m.state is State.LIVING and self._is_new(m) for m in self.places.values())
         )
 
-    def _advance(self) -> None:
-        """Ask rank 0 to open the next group's store, when every place is filled."""
+    def _form(self) -> None:
+        """Form the next group, when every place is filled."""
         if not self._is_whole():
-            self._host = ""
             return
         self._assign_ranks()
-        self._host = next(place.incarnation for place in self.places.values() if place.rank == 0)
-        self.outbox.append(Tell(self._host, messages.OpenStore(self.generation + 1)))
+        places = sorted(self.places.values(), key=lambda m: m.rank or 0)
+        self.group = _Formed(self.generation + 1, places[0].store, [m.incarnation for m in places])
+        self._waiting_since, self.changed = None, True
+        for place in places:
+            self.outbox.append(Tell(place.incarnation, self._group_message(place)))
 
     def _is_new(self, place: Place) -> bool:
         """Whether its process is in no group yet."""

@@ -17,7 +17,6 @@ from mindx_elastic.cluster.messages import (
     Group,
     Identity,
     Message,
-    OpenStore,
     Register,
     Welcome,
     as_json,
@@ -31,7 +30,7 @@ HERE, THERE = "boot/pid:[1]", "other boot/pid:[1]"
 
 def who(number: int, node_id: str = "", *, space: str = HERE, host: str = "h", **more: Any) -> Register:
     """A process; `number` names it."""
-    fields: dict[str, Any] = {"size": 2, "recovery": True}
+    fields: dict[str, Any] = {"size": 2, "recovery": True, "store": ("h", 1000 + number)}
     return Register(
         process=Identity(host=host, pid=number, started=str(number), space=space),
         node_id=node_id,
@@ -45,13 +44,9 @@ def new_table(size: int = 2, *, recovery: bool = True) -> Table:
 
 
 def form(table: Table, processes: list[Register], now: float = 0.0) -> None:
-    """All register, and the host opens the store."""
+    """All register."""
     for each in processes:
         assert answer(table, each, now)["op"] == "welcome"
-    ((host, generation),) = [
-        (t.incarnation, t.message.generation) for t in table.outbox if isinstance(t.message, OpenStore)
-    ]
-    table.set_store(host, generation, ("h", 1))
 
 
 def answer(table: Table, who: Register, now: float) -> dict[str, Any]:
@@ -168,10 +163,9 @@ def test_the_others_are_told_of_a_death_and_meet_in_the_next_generation() -> Non
     for survivor in (2, 0):
         assert not table.outbox  # not all have begun anew
         table.leave(f"{survivor:032d}", Farewell("away", 75, "rank 1 is dead"), 2.0)
-        table.register(replace(who(survivor, str(survivor), size=3), incarnation=f"{10 + survivor:032d}"), 2.0)
-    assert [process for process, _ in told(table, "openstore")] == [10]
-    table.set_store(f"{10:032d}", 1, ("h", 2))
+        table.register(replace(who(10 + survivor, str(survivor), size=3), process=who(survivor).process), 2.0)
     found = told(table, "group")
+    assert {m["port"] for _, m in found} == {1010}, "of rank 0"
     assert [(process, m["rank"], m["generation"]) for process, m in found] == [(10, 0, 1), (7, 1, 1), (12, 2, 1)]
 
 
@@ -313,8 +307,6 @@ class Cluster(RuleBasedStateMachine):
             process.rank = message.rank
             assert self.ranks.setdefault(process.node_id, process.rank) == process.rank, "a rank is for good"
             assert len(set(self.ranks.values())) == len(self.ranks)
-        elif isinstance(message, OpenStore):
-            self.table.set_store(process.who.incarnation, message.generation, ("h", 1))
 
     @rule(told=st.booleans())
     def kill_scheduler(self, told: bool) -> None:

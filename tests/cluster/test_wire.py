@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.cluster.messages import Beat, Fail, Farewell, Register, StoreOpen, parse
+from mindx_elastic.cluster.messages import Beat, Death, Fail, Farewell, Register, parse
 from mindx_elastic.cluster.wire import Line, WireError
 
 KEY = b"a key that only the job has"
@@ -20,6 +20,7 @@ GOOD: dict[str, Any] = {
     "process": {"host": "h", "pid": 1, "started": "7", "space": "b/pid:[1]"},
     "size": 2,
     "recovery": True,
+    "store": ("h", 1),
     "job": "",
 }
 
@@ -35,15 +36,15 @@ def pair(key: bytes | None = None, other: bytes | None = None) -> tuple[Line, Li
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "sealed"])
 def test_messages_arrive_in_pieces_of_any_size(key: bytes | None) -> None:
     worker, scheduler = pair(key)
-    data = b"".join(worker.pack(StoreOpen(number, 1)) for number in range(3))
+    data = b"".join(worker.pack(Death(number, "")) for number in range(3))
     found = [message for byte in data for message in scheduler.feed(bytes([byte]))]
-    assert found == [StoreOpen(0, 1), StoreOpen(1, 1), StoreOpen(2, 1)]
+    assert found == [Death(0, ""), Death(1, ""), Death(2, "")]
     assert list(worker.feed(scheduler.pack(Fail("it is over")))) == [Fail("it is over")]
 
 
 def test_a_sealed_message_counts_once_in_its_place_and_direction() -> None:
     worker, scheduler = pair(KEY)
-    first, second = worker.pack(Beat()), worker.pack(StoreOpen(1, 1))
+    first, second = worker.pack(Beat()), worker.pack(Death(1, ""))
     with pytest.raises(WireError, match="not of this job"):
         list(scheduler.feed(second))  # the first one was left out
     worker, scheduler = pair(KEY)
