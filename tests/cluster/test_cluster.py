@@ -77,21 +77,6 @@ def test_a_killed_worker_that_is_started_again_costs_no_step(
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_killed_before_the_first_boundary(victim: int, tmp_path: Path) -> None:
-    """There is nothing to go on from: all begin anew, the survivor in its process."""
-    with cluster(2) as run:
-        scheduler = run.scheduler()
-        jobs = run.workers(f"--kill=forward:1:{victim}")
-        assert jobs[victim].wait() == -signal.SIGKILL
-        again, living = run.worker(victim), jobs[1 - victim]
-        finish(run, scheduler, [living, again])
-        begun = [match.groups() for match in living.matches(r"READY \d+ (\d+) (\w+)")]
-        assert begun == [(str(living.process.pid), "None")] * 2
-        assert hashes_of([living, again]) == uninterrupted(2, tmp_path)
-
-
-@pytest.mark.drill
 def test_all_workers_killed_and_started_again_go_on_from_memory(tmp_path: Path) -> None:
     """Each rank has its own directory, and one of them copies the state that all share."""
     with cluster(2) as run:
@@ -126,22 +111,6 @@ def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tm
         finish(run, second, jobs)
         assert all(len(job.matches("READY")) == 1 for job in jobs)
         assert hashes_of(jobs) == uninterrupted(2, tmp_path)
-
-
-@pytest.mark.drill
-def test_a_stop_is_graceful_after_the_scheduler_has_come_back() -> None:
-    with cluster(2) as run:
-        first, jobs = held(run, "--hold-at=5")
-        first.process.kill()
-        first.wait()
-        second = run.scheduler()
-        # One of them says it for all.
-        wait_until(lambda: any(job.matches("the scheduler is there again") for job in jobs), "a connection")
-        os.kill(jobs[1].process.pid, signal.SIGTERM)
-        for job in jobs:
-            job.expect(143)
-            assert job.matches("step 6 saved in")
-        second.expect(143)
 
 
 @pytest.mark.drill

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.cluster.msrun import main, plan_of
+from mindx_elastic.cluster.msrun import plan_of
 from mindx_elastic.errors import UsageError
 from tests.cluster.processes import free_port
 from tests.harness import JOBS, Job, _environment, wait_until
@@ -39,15 +39,6 @@ def test_a_second_machine_has_its_ranks_and_no_scheduler(dashes: str) -> None:
     ]
 
 
-def test_without_a_node_rank_the_address_tells_who_starts_the_scheduler() -> None:
-    several = ["--worker_num=4", "--local_worker_num=2"]
-    here = plan_of([*several, "--master_addr=127.0.0.1", "train.py"])
-    there = plan_of([*several, "--master_addr=192.0.2.1", "train.py"])
-    assert [each.name for each in here.processes] == ["scheduler", "worker_0", "worker_1"]
-    assert [each.name for each in there.processes] == ["worker_0", "worker_1"]
-    assert {each.env["MS_NODE_ID"] for each in there.processes} == {""}
-
-
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -73,13 +64,6 @@ def start(*arguments: object, **env: str) -> Job:
     env = {"MINDX_ARENA_DIR": str(memory), **env}
     command = [sys.executable, "-m", "mindx_elastic.cli.main", "msrun", *ONE, f"--master_port={free_port()}"]
     return Job([*command, "--join=True", "--log_dir=logs", *map(str, arguments)], _environment(env))
-
-
-def test_a_program_that_is_not_there_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"nofile\.py: no such file"):
-        main([*ONE, "nofile.py"])
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.drill
@@ -119,25 +103,6 @@ def test_a_stop_is_the_outcome(
         assert all("step 6 saved in" in log.read_text() for log in logs), stopped.report()
     finally:
         stopped.end()
-
-
-@pytest.mark.drill
-@pytest.mark.slow
-def test_what_nohup_ignores_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        job = start(JOBS / "clustered.py", "--hold-at=5")
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    try:
-        logs = wait_for_hold()
-        os.kill(job.process.pid, signal.SIGHUP)
-        Path("go5").touch()
-        job.expect(0)
-        assert all(re.search(r"DONE \d ", log.read_text()) for log in logs), job.report()
-    finally:
-        job.end()
 
 
 @pytest.mark.drill

@@ -36,20 +36,6 @@ def test_a_scheduler_that_stands_still_for_longer_than_the_heartbeat_holds_nobod
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_is_killed_while_the_scheduler_stands_still(victim: int, tmp_path: Path) -> None:
-    with cluster(2, MINDX_HEARTBEAT_S="3") as run:
-        scheduler, jobs = held(run, "--hold-at=5", fresh=True)
-        os.kill(scheduler.process.pid, signal.SIGSTOP)
-        jobs[victim].process.kill()
-        jobs[victim].wait()
-        run.go()
-        again = run.worker(victim)
-        os.kill(scheduler.process.pid, signal.SIGCONT)
-        finish(run, scheduler, [jobs[1 - victim], again])
-        assert hashes_of([jobs[1 - victim], again]) == uninterrupted(2, tmp_path)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_is_killed_before_the_group_is_formed(victim: int, tmp_path: Path) -> None:
     with cluster(2) as run:
         scheduler = run.scheduler()
@@ -79,15 +65,3 @@ def test_the_new_process_is_killed_as_well(second: str, tmp_path: Path) -> None:
         assert hashes_of([jobs[0], jobs[2], third]) == uninterrupted(3, tmp_path)
         for job in (jobs[0], jobs[2]):
             assert {match[1] for match in job.matches(r"READY \d+ (\d+)")} == {str(job.process.pid)}
-
-
-def test_a_worker_is_killed_behind_its_last_step_and_started_again(tmp_path: Path) -> None:
-    """There is no step to be done again, but its end."""
-    with cluster(2) as run:
-        scheduler, jobs = held(run, "--hold-at=12", fresh=True)
-        jobs[1].process.kill()
-        jobs[1].wait()
-        run.go(12)
-        again = run.worker(1)
-        finish(run, scheduler, [jobs[0], again])
-        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path)

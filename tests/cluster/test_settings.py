@@ -14,23 +14,6 @@ WORKER = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "h", "M
 SCHEDULER = {**WORKER, "MS_ROLE": "MS_SCHED"}
 
 
-def test_no_role_is_no_cluster() -> None:
-    assert ClusterSettings.from_env({}) is None
-    assert ClusterSettings.from_env({"MS_WORKER_NUM": "1"}) is None
-
-
-def test_a_worker_needs_four_variables() -> None:
-    found = ClusterSettings.from_env(WORKER)
-    assert found == ClusterSettings(role="MS_WORKER", size=2, host="h", port=8118)
-    assert (found.heartbeat_s, found.formation_s, found.node_id, found.recovery, found.device) == (
-        5,
-        600,
-        "",
-        False,
-        None,
-    )
-
-
 def test_everything_is_read() -> None:
     more = {"MS_NODE_ID": "w-1", "MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": "r", "MS_NODE_TIMEOUT": "30"}
     more |= {"MS_TOPO_TIMEOUT": "60", "DEVICE_ID": "3"}

@@ -89,38 +89,7 @@ def test_workers_without_an_id_are_named_by_machine_and_order() -> None:
     assert answer(table, who(4, size=3), 1.0)["node_id"] == "h-1"
 
 
-def test_local_ranks_count_the_processes_that_share_a_machine() -> None:
-    table = new_table(3)
-    form(table, [who(0, "0", size=3), who(1, "1", size=3, space=THERE), who(2, "2", size=3)])
-    found = {rank: (m["local_rank"], m["local_size"]) for rank, m in told(table, "group")}
-    assert found == {0: (0, 2), 1: (0, 1), 2: (1, 2)}
-
-
 # --- who is refused ---
-
-
-def test_a_second_process_with_a_taken_id_is_refused_until_the_heartbeat_has_run_out() -> None:
-    table = new_table()
-    form(table, [who(1, "0"), who(2, "1")])
-    told = answer(table, who(3, "1"), 2.0)
-    assert (told["op"], told["by"], told["wait_s"]) == ("taken", "process 2 on h", 3.0)
-    table.hear(f"{1:032d}", 4.0)
-    table.tick(5.0)
-    assert answer(table, who(3, "1"), 5.0)["op"] == "welcome"
-
-
-def test_a_connection_that_ends_is_a_death_only_if_it_is_not_opened_again() -> None:
-    table = new_table()
-    form(table, [who(1, "0"), who(2, "1")])
-    table.lose(f"{2:032d}", 1.0)
-    table.tick(1.9)
-    assert answer(table, who(3, "1"), 1.9)["op"] == "taken"
-    assert answer(table, who(2, "1", job="job"), 1.95)["op"] == "welcome"
-    table.tick(3.0)
-    assert len(table.living()) == 2
-    table.lose(f"{2:032d}", 3.0)
-    table.tick(4.0)
-    assert [message["rank"] for _, message in told(table, "death")] == [1]
 
 
 @pytest.mark.parametrize(
@@ -224,17 +193,6 @@ def test_the_outcome_tells_how_the_workers_have_ended(ends: list[tuple[str, int]
     for number, (how, each) in enumerate(ends):
         table.leave(f"{number:032d}", read(Farewell, {"how": how, "code": each, "why": ""}), 1.0)
     assert table.outcome is not None and table.outcome.code == code
-
-
-def test_all_dead_is_no_end_where_they_can_be_started_again() -> None:
-    table = new_table()
-    form(table, [who(0, "0"), who(1, "1")])
-    table.die(f"{0:032d}", "killed", 1.0)
-    table.die(f"{1:032d}", "killed", 1.0)
-    assert table.outcome is None
-    table.outbox.clear()
-    form(table, [who(2, "1"), who(3, "0")], 2.0)
-    assert [(process, m["rank"], m["generation"]) for process, m in told(table, "group")] == [(3, 0, 1), (2, 1, 1)]
 
 
 # --- on disk ---

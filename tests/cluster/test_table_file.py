@@ -32,15 +32,6 @@ def test_a_damaged_table_is_refused_with_the_way_out(content: bytes, tmp_path: P
     records.close()
 
 
-def test_a_link_in_the_tables_place_is_not_followed(tmp_path: Path) -> None:
-    records = TableFile(tmp_path)
-    (tmp_path / "elsewhere").write_text("{}")
-    (tmp_path / TABLE_FILE).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="cannot be read"):
-        records.read()
-    records.close()
-
-
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -59,13 +59,6 @@ def test_a_sealed_message_counts_once_in_its_place_and_direction() -> None:
         list(worker.feed(worker.pack(Fail(""))))  # sent back
 
 
-def test_a_worker_with_another_key_or_none_is_not_heard() -> None:
-    for key, other in ((b"another key of the right length", KEY), (None, KEY), (KEY, b"x" * 20)):
-        worker, scheduler = pair(key, other)
-        with pytest.raises(WireError, match="not of this job"):
-            list(scheduler.feed(worker.pack(Beat())))
-
-
 @given(st.binary(max_size=200))
 def test_any_bytes_are_messages_or_an_error(data: bytes) -> None:
     for first in (b"", Line(None, is_scheduler=False).greeting()):

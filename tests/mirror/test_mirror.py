@@ -139,15 +139,6 @@ def test_last_files_lie_on_two_nodes_and_survive_either(start: Callable[..., Job
     assert [(e["event"], e["outcome"], e["partner"]) for e in job.events(1)] == [("mirror", "copied", 3)]
 
 
-def test_a_shared_disk_is_found_out(start: Callable[..., Job], tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").symlink_to("a")
-    job = start("ab")
-    deliver(job, {rank: job.write(rank) for rank in range(2)})
-    assert job.files("a") == [f"rank_0/{NAME}", f"rank_1/{NAME}"]
-    assert {event["outcome"] for event in job.events(0) + job.events(1)} == {"was there"}
-
-
 def test_a_dead_partner_costs_one_warning(start: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
     job = start("ab")
     job.mirrors[1].close()
@@ -172,19 +163,6 @@ def test_a_frozen_partner_does_not_cost_all_the_time_that_is_left(
         mirror.endpoints._known[1] = Endpoint("127.0.0.1", silent.getsockname()[1], "x")
         mirror.deliver(job.write(0), 17, 3600.0)  # all of it would be more than this test has
     assert [event["outcome"].partition(":")[0] for event in job.events(0)] == ["failed"]
-
-
-def test_a_tree_of_tft_is_copied_too(start: Callable[..., Job]) -> None:
-    job = start("ab")
-    name = "tft_saved_checkpoints-step_17/rank_{0}/ttp_rank_{0}-2_7.safetensors"
-    paths = {rank: write(job.root(rank) / name.format(rank), rank=rank, world_size=2) for rank in range(2)}
-    deliver(job, paths)
-    job.close()
-    for path in job.root(1).rglob("*.safetensors"):
-        path.unlink()
-    job.open()
-    assert steps(job.find()) == [17, 17]
-    assert job.files("b") == [name.format(1)]
 
 
 def test_retention_deletes_copies_too(start: Callable[..., Job]) -> None:
@@ -247,14 +225,6 @@ def test_ranks_that_disagree_are_told_so(start: Callable[..., Job]) -> None:
     assert isinstance(found[0], UsageError)
     assert "redundancy=2 on rank 0 and 1 on rank 1" in str(found[0])
     assert isinstance(found[1], UsageError), "it must not go on alone"
-
-
-def test_the_argument_goes_before_the_environment() -> None:
-    settings = RedundancySettings.from_env({"MINDX_REDUNDANCY": "3", "GROUP_RANK": "1"})
-    assert (settings.copies, settings.with_copies(None).copies, settings.with_copies(2).copies) == (3, 3, 2)
-    assert settings.node_name() == "node 1"
-    with pytest.raises(UsageError, match="MINDX_REDUNDANCY"):
-        RedundancySettings.from_env({"MINDX_REDUNDANCY": "0"})
 
 
 def test_partners_and_sources_are_known_when_the_store_is_asked_no_more(start: Callable[..., Job]) -> None:

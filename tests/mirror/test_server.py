@@ -91,15 +91,6 @@ def test_a_file_arrives_as_it_is_and_comes_back(server: Server, root: Path, tmp_
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
 
 
-def test_a_damaged_copy_is_replaced(server: Server, root: Path, tmp_path: Path) -> None:
-    path = own_file(tmp_path)
-    put(server.endpoint, path)
-    (root / NAME).write_bytes(path.read_bytes()[:5000])
-    assert put(server.endpoint, path) == {}
-    assert (root / NAME).read_bytes() == path.read_bytes()
-    assert f"quarantine/{NAME}" in files(root)
-
-
 def test_nothing_is_done_without_the_token(server: Server, root: Path, tmp_path: Path) -> None:
     put(server.endpoint, own_file(tmp_path))
     for token in ("", "wrong", server.endpoint.token[:-1], "\N{SNOWMAN}", None, ["x"]):
@@ -180,16 +171,6 @@ def start_put(server: Server, size: int) -> Channel:
     return channel
 
 
-@pytest.mark.parametrize("content", [b"not a checkpoint", b"\0" * 9000])
-def test_what_is_no_checkpoint_is_refused(server: Server, root: Path, tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x").write_bytes(content)
-    with start_put(server, len(content)) as channel, open(tmp_path / "x", "rb") as file:
-        channel.send_file(file.fileno(), len(content))
-        with pytest.raises(ConnectionError, match="Checkpoint"):
-            channel.answer()
-    assert files(root) == []
-
-
 def test_a_byte_that_was_changed_on_the_way_is_seen(server: Server, root: Path, tmp_path: Path) -> None:
     data = bytearray(own_file(tmp_path).read_bytes())
     digest = xxhash.xxh3_128(bytes(data)).digest()
@@ -209,13 +190,6 @@ def test_a_sender_that_dies_leaves_nothing(server: Server, root: Path, tmp_path:
         channel._send(data[:sent])
     wait_until(lambda: files(root) == [], "the end of the temporary file")
     assert serves(server)
-
-
-def test_a_sender_that_falls_silent_is_left(server: Server, root: Path) -> None:
-    with start_put(server, 8000) as channel:
-        channel._send(b"x" * 100)
-        assert "TimeoutError" in channel.receive()["error"]
-    assert files(root) == []
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,6 @@ def test_an_order_of_another_attempt_is_not_used(tmp_path: Path, group: None) ->
     assert ahead.lay_out_buckets([("model", model())], tmp_path, "2") == {}
 
 
-def test_orders_that_cannot_be_written_are_left_out(tmp_path: Path) -> None:
-    ahead.share_orders(tmp_path / "missing", "1", {"model": [0]})
-    assert not (tmp_path / "missing").exists()
-
-
 class Notes(TorchFunctionMode):
     """A mode of the program's that sees each call of torch in its thread."""
 

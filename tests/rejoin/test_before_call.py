@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from mindx_elastic.agreement.gather import Answer
-from mindx_elastic.data.replay import ReplayLoader
-from mindx_elastic.guard.loops.followed_loader import FollowedLoader, with_epochs_put_back
+from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
 from mindx_elastic.guard.observer import observers
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 
@@ -145,17 +144,6 @@ def test_another_function_that_is_wrapped_is_named() -> None:
     assert differ == ['"Scaled.forward" (test_before_call.py)', '"cost" (test_before_call.py)']
 
 
-def test_functions_of_torch_and_values_that_are_none_stay() -> None:
-    data: Any = SimpleNamespace(augment={"some": "value"}, transform=None)
-    objects = ObjectsBeforeCall({"data": data})
-    data.augment, data.transform = {"other": "value"}, torch.relu
-    data.number = 3
-    objects.put_back()
-    assert data.augment == {"other": "value"}
-    assert data.transform is torch.relu
-    assert data.number == 3
-
-
 def test_what_torch_has_hooked_to_a_module_stays() -> None:
     pruned: Any = nn.Linear(2, 2)
     model = nn.Sequential(pruned)
@@ -222,53 +210,9 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
     assert again.say()["changed"] == []
 
 
-class _Parity(torch.utils.data.Sampler[int]):
-    """Each epoch has its own order; `begun` is nobody's business but the program's."""
-
-    def __init__(self) -> None:
-        self.epoch = self.begun = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch, self.begun = epoch, self.begun + 1
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([self.epoch % 2, 1 - self.epoch % 2])
-
-    def __len__(self) -> int:
-        return 2
-
-
-sampler: Any = None
-
-
-def test_the_epoch_of_a_sampler_is_not_named_for_the_loader_puts_it_back() -> None:
-    global sampler
-    sampler = _Parity()
-    stock: Any = torch.utils.data.DataLoader(torch.arange(2), sampler=sampler)  # type: ignore[arg-type]
-    loader = FollowedLoader("loader", ReplayLoader(stock), None)
-    try:
-        objects = ObjectsBeforeCall({})
-        part_of(objects, [loader], 0, is_new=False)  # the first entry
-        sampler.set_epoch(3)
-        named = [name for name, _ in part_of(objects, [loader], 0, is_new=False).say()["changed"]]
-    finally:
-        sampler = None
-    assert named == ['"sampler.begun" (test_before_call.py)']
-
-
 def _numbers() -> Iterator[int]:
     while True:
         yield from [1, 2, 3]
-
-
-class _Stream:
-    """Asks nothing of the program."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        raise AssertionError("no code of the program is run")
 
 
 @pytest.mark.parametrize(
@@ -308,42 +252,6 @@ def test_an_iterator_that_goes_on_in_survivors_is_named(
         old.hear(Answer([[name], []], None, list))
     assert "make it in that function, and advance it to guard.step" in caplog.text
     assert next(unused) != next(make()) or isinstance(unused, itertools.repeat)
-
-
-@apart
-def test_an_iterator_that_asks_the_program_is_left_alone() -> None:
-    global batches
-    try:
-        batches = iter(_Stream())
-        objects = ObjectsBeforeCall({})
-        part_of(objects, [], 0, is_new=False)
-        next(batches)
-        assert part_of(objects, [], 0, is_new=False).say()["changed"] == []
-    finally:
-        batches = None
-
-
-@apart
-def test_what_only_a_function_holds_on_to_is_compared() -> None:
-    def make() -> Callable[[], None]:
-        number, turns = 0, itertools.cycle(range(3))
-
-        def train() -> None:
-            nonlocal number
-            number += next(turns) + 1
-
-        return train
-
-    train = make()
-    objects = ObjectsBeforeCall({})
-    part_of(objects, [], 0, is_new=False)
-    train()
-    changed = part_of(objects, [], 0, is_new=False).say()["changed"]
-    names = sorted(name for name, _ in changed)
-    assert names == [
-        '"number" (train() in test_before_call.py)',
-        'the position of "turns" (train() in test_before_call.py)',
-    ]
 
 
 @apart

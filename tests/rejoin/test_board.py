@@ -39,13 +39,6 @@ def test_all_are_waited_for(store: Any) -> None:
     thread.join()
 
 
-def test_it_is_known_whether_all_notes_are_there(store: Any) -> None:
-    one = board(store)
-    one.write("1/a", {"n": 1})
-    assert one.has(["1/a"])
-    assert not one.has(["1/a", "1/b"])
-
-
 @pytest.mark.parametrize(
     "other",
     [{"key": b"another"}, {"key": None}, {"key": b"secret", "scope": "1/1"}],

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
-from mindx_elastic.config import RejoinSettings
-from mindx_elastic.errors import UsageError
 from mindx_elastic.rejoin import groups, nccl
 from mindx_elastic.rejoin.member import LeavesToRejoin
 
@@ -80,14 +75,6 @@ def switched_on(monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
 def test_it_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
     monkeypatch.delenv("MINDX_REJOIN_NCCL", raising=False)
     assert "MINDX_REJOIN_NCCL=1, which has been run on a single GPU only" in nccl.problem(["cuda"])
-
-
-def test_the_switch_is_1_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not RejoinSettings.from_env({}).nccl
-    assert not RejoinSettings.from_env({"MINDX_REJOIN_NCCL": "0"}).nccl
-    assert RejoinSettings.from_env({"MINDX_REJOIN_NCCL": " 1"}).nccl
-    with pytest.raises(UsageError, match="MINDX_REJOIN_NCCL='yes': give 0, 1 or nothing"):
-        RejoinSettings.from_env({"MINDX_REJOIN_NCCL": "yes"})
 
 
 @pytest.mark.usefixtures("switched_on")
@@ -187,28 +174,10 @@ def test_an_update_does_not_begin_and_its_gate_stays_clean() -> None:
 # --- a broken context ---
 
 
-def test_what_is_an_error_of_the_device() -> None:
-    assert nccl.is_device_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    accelerator = getattr(torch, "AcceleratorError", None)
-    if accelerator is not None:
-        assert issubclass(accelerator, RuntimeError)
-    assert not nccl.is_device_error(RuntimeError("Connection closed by peer"))
-    assert not nccl.is_device_error(ValueError("CUDA error"))
-    assert not nccl.is_device_error(None)
-
-
 def test_only_an_error_that_stays_breaks_the_context(cuda: SimpleNamespace) -> None:
     assert nccl.broken_context() == "", "no memory was left, say"
     cuda.error = RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
     assert nccl.broken_context() == "CUDA error: uncorrectable ECC error encountered"
-
-
-def test_a_broken_rank_dies_and_is_never_a_survivor() -> None:
-    reason = "CUDA error: an illegal memory access was encountered"
-    code = f"from mindx_elastic.rejoin import nccl; nccl.end_process({reason!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert f"cannot use its device any more ({reason})" in done.stderr
 
 
 # --- new connections ---
@@ -270,16 +239,6 @@ def test_a_group_of_both_gets_both(monkeypatch: pytest.MonkeyPatch, name: str) -
     assert options is not old.options
     assert (options.is_high_priority_stream, options.config, options._timeout) == (True, "own", timedelta(seconds=77))
     assert (options.group_name, options.global_ranks_in_group) == (name, [] if name == "0" else [4, 7])
-
-
-@pytest.mark.usefixtures("cuda")
-def test_a_new_process_has_no_old_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = Handle()
-    groups.keep_timeout("mesh", timedelta(seconds=5))
-    with group_of(monkeypatch, handle, (("cuda", "nccl"),), "mesh"):
-        groups.connect(dist.HashStore(), 4, 30.0)
-    ((device, _, new),) = handle.registered
-    assert device == "cuda" and new.options._timeout == timedelta(seconds=5)
 
 
 @pytest.fixture(autouse=True)

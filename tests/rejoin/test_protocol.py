@@ -78,13 +78,6 @@ def test_there_is_a_verdict_whenever_a_whole_rank_is_furthest(reports: dict[int,
     assert (not decide(reports, world_size=len(reports)).refusal) == expected
 
 
-@given(worlds(), st.randoms())
-def test_the_order_of_the_reports_does_not_matter(reports: dict[int, Report | None], random: Any) -> None:
-    mixed = list(reports.items())
-    random.shuffle(mixed)
-    assert decide(dict(mixed), world_size=len(reports)) == decide(reports, world_size=len(reports))
-
-
 @given(worlds())
 def test_a_report_is_the_same_after_it_has_been_written_and_read(reports: dict[int, Report | None]) -> None:
     for rank, each in reports.items():
@@ -117,12 +110,6 @@ def test_what_is_no_report_is_refused(change: Mapping[str, Any]) -> None:
 )
 def test_a_refusal_says_why(reports: dict[int, Report | None], words: str) -> None:
     assert words in decide(reports, world_size=len(reports)).refusal
-
-
-def test_a_survivor_that_is_behind_takes_the_state_of_one_that_is_not() -> None:
-    verdict = decide({0: report(0, 8), 1: report(1, 7), 2: None, 3: report(3, 7, clean=False)}, world_size=4)
-    assert (verdict.step, verdict.donor, verdict.dead, verdict.behind) == (8, 0, (2,), (1, 3))
-    assert verdict.needy == (1, 2, 3)
 
 
 EVENTS = st.tuples(
@@ -219,18 +206,3 @@ def test_any_death_after_the_verdict_ends_it(size: int, data: st.DataObject) -> 
     assert machine.phase is Phase.FALLBACK
     assert f"rank {victim} has died" in machine.reason
     assert machine.fallback is (Fallback.KILL if has_state else Fallback.SAVE)
-
-
-def test_the_new_process_may_die_before_the_verdict() -> None:
-    machine = Coordinator(3)
-    machine.begin([1])
-    machine.note_death(1)
-    assert machine.phase is Phase.FALLBACK
-    assert machine.reason == "the new process of rank 1 has died"
-
-
-def test_a_generation_begins_only_while_all_train() -> None:
-    machine = Coordinator(3)
-    machine.begin([1])
-    with pytest.raises(ValueError, match="under way"):
-        machine.begin([2])

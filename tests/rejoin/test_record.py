@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mindx_elastic.rejoin.record import (
-    FORKED,
-    FRESH,
     IN_PLACE,
     RESTART,
     SPARE,
@@ -52,21 +49,6 @@ def test_two_lines_each() -> None:
     ]
 
 
-def test_several_ranks_and_some_behind() -> None:
-    stood_in = tuple(StandIn(rank=rank, pid=100 + rank, by=by) for rank, by in ((1, FORKED), (2, FRESH), (4, SPARE)))
-    line = as_lines([recovery(ranks=(1, 2, 4), behind=(3,), stood_in=stood_in, steps_lost=1)])[1]
-    assert line.split("; ") == [
-        "0.3  ranks 1, 2, 4: killed by SIGKILL",
-        (
-            "a fork of the zygote (pid 101) stands in for rank 1, a fresh process (pid 102) stands in for rank 2, "
-            "a spare (pid 104) stands in for rank 4"
-        ),
-        "on from step 12, state from rank 0",
-        "also to rank 3, behind",
-        "1 step lost",
-    ]
-
-
 def test_one_that_came_to_nothing() -> None:
     failed = recovery(outcome=RESTART, reason="rank 0: the store is full", step=None, stages={"detect": 0.0})
     assert as_lines([failed])[1:] == [
@@ -74,12 +56,6 @@ def test_one_that_came_to_nothing() -> None:
         "     detect 0, over 135",
     ]
     assert as_lines([recovery(outcome=STOPPED)])[1].endswith("; stopped meanwhile")
-
-
-def test_the_newest_are_shown() -> None:
-    lines = as_lines([recovery(generation=number) for number in range(1, 101)])
-    assert lines[1] == "80 earlier ones are not shown: mindx-elastic status --json has them"
-    assert lines[2].startswith("0.81  ") and lines[-2].startswith("0.100  ") and len(lines) == 42
 
 
 def test_control_characters_are_shown_not_obeyed() -> None:
@@ -135,10 +111,3 @@ def test_a_line_that_makes_no_sense_is_none(line: dict[str, Any]) -> None:
     found = from_event({"attempt": 0, "generation": 1, "outcome": IN_PLACE, **line})
     if found is not None:
         as_lines([found])
-
-
-@pytest.mark.parametrize("missing", ["generation", "outcome"])
-def test_without_its_number_it_is_none(missing: str) -> None:
-    line = {"attempt": 0, **as_event(recovery())}
-    del line[missing]
-    assert from_event(line) is None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from mindx_elastic.agreement.gather import Answer
-from mindx_elastic.rejoin.sockets import SocketsPart, _connections
+from mindx_elastic.rejoin.sockets import SocketsPart
 
 
 @pytest.fixture
@@ -25,12 +25,6 @@ def inode(one: socket.socket) -> int:
     return os.fstat(one.fileno()).st_ino
 
 
-def test_a_connection_has_the_same_name_at_both_ends(pair: tuple[socket.socket, socket.socket]) -> None:
-    found = _connections()
-    names = {name for name, number in found.items() if number in map(inode, pair)}
-    assert len(names) == 1
-
-
 def test_only_a_connection_that_two_ranks_have_is_one_between_ranks() -> None:
     part = SocketsPart(3)
     part._found = {"ours": 11, "store": 12, "three": 13}
@@ -39,10 +33,6 @@ def test_only_a_connection_that_two_ranks_have_is_one_between_ranks() -> None:
     assert merged.own is not None
     part.hear(Answer(merged.common, merged.own[0], lambda names: []))
     assert part.inodes == {11}
-
-
-def test_with_too_many_ranks_nothing_is_told() -> None:
-    assert SocketsPart(1000).say() == []
 
 
 def part_of(*inodes: int) -> SocketsPart:
