@@ -226,8 +226,7 @@ def measure(mode: str, world_size: int, num_tensors: int) -> Measured:
         target = Target(strategies(rank), Blueprint({}, {}, {}))
         layouts = JobLayouts(exchanges[rank], target, lambda specs: None)
         disks: Any = here[rank][0]
-        findings = Findings(disk="disk", machine=f"node {rank // RANKS_PER_NODE}", share=disks.share)
-        findings.memory_share = disks.memory_share
+        findings = Findings(disk="disk", machine=f"node {rank // RANKS_PER_NODE}")
         findings.facts = files(rank)
         findings.known, findings.anything = {"run"}, True
         disks.findings = findings

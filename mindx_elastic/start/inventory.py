@@ -26,7 +26,7 @@ from mindx_elastic.start.assumptions import settle_assumptions
 from mindx_elastic.start.candidate import Candidate, Context
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
-from mindx_elastic.start.findings import Findings, Place, Share
+from mindx_elastic.start.findings import Findings, Place
 from mindx_elastic.start.planner import never_complete, order_of_moments, plan_resume
 
 __all__ = ["Inventory", "Step", "newest_complete", "until_sound"]
@@ -144,8 +144,6 @@ class Inventory:
         self.anything = self.other = False
         self.entries: dict[str, CatalogEntry] = {}
         """By path, the entries that this process has read itself."""
-        self.unread: list[int] = []
-        """Ranks whose disk or memory was not read completely: some rank with the same view has not read its share."""
         self.launched = 0
         """The highest attempt that a launcher has counted."""
         self._files: dict[Key, _File] = {}
@@ -165,13 +163,12 @@ class Inventory:
         """
         made = cls(len(findings))
         made.runs = {run for found in findings for run in found.known} - {""}
-        disks = _groups([(found.disk, found.share) for found in findings], made.unread)
-        machines = _groups([(found.machine, found.memory_share) for found in findings], made.unread)
+        disks = _groups([found.disk for found in findings])
+        machines = _groups([found.machine for found in findings])
         for found in findings:
             made._add(found, disks[found.disk], machines[found.machine])
         for rank, found in enumerate(findings):
             made._add_own(found, None if len(findings) == 1 else rank)
-        made.unread = sorted(set(made.unread))
         return made
 
     def _add(self, found: Findings, disk: frozenset[int], machine: frozenset[int]) -> None:
@@ -263,55 +260,21 @@ class Inventory:
     # --- planning ---
 
     def plan(
-        self,
-        world: World,
-        faults: KnownFaults | None = None,
-        *,
-        only: Moment | None = None,
-        step: int | None = None,
+        self, world: World, faults: KnownFaults | None = None, *, only: Moment | None = None, step: int | None = None
     ) -> ResumePlan | Refusal:
-        """Plan a start. `only`: the one moment that may be taken. `step`: the step that may be taken, of any run and
-        attempt, in the order in which a start tries them."""
-        facts = self.facts
+        """Plan a start. `only`, `step`: as of `plan_resume`."""
         damaged = [Rejected(one.path, one.problem) for one in self._damage]
-
-        def call(moment: Moment | None, rejected: Sequence[Rejected]) -> ResumePlan | Refusal:
-            return plan_resume(
-                facts,
-                world,
-                faults=faults or KnownFaults(),
-                own_states=self.own_states,
-                recorded=self.recorded,
-                rejected=rejected,
-                only=moment,
-            )
-
-        known = (*damaged, *self.rejected)
-        plan = call(only, known) if step is None else self._plan_of_step(step, faults, call, known)
+        plan = plan_resume(
+            self.facts,
+            world,
+            faults=faults or KnownFaults(),
+            own_states=self.own_states,
+            recorded=self.recorded,
+            rejected=(*damaged, *self.rejected),
+            only=only,
+            step=step,
+        )
         return plan if isinstance(plan, Refusal) else replace(plan, steps_lost=self._steps_lost(plan))
-
-    def _plan_of_step(
-        self,
-        step: int,
-        faults: KnownFaults | None,
-        call: Callable[[Moment | None, Sequence[Rejected]], ResumePlan | Refusal],
-        known: Sequence[Rejected],
-    ) -> ResumePlan | Refusal:
-        reasons: tuple[Rejected, ...] = ()
-        worlds: set[int] = set()
-        order = order_of_moments(self.facts)
-        for moment in (each for each in order if each[2] == step):
-            plan = call(moment, reasons)
-            if isinstance(plan, ResumePlan):
-                return replace(plan, rejected=(*plan.rejected, *known))
-            reasons = plan.reasons
-            worlds.update(plan.other_worlds)
-        if not reasons:
-            steps = list(dict.fromkeys(moment[2] for moment in order))
-            text = ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
-            reasons = (Rejected(f"step {step}", f"no usable file is of it (steps that are there: {text or 'none'})"),)
-        named = frozenset() if faults is None else faults.ranks
-        return Refusal((*reasons, *known), bool(self.facts), tuple(sorted(worlds)), named)
 
     def _steps_lost(self, plan: ResumePlan) -> int | None:
         """Steps between the plan's and the newest one, counting damaged files and steps that were not asked for."""
@@ -462,14 +425,9 @@ def _order(file: _File) -> tuple[Any, ...]:
     return fact.moment, fact.rank, fact.rank not in file.seen_by, is_part, kind, -fact.created, fact.path
 
 
-def _groups(views: Sequence[tuple[str, Share]], unread: list[int]) -> dict[str, frozenset[int]]:
-    """The ranks that see the same files, by view. Appends to `unread` the ranks of views with an unread share."""
+def _groups(views: Sequence[str]) -> dict[str, frozenset[int]]:
+    """The ranks that see the same files, by view."""
     groups: dict[str, list[int]] = {}
-    shares: dict[str, dict[int, set[int]]] = {}
-    for rank, (view, (number, count)) in enumerate(views):
+    for rank, view in enumerate(views):
         groups.setdefault(view, []).append(rank)
-        shares.setdefault(view, {}).setdefault(count, set()).add(number)
-    for view, ranks in groups.items():
-        if not any(len(numbers) == count for count, numbers in shares[view].items()):
-            unread += ranks
     return {view: frozenset(ranks) for view, ranks in groups.items()}

@@ -212,8 +212,8 @@ class Disks(Part):
         """Read this rank's share of the headers, after the meeting; move damaged files to quarantine.
 
         The files are listed once more: while a rank waited for the meeting, a predecessor or another node's agent may
-        have written its last ones. A rank that sees others than it has told reads all of them, and so does every rank
-        with `everything`. `transport`: fetches copies of this rank's files from other ranks.
+        have written its last ones. The findings of a rank that sees others than it has told are outdated, and all look
+        again, at `everything`. `transport`: fetches copies of this rank's files from other ranks.
         """
         listing = self._list()
         found = scan(
@@ -221,11 +221,13 @@ class Disks(Part):
             trust=self._places.trust,
             rank=ranks.rank,
             only=self._places.only,
-            share=self.share if listing.disk == self._told.disk and not everything else EVERYTHING,
-            memory_share=self.memory_share if listing.machine == self._told.machine and not everything else EVERYTHING,
+            share=EVERYTHING if everything else self.share,
+            memory_share=EVERYTHING if everything else self.memory_share,
             transport=transport,
             attempt=ranks.attempt,
         )
+        told = self._told.disk, self._told.machine
+        found.is_outdated = not everything and (listing.disk, listing.machine) != told
         put_aside(found)
         return found
 
@@ -380,8 +382,9 @@ class PlanPart(FollowedPart):
             rows = [row for each in said for row in each["strategies"]]
             strategies = read_strategies(self._exchange, [int(size) for _, size, _ in rows], [p for _, _, p in rows])
             by_digest = {str(row[0]): strategy for row, strategy in zip(rows, strategies, strict=True)}
-            self._inventory = Inventory.merge([Findings.decode(each["findings"], by_digest) for each in said])
-        if self._inventory.unread:  # files came while the ranks met: their shares are not of one list
+            findings = [Findings.decode(each["findings"], by_digest) for each in said]
+            self._inventory = Inventory.merge(findings)
+        if any(found.is_outdated for found in findings):
             return Merged({"again": True})
         return self._choose()
 
