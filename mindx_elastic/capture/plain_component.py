@@ -9,11 +9,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
 from mindx_elastic.capture.adapters import TensorAdapter
-from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree, map_containers, map_tensors
+from mindx_elastic.capture.copying import copy_state, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.exact_load import exact_loads, other_types
 from mindx_elastic.capture.generators import Adapter
 from mindx_elastic.capture.nested_states import NestedStates
@@ -37,7 +36,6 @@ __all__ = [
 
 _LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
 """A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
-_STATE_OF_SCHEDULER = LRScheduler.state_dict
 
 
 class Stateful(Protocol):
@@ -115,11 +113,11 @@ class PlainComponent:
         if isinstance(target, SWALR) and "anneal_func" in target.state_dict():
             stateful = _OldSwaScheduler(target)
         self._stateful: Stateful = stateful or target
-        self._is_scheduler = stateful is None and _is_stock_scheduler(target)
         self._giver = target if isinstance(target, GivesCopies) else None
         self._names: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._has_parameter_keys = False
+        self._copy: Any = None
         self._nested = NestedStates(name, others)
         self._has_objects = stateful is None and self._nested.are_in(target.state_dict())
         """Whether its state has objects in it."""
@@ -138,14 +136,7 @@ class PlainComponent:
             self._has_parameter_keys = named_keys(state, self._names) is not state
 
     def copy(self) -> None:
-        if self._is_scheduler and not self._has_objects:
-            variables = vars(self.target)
-            if type(self.target).state_dict is _STATE_OF_SCHEDULER and "state_dict" not in variables:
-                # What its state_dict would give, which makes a dict in a loop of Python's.
-                self._copy: Any = copy_items(variables, but="optimizer")
-                return
-        state = self._stateful.state_dict() if not self._has_objects else self.live_state()
-        self._copy = state if self._giver is not None and self._giver.gives_copies else copy_state(state)
+        self._copy = self.look()
 
     def live_state(self) -> Any:
         """What its `state_dict` gives, the objects in it taken apart."""
@@ -218,15 +209,6 @@ class _OldSwaScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in self._scheduler.state_dict().items() if key != "anneal_func"}
-
-
-def _is_stock_scheduler(target: Any) -> bool:
-    """Whether its state is all its attributes but the optimizer, as torch's schedulers have it."""
-    if not isinstance(target, LRScheduler) or type(target).state_dict is not _STATE_OF_SCHEDULER:
-        return False
-    variables, state = vars(target), target.state_dict()
-    expected = [key for key in variables if key != "optimizer"]
-    return list(state) == expected and all(state[key] is variables[key] for key in expected)
 
 
 class AdaptedComponent(PlainComponent):

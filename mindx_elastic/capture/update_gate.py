@@ -43,13 +43,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mindx_elastic.capture.optimizer_versions import OptimizerVersions
+from mindx_elastic.capture.nested import ATOMS
 
 __all__ = ["GateState", "UpdateGate"]
 
@@ -115,14 +116,17 @@ class UpdateGate:
         self._parameters: Sequence[torch.Tensor] = ()
         self._ids: frozenset[int] = frozenset()  # theirs
         self._versions: list[int] = []
-        self._optimizers = OptimizerVersions()
+        self._optimizers: Sequence[Any] = ()
+        self._states: list[tuple[int, int]] = []  # of the tensors in their states, as `_look_at_states`
         self._is_new = False  # the parameters are others than at the last boundary
 
     def watch(self, parameters: Sequence[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
         """Install the optimizer hooks and remember whose version counters to compare. `optimizers`: those that the
         guard was given; from here on they are `named`."""
         optimizers = list(optimizers)
-        self.named, self._optimizers = frozenset(map(id, optimizers)), OptimizerVersions(optimizers)
+        self.named = frozenset(map(id, optimizers))
+        self._optimizers = [each for each in optimizers if isinstance(getattr(each, "state", None), dict)]
+        self._states = self._look_at_states()
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
         self._versions = [p._version for p in parameters]
         self._total = sum(self._versions)
@@ -237,9 +241,9 @@ class UpdateGate:
             before, self.state = self.state, GateState.PASSING
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
         versions = list(map(_version_of, self._parameters))
-        self._optimizers.note()
+        states = self._look_at_states()
         with self._lock:
-            self._running = 0
+            self._running, self._states = 0, states
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
             self.state, self.others = GateState.CLEAN, None
             self.had_updates = bool(self._updates)
@@ -265,7 +269,7 @@ class UpdateGate:
             self._updates = {}
             self._versions = [p._version for p in self._parameters]
             self._total = sum(self._versions)
-        self._optimizers.note()
+        self._states = self._look_at_states()
 
     def _wait_for_readers(self) -> None:
         began = time.perf_counter()
@@ -354,11 +358,27 @@ class UpdateGate:
         holding the gate."""
         now = list(map(_version_of, self._parameters))
         if now == self._versions:
-            if (count := self._optimizers.num_changed()) == 0:
+            before, after = {*self._states}, {*self._look_at_states()}
+            if (count := max(len(after - before), len(before - after))) == 0:
                 return None
             return f"{count} tensors of the optimizers' state were changed since the boundary, outside their steps"
         count = sum(a != b for a, b in zip(now, self._versions, strict=True))
         return f"{count} parameters were changed in place since the boundary, outside any optimizer"
+
+    def _look_at_states(self) -> list[tuple[int, int]]:
+        """Which tensors the optimizers' states have, and their version counters: a program may decay the momentum by
+        hand, or clear it for a warm restart. The tensors are not held: some optimizers make new ones in each step."""
+        found: list[tuple[int, int]] = []
+        for optimizer in self._optimizers:  # at each boundary: no call for each tensor
+            tables = [table for table in optimizer.state.values() if type(table) is dict]
+            values = chain.from_iterable(map(dict.values, tables))
+            tensors = [value for value in values if type(value) not in ATOMS]
+            try:
+                found += zip(map(id, tensors), map(_version_of, tensors), strict=True)
+            except (AttributeError, RuntimeError):  # arrays, or tensors of inference mode, which have no counter
+                counted = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference()]
+                found += [(id(tensor), tensor._version) for tensor in counted]
+        return found
 
     def why_changed(self) -> str | None:
         """As `changed_since_boundary`, and what `hidden` finds. Any thread that keeps updates away."""
