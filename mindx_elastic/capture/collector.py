@@ -318,8 +318,6 @@ class Collector:
         if self._is_at_boundary:
             for module in self._modules.values():
                 module.recheck()
-            for adapted in self._adapted:
-                adapted.recheck()
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
         state["rng"] = pack_rng(self.rng)
         state["progress"] = self._progress()

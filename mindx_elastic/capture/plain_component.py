@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.optim.swa_utils import SWALR
 
-from mindx_elastic.capture.adapters import TensorAdapter
 from mindx_elastic.capture.copying import copy_state, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.exact_load import exact_loads, other_types
 from mindx_elastic.capture.generators import Adapter
@@ -229,8 +228,7 @@ class AdaptedComponent(PlainComponent):
             self._copy, self.at_boundary = None, True
             return
         began = time.perf_counter()
-        adapter = self._adapter
-        self._copy = adapter.boundary_state(closely=False) if isinstance(adapter, TensorAdapter) else self._read()
+        self._copy = self._read()
         ended = time.perf_counter()
         if not self.is_heavy:
             took, step = ended - began, ended - self._ended
@@ -257,11 +255,6 @@ class AdaptedComponent(PlainComponent):
     def go_back(self, kept: Any) -> None:
         super().go_back(kept)
         self.at_boundary = False  # a heavy one cannot be read as it was then
-
-    def recheck(self) -> None:
-        """Look more closely than `copy` did. The program has not gone on since."""
-        if isinstance(self._adapter, TensorAdapter):
-            self._copy = self._adapter.boundary_state(closely=True)
 
     def check(self) -> None:
         """Its adapter has said at the start what it cannot keep."""

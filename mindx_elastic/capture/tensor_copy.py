@@ -8,7 +8,6 @@ from mindx_elastic.capture.dtensors import local_part
 
 __all__ = ["TensorCopy"]
 
-_SMALL = 1 << 12  # bytes; compared in about a microsecond
 _FIRST = 10
 _WITH_ADDRESS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Subclasses may have no memory of their own."""
@@ -19,11 +18,10 @@ class TensorCopy:
     """Trusts the tensor's version counter, and looks from time to time whether it may.
 
     Code can change a tensor without the counter (`.data`, a numpy array of the same memory). `recheck` compares the
-    contents, and so do renewals: the first ten, then 16, 32, 64, ...; all of a small tensor where `closely`. Once they
-    have found that, each renewal copies.
+    contents, and so do renewals: the first ten, then 16, 32, 64, ... Once they have found that, each renewal copies.
     """
 
-    def __init__(self, tensor: torch.Tensor, *, is_original: bool = False, closely: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, *, is_original: bool = False) -> None:
         """is_original: every start builds it again, so that it is copied only once it has changed."""
         self.tensor = tensor
         self.value: torch.Tensor | None = None
@@ -34,7 +32,6 @@ class TensorCopy:
         self._version = -1 if self._always else tensor._version
         self._description = self._describe()
         self._renewals = 0
-        self._compares = closely and tensor.nbytes <= _SMALL and tensor.device.type == "cpu"
         self._sum = _sum_of_bits(tensor) if is_original else 0
         if not is_original:
             self._copy()
@@ -58,7 +55,7 @@ class TensorCopy:
             self.has_changed = True
             return
         count = self._renewals = self._renewals + 1
-        if self._compares or count <= _FIRST or count & (count - 1) == 0:
+        if count <= _FIRST or count & (count - 1) == 0:
             self.recheck()
 
     def recheck(self) -> None:
