@@ -50,8 +50,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mindx_elastic.capture.nested import ATOMS
-
 __all__ = ["GateState", "UpdateGate"]
 
 _version_of = attrgetter("_version")  # with `map` half the time of a comprehension, at each boundary
@@ -370,12 +368,12 @@ class UpdateGate:
         hand, or clear it for a warm restart. The tensors are not held: some optimizers make new ones in each step."""
         found: list[tuple[int, int]] = []
         for optimizer in self._optimizers:  # at each boundary: no call for each tensor
-            tables = [table for table in optimizer.state.values() if type(table) is dict]
-            values = chain.from_iterable(map(dict.values, tables))
-            tensors = [value for value in values if type(value) not in ATOMS]
+            tables = optimizer.state.values()
             try:
-                found += zip(map(id, tensors), map(_version_of, tensors), strict=True)
-            except (AttributeError, RuntimeError):  # arrays, or tensors of inference mode, which have no counter
+                tensors = [*chain.from_iterable(map(dict.values, tables))]
+                found += [*zip(map(id, tensors), map(_version_of, tensors), strict=True)]
+            except (AttributeError, RuntimeError, TypeError):  # numbers, or tensors of inference mode
+                tensors = [each for table in tables if isinstance(table, dict) for each in table.values()]
                 counted = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference()]
                 found += [(id(tensor), tensor._version) for tensor in counted]
         return found
