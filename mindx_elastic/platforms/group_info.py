@@ -77,8 +77,6 @@ def restore_group_info_list(group_info_file_name: StrPath) -> list[int]:
 
     Raises UsageError (a ValueError) for a malformed file or one without such a list, TypeError for anything but a path.
     """
-    if not isinstance(group_info_file_name, (str, os.PathLike)):
-        raise ArgumentTypeError(f"group_info_file_name is {group_info_file_name!r:.80}; give a path")
     data, where = read_bounded(group_info_file_name, _WHAT), f"{_WHAT} {group_info_file_name}"
     if _is_strategy(data):
         raise UsageError(f"{where}: is a strategy file")

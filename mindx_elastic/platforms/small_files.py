@@ -46,16 +46,12 @@ def read_bounded(path: StrPath, what: str) -> bytes:
 
     `what` names the kind of file. Raises UsageError with what is wrong.
     """
-    try:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(f"{path!r:.80} where the path of a {what} should be")
+    with named_errors(path, what):
         data, _ = read_regular(path, MAX_FILE_BYTES, follow_links=False)
-    except TypeError:
-        raise ArgumentTypeError(f"{path!r:.80} where the path of a {what} should be") from None
-    except (OSError, ValueError) as error:  # ValueError: also a null character in the path
-        linked = isinstance(error, OSError) and os.path.islink(path)
-        problem = "is a symbolic link" if linked else getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{what} {path}: {problem}") from None
-    if not data:
-        raise UsageError(f"{what} {path}: is empty")
+        if not data:
+            raise ValueError("is empty")
     return data
 
 

@@ -125,5 +125,5 @@ def test_without_a_rank_in_its_path_it_is_the_file_itself_or_nothing(tmp_path: P
 def test_the_file_of_another_rank_or_job_is_an_error(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="says nothing of rank 9"):
         get_ckpt_path_with_strategy(tmp_path / "rank_9" / "x.safetensors", source)
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(UsageError, match="there is no such file"):
         get_ckpt_path_with_strategy(tmp_path / "rank_1" / "x.safetensors", tmp_path / "none.pb")
