@@ -18,6 +18,7 @@ could be wrong.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -57,6 +58,7 @@ _COMPANIONS = (CHECK_KEY, "restartType")  # the check code of a reset-config may
 _RANK_KEYS, _TIME_KEYS = ("FaultRankIds", "FaultRank"), ("CreatTime", "CreateTime", "UpdateTime")
 _RESET_KEYS = ("RankList", "FaultFlushing", "GracefulExit", "RetryTime", "RestartFaultProcess")
 _HARMLESS_POLICIES = ("", "empty", "ignore")
+_RANKS = re.compile(r" *([0-9]{1,9})(?: *- *([0-9]{1,9}))? *")
 _MAX_LISTED = 1 << 20
 _MAX_PROBLEMS = 8  # in a line for a person
 _MAX_KEYS = 64
@@ -298,24 +300,15 @@ def _is_missing(path: Path) -> bool:
 
 def parse_rank_list(text: str, *, world_size: int | None = None) -> frozenset[int]:
     """``"1,3"``, ``"0-7"``, ``"0-3, 6"``; empty for no rank. Raises UsageError for anything else."""
-    # Looked at by character: `str.strip` takes separators like \x1c for space.
-    strange = next((c for c in text if c not in "0123456789,- "), None)
-    if strange is not None:
-        raise UsageError(f'rank list {text!r:.80}: {strange!r} does not belong there; give "1,3" or "0-7"')
     ranks: set[int] = set()
-    listed = 0
-    for part in text.split(",") if text.strip() else []:
-        first_text, dash, last_text = part.partition("-")
-        first = whole_number(first_text)
-        last = whole_number(last_text) if dash else first
-        if first is None or last is None:
-            raise UsageError(f'rank list {text!r:.80}: {part.strip()!r:.40} is no rank; give "1,3" or "0-7"')
-        if last < first:
-            raise UsageError(f"rank list {text!r:.80}: the range {part.strip()!r:.40} counts down")
+    for part in text.split(",") if text.strip(" ") else []:
+        found = _RANKS.fullmatch(part)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise UsageError(f'rank list {text!r:.80}: {part!r:.40} is no rank and no range; give "1,3" or "0-7"')
+        first, last = int(found[1]), int(found[2] or found[1])
         if world_size is not None and last >= world_size:
             raise UsageError(f"rank list {text!r:.80}: rank {last}, but the job has ranks 0..{world_size - 1}")
-        listed += last - first + 1
-        if listed > _MAX_LISTED:
+        if len(ranks) + last - first >= _MAX_LISTED:
             raise UsageError(f"rank list {text!r:.80} names more than {_MAX_LISTED} ranks")
         ranks.update(range(first, last + 1))
     return frozenset(ranks)
