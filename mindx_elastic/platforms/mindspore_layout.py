@@ -128,6 +128,19 @@ def _with_optimizer(mesh: list[int], orders: Orders, step: int, size: int) -> tu
         if inner and not rest and mesh[m] % (inner * size) == 0:
             mesh, orders, middle = _divide(mesh, orders, m, (mesh[m] // (inner * size), size, inner))
             return mesh, [[*orders[0], middle], *orders[1:]]
+    chosen: list[int] = []
+    left = size
+    for m in reversed(free):  # whole ones from the right, and a part of the next
+        if left % mesh[m] == 0:
+            chosen, left = [m, *chosen], left // mesh[m]
+        elif mesh[m] % left == 0:
+            before = len(mesh)
+            mesh, orders, middle = _divide(mesh, orders, m, (mesh[m] // left, left, 1))
+            chosen, left = [middle, *(other + len(mesh) - before for other in chosen)], 1
+        else:
+            break
+        if left == 1:
+            return mesh, [orders[0] + chosen, *orders[1:]]
     raise UsageError(f"{problem}: no such ranks")
 
 

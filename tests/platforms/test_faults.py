@@ -150,13 +150,6 @@ def test_the_check_code_of_a_reset_config_may_cover_all_its_keys(tmp_path: Path)
     assert "does not fit its checkCode" in refusal(tmp_path)
 
 
-def test_a_check_code_of_another_text_is_an_error(tmp_path: Path) -> None:
-    put(tmp_path, "0" * 64, "checkCode")
-    for path in (tmp_path, put(tmp_path, REPORT, "fault-npus")):
-        put(tmp_path, REPORT, "fault-npus")
-        assert "does not fit its checkCode" in refusal(path)
-
-
 # --- what is refused ---
 
 

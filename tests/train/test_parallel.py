@@ -6,7 +6,7 @@ from torch import nn
 
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
-from mindx_elastic.train.parallel import choose_device, is_parallel, without_ddp, wrap_network
+from mindx_elastic.train.parallel import choose_device
 from tests.train.small_job import make_network
 
 
@@ -18,10 +18,3 @@ def test_devices() -> None:
         assert choose_device(None, network, RankInfo()).type == "cpu"
         with pytest.raises(UsageError, match="no CUDA device"):
             choose_device("cuda:1", network, RankInfo())
-
-
-def test_one_rank_is_not_wrapped() -> None:
-    network = make_network()
-    assert wrap_network(network, torch.device("cpu"), 1) is network
-    assert without_ddp(network) is network
-    assert not is_parallel(network)
