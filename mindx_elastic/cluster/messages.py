@@ -122,7 +122,6 @@ class Taken:
 
     by: Why
     wait_s: Annotated[float, Between(0, 3600)]
-    why: Why
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,7 @@ __all__ = ["Plan", "Process", "main", "plan_of"]
 _IGNORED = ("bind_core", "sim_level", "sim_rank_id", "rank_table_file", "tail_worker_log", "worker_log_name")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_S = 0.1
-_CONCLUDE_S = 3.0  # for the scheduler, when all workers have ended as they were told to
-_TELL_S = 10.0  # a worker that was started at once may take so long to hear of the scheduler's end
+_LONELY_S = 10.0  # a worker that was started at once may take so long to hear of the scheduler's end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +189,7 @@ class _Job:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._codes: dict[str, int] = {}
         self._recovers = os.environ.get("MS_ENABLE_RECOVERY", "").strip() == "1"
-        self._signal = 0
+        self._signal, self._stopped = 0, False
 
     def start(self) -> None:
         """Raises OSError."""
@@ -213,23 +212,17 @@ class _Job:
         heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # under nohup, say
         before = {number: signal.signal(number, self._note_signal) for number in heard}
         try:
-            ended_at, stopped = 0.0, False
+            alone_since = 0.0
             while self._running:
                 self._collect()
-                if "scheduler" in self._codes and self._running and not self._is_let_go():
-                    ended_at = ended_at or time.monotonic()
-                    if time.monotonic() > ended_at + _TELL_S:  # they would wait for a scheduler that does not come
-                        self._send(signal.SIGTERM)
-                        ended_at = float("inf")
                 if self._signal:
-                    self._send(self._signal)
-                    self._signal, stopped = 0, True
-                if stopped and list(self._running) == ["scheduler"]:
-                    # They may have ended before it knew them, or it waits for somebody to start them again.
-                    ended_at = ended_at or time.monotonic()
-                    if time.monotonic() > ended_at + _CONCLUDE_S:
-                        self._running["scheduler"].send_signal(signal.SIGTERM)
-                        ended_at = float("inf")
+                    self._send(self._signal, [name for name in self._running if name != "scheduler"])
+                    self._signal, self._stopped = 0, True
+                if self._waits_in_vain():
+                    alone_since = alone_since or time.monotonic()
+                    if time.monotonic() > alone_since + _LONELY_S:
+                        self._send(signal.SIGTERM, self._running)
+                        alone_since = float("inf")
                 time.sleep(_LOOK_S)
         finally:
             for number, handler in before.items():
@@ -244,9 +237,12 @@ class _Job:
             process.kill()
             process.wait()
 
-    def _is_let_go(self) -> bool:
-        """Whether the scheduler has ended for somebody to start it again, while the job goes on."""
-        return self._recovers and self._codes["scheduler"] > 128
+    def _waits_in_vain(self) -> bool:
+        """Whether those that run would wait for a scheduler that does not come; or the scheduler for workers that have
+        ended as they were told to, before it knew them, say."""
+        if "scheduler" in self._codes:  # unless it was ended for somebody to start it again, while the job goes on
+            return not (self._recovers and self._codes["scheduler"] > 128)
+        return self._stopped and list(self._running) == ["scheduler"]
 
     def _collect(self) -> None:
         for name, process in list(self._running.items()):
@@ -271,12 +267,11 @@ class _Job:
         # A terminal that is gone stops the job as SIGTERM does: SIGHUP would end the workers without a save.
         self._signal = signal.SIGTERM if signum == signal.SIGHUP else signum
 
-    def _send(self, signum: int) -> None:
-        """To the workers: they save and leave, and the scheduler ends with them."""
-        for name, process in self._running.items():
-            if name != "scheduler":
-                with suppress(ProcessLookupError):
-                    process.send_signal(signum)
+    def _send(self, signum: int, names: Iterable[str]) -> None:
+        """Workers save and leave, and the scheduler ends with them."""
+        for name in names:
+            with suppress(ProcessLookupError):
+                self._running[name].send_signal(signum)
 
     def _say(self, text: str) -> None:
         print(f"mindx-elastic msrun: {printable(text)}", file=sys.stderr, flush=True)

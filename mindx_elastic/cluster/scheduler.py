@@ -37,8 +37,6 @@ _HELLO_S = 5.0  # for a new connection to say what it is
 _FAREWELL_S = 45.0  # for the workers to save and leave a job that is over; their own grace period is 30 s
 _MORE_CONNECTIONS = 64
 _RETRY_WRITE_S = 5.0
-_SAY_AGAIN_S = 60.0
-_MOST_REFUSED = 1000
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PIECE = 1 << 16
 
@@ -68,8 +66,6 @@ class Scheduler:
         self._connections: set[_Connection] = set()
         self._answers: list[tuple[_Connection, Welcome | Taken | messages.Refused | messages.Dead]] = []
         """To registrations, not told yet."""
-        self._refused: dict[tuple[messages.Identity, str], float] = {}
-        """When it was said that a process is not admitted, and why."""
         self._signal = 0
         self._write_again_at = 0.0
         self._records: TableFile | None = None
@@ -98,7 +94,13 @@ class Scheduler:
                         f"MS_WORKER_NUM={settings.size}, but the job in {self._records.path} has {table.size} workers; "
                         "give that number, or another MS_RECOVERY_PATH for another job"
                     )
-                self._say_recovered(table)
+                logger.info(
+                    "the cluster's table is recovered from %s: %d of %d places had a process, generation %d",
+                    self._records.path,
+                    len(table.living()),
+                    table.size,
+                    table.generation,
+                )
                 return table
         return Table(
             settings.size,
@@ -106,16 +108,6 @@ class Scheduler:
             recovery=settings.recovery,
             limits=settings.limits,
             now=now,
-        )
-
-    def _say_recovered(self, table: Table) -> None:
-        assert self._records is not None
-        logger.info(
-            "the cluster's table is recovered from %s: %d of %d places had a process, generation %d",
-            self._records.path,
-            len(table.living()),
-            table.size,
-            table.generation,
         )
 
     def _listen(self) -> socket.socket:
@@ -296,7 +288,8 @@ class Scheduler:
         answer = self.table.register(who, now)
         self._answers.append((connection, answer))
         if not isinstance(answer, Welcome):
-            self._say_refused(who, answer.why, now)
+            if not isinstance(answer, Taken):  # it asks again and again, and says so itself
+                logger.warning("%s is not admitted: %s", who.process, answer.why)
             return
         for other in [c for c in self._connections if c.incarnation == who.incarnation]:
             self._close(other)
@@ -312,13 +305,6 @@ class Scheduler:
                 self.table.generation,
                 *self.table.group.store,
             )
-
-    def _say_refused(self, who: Register, why: str, now: float) -> None:
-        """Of a process that asks again and again, once a minute."""
-        self._refused = {key: at for key, at in self._refused.items() if now < at + _SAY_AGAIN_S}
-        if len(self._refused) < _MOST_REFUSED and (key := (who.process, why)) not in self._refused:
-            self._refused[key] = now
-            logger.warning("%s is not admitted: %s", who.process, why)
 
     def _lose(self, connection: _Connection, now: float) -> None:
         self._close(connection)

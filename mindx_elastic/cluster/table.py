@@ -324,8 +324,7 @@ class Table:
             return messages.Refused(self.outcome.why, is_over=True)
         place = self.places.get(who.node_id) if who.node_id else self._nameless_place(who, now)
         if place is not None and (until := self._held_until(place, who)) > now:
-            why = f"node id {place.node_id} is taken by {place.process}"
-            return messages.Taken(str(place.process), until - now, why)
+            return messages.Taken(str(place.process), until - now)
         over = [m for m in self.places.values() if m.state is State.DONE]
         if over:
             return messages.Refused(f"{over[0]} has finished its training already: the job is at its end")

@@ -7,7 +7,7 @@ sockets below it have come to their end.
 They are ended for reading only, and kept open until every rank is out. For gloo forgets a send that it could not
 write: a thread that waits for that one alone is not told of the error, and waits for the time-out. So a write must not
 fail as long as another rank is still on its way out, neither here nor at the other end. The other end of a killed rank
-would be closed by the kernel: the agent holds a copy of it (`agent.held_sockets`), where it lies on the same machine.
+would be closed by the kernel: the agent holds a copy of it (`agent.held_sockets`).
 
 Which of the process's sockets they are, the ranks find out together: a connection between two of them is seen from both
 ends. So a connection to the store, to a data base or of a web server of the program's is not touched. A socket is known
@@ -84,7 +84,7 @@ class SocketsPart(Part):
             return len(self._held)
 
     def lend(self, folder: Path) -> None:
-        """Let the agent hold those that stay on this machine; `folder`: its private one. Without an agent that does,
+        """Let the agent hold them; `folder`: its private one. Without an agent that does,
         nothing happens. Never raises."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         copies: list[socket.socket] = []
@@ -95,7 +95,7 @@ class SocketsPart(Part):
                 with suppress(OSError):
                     copy = socket.socket(fileno=os.dup(fd))
                     copies.append(copy)
-                    if os.fstat(copy.fileno()).st_ino not in self.inodes or _leaves_machine(copy):
+                    if os.fstat(copy.fileno()).st_ino not in self.inodes:
                         copies.pop().close()
             for begin in range(0, len(copies), MOST_AT_ONCE):
                 part = copies[begin : begin + MOST_AT_ONCE]
@@ -126,10 +126,6 @@ def short_path(path: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{folder}/{path.name}"
     finally:
         os.close(folder)
-
-
-def _leaves_machine(connection: socket.socket) -> bool:
-    return bool(connection.getsockname()[0] != connection.getpeername()[0])
 
 
 def _connections() -> dict[str, int]:
