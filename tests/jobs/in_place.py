@@ -1,7 +1,7 @@
 """A training under ``mindx-elastic run --recover in-place``, with faults at given places.
 
 ``--fault RANK:STEP:WHERE[:WHAT]``, as often as wanted: the process of RANK does WHAT when it has come to WHERE in the
-step: start, worker (the start of a loader worker), forward, mid, backward, share, update, after, eval, save. WHAT is
+step: start, worker (the start of a loader worker), forward, mid, backward, update, after, eval, save. WHAT is
 ``kill``, ``stop``, ``sleep``, ``spin``, ``raise``, ``term``, or it kills its agent (``agent``), and then itself
 (``node``), or the next rank, and goes on when that has a new process (``next``), or at once (``next-now``). A loader
 worker kills its rank, or itself (``loader``). Each fires once in a job, however often the step is done; ``FAULT rank
@@ -22,7 +22,6 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,7 +40,7 @@ from tests.jobs.in_recovery import InRecovery
 from tests.jobs.kit import say
 from tests.jobs.loop import Pictures
 
-PLACES = ("start", "worker", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
+PLACES = ("start", "worker", "inside", "forward", "mid", "backward", "update", "after", "eval", "save")
 
 
 class Every:
@@ -67,26 +66,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--size", type=int, default=96)
     parser.add_argument("--num-workers", type=int, default=0)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--amp", action="store_true")
     parser.add_argument("--evaluate", choices=("no", "no_grad", "inference", "ddp"), default="no")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--save-beside", action="store_true", help="periodic saves are asynchronous")
-    parser.add_argument("--share", action="store_true", help="ranks 1 and 2, by themselves, in front of the update")
     parser.add_argument(
-        "--inside",
-        choices=("no", "hooks", "group", "count"),
-        default="no",
-        help="what the function does at its beginning",
+        "--inside", choices=("no", "hooks", "count"), default="no", help="what the function does at its beginning"
     )
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--meanwhile", action="append", default=[])
-    parser.add_argument(
-        "--catch",
-        choices=("no", "backward", "translate"),
-        default="no",
-        help="what the program swallows; or that it makes another exception of what a backward raises",
-    )
     parser.add_argument("--setup", choices=("no", "gather", "barrier", "group"), default="no")
     parser.add_argument("--with-guard", action="store_true", help="with guard: in place of guard.run()")
     parser.add_argument("--compress", action="store_true", help="a communication hook of DDP")
@@ -113,18 +100,8 @@ class Faults:
             if int(victim) == rank:
                 self._orders[int(step), where] = what[0] if what else "kill"
 
-    def passed(self, step: int, where: str) -> None:
-        """Let the others' `at` of this place go on that waits for this rank."""
-        (self._folder / f"passed-{self._rank}-{step}-{where}").touch()
-
-    def at(self, step: int, where: str, *, behind: Sequence[int] = ()) -> None:
-        """`behind`: these ranks must have passed the place before."""
+    def at(self, step: int, where: str) -> None:
         what = self._orders.get((step, where))
-        if what is not None and behind and not (self._folder / f"{self._rank}-{step}-{where}").exists():
-            names = [self._folder / f"passed-{rank}-{step}-{where}" for rank in behind]
-            end = time.monotonic() + 100.0
-            while not all(name.exists() for name in names) and time.monotonic() < end:
-                time.sleep(0.001)
         if what is None or not self._claim(f"{self._rank}-{step}-{where}"):
             return
         say(f"FAULT {self._rank} {step} {where}")
@@ -196,7 +173,6 @@ class Trainer:
         elif args.setup == "barrier":
             dist.barrier()
         self.group = dist.new_group(list(range(self.world_size))) if args.setup == "group" else None
-        self.pair = dist.new_group([1, 2]) if args.share else None
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for _ in range(4):  # enough for several buckets
@@ -212,7 +188,6 @@ class Trainer:
         self.network[0].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
-        self.scaler = torch.amp.GradScaler("cpu", enabled=args.amp, init_scale=1024.0, growth_interval=5)
         self.loader = mx.data.ResumableLoader(
             Pictures(args.size),
             batch_size=4,
@@ -232,7 +207,6 @@ class Trainer:
             model=self.ddp,
             optimizer=self.optimizer,
             lr_scheduler=self.scheduler,
-            scaler=self.scaler if args.amp else None,
             loader=self.loader,
             directory=args.directory / "ckpt",
             prefix="job",
@@ -267,46 +241,28 @@ class Trainer:
             setattr(self.network, "forward", lambda x: 0.9 * forward(x))  # noqa: B010
             self.network[2].register_forward_hook(lambda _, __, output: 1.1 * output)
             self.optimizer.register_step_post_hook(lambda *_: self.shrink())
-        elif self.args.inside == "group":
-            dist.new_group(list(range(self.world_size)))
         for epoch in self.guard.epochs(self.args.epochs):
-            for number, batch in enumerate(self.loader, start=1):
-                self.train_step(epoch, number, *batch)
+            for batch in self.loader:
+                self.train_step(epoch, *batch)
             if self.args.evaluate != "no":
                 self.evaluate()
 
-    def train_step(self, epoch: int, number: int, x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> None:
+    def train_step(self, epoch: int, x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> None:
         args, faults, step = self.args, self.faults, self.step
         say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {self.rank} {step}")
         self.count += args.inside == "count"
         faults.at(step, "start")
         if args.step_s:
             time.sleep(args.step_s)
-        updates = number % args.accumulate == 0
-        with nullcontext() if updates else self.ddp.no_sync():
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.amp):
-                loss = nn.functional.cross_entropy(self.ddp(x).float(), y) / args.accumulate
-            faults.at(step, "forward")
-            try:
-                self.scaler.scale(loss).backward()
-            except RuntimeError as error:
-                if args.catch == "translate":
-                    raise ValueError(f"step {step} has failed") from error
-                if args.catch != "backward":
-                    raise
-                say(f"CAUGHT {self.rank} backward")
+        loss = nn.functional.cross_entropy(self.ddp(x), y)
+        faults.at(step, "forward")
+        loss.backward()
         faults.at(step, "backward")
-        if args.share:
-            self.share()
-        if updates:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            faults.at(step, "update")
-            self.scheduler.step()
-            self.optimizer.zero_grad()
+        self.optimizer.step()
+        faults.at(step, "update")
+        self.scheduler.step()
+        self.optimizer.zero_grad()
         self.guard.step_end(loss=loss)
-        if args.share:
-            faults.passed(step, "share")
         faults.at(step, "after")
         if step == args.hold_at:
             say(f"HOLD {self.rank} {step}")
@@ -322,12 +278,6 @@ class Trainer:
         with torch.no_grad():
             for parameter in self.network.parameters():
                 parameter.mul_(0.999)
-
-    def share(self) -> None:
-        """Ranks 1 and 2 exchange something; the others go on."""
-        self.faults.at(self.step, "share", behind=[0])
-        if self.rank in (1, 2):
-            dist.broadcast(torch.zeros(1), 2, group=self.pair)
 
     def evaluate(self) -> None:
         with self.guard.outside_step():
@@ -348,10 +298,10 @@ class Trainer:
         say(f"RESOURCES {self.rank} {self.guard.step} {' '.join(map(str, words))}")
 
     def digest(self) -> str:
-        return digest_of(self.network, self.optimizer, self.scheduler, self.scaler)
+        return digest_of(self.network, self.optimizer, self.scheduler)
 
 
-def digest_of(network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any) -> str:
+def digest_of(network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any = None) -> str:
     """Of the weights, the optimizer, the schedule, the scaler and the random streams."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
@@ -359,7 +309,8 @@ def digest_of(network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
     for number, state in sorted(optimizer.state_dict()["state"].items()):
         for name, value in sorted(state.items()):
             digest.update(f"{number}{name}".encode() + _own_bytes(torch.as_tensor(value)))
-    others = {**scheduler.state_dict(), "scaler": scaler.state_dict(), "python": random.getstate()}
+    scale = None if scaler is None else scaler.state_dict()
+    others = {**scheduler.state_dict(), "scaler": scale, "python": random.getstate()}
     digest.update(repr(sorted((name, repr(value)) for name, value in others.items())).encode())
     digest.update(torch.get_rng_state().numpy().tobytes() + repr(np.random.get_state()).encode())
     if torch.cuda.is_initialized():

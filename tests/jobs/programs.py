@@ -37,7 +37,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--clip", action="store_true")
-    parser.add_argument("--unwrapped", action="store_true", help="without DDP")
     parser.add_argument("--compile", choices=("no", "model", "ddp", "loss", "step"), default="no")
     parser.add_argument("--fault", action="append", default=[])
     return parser.parse_args()
@@ -59,11 +58,7 @@ class Training:
         if args.compile == "model":
             trained = torch.compile(trained, backend="aot_eager")
         cap = 0.002 if args.compile == "no" else None  # dynamo does not take one that is smaller than the first bucket
-        self.ddp: Any = self.network
-        if args.unwrapped:
-            setattr(self.ddp, "no_sync", contextlib.nullcontext)  # noqa: B010
-        else:
-            self.ddp = nn.parallel.DistributedDataParallel(trained, bucket_cap_mb=cap)
+        self.ddp: Any = nn.parallel.DistributedDataParallel(trained, bucket_cap_mb=cap)
         if args.compile == "ddp":
             self.ddp = torch.compile(self.ddp, backend="aot_eager")
         self.criterion: Any = nn.functional.cross_entropy
@@ -354,22 +349,6 @@ def asks_whether_collectives_are_over(t: Training) -> None:
             for parameter in t.network.parameters():
                 parameter.grad *= 1.0 + 0.1 * mean.item()
             t.update()
-            t.end()
-
-
-@form
-def averages_weights_now_and_then(t: Training) -> None:
-    """Local SGD: between two averages each rank has weights of its own."""
-    for epoch in t.epochs():
-        for x, y, index in t.loader:
-            t.begin(epoch, index)
-            with t.ddp.no_sync():
-                t.criterion(t.ddp(x), y).backward()
-            t.update()
-            if t.step % 4 == 0:
-                for parameter in t.network.parameters():
-                    dist.all_reduce(parameter.data)
-                    parameter.data /= dist.get_world_size()
             t.end()
 
 

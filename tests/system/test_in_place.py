@@ -3,8 +3,6 @@ the undisturbed run."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -154,7 +152,6 @@ def victims(orders: Sequence[str]) -> list[int]:
 
 TWO = ("1:3:start", "0:4:forward", "1:6:mid", "0:8:backward", "1:10:update", "0:12:eval", "1:13:after", "0:15:save")
 THREE = ("2:3:start", "0:4:forward", "1:6:mid", "2:8:eval", "0:9:backward", "1:11:update", "2:13:after", "0:15:save")
-FOUR = ("3:3:start", "0:4:forward", "2:5:mid", "1:6:eval", "3:8:backward", "0:9:update", "2:11:after", "1:15:save")
 
 
 def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
@@ -202,25 +199,6 @@ def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
 def test_three_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs, more: Sequence[object]) -> None:
     job, _ = runs.run(3, "--epochs", 3, *more, *faults(*THREE))
     check_in_place(job, victims(THREE))
-
-
-@drill
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_accumulation_and_mixed_precision(runs: Runs, ranks: int) -> None:
-    orders = (
-        "0:3:forward",
-        "1:4:mid",
-        "2:5:backward",
-        "0:6:update",
-        "1:7:after",
-        "2:8:backward",
-        "0:9:mid",
-        "1:10:update",
-    )
-    job, _ = runs.run(
-        ranks, "--epochs", 2, "--size", 48 * ranks, "--accumulate", 2, "--amp", "--num-workers", 1, *faults(*orders)
-    )
-    check_in_place(job, victims(orders))
 
 
 @pytest.mark.parametrize(
@@ -278,18 +256,6 @@ def test_several_ranks_killed_at_once(runs: Runs, ranks: int, dead: Sequence[int
 
 
 @drill
-@pytest.mark.parametrize("who", ["survivor", "new", "donor"])
-def test_a_second_death_while_a_recovery_is_under_way(runs: Runs, who: str) -> None:
-    def kill(job: Job) -> None:
-        (match,) = job.wait_for(r"a new process \(pid (\d+)\) takes the place of rank 2")
-        pid = int(match[1]) if who == "new" else job.pids()[{"survivor": 1, "donor": 0}[who]]
-        os.kill(pid, signal.SIGKILL)
-
-    job, _ = runs.run(3, "--epochs", 2, "--step-s", 0.02, *faults("2:6:forward"), meanwhile=kill)
-    assert job.matches(IN_PLACE) or job.matches(WHY), job.report()
-
-
-@drill
 def test_what_the_function_and_an_evaluation_did_to_a_survivor_is_taken_back(runs: Runs) -> None:
     """Hooks and wrapped functions would be there twice, and DDP would leave out a broadcast of the new process."""
     job, _ = runs.run(
@@ -304,12 +270,6 @@ def test_what_the_function_and_an_evaluation_did_to_a_survivor_is_taken_back(run
         options=("--rejoin-timeout", "120"),
     )
     check_in_place(job, [1, 0])
-
-
-@drill
-def test_groups_that_the_function_makes_are_a_reason_for_a_restart(runs: Runs) -> None:
-    job, _ = runs.run(2, "--epochs", 1, "--inside", "group", *faults("1:8:forward"))
-    assert any("process groups are made inside of the function" in match[1] for match in job.matches(WHY)), job.report()
 
 
 @drill
@@ -362,18 +322,6 @@ def test_an_error_of_the_program_restarts_the_job(runs: Runs) -> None:
 
 
 @drill
-def test_a_stop_in_the_middle_of_a_recovery_saves_what_there_is(runs: Runs) -> None:
-    def stop(job: Job) -> None:
-        job.wait_for("takes the place of rank 1")
-        job.signal_launcher(signal.SIGTERM)
-
-    words = ["--epochs", "2"]
-    _, folder = runs.run(2, *words, *faults("1:6:start"), meanwhile=stop, code=143)
-    job = runs.start(folder, 2, words)
-    assert job.hashes() == runs.undisturbed(2, words)[0], job.report()
-
-
-@drill
 @pytest.mark.parametrize("where", ["forward", "update"])
 def test_a_death_in_the_first_step_after_a_start_from_files(runs: Runs, where: str) -> None:
     """The boundary that the survivors go on from is that of the files, and the dead rank had passed none of its own."""
@@ -384,18 +332,6 @@ def test_a_death_in_the_first_step_after_a_start_from_files(runs: Runs, where: s
     assert job.matches(f"FAULT 1 {saved + 1} {where}") and job.matches(IN_PLACE), job.report()
     assert job.hashes() == runs.undisturbed(2, words)[0], job.report()
     assert not job.matches("not bit for bit"), job.report()
-
-
-@drill
-def test_a_stop_at_the_moment_of_a_death_does_not_wait_for_the_dead_rank(runs: Runs) -> None:
-    def stop(job: Job) -> None:
-        job.wait_for("FAULT 1 6 forward")
-        job.signal_launcher(signal.SIGTERM)
-
-    job, _ = runs.run(3, "--epochs", 2, "--step-s", 0.02, *faults("1:6:forward"), meanwhile=stop, code=143)
-    saves = [float(match[1]) for match in job.matches(r"step 5 saved in .* \((\d+\.\d+) s after the alarm\)")]
-    assert saves and max(saves) < 5.0, job.report()
-    assert not job.matches("did not hear from every rank in time|the job is restarted"), job.report()
 
 
 @drill

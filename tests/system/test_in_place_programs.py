@@ -112,18 +112,3 @@ def test_what_is_compiled_is_compiled_again_by_a_restart(runs: Runs, what: str) 
     said = [match[1] for match in job.matches(WHY)]
     assert said and all("only a restart compiles it the same again" in each for each in said), job.report()
     assert len(job.matches(r"restart \d+ of")) == len(orders), job.report()
-
-
-@drill
-@pytest.mark.parametrize("more", [(), ("--unwrapped",)], ids=["DDP", "without DDP"])
-def test_ranks_with_weights_of_their_own(runs: Runs, more: Sequence[str]) -> None:
-    """Local SGD: with DDP it is named, and without exact."""
-    words = ["--form", "averages_weights_now_and_then", *more]
-    folder = runs.new_folder()
-    first = runs.start(folder, 2, [*words, *faults("0:6:after:term")], PATIENT, code=143)
-    assert first.matches("^FAULT 0 6 after"), first.report()
-    again = runs.start(folder, 2, words, PATIENT)
-    if more:
-        assert again.hashes() == runs.undisturbed(2, words)[0], again.report()
-    told = [bool(job.matches(r"gradients that DDP has not reduced \(under no_sync\(\)\)")) for job in (first, again)]
-    assert told == ([False, False] if more else [True, True]), first.report() + again.report()
