@@ -178,7 +178,6 @@ class Attempt:
         statuses = self.workers.statuses()
         if self._recovery is not None:
             self.workers.look_for_early_signs()
-            self._recovery.prepare()
         wanted = self._context.on_look(statuses)
         self._look_at_pauses()
         if self.stop is not None or self._signum is not None:

@@ -83,7 +83,7 @@ class Recovery:
         self._row: list[str] = []
         self._row_step = -1
         self._board: Board | None = None
-        self._has_given_up = self._is_prepared = self._has_finished = False
+        self._has_given_up = self._has_finished = False
         self._now: _Generation | None = None
 
     @property
@@ -114,15 +114,6 @@ class Recovery:
     @staticmethod
     def _monotonic(moment: float | None) -> float:
         return time.monotonic() - (0.0 if moment is None else max(0.0, time.time() - moment))
-
-    def prepare(self) -> None:
-        """Now and then, while all is well: open the connection to the board, which may take seconds."""
-        if not self._is_prepared:
-            self._is_prepared = True
-            try:
-                self._board_of(self._machine.generation + 1)
-            except ERRORS as error:
-                logger.debug("the board cannot be reached: %s", error)
 
     @property
     def cause(self) -> str:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
@@ -45,6 +44,7 @@ from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
     HostLostError,
     Membership,
+    OneNodeRendezvous,
     agree_on_highest,
     await_nodes,
     identify,
@@ -74,7 +74,6 @@ _OWN_ERRORS, _MOST_OF_ERROR = f"{UsageError.__module__}.", 300
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
 _END_S = 300.0  # for the end of the other nodes' ranks; torch's own, where it has none
-_ANSWER_S = 5.0
 _SHIM = 4  # arguments of `child` before the workers' own command line
 
 
@@ -288,8 +287,9 @@ class Supervisor(LocalElasticAgent):
         """What replaces dead ranks in place in this attempt; None: nothing does."""
         if not self._options.in_place:
             return None
-        group, scope = self._worker_group, str(self._number)
-        port, writer = int(group.master_port or 0), len(group.workers)  # behind the last rank
+        handler, group, scope = self._rdzv_handler, self._worker_group, str(self._number)
+        assert isinstance(handler, OneNodeRendezvous) and handler.hosted is not None
+        store: Any = PrefixStore(f"mindx/rejoin/{scope}", handler.hosted)
         self._replacements = Replacements(
             self._forks,
             self._pcontext,
@@ -299,15 +299,9 @@ class Supervisor(LocalElasticAgent):
             num_spares=self._options.spares,
         )
 
-        @functools.cache
-        def connection() -> Any:
-            # Torch's client would try for minutes, and print a page about each try.
-            socket.create_connection(("localhost", port), _ANSWER_S).close()
-            own = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
-            return PrefixStore(f"mindx/rejoin/{scope}", own)
-
         def board_of(generation: int) -> Board:
-            return Board(connection(), key=board_key(), scope=f"{scope}/{generation}", writer=writer)
+            writer = len(group.workers)  # the number behind the last rank
+            return Board(store, key=board_key(), scope=f"{scope}/{generation}", writer=writer)
 
         return Recovery(
             workers,

@@ -130,7 +130,7 @@ class Place:
                 where = entry.where()
             except RejoinFailed as error:
                 raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
-            return Lent(where.source if live is None else rank, where.path)
+            return Lent(verdict.donor if live is None else rank, where)
 
         return Boundary(
             generation=entry.generation,

@@ -29,7 +29,7 @@ from mindx_elastic.rejoin.host import Host
 from mindx_elastic.rejoin.protocol import Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
 
-__all__ = ["Entry", "Found", "LeavesToRejoin", "Member", "UnfitSpareError"]
+__all__ = ["Entry", "LeavesToRejoin", "Member", "UnfitSpareError"]
 
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
@@ -47,25 +47,15 @@ class UnfitSpareError(Exception):
     """This process was a spare, and another one must take the place; it has told the others nothing yet."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """Where the state is in memory."""
-
-    path: Path
-    """A snapshot in shared memory."""
-    source: int
-    """The rank whose snapshot it is."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """What a rank enters its guard again with."""
 
     generation: int
     verdict: Verdict
-    where: Callable[[], Found]
-    """Where the state is in memory. In a new process it waits until the donor has put it there, and raises RejoinFailed
-    where that does not come about: so it is asked for when the state is to be loaded, not before."""
+    where: Callable[[], Path]
+    """The donor's snapshot in shared memory. In a new process it waits until the donor has put it there, and raises
+    RejoinFailed where that does not come about: so it is asked for when the state is to be loaded, not before."""
     live: Mapping[str, Any] | None
     """This process's own state of the boundary; None: it takes state from memory."""
     info: Any = None
@@ -268,7 +258,7 @@ class Member:
             self._donate(board, host, generation)
         if self.ranks.rank not in verdict.needy:
             live, info = host.live()
-        found = self._get_state(board, host, generation, verdict)
+        found = self._get_state(board, host, generation)
         self.generation = generation
         return Entry(generation=generation, verdict=verdict, where=lambda: found, live=live, info=info)
 
@@ -282,14 +272,14 @@ class Member:
         if "path" not in word:
             raise self._refused(word, "it has been given up")
 
-    def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict) -> Found:
+    def _get_state(self, board: Board, host: Host | None, generation: int) -> Path:
         """Wait until the boundary lies in shared memory."""
         state = f"{generation}/state"
         note = self._wait(board, [state], host)[state]
         if "path" not in note:
             raise self._refused(note, "the donor's state is not there")
         self._times["state"] = time.time()
-        return Found(Path(str(note["path"])), verdict.donor)
+        return Path(str(note["path"]))
 
     # --- what is agreed on --------------------------------------------------------------------------------------------
 
@@ -351,9 +341,9 @@ class Member:
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
 
-        def where() -> Found:
+        def where() -> Path:
             try:
-                return self._get_state(board, None, generation, verdict)
+                return self._get_state(board, None, generation)
             except RejoinFailed as error:
                 self.refuse(generation, str(error))
                 raise
