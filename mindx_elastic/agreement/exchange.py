@@ -92,32 +92,23 @@ class Exchange:
         """Whether `rank` has said that it is done with training, so that its process may end."""
         return False
 
-    def abandon(self, reason: str) -> None:
-        """A rank is dead: open rounds are decided, every rank acts alone. Never blocks long, never raises."""
+    def abandon(self, reason: str, *more: str) -> None:
+        """A rank is dead: the open rounds of a stop, and `more`, are decided, every rank acts alone. Never blocks long,
+        never raises."""
 
     def hear_death(self, rank: int) -> None:
         """The process of `rank` is gone, and the store with it, if it was the host. Any thread."""
 
-    def publish(self, name: str, value: str) -> None:
-        """Main thread, after the start: make `value` known to all ranks."""
-        self._values[name] = value
-
     def tell(self, name: str, value: str) -> bool:
-        """As `publish`, in a stop: any thread, never blocks long, never raises. False: the store has not taken it."""
-        self.publish(name, value)
+        """After the start: make `value` known to all ranks. Any thread, never blocks long, never raises. False: the
+        store has not taken it."""
+        self._values[name] = value
         return True
-
-    def collect(self, name: str, timeout_s: float) -> list[str]:
-        """Main thread, after the start: the values of all ranks, in rank order.
-
-        Raises TimeoutError naming who is missing, UntrustedMessageError for a value that its rank has not written.
-        """
-        return [self._values[name]]
 
     def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
         """The values of all ranks, or of `ranks`, if they are all there by now. Any thread, never blocks long.
 
-        Raises when the store is gone.
+        Raises when the store is gone; UntrustedMessageError for a value that its rank has not written.
         """
         return [self._values[name]]
 

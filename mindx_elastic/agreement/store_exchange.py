@@ -285,7 +285,7 @@ class StoreExchange(StoreGathering, Exchange):
         has made it may have saved and left. False: that is done."""
         dead = [rank for rank in self.gone() if not self._has_offered(name, rank)]
         if dead:
-            self._abandon(f"{rank_list(dead)} {'is' if len(dead) == 1 else 'are'} gone", name)
+            self.abandon(f"{rank_list(dead)} {'is' if len(dead) == 1 else 'are'} gone", name)
         return not dead
 
     def _has_offered(self, name: str, rank: int) -> bool:
@@ -379,10 +379,7 @@ class StoreExchange(StoreGathering, Exchange):
         except Exception:
             return False
 
-    def abandon(self, reason: str) -> None:
-        self._abandon(reason)
-
-    def _abandon(self, reason: str, *more: str) -> None:
+    def abandon(self, reason: str, *more: str) -> None:
         def settle() -> None:
             with self._lock:
                 for name in dict.fromkeys(("stop", "salvage", *more)):
@@ -398,29 +395,18 @@ class StoreExchange(StoreGathering, Exchange):
 
     # --- what the ranks tell each other later ---
 
-    def publish(self, name: str, value: str) -> None:
-        with self._lock:
-            key = f"told/{name}/{self.rank}"
-            self._store.set(key, self.seal.close(key, value))
-
     def tell(self, name: str, value: str) -> bool:
+        def write() -> None:
+            with self._lock:
+                key = f"told/{name}/{self.rank}"
+                self._store.set(key, self.seal.close(key, value))
+
         try:
-            self._bounded(lambda: self.publish(name, value), self._answer_s)
+            self._bounded(write, self._answer_s)
         except Exception as error:
             logger.debug("rank %d could not tell the others its %r: %s", self.rank, name, error)
             return False
         return True
-
-    def collect(self, name: str, timeout_s: float) -> list[str]:
-        keys = [f"told/{name}/{r}" for r in range(self.world_size)]
-        with self._lock:
-            try:
-                self._store.wait(keys, timedelta(seconds=timeout_s))
-            except Exception as error:
-                raise TimeoutError(
-                    f"rank {self.rank} waited {timeout_s:g} s for every rank's {name!r} ({error})"
-                ) from error
-            return self._open_all(keys, self._store.multi_get(keys), range(self.world_size))
 
     def _open_all(self, keys: Sequence[str], messages: Sequence[bytes], ranks: Sequence[int]) -> list[str]:
         return [self.open_from(key, text, rank) for rank, key, text in zip(ranks, keys, messages, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -12,9 +11,9 @@ from torch import nn
 from mindx_elastic.agreement.connect import store_host
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part
+from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
-from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.agent_link import AgentLink, between_steps
 from mindx_elastic.guard.saver import Saver
@@ -88,7 +87,7 @@ class Connections:
     def connect(self) -> None:
         """After the first meeting."""
         if self.memory is None:
-            self.exchange.publish("snapshot_every", ANY_INTERVAL)  # the others need not wait for its measurement
+            self.exchange.tell("snapshot_every", ANY_INTERVAL)  # the others need not wait for its measurement
         self.mirror = self._nodes.open_mirror(self._directories, self.exchange, self._saver.events, self._saver.trust)
         if self.mirror is not None:
             self._stack.callback(self.mirror.close)
@@ -191,17 +190,11 @@ class Connections:
             return
         if stopper.agreed_step is None:
             return  # a rank is gone, or each has acted alone
-        try:
-            self.exchange.publish("durable", str(saved))  # also if nothing was saved, so that no rank waits for it
-            if saved is None or self.memory is None:
-                return
-            end = time.monotonic() + min(_DURABLE_S, max(0.0, stopper.time_left_s / 3))
-            while (found := self.exchange.try_collect("durable")) is None and time.monotonic() < end:
-                time.sleep(0.01)
-        except Exception as error:
-            logger.debug("cannot find out whether all ranks have saved: %s", error)
+        if saved is None or self.memory is None:
+            self.exchange.announce("durable", CANNOT if saved is None else saved)  # no rank waits for it
             return
-        self.keep_memory = found is None or set(found) != {str(saved)}
+        left_s = min(_DURABLE_S, max(0.0, stopper.time_left_s / 3))
+        self.keep_memory = self.exchange.decide("durable", saved, left_s).step != saved
 
     def finish(self, *, durable: bool) -> None:
         """The block has ended by itself; `durable`: its last boundary is on this rank's disk.

@@ -19,7 +19,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,7 @@ class Snapshotter:
         if self.broken:
             if self.schedule.every is None:
                 self.schedule.every = 0
-                with suppress(Exception):  # a lost store: no rank waits at it
-                    self._exchange.publish("snapshot_every", ANY_INTERVAL)
+                self._exchange.tell("snapshot_every", ANY_INTERVAL)
             return
         now = time.perf_counter()
         is_known = step == self.schedule.newest
@@ -269,7 +267,7 @@ class Snapshotter:
         """
         end = time.monotonic() + _AGREEMENT_S
         try:
-            self._exchange.publish("snapshot_every", str(proposal))
+            self._exchange.tell("snapshot_every", str(proposal))
             while (found := self._exchange.try_collect("snapshot_every")) is None:
                 if gone := self._exchange.gone():
                     # Nobody is waited for: the recovery or the stop that follows must not come 20 s later.

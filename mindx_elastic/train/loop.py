@@ -304,13 +304,10 @@ class TrainLoop:
             return False
         if self.guard.world_size == 1 or self._exchange is None:
             return True
-        name = f"end/{self.guard.position.step}"
-        self._exchange.publish(name, "1")
-        try:
-            self._exchange.collect(name, Settings.from_env().agreement_s)
+        step = self.guard.position.step
+        if self._exchange.decide(f"end/{step}", step, Settings.from_env().agreement_s).step == step:
             return True
-        except TimeoutError:
-            logger.info("request_stop() was called on some ranks only; stopping all of them together")
+        logger.info("request_stop() was called on some ranks only; stopping all of them together")
         self._asked_all = True
         self.guard.request_stop(_STOP_REASON, 0)
         return False

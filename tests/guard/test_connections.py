@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mindx_elastic.agreement.gather import meet
+from mindx_elastic.agreement.gather import Merged, meet
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
@@ -31,7 +31,8 @@ def test_a_rank_without_memory_does_not_hold_up_the_others_measurement(tmp_path:
             assert around.memory is None
             meet(exchange, "here", around.parts())
             around.connect()
-            found: list[str] = exchange.collect("snapshot_every", 60)
+            exchange.gather("told", None, Merged)
+            found: list[str] | None = exchange.try_collect("snapshot_every")
             return found
 
     assert on_all_ranks(2, open_without_memory) == [["1", "1"]] * 2

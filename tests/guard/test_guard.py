@@ -180,6 +180,18 @@ def test_a_flag_that_was_set_before_the_first_start_stops_at_the_first_boundary(
     assert again.guard.resumed_from_step == 5
 
 
+def test_a_flag_waits_for_a_boundary_also_in_a_first_evaluation(tmp_path: Path) -> None:
+    """Between two steps a stop would leave at step 0, with nothing saved, at every start."""
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+
+    def evaluate(job: Job) -> None:
+        with job.guard.outside_step():
+            job.guard.poll()
+
+    assert stopped(Job(tmp_path, flag_file=flag), begin=evaluate).step == 1
+
+
 def test_a_stop_for_another_reason_answers_the_flag_too(tmp_path: Path) -> None:
     """The platform sets the flag and sends SIGTERM: one stop, not two."""
     flag = tmp_path / "graceful_exit.json"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mindx_elastic.agreement.stop_step import Decision
 from mindx_elastic.errors import UsageError
 from mindx_elastic.train.callbacks import CallbackList
 from mindx_elastic.train.loop import CutHooks, EpochLoss, TrainLoop, Unguarded
@@ -40,15 +41,9 @@ class Peers:
 
     def __init__(self, all_ask: bool) -> None:
         self.all_ask = all_ask
-        self.published: list[str] = []
 
-    def publish(self, name: str, value: str) -> None:
-        self.published.append(name)
-
-    def collect(self, name: str, timeout_s: float) -> list[str]:
-        if not self.all_ask:
-            raise TimeoutError
-        return ["1", "1"]
+    def decide(self, name: str, offer: int, timeout_s: float) -> Decision:
+        return Decision(offer if self.all_ask else None)
 
 
 class AskedGuard(Unguarded):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.stop_step import Decision, Offer
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.active import entered
 from mindx_elastic.guard.guard import Guard
@@ -83,10 +84,10 @@ def test_what_hooks_change_resumes_bit_for_bit(step: int) -> None:
 class OnlyThisRankAsks(Exchange):
     """Of two ranks, the other one goes on training."""
 
-    def collect(self, name: str, timeout_s: float) -> list[str]:
+    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
         if name.startswith("end/"):
-            raise TimeoutError(name)
-        return super().collect(name, timeout_s)
+            return Decision(None, "the other one has not come")
+        return super().decide(name, offer, timeout_s)
 
 
 def test_a_stop_that_one_rank_asks_for_lets_the_script_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
