@@ -332,6 +332,29 @@ def in_steps_twice(p: Program) -> None:
         p.guard.step_end()
 
 
+def test_what_is_set_behind_a_loop_by_hand_is_not_put_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed run that has made steps is past the resumed place."""
+
+    def by_hand_and_then_in_steps(p: Program) -> None:
+        while p.guard.step < 3:
+            p.step(*p.full_batch())
+            p.guard.step_end()
+        for group in p.opt.param_groups:
+            group["weight_decay"] = 0.5
+        for _ in p.guard.steps(5):
+            p.step(*p.full_batch())
+            p.guard.step_end()
+
+    _, expected = run(by_hand_and_then_in_steps, tmp_path / "whole", loader=None)
+    first = Program(tmp_path / "stopped", stop_at=2, loader=None)
+    with pytest.raises(GracefulExit), first.guard:
+        by_hand_and_then_in_steps(first)
+    second, result = run(by_hand_and_then_in_steps, tmp_path / "stopped", loader=None, seed=99)
+    assert second.guard.resumed_from_step == 2
+    assert_same(result, expected)
+    assert "put back" not in caplog.text
+
+
 def with_a_generator(p: Program) -> None:
     generator = p.guard._targets["generator"]
     for _ in p.guard.epochs(3):

@@ -181,7 +181,7 @@ class Loops:
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
         self.step += 1
         self.step_in_epoch += 1
-        self._restores = False
+        self._restores = self._is_resuming = False  # also where the program makes its first steps by a loop of its own
         self.tail.pass_step()
         if self._collector.loop:
             self._collector.loop = without_step(self._collector.loop)
