@@ -9,7 +9,6 @@ Keys, all under one prefix per attempt and guard:
 ``{round}/offer/{rank}``    a step, ``cannot`` or ``left``
 ``{round}/count``           how many ranks have offered; whoever makes it full concludes
 ``{round}/decision``        the decision cell (compare-and-set), JSON
-``stop/known``, ``all_know``  how many ranks know that all have finished
 ``start/round{n}/...``      the meetings of a start, see `store_gathering`
 ``told/{name}/{rank}``      what the ranks tell each other later
 ``pause/{n}``               order n to pause or to go on (compare-and-set): why it was given; its
@@ -348,18 +347,8 @@ class StoreExchange(StoreGathering, Exchange):
         decision = self.decide("stop", End(step), timeout_s)
         if decision == FINISHED:
             # The rank that hosts the store must not end before all others have read this.
-            try:
-                self._bounded(self._wait_until_all_know, _KNOWN_S + self._answer_s)
-            except Exception as error:
-                logger.debug("rank %d does not know whether all ranks have finished: %s", self.rank, error)
+            self.decide("known", step, _KNOWN_S)
         return decision
-
-    def _wait_until_all_know(self) -> None:
-        with self._lock:
-            if self._store.add("stop/known", 1) == self.world_size:
-                self._store.set("stop/all_know", "1")
-                return
-        self._waiter.wait(["stop/all_know"], timedelta(seconds=_KNOWN_S))
 
     def leave(self) -> None:
         self.announce("stop", LEFT)
