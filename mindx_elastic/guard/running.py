@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -44,7 +45,7 @@ from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
 from mindx_elastic.rejoin.host import PARTS_DIFFER, Host
 from mindx_elastic.rejoin.member import Entry, LeavesToRejoin, Member
 from mindx_elastic.rejoin.own_member import find_member, join_job, tell_once
-from mindx_elastic.start.in_place import Boundary, Lent
+from mindx_elastic.start.in_place import Boundary
 
 __all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
 
@@ -120,26 +121,25 @@ class Place:
 
     def boundary(self) -> Boundary | None:
         """What the start takes in place of files; None: they count."""
-        entry, rank = self.entry, self.member.ranks.rank
+        entry = self.entry
         if entry is None:
             return None
         verdict, live = entry.verdict, entry.live
 
-        def lent() -> Lent:
+        def snapshot() -> Path:
             try:
-                where = entry.where()
+                return entry.where()
             except RejoinFailed as error:
                 raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
-            return Lent(verdict.donor if live is None else rank, where)
 
         return Boundary(
             generation=entry.generation,
             moment=(verdict.run_id, verdict.attempt, verdict.step),
             next_attempt=verdict.next_attempt,
             live=None if live is None else Checkpoint(entry.info, dict(live), {}),
-            lent=lent,
+            snapshot=snapshot,
             dead=verdict.dead,
-            speaker=verdict.donor,
+            donor=verdict.donor,
         )
 
     def parts(self, kept: Collection[Any]) -> list[Part]:

@@ -25,16 +25,7 @@ from mindx_elastic.persist.reader import Checkpoint, map_checkpoint
 from mindx_elastic.start.facts import ResumePlan, World
 from mindx_elastic.start.restore import FollowedPart, Resumed, records_of
 
-__all__ = ["Boundary", "InPlacePart", "Lent"]
-
-
-@dataclass(frozen=True)
-class Lent:
-    """A snapshot in shared memory."""
-
-    rank: int
-    """The rank whose state it is; perhaps the one that takes it."""
-    path: Path
+__all__ = ["Boundary", "InPlacePart"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +39,13 @@ class Boundary:
     """All go on in this one."""
     live: Checkpoint | None
     """This process's own state of it; None: it takes state from memory."""
-    lent: Callable[[], Lent]
-    """The snapshot to take, with `live` that of the same state. In a new process it waits until a living rank has put
-    it there, and raises MismatchError where that does not come about: so it is called when the state is to be loaded,
-    not before."""
+    snapshot: Callable[[], Path]
+    """The donor's in shared memory. In a new process it waits until the donor has put it there, and raises
+    MismatchError where that does not come about: so it is called when the state is to be loaded, not before."""
     dead: Sequence[int] = ()
     """Ranks whose places new processes take."""
-    speaker: int = -1
-    """The rank that writes the line about it."""
+    donor: int = -1
+    """The rank that gives the snapshot, and writes the line about it."""
 
 
 class InPlacePart(FollowedPart):
@@ -88,12 +78,12 @@ class InPlacePart(FollowedPart):
     def follow(self) -> None:
         """Get the state of this rank together. Raises CorruptCheckpointError, and MismatchError where it
         is not there."""
-        moment, lent = self._boundary.moment, self._boundary.lent()
+        moment, donor, path = self._boundary.moment, self._boundary.donor, self._boundary.snapshot()
         if self._boundary.live is not None:
-            self.resumed = replace(self._resumed(self._boundary.live, lent.path), is_live=True)
+            self.resumed = replace(self._resumed(self._boundary.live, path), is_live=True)
             return
-        checkpoint, path = self._snapshot_of(lent)
-        found = replace(self._resumed(checkpoint, path), donor=lent.rank)
+        checkpoint = self._read(path)
+        found = replace(self._resumed(checkpoint, path), donor=donor)
         foreseen = checkpoint.info.coordinates.get("foreseen")  # of the donor, which has passed the boundary
         rings = own_rings((), self._arenas, self._ranks.rank)
         for ring in rings:
@@ -101,19 +91,19 @@ class InPlacePart(FollowedPart):
             if own is not None and own.forecast and (foreseen == 0 or not (own.trusted or foreseen == 1)):
                 own = None
             found = replace(found, own=own)
-        self.resumed = records_of(found, rings, own_rings((), self._arenas, lent.rank), self._trust)
+        self.resumed = records_of(found, rings, own_rings((), self._arenas, donor), self._trust)
 
-    def _snapshot_of(self, lent: Lent) -> tuple[Checkpoint, Path]:
-        moment, path = self._boundary.moment, lent.path
+    def _read(self, path: Path) -> Checkpoint:
+        moment = self._boundary.moment
         if self._arenas is None or not path.is_relative_to(self._arenas):
             raise CorruptCheckpointError(f"{path} is not in the job's shared memory", path=path)
         checkpoint = map_checkpoint(path, owners=self._trust.of(path))
         for name, value in checkpoint.state.items():
             if name not in self._modules:
                 checkpoint.state[name] = copy_tree(value)
-        if checkpoint.info.moment != moment or checkpoint.info.rank != lent.rank:
+        if checkpoint.info.moment != moment or checkpoint.info.rank != self._boundary.donor:
             raise CorruptCheckpointError(f"{path} holds another boundary than step {moment[2]}", path=path)
-        return checkpoint, path
+        return checkpoint
 
     def _resumed(self, checkpoint: Checkpoint, path: Path) -> Resumed:
         info = checkpoint.info

@@ -169,7 +169,7 @@ def _tell(found: Resumed, job: Job, began: float, boundary: Boundary | None, not
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     if boundary is None:
         logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
-    elif job.ranks.rank == boundary.speaker:
+    elif job.ranks.rank == boundary.donor:
         dead = f"rank{'s' * (len(boundary.dead) > 1)} {', '.join(map(str, boundary.dead))}"
         logger.info("%s replaced, the others live on: going on from %s", dead, where)
     if job.ranks.rank == 0 and found.plan.resharded:
