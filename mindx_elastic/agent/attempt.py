@@ -289,7 +289,9 @@ class Attempt:
         if failed or stuck:
             logger.error("rank %d (pid %d): %s%s", end.rank, end.pid, why, ended_before(self.workers.exits, end))
             if recovery is not None and recovery.begin(end, why, stuck_s=now - since):
-                self._look_at_recovery_soon()
+                if not self._looks_at_recovery:
+                    self._looks_at_recovery = True
+                    self._after(0.0, self._look_at_recovery)
                 return
             if stuck:
                 self._fail(stuck, end.rank, f"rank {end.rank} is gone: {stuck}")
@@ -305,11 +307,6 @@ class Attempt:
                     self._after_rank(_LEAVE_TOO_S, self._urge, rank)
                 elif self.workers.status(rank) is None:
                     self.workers.send(rank, signal.SIGTERM)
-
-    def _look_at_recovery_soon(self) -> None:
-        if not self._looks_at_recovery:
-            self._looks_at_recovery = True
-            self._after(0.0, self._look_at_recovery)
 
     def _look_at_recovery(self) -> None:
         """Again and again until a recovery in place is over."""

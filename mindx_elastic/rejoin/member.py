@@ -99,7 +99,7 @@ class Member:
 
     def parts(self) -> list[Any]:
         """For the last meeting of each entry: all connections are there by then."""
-        self.sockets = SocketsPart(self.ranks.world_size)
+        self.sockets = SocketsPart()
         return [self.sockets]
 
     def take_arena(self) -> Any:

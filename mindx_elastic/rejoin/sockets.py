@@ -37,18 +37,14 @@ LENDING_FILE = "sockets"
 MOST_AT_ONCE = 128
 """Descriptors in one message; the kernel takes 253."""
 
-_MOST_RANKS = 256
-"""With more, what the ranks would have to tell each other is too much."""
-
 
 class SocketsPart(Part):
     """This rank's connections to the other ranks: finds them when the ranks meet, and cuts them. `cut` any thread."""
 
     name = "sockets"
 
-    def __init__(self, world_size: int) -> None:
-        self._wanted = world_size <= _MOST_RANKS
-        self._found = _connections() if self._wanted else {}
+    def __init__(self) -> None:
+        self._found = _connections()
         self.inodes: frozenset[int] = frozenset()
         """Of the connections to other ranks."""
         self._lock = threading.Lock()

@@ -22,7 +22,7 @@ import socket, sys
 from pathlib import Path
 from mindx_elastic.rejoin.sockets import SocketsPart
 peer = socket.create_connection(("127.0.0.1", int(sys.argv[2])))
-part = SocketsPart(2)
+part = SocketsPart()
 part.inodes = frozenset(part._found.values())
 part.lend(Path(sys.argv[1]))
 print("LENT", flush=True)
@@ -145,7 +145,7 @@ class _lent:  # noqa: N801
     def __enter__(self) -> SocketsPart:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self._ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
-        self._part = SocketsPart(2)
+        self._part = SocketsPart()
         self._part.inodes = frozenset(os.fstat(each.fileno()).st_ino for each in self._ends)
         self._part.lend(self._folder)
         return self._part

@@ -26,7 +26,7 @@ def inode(one: socket.socket) -> int:
 
 
 def test_only_a_connection_that_two_ranks_have_is_one_between_ranks() -> None:
-    part = SocketsPart(3)
+    part = SocketsPart()
     part._found = {"ours": 11, "store": 12, "three": 13}
     said = [["ours", "store", "three"], ["ours", "three"], ["three", "other"]]
     merged = part.merge(said)
@@ -36,7 +36,7 @@ def test_only_a_connection_that_two_ranks_have_is_one_between_ranks() -> None:
 
 
 def part_of(*inodes: int) -> SocketsPart:
-    part = SocketsPart(2)
+    part = SocketsPart()
     part.inodes = frozenset(inodes)
     return part
 

@@ -74,21 +74,3 @@ def test_a_host_that_stands_still_holds_nobody(tmp_path: Path) -> None:
         host.wait()
         begin_again(nodes, 2)
         assert nodes.end[1] == plain(tmp_path, 2, 1, *STEP_S).end[1], nodes.report()
-
-
-@drill
-@pytest.mark.parametrize("num_nodes", [2, 3])
-def test_the_first_node_is_lost_and_the_rendezvous_is_not(tmp_path: Path, num_nodes: int) -> None:
-    """The others save and meet another node."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", num_nodes, 1, "--epochs", 2, *THREE, "--hold-at", 8)
-        by_rank = held(nodes)
-        others = [job for rank, job in by_rank.items() if rank > 0]
-        kill_node(by_rank[0])
-        release(nodes)
-        for job in others:
-            job.wait_for("restart 1", 1, 200)
-        new = nodes.start()
-        for job in (*others, new):
-            assert job.wait(400) == 0, nodes.report()
-        assert nodes.end[1] == plain(tmp_path, num_nodes, 1, *THREE).end[1], nodes.report()
