@@ -98,7 +98,7 @@ class Attempt:
         self._signum: int | None = None
         self._num_heard = 0
         self._cause, self._cause_rank = "", -1
-        self._otherwise = ""  # the cause of a failure where no worker's own end tells it: of another node, perhaps
+        self._otherwise = ""  # the cause of a failure that no known end tells: of a rank that was replaced
         self._deadline: float | None = None
         self._grace_s, self._extends = context.grace_s, False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []

@@ -1,11 +1,11 @@
-"""How messages are cut out of the bytes of a connection: between agents, to a dynamic cluster's scheduler, between
-ranks that copy files.
+"""How messages are cut out of the bytes of a connection: to a dynamic cluster's scheduler, between ranks that copy
+files.
 
 ::
 
     4 bytes   b"MXE1": this package, and the version of what follows
     4 bytes   length of the content, big endian
-    content   a word, a record or a JSON object, sealed where the job has a key (`agreement.sealed`)
+    content   a JSON object, sealed where the job has a key (`agreement.sealed`)
 
 A receiver says how long a content may be, and ends the connection for anything else (`FrameError`). Pure.
 """
@@ -47,15 +47,15 @@ class Frames:
     """What comes over one connection. One thread."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        """Bytes of a content, from the next one on."""
+        """`most`: bytes of a content."""
+        self._most = most
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The contents that are whole with `data`. Raises FrameError."""
         self._buffer += data
         while len(self._buffer) >= HEAD_BYTES:
-            end = HEAD_BYTES + content_length(bytes(self._buffer[:HEAD_BYTES]), self.most)
+            end = HEAD_BYTES + content_length(bytes(self._buffer[:HEAD_BYTES]), self._most)
             if len(self._buffer) < end:
                 return
             content = bytes(self._buffer[HEAD_BYTES:end])

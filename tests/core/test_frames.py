@@ -36,11 +36,3 @@ def test_other_bytes_are_refused_behind_what_was_whole(contents: list[bytes], re
 def test_a_receiver_takes_no_more_than_it_has_said(length: int) -> None:
     with pytest.raises(FrameError, match=f"{length} bytes"):
         list(Frames(MOST).feed(struct.pack(">4sI", frame(b"")[:4], length)))
-
-
-def test_a_bound_holds_from_the_next_message_on() -> None:
-    frames = Frames(1)
-    for content in frames.feed(frame(b"a") + frame(b"bcd")):
-        frames.most = 3
-        last = content
-    assert last == b"bcd"
