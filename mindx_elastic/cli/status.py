@@ -25,10 +25,6 @@ __all__ = ["status_command", "top_command"]
 def status_command(
     path: RunDirArgument = RUN_DIR,
     as_json: JsonOption = False,
-    watch_it: Annotated[bool, typer.Option("--watch", help="Show it live, until the agent ends or Ctrl-C.")] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="With --watch: between two looks.")
-    ] = 1.0,
 ) -> None:
     """Show what happened to a job: its attempts, why each ended, what was saved and lost, how long it took.
 
@@ -37,9 +33,6 @@ def status_command(
 
     Recoveries in place (run --recover in-place) are listed below the attempts: who died, who stood in, and how many
     milliseconds after the failure each stage was reached.
-
-    With --watch: each rank's step and rate, and what would be lost now if every process were killed, or the machine
-    lost. Into a pipe or a file it prints one frame after the other; with --json one document a line.
 
     \b
     [bold]Exit code[/bold]
@@ -51,10 +44,7 @@ def status_command(
     [bold]Examples[/bold]
     mindx-elastic status mindx-run
     mindx-elastic status mindx-run --json | jq '.totals'
-    mindx-elastic status mindx-run --watch         the same: mindx-elastic top mindx-run
     """
-    if watch_it:
-        raise typer.Exit(watch(path, interval, as_json=as_json))
     look = Look(path)
     report = look.take()
     if report is not None and not as_json:
@@ -75,9 +65,9 @@ def top_command(
     path: RunDirArgument = RUN_DIR,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Between two looks.")] = 1.0,
 ) -> None:
-    """Show a job live: the ranks, their rates, and what would be lost now. The same as status --watch.
+    """Show a job live: each rank's step and rate, and what would be lost now if all were killed, or the machine lost.
 
-    Waits for the job where it has not been started yet.
+    Waits for the job where it has not been started yet. Into a pipe or a file it prints one frame after the other.
 
     \b
     [bold]Exit code[/bold]
@@ -89,4 +79,4 @@ def top_command(
     mindx-elastic top
     mindx-elastic top /data/job7/mindx-run --interval 5
     """
-    raise typer.Exit(watch(path, interval, as_json=False))
+    raise typer.Exit(watch(path, interval))

@@ -1,8 +1,7 @@
-"""``mindx-elastic status --watch``, ``top``: a job live in the terminal, or frame by frame into a pipe."""
+"""``mindx-elastic top``: a job live in the terminal, or frame by frame into a pipe."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -33,7 +32,7 @@ _MOST_ALARMS = 3
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
-def watch(path: Path, interval_s: float, *, as_json: bool) -> int:
+def watch(path: Path, interval_s: float) -> int:
     """Show the newest agent's job in RUN_DIR until that agent has ended, or Ctrl-C; returns the exit code. Waits for
     the first agent that runs there.
 
@@ -43,8 +42,8 @@ def watch(path: Path, interval_s: float, *, as_json: bool) -> int:
     console = make_console()
     try:
         first = _wait_for_agent(path, look, interval_s)
-        if as_json or not sys.stdout.isatty() or console.is_dumb_terminal:
-            _print_frames(console, look, first, interval_s, as_json=as_json)
+        if not sys.stdout.isatty() or console.is_dumb_terminal:
+            _print_frames(console, look, first, interval_s)
         else:
             last = _show_live(console, look, first, interval_s)
             print_frame(console, last, look.run)
@@ -141,16 +140,12 @@ def _is_over(report: dict[str, Any]) -> bool:
 # --- into a pipe, a file, or a terminal that can do nothing ---
 
 
-def _print_frames(console: Console, look: Look, report: dict[str, Any], interval_s: float, *, as_json: bool) -> None:
+def _print_frames(console: Console, look: Look, report: dict[str, Any], interval_s: float) -> None:
     while True:
-        if as_json:
-            print(json.dumps(report), flush=True)
-        else:
-            print_frame(console, report, look.run)
+        print_frame(console, report, look.run)
         if _is_over(report):
             return
-        if not as_json:
-            print(flush=True)
+        print(flush=True)
         time.sleep(interval_s)
         report = look.take() or report
 

@@ -70,39 +70,29 @@ def newest(run_dir: Path) -> AgentRun:
     return load_runs(run_dir / "events.jsonl")[-1]
 
 
-def first_document(run: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The first line of ``--watch --json``; the second look is interrupted, as by Ctrl-C."""
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("mindx_elastic.cli.watch.time.sleep", interrupt)
-    result = run("status", run_dir, "--watch", "--json")
-    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
+def document_of(run: Callable[..., Any], run_dir: Path) -> Any:
+    result = run("status", run_dir, "--json")
+    assert result.exit_code == 0
     return json.loads(result.stdout)
 
 
-def test_what_would_be_lost(
-    run: Callable[..., Any], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    document = first_document(run, run_dir, monkeypatch)
+def test_what_would_be_lost(run: Callable[..., Any], run_dir: Path, tmp_path: Path) -> None:
+    document = document_of(run, run_dir)
     outlook = document["outlook"]
     assert (outlook["step"], outlook["memory_step"], outlook["disk"]) == (27, 25, None)
     assert (outlook["lost_if_killed"], outlook["lost_if_machine_lost"]) == (2, 27)
     assert [worker["steps_per_s"] > 0 for worker in document["workers"]] == [True, True]
     assert document["alarms"][0]["reason"] == "rank 0 hangs"
     write(tmp_path / "ckpt" / "resnet-1_26.safetensors", step=26)
-    document = first_document(run, run_dir, monkeypatch)
+    document = document_of(run, run_dir)
     outlook = document["outlook"]
     assert (outlook["disk"]["step"], outlook["disk"]["name"]) == (26, "resnet-1_26.safetensors")
     assert (outlook["lost_if_killed"], outlook["lost_if_machine_lost"]) == (1, 1)
 
 
-def test_a_frame_says_it_in_words(
-    run: Callable[..., Any], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_says_it_in_words(run: Callable[..., Any], run_dir: Path, tmp_path: Path) -> None:
     write(tmp_path / "ckpt" / "resnet-1_20.safetensors", step=20)
-    document = first_document(run, run_dir, monkeypatch)
+    document = document_of(run, run_dir)
     text = "\n".join(line.plain for line in draw_frame(document, newest(run_dir), width=120, height=None))
     assert "killed now: 2 steps (" in text and "snapshot of step 25" in text
     assert "machine lost now: 7 steps (" in text and "checkpoint of step 20, " in text
@@ -112,8 +102,8 @@ def test_a_frame_says_it_in_words(
     assert "\x1b" not in text
 
 
-def test_a_frame_fits_every_terminal(run: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = first_document(run, run_dir, monkeypatch)
+def test_a_frame_fits_every_terminal(run: Callable[..., Any], run_dir: Path) -> None:
+    document = document_of(run, run_dir)
     worker = document["workers"][0]
     document["workers"] = [{**worker, "rank": rank} for rank in range(64)]
     document["workers"][40] |= {"alive": False}
@@ -125,9 +115,8 @@ def test_a_frame_fits_every_terminal(run: Callable[..., Any], run_dir: Path, mon
     assert any("more; all ranks: step 27 to 27" in line for line in text)
 
 
-@pytest.mark.parametrize("words", [["top"], ["status", "--watch"]])
 def test_it_waits_for_a_job_that_is_not_started_yet(
-    run: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+    run: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In ./mindx-run, where the command has not been told another place."""
     monkeypatch.chdir(run_dir.parent)
@@ -140,7 +129,7 @@ def test_it_waits_for_a_job_that_is_not_started_yet(
             run_dir.rename("mindx-run")
 
     monkeypatch.setattr("mindx_elastic.cli.watch.time.sleep", start)
-    result = run(*words)
+    result = run("top")
     assert result.exit_code == 0 and "has ended" in result.stdout and len(looks) == 2
     assert result.stderr == "mindx-elastic: no agent has run in mindx-run yet; waiting for one, Ctrl-C ends this\n"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.persist.format import read_header
-from tests.harness import Job, start_job
+from tests.harness import Job, start_agent, start_job
 from tests.natural.verdicts import LOOPS, Exact, Found, Loop, Refused, Told, Warned
 
 pytestmark = pytest.mark.slow
@@ -96,6 +96,27 @@ def test_a_stopped_run_ends_with_the_same_numbers(loop: Loop, tmp_path: Path) ->
 @_with(Exact)
 def test_a_run_stopped_three_times_ends_with_the_same_numbers(loop: Loop, seed: int, tmp_path: Path) -> None:
     check_exact(loop, tmp_path, seed=seed, stops=3)
+
+
+def check_killed(loop: Loop, tmp_path: Path, *, stop: int, recover: str = "restart") -> None:
+    """Killed in step `stop`, with a snapshot at each step."""
+    straight = run(loop, tmp_path / "straight")
+    env = {**_ENVIRONMENT, "NATURAL_KILL": str(tmp_path / "killed"), "NATURAL_RANK": str(loop.ranks - 1)}
+    options = ["--snapshot-every", "1", "--recover", recover, "--nproc-per-node", str(loop.ranks)]
+    options += ["--run-dir", str(tmp_path / "run")]
+    words = [stop, loop.write(tmp_path), tmp_path / "checkpoints"]
+    with start_agent(str(RUN), *words, options=options, env=env) as job:
+        job.expect(0)
+    assert f"KILLING {stop}" in job.lines, job.report()
+    assert sorted(set(result(job))) == sorted(set(result(straight))), job.report()
+    assert not job.matches("is not what it was before|not got back"), job.report()
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("recover", ["restart", "in-place"])
+@_with(Exact)
+def test_a_killed_run_ends_with_the_same_numbers(loop: Loop, recover: str, tmp_path: Path) -> None:
+    check_killed(loop, tmp_path, stop=_STOP, recover=recover)
 
 
 def _plays_on(directory: Path, step: int) -> bool:

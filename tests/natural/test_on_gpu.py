@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import start_agent
-from tests.natural.test_loops import RUN, check_exact, check_told, result, run
+from tests.natural.test_loops import check_exact, check_killed, check_told
 from tests.natural.verdicts import EXACT, Loop, Told
 
 pytestmark = [
@@ -40,10 +39,4 @@ def test_dropout_that_cudnn_draws_is_told_by_the_first_resume(tmp_path: Path) ->
 def test_a_killed_run_ends_with_the_same_numbers(name: str, tmp_path: Path) -> None:
     """Its snapshots are copied beside the steps."""
     loop = next(loop for loop in _LOOPS if loop.name == name)
-    straight = run(loop, tmp_path / "straight")
-    env = {"NATURAL_KILL": str(tmp_path / "killed")}
-    options = ["--snapshot-every", "1", "--run-dir", str(tmp_path / "run")]
-    with start_agent(str(RUN), 9, loop.write(tmp_path), tmp_path / "checkpoints", options=options, env=env) as job:
-        job.expect(0)
-    assert "KILLING 9" in job.lines and job.matches(r"resumed from .*step [78]\b"), job.report()
-    assert result(job) == result(straight), job.report()
+    check_killed(loop, tmp_path, stop=9)
