@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect_command"]
 
-_COLUMNS = ("step", "epoch", "reason", "ranks", "complete?", "verified?", "size", "age")
+_COLUMNS = ("attempt", "step", "epoch", "reason", "ranks", "complete?", "verified?", "size", "age")
 _MOST_MISSING = 4096  # that are listed: a file of a few bytes may say that it is one of a million
 _OF_A_FILE = (
     *("run_id", "step", "epoch", "step_in_epoch", "batch_num", "kind", "reason", "not_kept", "rank", "world_size"),
@@ -200,16 +200,9 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         runs.setdefault(step["run_id"], []).append(step)
     for run_id, steps in runs.items():
         say(console, f"run {run_id}", style="bold")
-        branched = _is_branched(report, run_id)
-        rows = [[Text(str(step["attempt"]))] * branched + _cells(step) for step in steps]
-        columns = ["attempt"] * branched + [*_COLUMNS]
-        print_table(console, columns, rows, left="reason|ranks|complete?|verified?", wraps="reason")
+        rows = map(_cells, steps)
+        print_table(console, _COLUMNS, rows, left="reason|ranks|complete?|verified?", wraps="reason")
     _print_remarks(console, report)
-
-
-def _is_branched(report: dict[str, Any], run_id: str) -> bool:
-    """Whether steps of several attempts are there, so that a step number alone does not say which."""
-    return len({step["attempt"] for step in report["steps"] if step["run_id"] == run_id}) > 1
 
 
 def _proof_of(infos: Sequence[CheckpointInfo]) -> str:
@@ -224,6 +217,7 @@ def _cells(step: dict[str, Any]) -> list[Text]:
         reason += f": {'; '.join(reasons)}"
     epoch = f"{step['epoch']} ({step['step_in_epoch']}/{step['batch_num']})"
     return [
+        Text(str(step["attempt"])),
         Text(str(step["step"]), style="bold"),
         Text(epoch),
         Text(printable(reason)),
@@ -245,8 +239,7 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
     lines = []
     for step in report["steps"]:
         if step["why_incomplete"]:
-            where = f" of attempt {step['attempt']}" if _is_branched(report, step["run_id"]) else ""
-            lines.append(f"step {step['step']}{where} is not complete: {step['why_incomplete']}")
+            lines.append(f"step {step['step']} (attempt {step['attempt']}) is not complete: {step['why_incomplete']}")
         for file in step["files"]:
             if file["problems"]:
                 lines.append(f"{file['path']}: {'; '.join(file['problems'])}")
@@ -289,9 +282,8 @@ def _conclusion(report: dict[str, Any]) -> list[str]:
             lines[0] += "; only one rank's folder was looked at, give the folder above it"
     else:
         verified = " and verified" if report["digests_checked"] else ""
-        lines = [f"newest complete{verified} step: {report['newest_complete_step']}"]
-        if _is_branched(report, report["newest_complete_run_id"]):
-            lines[0] += f" of attempt {report['newest_complete_attempt']}"
+        number, attempt = report["newest_complete_step"], report["newest_complete_attempt"]
+        lines = [f"newest complete{verified} step: {number} (attempt {attempt})"]
     if not report["digests_checked"]:
         lines[-1] += "  (digests not checked; --verify does)"
     return lines
