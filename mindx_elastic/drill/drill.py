@@ -273,26 +273,17 @@ class Driller(Baseline):
         """`fired`: when. Guards before the fault's one have lost nothing, later ones have not begun."""
         guard, ranks = result.fault.guard, sorted(self.reference.by_rank)
         own = [life for life in lives if life.series == guard]
-        passed = [
-            max(
-                (step.number for life in own if life.rank == rank for step in life.steps if step.clock <= fired),
-                default=0,
-            )
-            for rank in ranks
-        ]
-        # A stop lets the ranks run to the step that they agree on.
-        done = [
-            max(
-                (life.steps[-1].number for life in own if life.rank == rank and life.clock <= fired and life.steps),
-                default=0,
-            )
-            for rank in ranks
-        ]
-        after = [life for life in own if life.clock > fired]
+        before, after = ([life for life in own if (life.clock > fired) is late] for late in (False, True))
+        passed, done = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        for rank, step in ((life.rank, step) for life in before if life.rank in done for step in life.steps):
+            done[rank] = max(done[rank], step.number)  # a stop lets the ranks run to the step that they agree on
+            if step.clock <= fired:
+                passed[rank] = max(passed[rank], step.number)
+        reached = min(passed.values())
         if not after:
-            return replace(result, reached=min(passed))
+            return replace(result, reached=reached)
         resumed = min(life.resumed or 0 for life in after[: len(ranks)])
-        return replace(result, reached=min(passed), resumed=resumed or None, lost=max(0, min(done) - resumed))
+        return replace(result, reached=reached, resumed=resumed or None, lost=max(0, min(done.values()) - resumed))
 
     # --- what can be wrong; None: it is not ---
 

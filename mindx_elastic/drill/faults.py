@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from mindx_elastic.errors import UsageError
 
-__all__ = ["ALL_CALLS", "KINDS", "PLACES", "Fault", "Kind", "describe_kinds", "fault_from", "parse_fault"]
+__all__ = ["ALL_CALLS", "KINDS", "PLACES", "Fault", "Kind", "describe_kinds", "parse_fault"]
 
 PLACES = ("boundary", "forward", "backward", "update", "copy")
 """Behind the step; at its first forward; when a gradient is there; in the middle of ``optimizer.step()``; in the middle
@@ -259,13 +259,3 @@ def describe_kinds() -> Sequence[tuple[str, str]]:
         says = f"{kind.says} ({', '.join(needs)})" if needs else kind.says
         rows.append((f"{kind.name}:{','.join(parts)}", says))
     return rows
-
-
-def fault_from(content: Mapping[str, Any]) -> Fault:
-    """What `dataclasses.asdict` has given. Raises TypeError and KeyError for anything else."""
-    known = {each.name for each in fields(Fault)}
-    if not set(content) <= known:
-        raise KeyError(*sorted(set(content) - known))
-    if content["kind"] not in KINDS:
-        raise KeyError(content["kind"])
-    return Fault(**content)

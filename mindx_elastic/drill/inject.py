@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.status_page import read_page
-from mindx_elastic.drill.faults import Fault, fault_from
+from mindx_elastic.drill.faults import Fault
 from mindx_elastic.memory import snapshots
 from mindx_elastic.persist import direct_io
 
@@ -58,7 +58,7 @@ class Injector:
     def __init__(self, content: Mapping[str, Any], rank: int, directories: Path) -> None:
         """`content`: of the control file. `directories`: hold the checkpoints of the run."""
         self._rank, self._directories = rank, os.path.realpath(directories)
-        self._fault = fault_from(content)
+        self._fault = Fault(**content)
         self._mark = Path(self._fault.folder) / _FIRED
         self._is_armed = self._fault.rank == rank and not self._mark.exists()
         self._is_acting = False

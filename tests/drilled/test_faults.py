@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault, describe_kinds, fault_from, parse_fault
+from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault, describe_kinds, parse_fault
 from mindx_elastic.errors import UsageError
 
 
@@ -23,7 +23,7 @@ from mindx_elastic.errors import UsageError
 def test_what_a_text_says(text: str, fault: Fault) -> None:
     assert parse_fault(text) == fault
     assert parse_fault(str(fault)) == fault, "what a table shows can be given again"
-    assert fault_from(asdict(fault)) == fault
+    assert Fault(**asdict(fault)) == fault
 
 
 @pytest.mark.parametrize(

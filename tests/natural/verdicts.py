@@ -632,8 +632,14 @@ _OWN: Sequence[Loop] = (
     _plain(
         "evaluates with dropout after each epoch",
         EXACT,
-        _before(_GUARD, "held_out = DataLoader(tools.Noisy(20), batch_size=5, shuffle=True)\n"),
-        _after(_END, "        with torch.no_grad():\n            print(sum(model(a).std() for a, _ in held_out))\n"),
+        _before(_GUARD, "held_out = DataLoader(tools.points(20, seed=5), batch_size=5, shuffle=True)\n"),
+        _after(
+            _END,
+            "        model[1].eval()\n"
+            "        with torch.no_grad():\n"
+            "            print(sum(model(a).std() for a, _ in held_out))\n"
+            "        model[1].train()\n",
+        ),
     ),
     _plain(
         "draws after the boundary",
