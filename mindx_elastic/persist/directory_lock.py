@@ -54,10 +54,9 @@ _LONGEST_JOB = 32
 _RECORD_BYTES = 256  # per rank, at offset rank * 256
 _MARGIN_S = 5.0  # from the end of a grace period until the process is gone
 _LEASE_S = 120.0  # an NFSv4 server releases the locks of a dead machine after its lease, usually 90 s
-_POLL_S = (0.02, 0.5)
-_DIES_S, _DIES_POLL_S = 0.2, 0.001
-"""Whoever takes the place of a killed rank may come while that process still gives its memory back; its locks go later.
-"""
+_POLL_S = (0.001, 0.5)  # whoever takes a killed rank's place may come while that process gives its memory back
+_SAY_S = 0.2  # a shorter wait is not worth a word
+_RETRY_S = 0.02
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 _MODE = 0o600  # a user who can open the file can lock it
@@ -173,7 +172,7 @@ def hold_ranks(
                 kind = fcntl.F_WRLCK if writable else fcntl.F_RDLCK
                 # Retry on the same descriptor: it keeps the bytes that are locked already.
                 while (taken := [rank for rank in wanted if not _lock(fd, kind, rank)]) and time.monotonic() < until:
-                    time.sleep(_POLL_S[0])
+                    time.sleep(_RETRY_S)
                 if _is_at(fd, path):
                     for rank in wanted if writable else ():
                         if rank not in taken:
@@ -219,15 +218,8 @@ class _Taking:
                 continue  # another process has deleted the file meanwhile
             if not self._wait_on(holder):
                 return None
-            if self._may_be_dying():
-                time.sleep(_DIES_POLL_S)
-                continue
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
-
-    def _may_be_dying(self) -> bool:
-        """Whether the predecessor is on its way out: it is not worth a word yet."""
-        return self._joins and time.monotonic() - self._began < _DIES_S
 
     def _try(self, fd: int) -> Holder | None:
         """Lock this rank's byte. Returns the process that prevents it; None: the byte is locked."""
@@ -266,14 +258,13 @@ class _Taking:
 
     def _wait_on(self, holder: Holder) -> bool:
         """Whether to try again. False: the wait is over, and this rank continues without the lock."""
-        left_s = self._time_left(holder)
+        left_s, waited_s = self._time_left(holder), time.monotonic() - self._began
         if left_s > 0:
-            if not self._said and not self._may_be_dying():
+            if not self._said and waited_s > _SAY_S:
                 self._said = True
                 text = "%s is in use by %s; waiting for its end, %.0f s at most"
                 logger.warning(text, self._directory, holder, left_s)
             return True
-        waited_s = time.monotonic() - self._began
         if self._ranks.rank != 0 or self._is_ours(holder):
             text = "%s: rank %d goes on, though after %.0f s its predecessor still holds it: %s"
             logger.warning(text, self._directory, self._ranks.rank, waited_s, holder.process)

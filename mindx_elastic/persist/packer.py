@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -175,7 +174,7 @@ class _Shape:
 
 
 def _number(value: Any, numbers: list[Any], pieces: list[Piece]) -> None:
-    """Stands for what takes a number; `_taker` takes runs of them at once."""
+    """Stands for what takes a number; `_taker` does it."""
 
 
 def _taker(kind: type | None, keys: list[str] | None, values: list[Any], takes: list[Any]) -> Any:
@@ -184,8 +183,7 @@ def _taker(kind: type | None, keys: list[str] | None, values: list[Any], takes: 
     constants = [i for i, take in enumerate(takes) if take is None]
     constants_of = itemgetter(*constants) if constants else None
     expected = constants_of(values) if constants_of is not None else None
-    steps = _steps(takes)
-    is_all_numbers = bool(takes) and all(take is _number for take in takes)
+    steps = [(i, take) for i, take in enumerate(takes) if take is not None]
 
     def take(value: Any, numbers: list[Any], pieces: list[Piece]) -> None:
         if kind is not None and type(value) is not kind:
@@ -196,36 +194,15 @@ def _taker(kind: type | None, keys: list[str] | None, values: list[Any], takes: 
             value = [*value.values()]
         if [*map(type, value)] != kinds:
             raise _OtherShape
-        if is_all_numbers:
-            numbers += value
-            return
         if constants_of is not None and constants_of(value) != expected:
             raise _OtherShape
-        for i, take_item, numbers_of in steps:
-            if take_item is not None:
-                take_item(value[i], numbers, pieces)
-            elif numbers_of is not None:
-                numbers += numbers_of(value)
+        for i, take_item in steps:  # in the order of the items, for so are the numbers counted
+            if take_item is _number:
+                numbers += (value[i],)  # a call would take longer
             else:
-                numbers.append(value[i])
+                take_item(value[i], numbers, pieces)
 
     return take
-
-
-def _steps(takes: list[Any]) -> list[tuple[int, Any, Any]]:
-    """What is to be taken, in the order of the items, for so are the numbers counted: the item's place and its own
-    function, or what gives a run of numbers; neither: one number."""
-    found: list[tuple[int, Any, Any]] = []
-    others = [(i, take) for i, take in enumerate(takes) if take is not None]
-    for is_run, group in groupby(others, key=lambda each: each[1] is _number):
-        places = [i for i, _ in group]
-        if not is_run:
-            found += [(i, takes[i], None) for i in places]
-        elif len(places) > 1:
-            found.append((places[0], None, itemgetter(*places)))
-        else:
-            found.append((places[0], None, None))
-    return found
 
 
 def _taker_of_bytes(length: int) -> Any:

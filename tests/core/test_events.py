@@ -56,12 +56,6 @@ def test_one_line_an_event_with_all_documented_keys(path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_text_that_no_encoding_likes(path: Path) -> None:
-    EventLog(path).emit("alarm", reason="line\nbreak \ud800 ä")
-    (line,) = path.read_text().splitlines()
-    assert json.loads(line)["reason"] == "line\nbreak \ud800 ä"
-
-
 @pytest.mark.parametrize("make", [lambda p: p.mkdir(), lambda p: p.symlink_to(p.with_name("elsewhere"))])
 def test_a_log_that_cannot_be_written_warns_once(path: Path, make: object, caplog: pytest.LogCaptureFixture) -> None:
     assert callable(make)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
@@ -292,14 +291,3 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.sampled_from(sorted(GOOD)), json_values)
-def test_any_json_in_place_of_a_field_gives_a_layout_or_a_named_error(field: str, value: Any) -> None:
-    content = copy.deepcopy({**GOOD, field: value})
-    try:
-        layout = Layout.from_json(content)
-    except UsageError:
-        return
-    assert Layout.from_json(layout.to_json()) == layout

@@ -17,8 +17,6 @@ import pytest
 
 from mindx_elastic.core.posix import (
     has_ended,
-    is_own_folder,
-    is_private_folder,
     killed_by,
     members_of,
     new_map,
@@ -96,18 +94,6 @@ def test_what_is_not_a_json_object(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"."):
         read_json_object(path)
-
-
-def test_folders_of_our_own(tmp_path: Path) -> None:
-    folder, link = tmp_path / "folder", tmp_path / "link"
-    folder.mkdir(mode=0o700)
-    link.symlink_to(folder)
-    assert is_own_folder(folder) and is_private_folder(folder)
-    folder.chmod(0o750)
-    assert is_own_folder(folder) and not is_private_folder(folder)
-    (tmp_path / "file").touch(0o600)
-    for path in (link, tmp_path / "file", tmp_path / "nothing"):
-        assert not is_own_folder(path) and not is_private_folder(path)
 
 
 def test_the_end_of_a_process_is_seen_through_its_descriptor() -> None:

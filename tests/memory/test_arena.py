@@ -264,20 +264,6 @@ def test_a_file_system_that_is_full_for_real(small: Path, directory: Path) -> No
     assert not list(small.iterdir())
 
 
-def test_a_file_keeps_its_content_and_its_map_while_its_size_is_the_same(tmp_path: Path) -> None:
-    file = ArenaFile(tmp_path / "file")
-    memory = file.resize(5)
-    memory[:] = b"abcde"
-    assert file.resize(5) is memory
-    view = memoryview(memory)
-    assert file.resize(3)[:] == b"abc"
-
-    view.release()
-    file.close()
-    assert file.resize(3)[:] == b"abc"
-    file.close()
-
-
 @pytest.mark.parametrize("change", [lambda file: file.close(), lambda file: file.resize(1 << 22)])
 def test_a_tensor_keeps_the_memory_that_it_looks_at(tmp_path: Path, change: Callable[[ArenaFile], object]) -> None:
     file = ArenaFile(tmp_path / "slot")

@@ -488,14 +488,3 @@ def test_the_hooks_are_gone_after_the_end(ranks: Ranks) -> None:
     assert len(rank.network._forward_hooks) == 1
     rank.log.close()
     assert len(rank.network._forward_hooks) == 0
-
-
-def test_the_program_waits_for_a_device_behind_a_forward_of_few_kernels(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank, waited = ranks[0], []
-    monkeypatch.setattr(rank.collector.devices, "end_forward", lambda: waited.append(rank.step))
-    train([rank], 2)
-    assert waited == [0, 1] and rank.collector.devices.waits_in_forward
-    rank.log.close()
-    assert not rank.collector.devices.waits_in_forward

@@ -128,18 +128,6 @@ def test_trouble_is_said_and_the_training_goes_on_without(
     assert "nothing is kept in memory, checkpoints on disk are not affected" in caplog.text
 
 
-def test_notes_of_the_adoption_are_said(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    memory = place.open(1)
-    assert memory is not None
-    Training(place, memory).reach(1)
-    memory.close(keep=True)
-    slot = place.job / "rank_0" / "slot_0.safetensors"
-    slot.write_bytes(slot.read_bytes()[:100])
-    again = place.open(1)
-    assert again is not None and "slot_0.safetensors is not used: it has 100 bytes" in caplog.text
-    again.close(keep=False)
-
-
 # --- a whole guard ---
 
 

@@ -170,12 +170,6 @@ def test_a_run_that_the_directory_does_not_know_is_left_alone(machine: Machine, 
     assert find(machine) == [None] * WORLD
 
 
-def test_never_means_never(machine: Machine) -> None:
-    machine.know(RUN)
-    machine.snapshot(9)
-    assert find(machine, resume="never") == [None] * WORLD
-
-
 def test_a_step_that_only_some_ranks_have_is_named(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.know(RUN)
     machine.snapshot(1, ranks=[0, 2])
@@ -191,14 +185,6 @@ def test_a_snapshot_never_hides_that_the_checkpoints_are_bad(machine: Machine) -
     flip_bit_in_data(next((machine.directory / "rank_2").iterdir()))
     with pytest.raises(NoUsableCheckpointError):
         find(machine)
-
-
-def test_a_given_file_means_its_step_and_no_newer_snapshot(machine: Machine) -> None:
-    machine.know(RUN)
-    machine.snapshot(9)
-    write_step(machine.directory, 4, world_size=WORLD)
-    path = next((machine.directory / "rank_0").iterdir())
-    assert taken(find(machine, resume=str(path))) == [(4, None, None)] * WORLD
 
 
 # --- a replica's file and the rank's own small state ---

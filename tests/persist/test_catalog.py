@@ -40,14 +40,6 @@ def test_an_empty_and_a_missing_directory_hold_nothing(tmp_path: Path) -> None:
     assert read_entries(tmp_path) == read_entries(tmp_path / "not there") == ()
 
 
-def test_a_single_process_writes_into_the_directory_itself(tmp_path: Path) -> None:
-    path = write(tmp_path / "resnet-2_7.safetensors", step=17)
-    (entry,) = read_entries(tmp_path)
-    assert (entry.path, entry.problem, entry.foreign, entry.looks_ours) == (path, None, False, True)
-    assert entry.size == path.stat().st_size and entry.mtime == path.stat().st_mtime
-    assert entry.info is not None and entry.info.epoch == 2
-
-
 def test_tft_folders_are_walked_with_and_without_rank_folders(tmp_path: Path) -> None:
     write_step(tmp_path / "tft_saved_checkpoints-step_17", 17, name="ttp_rank-1_7.safetensors")
     write(tmp_path / "tft_saved_checkpoints-step_5" / "ttp_rank_0-1_5.safetensors", step=5, run_id="alone")
@@ -187,25 +179,9 @@ def test_a_folder_that_cannot_be_listed_is_a_problem_that_looks_ours(
     assert found_in(tmp_path) == [("rank_0", 0, 17)]
 
 
-def test_a_file_in_place_of_the_directory_is_a_problem(tmp_path: Path) -> None:
-    path = write(tmp_path / "resnet-1_1.safetensors")
-    assert only_problem(path).problem == "folder cannot be listed: Not a directory"
-
-
 def test_a_link_to_a_disk_that_is_not_mounted_is_not_an_empty_directory(tmp_path: Path) -> None:
     (tmp_path / "rank_0").symlink_to(tmp_path / "not mounted", target_is_directory=True)
     assert only_problem(tmp_path).looks_ours
-
-
-def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "resnet-1_1.safetensors")
-
-    def refuse(_path: Path, *_more: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(catalog_module, "read_header", refuse)
-    entry = read_entry(path)
-    assert entry is not None and entry.problem == "cannot be read: Input/output error"
 
 
 def test_files_that_vanish_during_the_scan_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import xxhash
 
 from mindx_elastic.persist import direct_io
 from mindx_elastic.persist.direct_io import ALIGNMENT, BlockWriter, Reserve, preallocate
@@ -20,21 +19,6 @@ def fd(tmp_path: Path) -> Iterator[int]:
     number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     yield number
     os.close(number)
-
-
-def test_digest_and_bytes_of_each_piece(fd: int, tmp_path: Path) -> None:
-    pieces = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (5, 0, 9_000_000, 3)]
-    blocks = BlockWriter(fd, ALIGNMENT)
-    digests = [blocks.put(piece) for piece in pieces]
-    blocks.finish()
-    blocks.put_at(0, b"h" * ALIGNMENT)
-    blocks.close()
-    raw = [bytes(piece.numpy()) for piece in pieces]
-    assert digests == [xxhash.xxh3_128(data).hexdigest() for data in raw]
-    content = (tmp_path / "file").read_bytes()
-    assert content[:ALIGNMENT] == b"h" * ALIGNMENT
-    assert content[ALIGNMENT:].rstrip(b"\0") == b"".join(raw).rstrip(b"\0")
-    assert len(content) % ALIGNMENT == 0
 
 
 def test_error_of_the_writing_thread_reaches_the_caller(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,14 +35,6 @@ def test_error_of_the_writing_thread_reaches_the_caller(fd: int, monkeypatch: py
     with pytest.raises(OSError, match="Input/output error"):
         blocks.finish()
     blocks.close()
-
-
-def test_preallocate_reserves_real_blocks(fd: int) -> None:
-    assert preallocate(fd, 0)
-    if not preallocate(fd, 1 << 20):
-        pytest.skip("this file system cannot reserve space")
-    assert os.fstat(fd).st_size == 1 << 20
-    assert os.fstat(fd).st_blocks * 512 >= 1 << 20
 
 
 def test_preallocate_of_more_than_the_disk_has(fd: int) -> None:

@@ -212,7 +212,7 @@ def test_who_takes_a_killed_ranks_place_asks_often_while_that_one_dies(
         lock = hold_directory(tmp_path, ranks, find_owners(tmp_path), grace_s=600.0, joins=True)
     assert lock is not None
     lock.close()
-    assert pauses and max(pauses) <= 0.002
+    assert pauses and pauses[0] <= 0.001
     assert "in use" not in caplog.text
 
 
@@ -291,17 +291,6 @@ def test_a_planted_lock_file_is_named_and_neither_followed_nor_written(
     assert len(caplog.records) == 1 and "will not be noticed" in caplog.text
     if planted == "stranger's":
         assert path.read_text() == "theirs"
-
-
-def test_a_file_that_was_deleted_while_it_was_waited_for_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock_module, "_MARGIN_S", 600.0)
-    with holder(tmp_path):
-        monkeypatch.setattr("time.sleep", lambda pause: (tmp_path / LOCK_FILE).unlink())
-        lock = hold(tmp_path)
-    assert lock is not None and (tmp_path / LOCK_FILE).exists()
-    lock.close()
 
 
 @pytest.mark.usefixtures("impatient")

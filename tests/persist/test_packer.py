@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.errors import CorruptCheckpointError, UnsupportedStateError
-from mindx_elastic.persist import packer
 from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.persist.packer import SectionPacker, StatePacker, unpack_sections
 from tests.persist.states import assert_same
@@ -87,18 +86,6 @@ def test_a_state_that_only_looks_the_same(pair: tuple[Any, Any]) -> None:
             assert_same(unpack_sections(b"".join(section.pack(nested(value)))), {"part": nested(value)})
 
 
-def test_the_shape_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def state(n: int) -> dict[str, Any]:
-        return {"step": n, "lr": [0.1 / (n + 1)], "name": "x", "raw": bytes([n] * 30), "t": torch.full((3,), n)}
-
-    section = SectionPacker("part")
-    section.pack(state(0))
-    monkeypatch.setattr(packer, "_Shape", None)
-    monkeypatch.setattr(packer, "pack_state", None)
-    for n in range(1, 20):
-        assert_same(unpack_sections(b"".join(section.pack(state(n)))), {"part": state(n)})
-
-
 def test_what_cannot_be_stored_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedStateError, match=r"inner: value of type builtins\.object"):
         StatePacker(split="plain").pack({"a": {"inner": object()}})
@@ -137,7 +124,13 @@ def test_cut_off(size: int) -> None:
         _section({"at": "a", "shape": 1, "numbers": "", "blobs": []}),
         _section({"at": ["a"], "shape": 1, "numbers": "", "blobs": []})
         + _section({"at": ["a", "b"], "shape": 1, "numbers": "", "blobs": []}),
-        _section([]),
+        *map(_section, ([], None, 3, "text", {}, {"tree": 1}, {"tensors": []}, {"tree": 1, "tensors": 5})),
+        *(
+            _section({"tree": 1, "tensors": [entry]})
+            for entry in (1, ["a", "F32"], ["a", "X9", [1]], [["a"], "U8", []])
+        ),
+        *(_section({"tree": 1, "tensors": [["a", "F64", shape]]}) for shape in ([-1], [2**80], [2**40, 2**40])),
+        *(_section({"tree": tree, "tensors": []}) for tree in ({"$tensor": "a"}, {"$what": 1})),
     ],
 )
 def test_malformed(data: bytes) -> None:

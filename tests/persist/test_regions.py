@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -113,22 +112,3 @@ def test_a_file_that_was_cut_off_meanwhile_is_named(large: tuple[torch.Tensor, O
         with pytest.raises(CorruptCheckpointError, match=f"{path}: tensor w is cut off") as caught:
             read((fd, header, path), "w", box)
         assert (caught.value.path, caught.value.tensor) == (path, "w")
-
-
-def test_a_failing_medium_is_a_damaged_file(
-    large: tuple[torch.Tensor, Opened], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CorruptCheckpointError, match="tensor w cannot be read: Input/output error"):
-        read(large[1], "w", ((0, 1), (0, 10_000)))
-
-
-def test_short_reads_are_gone_on_with(large: tuple[torch.Tensor, Opened], monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor, opened = large
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [views[0][:7001]], offset))
-    out, num_bytes = read(opened, "w", ((7, 9), (0, 10_000)))
-    assert torch.equal(out, tensor[7:9]) and num_bytes == out.nbytes

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,21 +125,3 @@ def test_what_may_never_be_deleted(
         left = {fact.moment for fact in countable if fact.path not in gone}
         assert len(left - protect) <= keep_max
         assert len(left) >= min(keep_max, len({fact.moment for fact in countable}))
-
-
-@given(
-    files=_FACTS,
-    keep_max=st.none() | st.integers(0, 8),
-    minutes=st.none() | st.floats(0, 500),
-    rng=st.randoms(),
-)
-def test_the_order_of_the_input_does_not_matter_and_a_second_pass_finds_nothing(
-    files: list[CheckpointFact], keep_max: int | None, minutes: float | None, rng: random.Random
-) -> None:
-    gone = choose_deletions(files, keep_max=keep_max, keep_per_n_minutes=minutes, protect=())
-    mixed = list(files)
-    rng.shuffle(mixed)
-    assert choose_deletions(mixed, keep_max=keep_max, keep_per_n_minutes=minutes, protect=()) == gone
-    left = [fact for fact in files if fact.path not in set(gone)]
-    again = choose_deletions(left, keep_max=keep_max, keep_per_n_minutes=minutes, protect=())
-    assert again == []

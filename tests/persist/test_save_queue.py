@@ -29,16 +29,6 @@ def submit(saves: SaveQueue, number: int, done: list[int], go: threading.Event) 
     saves.submit(save)
 
 
-def test_saves_are_done_in_order(saves: SaveQueue) -> None:
-    done: list[int] = []
-    go = threading.Event()
-    go.set()
-    for number in range(5):
-        submit(saves, number, done, go)
-    assert saves.drain(60)
-    assert done == [0, 1, 2, 3, 4]
-
-
 def test_a_third_copy_waits_for_room(saves: SaveQueue) -> None:
     done: list[int] = []
     go = threading.Event()

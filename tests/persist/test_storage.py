@@ -15,13 +15,8 @@ import pytest
 from mindx_elastic.errors import SaveError, UnsafeDirectoryError, UsageError
 from mindx_elastic.persist.storage import (
     TEMP_SUFFIX,
-    check_free_space,
     create_temp,
-    free_space,
-    keep_as,
     prepare_owned_directory,
-    publish,
-    publish_copy,
     quarantine,
     quarantined,
     remove_stale_temps,
@@ -122,13 +117,6 @@ def test_unwritable_directory_names_the_remedy(request: pytest.FixtureRequest) -
         shutil.rmtree(directory)
 
 
-def test_free_space(tmp_path: Path) -> None:
-    check_free_space(tmp_path, 1)
-    assert free_space(tmp_path) > 1
-    with pytest.raises(OSError, match=r"No space left on device \(.* needed, .* free\)"):
-        check_free_space(tmp_path, 1 << 62)
-
-
 # ------------------------------------------------------------------------------------------------ temporary files
 def test_temporary_file_of_a_living_writer_stays(tmp_path: Path) -> None:
     fd, temp = create_temp(tmp_path / "x.safetensors")
@@ -167,31 +155,7 @@ def test_cleaner_between_creation_and_lock(tmp_path: Path, monkeypatch: pytest.M
 
 
 # ------------------------------------------------------------------------------------------------ names
-def test_publish_keep_and_copy(tmp_path: Path) -> None:
-    a, b, temp = tmp_path / "a", tmp_path / "b", tmp_path / "temp"
-    a.write_text("old")
-    b.write_text("older")
-    temp.write_text("new")
-    keep_as(a, b)
-    assert (a.read_text(), b.read_text()) == ("old", "old")
-    keep_as(a, b)  # again, now that they are one file
-    publish_copy(temp, tmp_path / "c")
-    publish(temp, a)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "old", "c": "new"}
-
-
 # ------------------------------------------------------------------------------------------------ quarantine
-def test_quarantine_keeps_the_relative_name_and_the_reason(tmp_path: Path) -> None:
-    bad = tmp_path / "rank_0" / "x.safetensors"
-    bad.parent.mkdir()
-    bad.write_text("1")
-    place = quarantine(bad, "bit flip", tmp_path)
-    assert place == tmp_path / "quarantine" / "rank_0" / "x.safetensors"
-    assert place.read_text() == "1"
-    assert place.with_name("x.safetensors.reason.txt").read_text() == f"{bad}\nbit flip\n"
-    assert not bad.exists()
-
-
 def test_quarantine_never_overwrites(tmp_path: Path) -> None:
     bad = tmp_path / "x"
     (tmp_path / "quarantine").mkdir()
