@@ -82,34 +82,6 @@ def test_shards_and_replicas_are_where_torch_has_them() -> None:
                 assert tuple(start for start, _ in layout.box(shape, shard)) == offset, (shape, mesh, dims, rank)
 
 
-def torch_agrees_with_fsdp2(rows: int, dp: int, tp: int) -> bool:
-    """Whether torch's reading of (_StridedShard, Shard) gives the sizes that FSDP2 around TP holds."""
-    theirs = [_StridedShard(0, split_factor=tp), TorchShard(0)]
-    for coordinate in coordinates((dp, tp)):
-        local, offset = _utils._compute_local_shape_and_global_offset((rows,), (dp, tp), list(coordinate), theirs)
-        held = chunk(chunk(list(range(rows)), tp)[coordinate[1]], dp)[coordinate[0]]
-        if local[0] != len(held) or (held and offset[0] != held[0]):
-            return False
-    return True
-
-
-@asks_torch
-def test_a_strided_shard_is_where_torch_has_it_when_torch_has_it_right() -> None:
-    agreed = 0
-    for rows, dp, tp in itertools.product(range(1, 20), (2, 3, 4), (2, 3, 4)):
-        if not torch_agrees_with_fsdp2(rows, dp, tp):
-            continue
-        agreed += 1
-        layout = layout_of((dp, tp), f"_S(0,{tp})", "S(0)")
-        theirs = [_StridedShard(0, split_factor=tp), TorchShard(0)]
-        for rank, coordinate in enumerate(coordinates((dp, tp))):
-            local, offset = _utils._compute_local_shape_and_global_offset((rows,), (dp, tp), list(coordinate), theirs)
-            ((start, stop),) = layout.box((rows,), layout.shard_of(rank))
-            assert (stop - start,) == local, (rows, dp, tp, rank)
-            assert start == stop or start == offset[0], (rows, dp, tp, rank)
-    assert agreed > 50
-
-
 # --- FSDP2 around tensor parallel --------------------------------------------------------------------------------
 
 
@@ -281,13 +253,3 @@ def test_a_layout_survives_json(case: tuple[tuple[int, ...], Layout], named: boo
     assert again == layout
     assert again.mesh_dim_names == layout.mesh_dim_names
     assert again.holders == layout.holders
-
-
-GOOD = {"mesh": [2, 2], "placements": ["R", "S(0)"], "ranks": [[0, 4]]}
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 1 << 70) | st.floats(allow_nan=True) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)

@@ -91,17 +91,6 @@ def test_anything_else_is_no_page(path: Path, content: bytes | None) -> None:
     assert read_page(path) is None
 
 
-def test_a_link_is_neither_read_nor_written_through(path: Path, tmp_path: Path) -> None:
-    StatusPage(tmp_path / "other").close()
-    before = (tmp_path / "other").read_bytes()
-    path.symlink_to(tmp_path / "other")
-    assert read_page(path) is None
-    page = StatusPage(path)
-    page.set(step=1)
-    page.close()
-    assert (tmp_path / "other").read_bytes() == before
-
-
 def test_a_reader_sees_whole_fields_that_only_grow_and_all_after_a_kill(path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]

@@ -132,13 +132,6 @@ def test_a_cut_off_file_holds_nothing(path: Path, size: int) -> None:
     assert 2 in [record.step for record in read_ring(path)]
 
 
-def test_a_file_of_something_else_holds_nothing_and_is_replaced(path: Path) -> None:
-    path.write_bytes(b"x" * 10_000)
-    assert read_ring(path) == []
-    write(BoundaryRing(path, RUN, 64), 2)
-    assert facts(read_ring(path)) == [(0, 2, False)]
-
-
 # --- the boundary log: a replica's weights and a killed rank's own small state are the killed rank's stat ---
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.agent.holder import flush
 from mindx_elastic.core.events import EventLog, older_generation
 from mindx_elastic.memory.known_runs import known_runs, leave_trace, marked_runs
 from tests.memory.test_memory_files import WORLD, find, taken
@@ -67,18 +66,6 @@ def test_where_nothing_can_be_written_the_line_says_what_that_would_cost(
     machine.snapshot(9)
     assert not begin(machine) and full
     assert find(machine) == [None] * WORLD and "Make room there" in caplog.text
-
-
-def test_the_holder_keeps_to_the_same_rule(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.snapshot(9)
-    arena = machine.arena(0)
-    arena.describe(machine.directory, RUN)
-    arena.close()
-    assert "does not know the run" in " ".join(flush(machine.job).lines)
-    assert begin(machine)
-    flushed = flush(machine.job)
-    assert flushed.step == 9, flushed.lines
 
 
 def test_a_rotated_log_and_only_as_much_of_it_as_is_needed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from mindx_elastic.config import RankInfo
-from mindx_elastic.errors import CorruptCheckpointError, NoUsableCheckpointError
+from mindx_elastic.errors import NoUsableCheckpointError
 from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import (
     RING_COPY,
-    OwnState,
     own_states,
     small_records,
     snapshot_files,
@@ -119,12 +118,6 @@ def test_no_ring_is_no_trouble_and_one_that_cannot_be_read_is_said(
     assert "link cannot be read" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 50, b"\x02\0\0\0\0\0\0\0{}"])
-def test_an_own_state_that_is_none(content: bytes) -> None:
-    with pytest.raises(CorruptCheckpointError):
-        OwnState(content, forecast=False).unpack()
-
-
 # --- what is taken ---
 
 
@@ -158,16 +151,6 @@ def test_a_damaged_snapshot_is_taken_away_and_the_older_one_used(machine: Machin
     assert found[0] is not None and "rank 1" in found[0].rejected[0] and "is damaged" in found[0].rejected[0]
     assert len(machine.slots(1)) == 1 and len(machine.slots(0)) == 2
     assert sorted(path.name for path in machine.job.iterdir()) == ["rank_0", "rank_1", "rank_2"], "no quarantine there"
-
-
-@pytest.mark.parametrize("known", [[], ["another"]])
-def test_a_run_that_the_directory_does_not_know_is_left_alone(machine: Machine, known: list[str]) -> None:
-    """Somebody has emptied the directory to begin anew."""
-    machine.know(*known)
-    machine.snapshot(9)
-    for rank in range(WORLD):
-        machine.boundary(rank, 9)
-    assert find(machine) == [None] * WORLD
 
 
 def test_a_step_that_only_some_ranks_have_is_named(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
@@ -251,16 +234,6 @@ def test_without_its_own_state_an_exact_step_up_to_two_older_is_better(machine: 
     write_step(machine.directory, 7, **REPLICAS)
     lose(machine, 7, 1)
     assert {one[0] for one in taken(find(machine))} == {step}
-
-
-def test_a_step_where_one_rank_has_a_file_and_the_others_their_own_states(machine: Machine) -> None:
-    """All but one were killed in the same instant."""
-    machine.know(RUN)
-    write_step(machine.directory, 7, **REPLICAS)
-    for rank in (0, 2):
-        lose(machine, 7, rank)
-        machine.boundary(rank, 7)
-    assert taken(find(machine)) == [(7, 1, 7), (7, None, None), (7, 1, 7)]
 
 
 def test_the_next_attempt_is_above_all_that_memory_has_seen(machine: Machine) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from mindx_elastic.errors import CorruptCheckpointError, UnsupportedStateError
+from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.memory import snapshots
 from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
 from mindx_elastic.memory.snapshots import adopt_slots, copy_snapshot, lay_out, seal_slot
@@ -138,13 +138,6 @@ def test_any_state_comes_back_from_a_slot(job: Job, state: Any) -> None:
     index = job.copy(1, state={"state": state})
     assert index is not None and seal_slot(job.arena, index)
     assert_same(read_checkpoint(job.path(index), verify=True).state["state"], state)
-
-
-def test_a_state_without_a_form_touches_nothing(job: Job) -> None:
-    job.take(1)
-    with pytest.raises(UnsupportedStateError):
-        lay_out({"x": object()}, info(2), None)
-    assert job.restart() == [] and job.steps() == {1}
 
 
 # --- killed ---

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from mindx_elastic.agreement.exchange import Exchange
@@ -418,17 +416,6 @@ def test_the_rarest_proposal_is_agreed_on() -> None:
     before = schedule.every
     schedule.note(100.0, extra=True)
     assert schedule.every == before
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=8, max_size=100), st.lists(st.floats(0, 1e6), min_size=3, max_size=3))
-def test_any_measurement_gives_a_power_of_two(plain: list[float], trials: list[float]) -> None:
-    schedule = SnapshotSchedule(None)
-    for step_s in plain:
-        schedule.note(step_s, extra=False)
-    for step_s in trials:
-        schedule.note(step_s, extra=True)
-    interval = schedule.proposal()
-    assert interval is not None and 2 <= interval <= 1 << 14 and interval & (interval - 1) == 0
 
 
 def test_a_boundary_that_the_disk_had_no_room_for_is_kept_though_no_snapshot_is_due(make: Make) -> None:

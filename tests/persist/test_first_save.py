@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.persist import first_save as module
 from mindx_elastic.persist.first_save import FirstSave, find_notes
 
 RUN = "20260101T000000-0123abcd"
@@ -30,23 +29,10 @@ def proved(folder: Path) -> list[tuple[str, int, int]]:
     return [(note.run_id, note.rank, note.world_size) for note in find_notes(folder.parent)]
 
 
-def test_a_rank_that_has_not_saved_can_prove_it(folder: Path) -> None:
-    assert proved(folder) == [(RUN, 1, 2)]
-
-
 def test_a_note_that_is_gone_proves_nothing(folder: Path) -> None:
     FirstSave(folder, RUN).withdraw()
     assert proved(folder) == [] and list(folder.iterdir()) == []
     FirstSave(folder, RUN).withdraw()  # there is none
-
-
-def test_it_is_gone_for_good_before_a_file_is_published(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[list[Path]] = []
-    monkeypatch.setattr(module, "fsync_dir", lambda path: flushed.append(list(path.iterdir())))
-    note = FirstSave(folder, RUN)
-    note.withdraw()
-    note.withdraw()
-    assert flushed == [[]]
 
 
 def test_a_note_that_cannot_be_taken_away_fails_the_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.errors import SaveError, UnsafeDirectoryError, UsageError
+from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.persist.storage import (
     TEMP_SUFFIX,
     create_temp,
@@ -55,31 +55,6 @@ def test_file_in_the_place_of_the_directory(tmp_path: Path, name: str) -> None:
     (tmp_path / "link").symlink_to("file")
     with pytest.raises(UsageError, match="give a directory"):
         prepare_owned_directory(tmp_path / name)
-
-
-def shared_directory(mode: int) -> Path:
-    """A directory of another user with this mode (when root can make one); else the system's own shared one."""
-    if os.geteuid():
-        if mode != 0o777:
-            pytest.skip("only root can make a directory of another user")
-        return Path("/tmp")
-    directory = Path(tempfile.mkdtemp(dir="/tmp"))
-    directory.chmod(mode)
-    os.chown(directory, NOBODY, -1)
-    return directory
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o722])
-def test_directory_that_others_may_write_to_is_refused_unless_allowed(mode: int) -> None:
-    directory = shared_directory(mode)
-    try:
-        with pytest.raises(UnsafeDirectoryError, match="others may write") as caught:
-            prepare_owned_directory(directory)
-        assert caught.value.path == directory.resolve()
-        assert prepare_owned_directory(directory, allow_shared=True)[0] == directory.resolve()
-    finally:
-        if directory != Path("/tmp"):
-            shutil.rmtree(directory)
 
 
 def test_own_directory_that_the_group_may_write_to_is_accepted(tmp_path: Path) -> None:
