@@ -31,6 +31,7 @@ from mindx_elastic.agreement.validation import whole_number
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState, bytes_of
 from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
@@ -92,15 +93,14 @@ class Snapshotter:
         self.schedule, self._describe, self._exchange, self._events = schedule, describe, exchange, events
         self._sequence = arena.newest().sequence
         self._taken = -1  # step of the last snapshot of ours
-        self._wanted = threading.Condition()
-        self._pending = self._copying = self._working = self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread = ReadyThread("mindx-snapshot")
+        self._pending = self._copying = self._closed = False
         self._step_began: float | None = None
         self._extra = False
         self._one_copy = threading.Lock()  # a dying save may come beside the training thread
         self._nbytes = 0  # of the last snapshot; 0: not known
         self._laid_out: SnapshotLayout | None = None
-        self._reserved = self._reserving = self._hurry = False
+        self._reserved = self._hurry = False
         self.broken = False
         """Shared memory has no room, or the state has no form; said once, training goes on without snapshots."""
 
@@ -137,66 +137,39 @@ class Snapshotter:
         self._step_began = now if self._extra else time.perf_counter()
 
     def _hand_over(self) -> None:
-        with self._wanted:
-            if self._copying:
-                self._events.emit("snapshot", step=self._collector.position.step, outcome="skipped: still busy")
-                return
-            if not self._has_thread():
-                return
-            self._gate.lend()
-            self._copying = self._pending = True  # a seal in progress gives way
-            self._wake()
+        if self._copying:
+            self._events.emit("snapshot", step=self._collector.position.step, outcome="skipped: still busy")
+            return
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process is at its limit
+            self._give_up(error)
+            return
+        self._gate.lend()
+        self._copying = self._pending = True  # a seal in progress gives way
+        self._thread.submit(self._copy_beside)
+
+    def _copy_beside(self) -> None:
+        self._pending = False
+        try:
+            index = self._copy()
+        finally:
+            self._copying = False
+            self._gate.give_back()
+        if index is not None:
+            self._seal(index)
 
     def _reserve_beside(self) -> None:
         """Memory that is touched for the first time can be ten times as slow as the copy itself: get it beforehand."""
+        if self._thread.busy:
+            return
         try:
-            if not self._nbytes and not self._copying:
+            if not self._nbytes:
                 with self._collector.devices.reading():
                     self._lay_out()
+            self._thread.submit(self._reserve)
         except Exception as error:
             self._give_up(error)
-            return
-        with self._wanted:
-            self._reserving = True
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._has_thread():
-            self._working = True
-            self._wanted.notify_all()
-
-    def _has_thread(self) -> bool:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="mindx-snapshot", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the process is at its limit
-                self._give_up(error)
-                return False
-            self._thread = thread
-        return True
-
-    def _run(self) -> None:
-        while True:
-            with self._wanted:
-                self._wanted.wait_for(lambda: self._pending or self._reserving or self._closed)
-                if self._closed and not self._pending:
-                    return
-                pending, self._pending, self._reserving = self._pending, False, False
-            if pending:
-                try:
-                    index = self._copy()
-                finally:
-                    with self._wanted:
-                        self._copying = False
-                    self._gate.give_back()
-                if index is not None:
-                    self._seal(index)
-            if not self._reserved and self._nbytes and not self.broken:
-                self._reserve()
-            with self._wanted:
-                self._working = self._pending or self._reserving
-                self._wanted.notify_all()
 
     def _reserve(self) -> None:
         try:
@@ -309,7 +282,7 @@ class Snapshotter:
         self._hurry = True
         try:
             self.drain(timeout_s)
-            if self.broken or self._working:
+            if self.broken or self._thread.busy:
                 return False
             if self._instead is not None and not whole:
                 return True  # what is this rank's own is in its ring since the boundary
@@ -356,16 +329,14 @@ class Snapshotter:
 
     def drain(self, timeout_s: float = 60.0) -> None:
         """Wait for a copy in progress and its digests."""
-        with self._wanted:
-            self._wanted.wait_for(lambda: not self._working, timeout_s)
+        if self._thread.busy:
+            with suppress(TimeoutError):
+                self._thread.call(lambda: None, timeout_s)
 
     def close(self) -> None:
         """End the thread after the copy in progress; a seal in progress is broken off. Training thread."""
-        with self._wanted:
-            self._closed = True
-            self._wanted.notify_all()
-        if self._thread is not None:
-            self._thread.join(60.0)
+        self._closed = True
+        self._thread.close(60.0)
 
 
 # --- slots ---
