@@ -31,7 +31,7 @@ import torch
 import xxhash
 
 from mindx_elastic.core.pinned import PinnedMemory
-from mindx_elastic.core.ready_thread import Job, ReadyThread
+from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.persist.packed import flat_bytes
 
 __all__ = ["ALIGNMENT", "BlockWriter", "Reserve", "preallocate"]
@@ -99,27 +99,15 @@ class BlockWriter:
         self._current, self._fill = self._free.get(), 0
         self._error: BaseException | None = None
         self._direct = _set_direct(fd, not cached)
-        self._threads: list[threading.Thread | Job[None]] = self._start()
+        # Without any (a dying process may get none) it copies and writes in turn.
+        self._own_writers = _start_writers() if self._reserve is None else []
+        writers = self._own_writers if self._reserve is None else self._reserve.writers
+        self._jobs = [writer.submit(self._write_blocks) for writer in writers]
 
     @property
     def direct(self) -> bool:
         """Whether the file system has accepted direct I/O so far."""
         return self._direct
-
-    def _start(self) -> list[threading.Thread | Job[None]]:
-        if self._reserve is not None:
-            return [writer.submit(self._write_blocks) for writer in self._reserve.writers]
-        started: list[threading.Thread | Job[None]] = []
-        for _ in range(NUM_WRITERS):
-            thread = threading.Thread(target=self._write_blocks, name="mindx-persist-write", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                # No new thread: the interpreter is shutting down, or the process is at its limit. A dying process
-                # still has to save; without any it copies and writes in turn.
-                break
-            started.append(thread)
-        return started
 
     def put_tensors(self, tensors: Iterable[tuple[str, torch.Tensor, int]]) -> dict[str, str]:
         """As `put`, of tensors of any type and shape, in the order of the file: name, tensor, bytes. Their digests by
@@ -162,7 +150,7 @@ class BlockWriter:
             self._views[self._current][self._fill : self._fill + padding] = bytes(padding)
             self._fill += padding
             self._submit()
-        self._end_threads()
+        self._end_writing()
         if self._error is not None:
             raise self._error
 
@@ -181,7 +169,7 @@ class BlockWriter:
             self._blocks[self._current][self._fill : self._fill + count].copy_(data[position : position + count])
 
     def _submit(self) -> None:
-        if not self._threads:
+        if not self._jobs:
             self._write(self._views[self._current][: self._fill], self._offset)
         else:
             self._full.put((self._current, self._fill, self._offset))
@@ -197,20 +185,19 @@ class BlockWriter:
 
     def close(self) -> None:
         """End the writing threads after the blocks that they already have; harmless when called again."""
-        self._end_threads()
+        self._end_writing()
+        for writer in self._own_writers:
+            writer.close()
         reserve, self._reserve = self._reserve, None
         if reserve is not None:
             reserve.give_back()
 
-    def _end_threads(self) -> None:
-        threads, self._threads = self._threads, []
-        for _ in threads:
+    def _end_writing(self) -> None:
+        jobs, self._jobs = self._jobs, []
+        for _ in jobs:
             self._full.put(None)
-        for thread in threads:
-            if isinstance(thread, Job):
-                thread.done.wait()
-            else:
-                thread.join()
+        for job in jobs:
+            job.done.wait()
 
     def _write_blocks(self) -> None:
         while (item := self._full.get()) is not None:
@@ -244,6 +231,17 @@ class BlockWriter:
             if self._direct and done % ALIGNMENT and done < len(view):
                 # A write cut short (the disk is nearly full) left us off the boundary that direct I/O needs.
                 self._direct = _set_direct(self._fd, False)
+
+
+def _start_writers() -> list[ReadyThread]:
+    """`NUM_WRITERS`; fewer, or none, where the process is at its limit or the interpreter ends."""
+    started: list[ReadyThread] = []
+    with contextlib.suppress(RuntimeError):
+        while len(started) < NUM_WRITERS:
+            writer = ReadyThread("mindx-persist-write")
+            writer.start()
+            started.append(writer)
+    return started
 
 
 def _aligned_memory(nbytes: int, pinned: bool) -> torch.Tensor:
@@ -294,13 +292,9 @@ class Reserve:
             _use_huge_pages(memory)
         self._blocks: torch.Tensor | None = torch.frombuffer(ring, dtype=torch.uint8)
         self._in_use = threading.Lock()
-        self.writers = [ReadyThread("mindx-persist-write")]
-        self.writers[0].start()
-        with contextlib.suppress(RuntimeError):  # one is enough where the process is near its limit
-            while len(self.writers) < NUM_WRITERS:
-                writer = ReadyThread("mindx-persist-write")
-                writer.start()
-                self.writers.append(writer)
+        self.writers = _start_writers()
+        if not self.writers:
+            raise RuntimeError("no thread can be started")
         # Beside the start: the kernel takes 15 ms to allocate and clear the pages.
         self._touched = self.writers[0].submit(partial(_touch, ring, self._room))
         self._pin: PinnedMemory | None = None

@@ -93,17 +93,26 @@ _known_entries = lru_cache(maxsize=4)(_read)
 
 def entries_of(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
     """The tensors of a header's JSON, in the order of the file. Raises ValueError and others where it is malformed."""
-    _check_names_and_numbers(content)
+    if SURROGATE.search("\n".join(content)):
+        raise ValueError("a tensor's name has surrogates")
+    numbers: list[Any] = []
+    for value in content.values():
+        numbers += value["data_offsets"]
+        numbers += value["shape"]
+    if not set(map(type, numbers)) <= {int}:
+        raise ValueError("malformed shapes or offsets: they are no whole numbers")
     entries = []
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}  # of each type and shape, of which there are few
     for name, value in content.items():
         start, end = value["data_offsets"]
         shape, dtype = tuple(value["shape"]), value["dtype"]
+        if not 0 <= start <= end < _TOO_LARGE:
+            raise ValueError(f"tensor {name:.80}: malformed offsets")
         nbytes = sizes.get((dtype, shape))
         if nbytes is None:
-            nbytes = sizes[dtype, shape] = _nbytes(name, dtype, shape, end - start)
+            nbytes = sizes[dtype, shape] = _nbytes(name, dtype, shape)
         if end - start != nbytes:
-            raise _misfit(name, end - start)
+            raise ValueError(f"tensor {name:.80}: {end - start} bytes do not fit its shape and type")
         entries.append(TensorEntry(name, dtype, shape, start, end))
     entries.sort(key=itemgetter(3, 4))  # start, end
     position = 0
@@ -114,35 +123,13 @@ def entries_of(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
     return {entry[0]: entry for entry in entries}
 
 
-def _check_names_and_numbers(content: Mapping[str, Any]) -> None:
-    """Look at all of them at once, and for the first bad one only where there is one."""
-    numbers: list[Any] = []
-    for value in content.values():
-        numbers += value["data_offsets"]
-        numbers += value["shape"]
-    sound = set(map(type, numbers)) <= {int} and min(numbers, default=0) >= 0 and max(numbers, default=0) < _TOO_LARGE
-    if sound and not SURROGATE.search("\n".join(content)):
-        return
-    for name, value in content.items():
-        if SURROGATE.search(name):
-            raise ValueError(f"tensor {name!a:.80}: a name with surrogates")
-        if not all(type(each) is int and 0 <= each < _TOO_LARGE for each in (*value["data_offsets"], *value["shape"])):
-            raise ValueError(f"tensor {name:.80}: malformed shape or offsets")
-
-
-def _misfit(name: str, nbytes: int) -> ValueError:
-    return ValueError(f"tensor {name:.80}: {nbytes} bytes do not fit its shape and type")
-
-
-def _nbytes(name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> int:
-    """`nbytes` if a tensor of this type and shape has so many. Raises ValueError otherwise."""
-    if len(shape) > MAX_DIMS:
+def _nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Of a tensor of this type and shape. Raises ValueError where there can be none."""
+    if len(shape) > MAX_DIMS or not all(0 <= size < _TOO_LARGE for size in shape):
         raise ValueError(f"tensor {name:.80}: malformed shape; {MAX_DIMS} dimensions at most")
     if dtype not in BY_NAME:
         raise ValueError(f"tensor {name:.80}: unknown type {dtype!r:.80}")
     itemsize = BY_NAME[dtype].itemsize
-    if math.prod(shape) * itemsize != nbytes:
-        raise _misfit(name, nbytes)
     if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 63:  # its strides: torch cannot make it
         raise ValueError(f"tensor {name:.80}: its shape needs more bytes than a tensor can have")
-    return nbytes
+    return math.prod(shape) * itemsize
