@@ -272,7 +272,7 @@ def test_random_json_headers(tmp_path_factory: pytest.TempPathFactory, content: 
     text = text.replace(b'"mindx.header_digest": "', b'"mindx.header_digest":"')
     raw = struct.pack("<Q", len(text)) + text
     path = tmp_path_factory.getbasetemp() / "random-json"
-    path.write_bytes(reseal(raw) if b"mindx.header_digest" in raw else raw)
+    path.write_bytes(reseal(raw) if b'"mindx.header_digest":"' in raw else raw)
     with pytest.raises((CorruptCheckpointError, ForeignCheckpointError)):
         read_header(path)
 
