@@ -40,9 +40,8 @@ from mindx_elastic.errors import MismatchError
 __all__ = ["BufferLook", "Collector"]
 
 _MOST_KEPT = 64 << 20
-_MOST_COPIED = 1 << 24
-BufferLook = tuple[torch.Tensor, int, torch.Tensor | None]
-"""A buffer, its version counter, and a copy; None: there would be too much to copy."""
+BufferLook = tuple[torch.Tensor, int, torch.Tensor]
+"""A buffer, its version counter, and a copy."""
 
 
 class Collector:
@@ -126,35 +125,21 @@ class Collector:
 
     @torch.no_grad()
     def look_at_buffers(self) -> dict[str, BufferLook]:
-        """The saved buffers of all modules, by place, as they are now: for `changed_buffers`. With copies of up to
-        16 MiB, which BatchNorm's have room in."""
-        looks, left = dict[str, BufferLook](), _MOST_COPIED
-        for place, buffer in self._saved_buffers():
-            is_copied = buffer.nbytes <= left
-            left -= buffer.nbytes if is_copied else 0
-            looks[place] = buffer, _version_of(buffer), buffer.clone() if is_copied else None
-        return looks
+        """The saved buffers of all modules, by place, as they are now: for `changed_buffers`."""
+        return {place: (buffer, _version_of(buffer), buffer.clone()) for place, buffer in self._saved_buffers()}
 
     @torch.no_grad()
     def changed_buffers(self, before: Mapping[str, BufferLook], *, if_written: bool = False) -> list[str]:
-        """The places of buffers that have other values now than at `before`; without a copy, that have been written.
-        if_written: others only where torch has counted a change, which it does not of DDP's broadcasts."""
-        found: list[str] = []
-        if not before:
-            return found
-        copied: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The places of buffers that have other values now than at `before`. if_written: only those of which torch has
+        counted a change, which it does not of DDP's broadcasts."""
+        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for place, now in self._saved_buffers():
-            buffer, version, copy = before.get(place, (now, _version_of(now), None))
-            is_written = now is not buffer or _version_of(now) != version
-            if copy is not None:
-                if is_written or not if_written:
-                    copied[place] = copy, now
-            elif is_written:
-                found.append(place)
-        copies, live = [copy for copy, _ in copied.values()], [now for _, now in copied.values()]
-        if not equal_tensors(copies, live):  # which waits for a device once
-            found += [place for place, (copy, now) in copied.items() if not same_tree(copy, now)]
-        return found
+            buffer, version, copy = before.get(place, (now, _version_of(now), now))
+            if not (if_written and now is buffer and _version_of(now) == version):
+                pairs[place] = copy, now
+        if equal_tensors([copy for copy, _ in pairs.values()], [now for _, now in pairs.values()]):
+            return []  # which has waited for a device once
+        return [place for place, (copy, now) in pairs.items() if not same_tree(copy, now)]
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():

@@ -6,12 +6,12 @@ import torch
 
 from mindx_elastic.capture.dtensors import local_part
 
-__all__ = ["TensorCopy"]
+__all__ = ["TensorCopy", "sum_of_bits"]
 
 _FIRST = 10
 _WITH_ADDRESS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Subclasses may have no memory of their own."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class TensorCopy:
@@ -32,7 +32,7 @@ class TensorCopy:
         self._version = -1 if self._always else tensor._version
         self._description = self._describe()
         self._renewals = 0
-        self._sum = _sum_of_bits(tensor) if is_original else 0
+        self._sum = sum_of_bits(tensor) if is_original else None
         if not is_original:
             self._copy()
 
@@ -74,15 +74,21 @@ class TensorCopy:
     @torch.no_grad()
     def _is_same(self) -> bool:
         if self.value is None:
-            return _sum_of_bits(self.tensor) == self._sum
+            now = sum_of_bits(self.tensor)
+            return now is self._sum or (now is not None and self._sum is not None and torch.equal(now, self._sum))
         if self.value.dtype != self.tensor.dtype:
             return False
         return torch.equal(local_part(self.value), local_part(self.tensor))
 
 
 @torch.no_grad()
-def _sum_of_bits(tensor: torch.Tensor) -> int:
-    """A change of a tensor's values changes it, but for a few that cancel each other out."""
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor | None:
+    """All bytes of this rank's part, taken as numbers, on its device: a change of the values changes it, but for a few
+    that cancel each other out. None: the tensor has no bytes of its own."""
     local = local_part(tensor).detach()
-    bits = _BITS.get(local.element_size())
-    return 0 if bits is None or local.is_quantized else int(local.view(bits).sum(dtype=torch.int64))
+    if local.layout is not torch.strided or local.is_quantized or local.is_meta or not local.numel():
+        return None
+    flat = local.resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    return flat.view(_WORDS.get(flat.element_size(), torch.int32)).sum(dtype=torch.int64)

@@ -158,56 +158,37 @@ def test_which_updates_these_are(count: int, foreach: bool | None, long: bool) -
     assert not fills_queue(None)
 
 
-def test_alone_nothing_is_kept_and_nothing_waited_for(device: Device) -> None:
-    progress = DeviceProgress(device)
-    progress.follow([torch.zeros(1).as_subclass(OnDevice)])
-    pass_steps(progress, 0, 1, 2, 3)
-    progress.wait_for_update()
-    assert device.waited_for == []
-    device.done = 2
-    assert progress.newest_held(lambda: False, has_updated=False) is None
+def test_alone_or_without_a_device_nothing_is_kept_and_nothing_waited_for(device: Device) -> None:
+    for is_used in (True, False):
+        progress = DeviceProgress(device)
+        progress.follow([torch.zeros(1).as_subclass(OnDevice) if is_used else torch.zeros(1)])
+        device.queued = 0
+        pass_steps(progress, 0, 1, 2, 3)
+        progress.wait_for_update()
+        assert device.waited_for == [] and progress.is_used == is_used
+        assert bool(device.queued) == is_used and progress.comes_here(0.0) is not is_used
+        device.done = 2
+        assert progress.newest_held(lambda: False, has_updated=False) is None
 
 
-def test_without_a_device_there_is_nothing_to_wait_for(device: Device) -> None:
-    progress = DeviceProgress(device)
-    progress.follow([torch.zeros(1)])
-    pass_steps(progress, 0, 1)
-    assert not progress.is_used and progress.comes_here(0.0) and progress.newest is None
-    with progress.reading():
-        pass
-    assert device.queued == 0
-
-
-def test_a_reader_waits_for_the_boundary_and_not_for_what_is_behind_it(
-    device: Device, progress: DeviceProgress
-) -> None:
-    pass_steps(progress, 0, 1)
-    progress.begin_update()
-    with progress.reading():
-        pass
-    assert device.waited_for == [3]
-
-
-def test_a_reader_of_an_older_boundary_waits_for_that(device: Device, progress: DeviceProgress) -> None:
+def test_a_reader_waits_for_the_boundary_that_counts(device: Device, progress: DeviceProgress) -> None:
     pass_steps(progress, 0, 1, 2)
     device.done = 3
+    with progress.reading():
+        pass
     found = progress.newest_held(lambda: False, has_updated=False)
     assert found is not None and found.step == 1
     progress.hold(found)
     with progress.reading():
         pass
-    assert device.waited_for == [3] and progress.has_gone_back
+    assert device.waited_for == [5, 3] and progress.has_gone_back, "not for what is behind the boundary"
     assert progress.still_holds and landed(progress) == 1, "a second look gives the same"
     device.done = 4
     assert not progress.still_holds and landed(progress) is None
     pass_steps(progress, 3)
     assert not progress.has_gone_back and progress.still_holds
-
-
-def test_other_parameters_make_older_boundaries_useless(device: Device, progress: DeviceProgress) -> None:
-    pass_steps(progress, 0, 1)
     progress.follow([torch.zeros(1).as_subclass(OnDevice)])
-    assert progress.newest is None
+    assert progress.newest is None, "other parameters"
 
 
 # --- the small state of an older boundary ---
