@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import starmap
 from operator import is_
 from typing import Any
 
@@ -30,7 +29,7 @@ from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_
 from mindx_elastic.capture.parameter_names import arrange_groups, grouped
 from mindx_elastic.capture.rank_weights import RankWeights
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
-from mindx_elastic.capture.structure import Watch
+from mindx_elastic.capture.structure import Structure, Watch
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
@@ -68,8 +67,9 @@ class Collector:
         self.compiled = Compilations()
         self._settings = GivenSettings(self.components)
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
-        self._structures = [module.structure for module in self._modules.values()]  # each one for life
         self._optimizers = {n: c for n, c in self.components.items() if isinstance(c, OptimizerComponent)}
+        structures = [module.structure for module in self._modules.values()]  # each one for life
+        self._may_change: list[Structure | OptimizerComponent] = [*structures, *self._optimizers.values()]
         self._watch: Watch | None = None
         self.on_new_parameters: Callable[[Sequence[torch.Tensor]], None] = lambda parameters: None
         """Called at a boundary at which modules, parameters or groups have changed."""
@@ -90,7 +90,6 @@ class Collector:
         for optimizer in self._optimizers.values():
             optimizer.set_names(places)
         self._copies = [component.copy for component in self.components.values()]
-        self._kept_in = [(component, component.KEPT_IN) for component in self.components.values()]
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(c for _, c in self._plain)
         self._foreseen = dict(self._modules)
@@ -151,7 +150,7 @@ class Collector:
 
     def watch(self) -> None:
         """Notice modules and parameters that are registered from here on, until `unwatch`. Main thread."""
-        self._watch = Watch(self._structures)
+        self._watch = Watch([module.structure for module in self._modules.values()])
 
     def unwatch(self) -> None:
         if self._watch is not None:
@@ -159,7 +158,7 @@ class Collector:
 
     def _follow(self) -> None:
         """Modules, parameters or groups may have changed since the last boundary."""
-        problems = {name: module.follow() for name, module in self._modules.items() if module.structure.has_changed()}
+        problems = {name: module.follow() for name, module in self._modules.items() if module.has_changed()}
         names = self.places()
         problems |= {name: optimizer.follow(names) for name, optimizer in self._optimizers.items()}
         self.problems = [f"{name}: {problem}" for name, found in problems.items() for problem in found]
@@ -172,11 +171,8 @@ class Collector:
 
     def _has_changed(self) -> bool:
         # At each boundary: `any` over a generator takes twice as long.
-        for structure in self._structures:
-            if structure.has_changed():
-                return True
-        for optimizer in self._optimizers.values():  # noqa: SIM110
-            if optimizer.has_changed():
+        for each in self._may_change:  # noqa: SIM110
+            if each.has_changed():
                 return True
         return False
 
@@ -214,7 +210,7 @@ class Collector:
     def copies(self) -> list[Any]:
         """The last boundary's copies of all small state but generators and buffers, one for each of `components`. What
         is in them is never changed in place."""
-        return [*starmap(getattr, self._kept_in)]
+        return [component.seen for component in self.components.values()]
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
         """By place, see `ModuleComponent.buffers_of_this_rank`."""
@@ -321,7 +317,7 @@ class Collector:
         own = self.devices.device
         found: dict[str, Any] = {name: devices_of(state[name], own) for name, _ in self._plain}
         for name, module in self._modules.items():
-            extras = {place: devices_of(extra, own) for place, extra in module.extras.items()}
+            extras = {place: devices_of(extra, own) for place, extra in module.seen.items()}
             found[name] = {place: devices for place, devices in extras.items() if devices}
         return {name: devices for name, devices in found.items() if devices}
 
@@ -337,14 +333,14 @@ class Collector:
             "rng": self._raw_rng.of(self.rng),
             "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules},
-            "groups": {name: component.groups for name, component in self._optimizers.items()},
+            "groups": {name: component.seen for name, component in self._optimizers.items()},
             "plain": {
                 name: component.state()
                 for name, component in self._plain
                 if everything or not (component.is_heavy or component.is_on_device)
             },
         }
-        if extras := {name: own for name, component in modules if (own := component.extras)}:
+        if extras := {name: own for name, component in modules if (own := component.seen)}:
             state["extras"] = extras
         if loose := {name: own for name, component in modules if (own := component.own_loose())}:
             state["loose"] = loose

@@ -95,8 +95,6 @@ class GoesThroughData(ABC):
 class PlainComponent:
     """The whole state is copied at every boundary."""
 
-    KEPT_IN = "_copy"
-    """The attribute with the boundary's copy."""
     is_stream = False
     """A random generator: see `generators.Adapter`."""
     is_heavy = False
@@ -154,6 +152,9 @@ class PlainComponent:
 
     def state(self) -> Any:
         return named_keys(self._copy, self._names) if self._has_parameter_keys else self._copy
+
+    def has_changed(self) -> bool:
+        return False
 
     def kept(self) -> Any:
         return self._copy

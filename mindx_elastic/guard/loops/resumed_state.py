@@ -40,7 +40,7 @@ def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
     others: list[str] = []
     for name, component in collector.components.items():
         if isinstance(component, OptimizerComponent):
-            if not same_tree(component.look(), component.groups):
+            if not same_tree(component.look(), component.seen):
                 certain.append(name)
         elif not isinstance(component, PlainComponent):
             continue
