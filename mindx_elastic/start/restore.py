@@ -107,18 +107,12 @@ class Resumed:
     own: OwnState | None = None
     """With a donor: this rank's own small state of the same step, if it was kept in memory or in another rank's
     file."""
-    own_from: Path | None = None
-    """The other rank's file that `own` comes from; None: memory."""
     own_records: Sequence[SmallRecord] = ()
     """With a donor, and unless `own` is a boundary: what this rank kept of the run up to this step, newest first."""
     donor_records: Sequence[SmallRecord] = ()
     """The same of the donor, where this process can read it."""
-    only_in_memory: bool = False
-    """All files of the step are snapshots."""
     is_live: bool = False
     """The state is that of this process's own objects, after a recovery in place."""
-    next_attempt: int = 0
-    """The same on every rank: above every attempt of the run that any rank has seen, not only above the file's."""
 
 
 # --- 0: the places ---
@@ -410,7 +404,6 @@ class PlanPart(FollowedPart):
             "attempt": inventory.next_attempt(run_id),
             "generation": self._next_generation(),
             "lines": lines[:_MOST_LINES],
-            "only_in_memory": all(fact.kind == "snapshot" for facts in plan.files.values() for fact in facts),
         }
         return Merged(common, answer.own, answer.more)
 
@@ -510,19 +503,13 @@ class PlanPart(FollowedPart):
             return
         plan = share.plan if self._plan is None else self._plan
         donor = share.rank.donor
-        own = None
-        if donor is not None and not plan.resharded and self.reader.small is not None:
-            own = self.reader.small
-        elif donor is not None and not plan.resharded and share.uses_own_state:
-            own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
-        in_memory = bool(answer.common["only_in_memory"])
-        own_from = None if own is None or share.rank.small_from is None else Path(share.rank.small_from.path)
-        found = Resumed(self.reader.path, checkpoint, plan, lines, donor, own, own_from)
+        self.resumed = Resumed(self.reader.path, checkpoint, plan, lines, donor)
         if donor is not None and not plan.resharded:
-            places = self._places
-            mine, theirs = (own_rings(places.directories, places.arenas, each) for each in (self._ranks.rank, donor))
-            found = records_of(found, mine, theirs, places.trust)
-        self.resumed = replace(found, only_in_memory=in_memory, next_attempt=self.attempt)
+            rank, places = self._ranks.rank, self._places
+            in_memory = self._findings.own.get(rank, {}).get(plan.moment) if share.uses_own_state else None
+            own = in_memory if self.reader.small is None else self.reader.small
+            mine, theirs = (own_rings(places.directories, places.arenas, each) for each in (rank, donor))
+            self.resumed = records_of(replace(self.resumed, own=own), mine, theirs, places.trust)
 
 
 def records_of(found: Resumed, mine: Sequence[Path], theirs: Sequence[Path], trust: Trust) -> Resumed:

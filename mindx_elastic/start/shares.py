@@ -20,7 +20,7 @@ from mindx_elastic.start.inventory import Inventory
 __all__ = ["Share", "share_in", "tell_shares"]
 
 _SOURCE, _FILES = "source", "files"
-_OF_ALL = ("moment", "epoch", "step_in_epoch", "resharded", "inexact", "unmanaged", "steps_lost")
+_OF_ALL = ("moment", "epoch", "step_in_epoch", "resharded", "inexact", "unmanaged")
 """What every rank is told of a plan."""
 _OF_A_FILE = ("path", "rank", "moment", "world_size", "visible_to", "held")
 """What a rank has to know of a file that it reads."""

@@ -253,14 +253,6 @@ def test_workers_that_cannot_start_leave_the_position() -> None:
     assert source.epoch == 1
 
 
-def test_two_iterators_at_once_go_their_own_ways() -> None:
-    source = loader()
-    pairs = list(zip(source, source, strict=True))
-    assert same([left for left, _ in pairs], EPOCH)
-    assert same([right for _, right in pairs], list(_at_epoch(2)))
-    assert source.state_dict()["epoch"] == 2
-
-
 # Bad input
 
 
@@ -280,13 +272,6 @@ def test_two_iterators_at_once_go_their_own_ways() -> None:
 def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ResumableLoader(**{"dataset": Noisy(8), **options})
-
-
-def test_set_epoch_takes_whole_numbers() -> None:
-    with pytest.raises(UsageError, match="epoch='2'"):
-        loader().set_epoch("2")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="epoch=-1"):
-        loader().set_epoch(-1)
 
 
 @pytest.mark.parametrize(

@@ -18,35 +18,9 @@ from mindx_elastic.data.random_streams import (
     StreamUse,
     as_collated,
     capture_streams,
-    preserved_streams,
     restore_streams,
-    seed_streams,
 )
 from tests.data.datasets import Batched, Noisy, draw, noisy_collate
-
-
-def test_a_seed_sets_all_three_streams() -> None:
-    with preserved_streams():
-        seed_streams(2**64 - 1)
-        first = draw()
-        seed_streams(0)
-        assert all(a != b for a, b in zip(first, draw(), strict=True))
-        seed_streams(2**64 - 1)
-        assert draw() == first
-
-
-def test_streams_come_back_after_an_error() -> None:
-    class Broken(Noisy):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            draw()
-            raise KeyError(index)
-
-    kept = capture_streams()
-    expected = draw()
-    restore_streams(kept)
-    with pytest.raises(KeyError):
-        SeededDataset(Broken(3), default_collate).__getitems__([(1, 0)])
-    assert draw() == expected
 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(Subset(d, range(9)), range(9))])
@@ -236,25 +210,6 @@ def test_a_batch_that_has_drawn_is_loaded_again_once() -> None:
     assert inner.loaded == 12 + 3
 
 
-class Counted(Quiet):
-    """Draws as many numbers as `counts` says of each sample."""
-
-    def __init__(self, counts: dict[int, int]) -> None:
-        super().__init__(12)
-        self.counts = counts
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        drawn = [random.random() for _ in range(self.counts.get(index, 1))]
-        return super().__getitem__(index) + sum(drawn)
-
-
-@pytest.mark.parametrize("collate_fn", [default_collate, noisy_collate])
-def test_only_the_first_batch_of_what_always_draws_is_loaded_again(collate_fn: Any) -> None:
-    inner = Counted({})
-    batches_of(SeededDataset(inner, collate_fn, StreamUse()))
-    assert inner.loaded == 12 + 3
-
-
 STREAMS: list[tuple[str, Callable[[], float]]] = [
     ("python", random.random),
     ("numpy", np.random.random_sample),
@@ -308,7 +263,8 @@ def test_only_the_streams_that_are_drawn_from_are_seeded(
                 assert sample == [GOLDEN[index][each] for each in streams]
 
 
-def test_streams_are_put_back_when_loading_is_broken_off() -> None:
+@pytest.mark.parametrize("use", [None, StreamUse()])
+def test_streams_are_put_back_when_loading_is_broken_off(use: StreamUse | None) -> None:
     """By what is no error of the data set's: Ctrl-C, in the middle of a sample."""
 
     class Interrupted(Drawing):
@@ -318,25 +274,13 @@ def test_streams_are_put_back_when_loading_is_broken_off() -> None:
                 raise KeyboardInterrupt
             return drawn
 
-    dataset = SeededDataset(Interrupted(2), default_collate, StreamUse())
+    dataset = SeededDataset(Interrupted(2), default_collate, use)
     for first in (0, 3):
         dataset.__getitems__([(index, index) for index in range(first, first + 3)])
     before = capture_streams()
     with pytest.raises(KeyboardInterrupt):
         dataset.__getitems__([(index, index) for index in range(6, 9)])
     assert_same_streams(before)
-
-
-@pytest.mark.parametrize("kind", [InitialSeed, Forks])
-def test_what_reads_a_stream_without_moving_it_is_never_quiet(kind: type[Quiet]) -> None:
-    use = StreamUse()
-    dataset = SeededDataset(kind(12), default_collate, use)
-    dataset.__getitems__([(1, 1)])
-    assert use.may_read
-    assert not dataset._is_watched
-    wrapped = SeededDataset(Subset(kind(12), range(12)), default_collate, StreamUse())
-    wrapped.__getitems__([(1, 1)])
-    assert not wrapped._is_watched
 
 
 def test_readers_are_found_behind_functions_and_classes() -> None:

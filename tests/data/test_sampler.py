@@ -91,25 +91,6 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(size: int, batch_size:
     assert together[size:] == [alone[place % size] for place in range(size, len(together))]
 
 
-def test_epochs_differ_and_come_back() -> None:
-    cursor = Cursor()
-    sampler = make_sampler(50, 50, cursor=cursor)
-    first = list(sampler)
-    sampler.set_epoch(2)
-    second = list(sampler)
-    assert first != second
-    assert cursor.epoch == 2
-    sampler.set_epoch(1)
-    assert list(sampler) == first
-
-
-def test_whole_rounds_leaves_out_what_does_not_divide() -> None:
-    sampler = make_sampler(11, 4, 3, 1)
-    sampler.whole_rounds = True
-    assert [len(batch) for batch in sampler] == [3]
-    assert len(sampler) == 1
-
-
 def test_ranks_come_from_torch_when_it_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_and_world_size(None, None) == (0, 1)
     assert rank_and_world_size(2, 5) == (2, 5)
@@ -123,16 +104,6 @@ def test_ranks_come_from_torch_when_it_is_initialised(monkeypatch: pytest.Monkey
 # The position's state machine, without any loader.
 
 
-def test_cursor_keeps_a_loaded_position_when_told_its_epoch() -> None:
-    cursor = Cursor()
-    cursor.move_to(3, batch=5, samples=20)
-    cursor.set_epoch(3)
-    cursor.set_epoch(3)
-    assert cursor.batch == 5
-    cursor.set_epoch(4)
-    assert (cursor.epoch, cursor.batch) == (4, 0)
-
-
 def test_cursor_applies_a_request_made_during_an_iteration_to_the_next_one() -> None:
     cursor = Cursor()
     token = cursor.begin()
@@ -141,15 +112,6 @@ def test_cursor_applies_a_request_made_during_an_iteration_to_the_next_one() -> 
     assert (cursor.epoch, cursor.batch) == (1, 1)
     cursor.begin()
     assert (cursor.epoch, cursor.batch) == (1, 0)
-
-
-def test_cursor_can_take_back_a_beginning() -> None:
-    cursor = Cursor()
-    cursor.move_to(2, batch=3, samples=12)
-    cursor.begin()
-    cursor.abandon()
-    cursor.begin()
-    assert (cursor.epoch, cursor.batch) == (2, 3)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

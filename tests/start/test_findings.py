@@ -90,12 +90,3 @@ def test_damage_is_said_and_only_a_start_moves_it(tmp_path: Path, caplog: pytest
     assert (tmp_path / "bert.safetensors").exists()
     assert {"is put aside" in m or "is left alone" in m for m in caplog.messages} == {True}
     assert find(tmp_path).other, "what lies in quarantine may have been anything"
-
-
-def test_small_states_of_one_rank_or_of_all(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, 2)
-    for rank in range(2):
-        machine.boundary(rank, 6)
-    listing = list_files([machine.directory], machine.job)
-    assert set(scan(listing, trust=Trust()).own) == {0, 1}
-    assert set(scan(listing, trust=Trust(), rank=1).own) == {1}

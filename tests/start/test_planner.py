@@ -15,7 +15,7 @@ from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.start.assumptions import replica_digests_of
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, single_rank_strategy
-from mindx_elastic.start.planner import bases_of, never_complete, order_of_moments, plan_resume, steps_before
+from mindx_elastic.start.planner import bases_of, never_complete, order_of_moments, plan_resume
 from tests.start.strategies import replicated
 
 RUN = "run-a"
@@ -134,13 +134,6 @@ def test_what_was_sorted_out_before_stays_on_record() -> None:
 # --- donors ---
 
 
-def test_a_replica_stands_in_for_a_missing_rank() -> None:
-    plan = plan_of(files([1, 2, 3]), own_states={(RUN, 0, 10): [0]})
-    assert readers(plan) == [1, 1, 2, 3]
-    assert [each.donor for each in plan.ranks] == [1, None, None, None]
-    assert plan.exact  # its own random numbers lie in memory
-
-
 def test_donors_are_healthy_ranks_first_then_the_lowest() -> None:
     plan = plan_of(files([1, 2, 3], kind="periodic"), faults=[0, 1])
     assert readers(plan) == [2, 1, 2, 3]
@@ -162,16 +155,6 @@ def test_holders_of_a_part_are_taken_in_turn_and_ones_own_file_first() -> None:
 
 
 # --- what is said of files and what is not ---
-
-
-@pytest.mark.parametrize(("old", "new"), [(2, 1), (3, 2)])
-def test_private_models_are_refused_on_another_world(old: int, new: int) -> None:
-    refusal = refusal_of([file(rank, strategy=single_rank_strategy(rank, old)) for rank in range(old)], new)
-    assert len(refusal.reasons) == 1
-    told = Strategy(new, (tensor("w", (8,), layout_of((new,), "R")),))
-    assert refusal_of(
-        [file(rank, strategy=single_rank_strategy(rank, old)) for rank in range(old)], World(new, told)
-    ).reasons
 
 
 def test_contradictory_strategies_are_refused_by_name_and_an_older_step_is_taken() -> None:
@@ -240,15 +223,6 @@ def test_where_an_attempt_began_counts_only_if_its_files_agree() -> None:
     assert bases_of([file(0, 7, attempt=2, base=(2, 6)), file(1, 7, attempt=1, base=(3, 6))]) == {}  # none began later
 
 
-def test_the_steps_before_follow_the_attempts_down() -> None:
-    bases = {(RUN, 3): (RUN, 2, 6), (RUN, 2): (RUN, 0, 6), ("other", 3): ("other", 0, 2)}
-    assert steps_before((RUN, 3, 8), bases) == [(RUN, 3, 7), (RUN, 3, 6), (RUN, 2, 6), (RUN, 0, 6)]
-    assert steps_before((RUN, 3, 7), bases) == [(RUN, 3, 6), (RUN, 2, 6), (RUN, 0, 6), (RUN, 0, 5)]
-    assert steps_before((RUN, 3, 6), bases) == [(RUN, 2, 6), (RUN, 0, 6), (RUN, 0, 5), (RUN, 0, 4)]
-    assert steps_before((RUN, 0, 1), bases) == [(RUN, 0, 0)]
-    assert steps_before((RUN, 0, 0), bases) == []
-
-
 # --- never whole ---
 
 
@@ -294,18 +268,6 @@ def test_what_is_only_assumed_to_be_held_by_others_counts_as_held() -> None:
 # --- another world ---
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
-def test_four_ranks_become_two_three_and_four_again(strategy: Strategy) -> None:
-    for size in (2, 3, 4):
-        plan = plan_of(files(range(strategy.world_size), strategy=strategy), size)
-        assert [each.rank for each in plan.ranks] == list(range(size))
-        assert plan.resharded
-        assert "ranks become" in plan.inexact[0]
-        assert plan.world.strategy is not None
-        strategy = plan.world.strategy
-    assert strategy.tensors[0].layout == (DDP if strategy.tensors[0].layout.num_shards == 1 else FSDP).tensors[0].layout
-
-
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (2, 1), (4, 8)])
 def test_zero_1_state_on_another_world_is_spread_anew(old: int, new: int) -> None:
     specs = [tensor("w", (8,), layout_of((old,), "R"))]
@@ -323,10 +285,6 @@ def test_tensors_of_one_name_on_different_ranks_are_refused_on_another_world() -
     assert readers(plan_of(files(range(4), strategy=strategy))) == [0, 1, 2, 3]
     told = World(2, replicated(2, {"w": (8,)}, "F32"))
     assert "different tensors are called w" in str(refusal_of(files(range(4), strategy=strategy), told))
-
-
-def test_a_strategy_for_another_number_of_ranks_is_refused() -> None:
-    assert "for 2 ranks, the world has 4" in str(refusal_of(files(range(4)), World(4, replicated(2, {"w": (8, 4)}))))
 
 
 # --- numbers, and the same answer always ---

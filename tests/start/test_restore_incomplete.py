@@ -11,7 +11,6 @@ import pytest
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import NoUsableCheckpointError
 from mindx_elastic.persist.first_save import FirstSave
-from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import write
 from tests.start.finding import find_and_read
 from tests.start.shared_store import on_all_ranks
@@ -55,15 +54,6 @@ def test_a_whole_step_of_which_a_file_was_deleted_is_refused(tmp_path: Path) -> 
     saved(tmp_path, 0)
     saved(tmp_path, 1).unlink()
     assert all(isinstance(one, NoUsableCheckpointError) for one in start(tmp_path))
-
-
-def test_a_whole_older_run_goes_on(tmp_path: Path) -> None:
-    for rank in range(2):
-        saved(tmp_path, rank, 3)
-    begin(tmp_path, "run-b")
-    saved(tmp_path, 0, 5, run_id="run-b")
-    found = start(tmp_path)
-    assert all(isinstance(one, Resumed) and one.plan.moment == ("run-a", 0, 3) for one in found)
 
 
 def test_on_disks_that_are_not_shared(tmp_path: Path) -> None:
