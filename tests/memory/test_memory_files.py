@@ -20,10 +20,10 @@ from mindx_elastic.memory.memory_files import (
     snapshot_files,
 )
 from mindx_elastic.persist.catalog import read_entry
-from mindx_elastic.start.restore import Resumed
+from mindx_elastic.start.restore import PlanPart, Resumed
 from tests.checkpoint_files import flip_bit_in_data, write_step
 from tests.start.arenas import RUN, Machine
-from tests.start.finding import find_and_read
+from tests.start.finding import find_plan
 from tests.start.shared_store import on_all_ranks
 
 WORLD = 3
@@ -37,9 +37,13 @@ def machine(tmp_path: Path) -> Machine:
 
 def find(machine: Machine, resume: str = "auto", arenas: bool = True) -> list[Resumed | None]:
     """What every rank resumes from; raises the first rank's error."""
+    return [one.resumed for one in plans(machine, resume, arenas)]
+
+
+def plans(machine: Machine, resume: str = "auto", arenas: bool = True) -> list[PlanPart]:
     found = on_all_ranks(
         machine.world_size,
-        lambda rank, exchange: find_and_read(
+        lambda rank, exchange: find_plan(
             [machine.directory],
             RankInfo(rank=rank, world_size=machine.world_size),
             exchange,
@@ -241,6 +245,6 @@ def test_the_next_attempt_is_above_all_that_memory_has_seen(machine: Machine) ->
     write_step(machine.directory, 7, world_size=WORLD)
     machine.snapshot(6, attempt=0)
     machine.boundary(2, 3, attempt=4)
-    found = find(machine)
-    assert taken(found) == [(7, None, None)] * WORLD
-    assert {one.next_attempt for one in found if one is not None} == {5}
+    found = plans(machine)
+    assert taken([one.resumed for one in found]) == [(7, None, None)] * WORLD
+    assert {one.attempt for one in found} == {5}
