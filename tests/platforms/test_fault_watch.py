@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.platforms import config_map
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
+from tests.platforms.test_faults import entry, texts
 
 LONG_AGO = 1_600_000_000.0
 
@@ -194,10 +195,6 @@ def test_ranks_that_are_none_are_left_out(mount: Mount, caplog: pytest.LogCaptur
 # --- reset.json ---
 
 
-def entry(rank: object = 1, status: object = "unrecovered", policy: object = "restart") -> dict[str, object]:
-    return {"RankId": rank, "LogicId": 1, "Status": status, "Policy": policy, "ErrorCode": [], "ErrorCodeHex": ""}
-
-
 @pytest.mark.parametrize(
     ("content", "kind", "expected"),
     [
@@ -252,19 +249,9 @@ def test_flushing_keeps_its_last_state_while_the_file_is_half_written(
 
 # --- anything at all ---
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-keys = st.sampled_from(
-    ["FaultRankIds", "FaultRank", "CreatTime", "UpdateTime", "status", "RankList", "FaultFlushing", "GracefulExit"]
-)
-contents = st.dictionaries(keys | st.text(max_size=5), json_values, max_size=5).map(json.dumps) | st.text(max_size=40)
-
 
 @settings(max_examples=40)
-@given(contents=st.lists(st.binary(max_size=60) | contents.map(lambda t: t.encode(errors="replace")), max_size=5))
+@given(contents=st.lists(st.binary(max_size=60) | texts.map(lambda t: t.encode(errors="replace")), max_size=5))
 def test_no_file_crashes_the_watch(tmp_path_factory: pytest.TempPathFactory, contents: list[bytes]) -> None:
     mount = Mount(tmp_path_factory.mktemp("mount"))
     watch = mount.watch()
@@ -275,6 +262,3 @@ def test_no_file_crashes_the_watch(tmp_path_factory: pytest.TempPathFactory, con
         assert watch.flushing() in (True, False)
     (mount.paths.fault_dir / "fault-npus").write_text('{"FaultRank": [12345]}')
     assert ranks(watch.poll()) == [12345]
-
-
-# --- in a watcher's thread ---

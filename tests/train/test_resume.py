@@ -217,13 +217,13 @@ class EvalEachEpoch(Callback):
         self.results = state["results"]
 
 
-class InEval(Callback):
-    def __init__(self) -> None:
-        self.seen = 0
+class SigtermAtBatch(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
 
     def on_eval_step_end(self, run_context: RunContext) -> None:
-        self.seen += 1
-        if self.seen == 16:
+        self.batch -= 1
+        if self.batch == 0:
             sigterm()
 
 
@@ -231,7 +231,7 @@ def test_sigterm_during_an_evaluation_repeats_it_after_the_resume() -> None:
     ends = EvalEachEpoch()
     straight, _ = train([ends])
     with pytest.raises(GracefulExit) as leaving:
-        train([ExceptionCheckpoint(directory="out"), EvalEachEpoch(InEval())])
+        train([ExceptionCheckpoint(directory="out"), EvalEachEpoch(SigtermAtBatch(16))])
     assert leaving.value.step == 12
     again = EvalEachEpoch()
     resumed, _ = train([ExceptionCheckpoint(directory="out"), again])
@@ -385,7 +385,7 @@ class TestOnRequestExit:
     def test_in_an_evaluation_by_itself(self, caplog: pytest.LogCaptureFixture) -> None:
         model = make_model()
         with pytest.raises(GracefulExit) as leaving, caplog.at_level("INFO", "mindx_elastic"):
-            model.eval(make_loader(batch_size=1), [OnRequestExit(directory="out"), InEval()])
+            model.eval(make_loader(batch_size=1), [OnRequestExit(directory="out"), SigtermAtBatch(16)])
         assert "the weights of the evaluation saved in" in caplog.text and "step 0" not in caplog.text
         assert leaving.value.code == 143
         header = read_header(Path("out/Net_eval.safetensors"))
@@ -472,16 +472,6 @@ class EvalEachSecondStep(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.calls = state["calls"]
-
-
-class SigtermAtBatch(Callback):
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_eval_step_end(self, run_context: RunContext) -> None:
-        self.batch -= 1
-        if self.batch == 0:
-            sigterm()
 
 
 # Four evaluations of 12 batches come before that of step 8: a stop before, in and after it.
