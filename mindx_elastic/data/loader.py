@@ -39,7 +39,7 @@ from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["ResumableLoader", "from_loader", "stock_order"]
+__all__ = ["ResumableLoader", "from_loader", "stock_order", "with_settings_of"]
 
 _KIND, _GIVEN = "resumable", "given"
 _WORKERS = 4  # keeps the workers' base seeds apart from the other hashes of (seed, epoch)
@@ -327,29 +327,23 @@ def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader | 
         return ReplayLoader(loader, seed=seed)
     whole_rounds = order.pop("whole_rounds")
     own_seed = order.pop("own_seed")
-    workers: dict[str, Any] = {}
-    if loader.num_workers:
-        workers = {
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
     batches: Any = loader.batch_sampler  # has the numbers also where the user passed it to DataLoader ready-made
-    converted = ResumableLoader(
-        loader.dataset,
-        batches.batch_size,
-        seed=seed if own_seed is None else mix(seed, own_seed),
-        num_workers=loader.num_workers,
-        drop_last=batches.drop_last,
-        worker_init_fn=loader.worker_init_fn,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        **workers,
-        **order,
-    )
+    seed = seed if own_seed is None else mix(seed, own_seed)
+    converted = with_settings_of(loader, batches.batch_size, drop_last=batches.drop_last, seed=seed, **order)
     converted._sampler.whole_rounds = whole_rounds
     return converted
+
+
+def with_settings_of(loader: DataLoader[Any], batch_size: int, **order: Any) -> ResumableLoader:
+    """A resumable loader with the data set, the workers and the functions of `loader`.
+
+    order: arguments of `ResumableLoader` that say which samples come when.
+    """
+    names = ["num_workers", "worker_init_fn", "collate_fn", "pin_memory", "timeout"]
+    if loader.num_workers:
+        names += ["prefetch_factor", "persistent_workers", "multiprocessing_context"]
+    settings = {name: getattr(loader, name) for name in names}
+    return ResumableLoader(loader.dataset, batch_size, **settings, **order)
 
 
 def stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:

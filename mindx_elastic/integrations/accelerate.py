@@ -31,7 +31,8 @@ from accelerate.utils import DistributedType, broadcast_object_list, send_to_dev
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.data import ReplayLoader, ResumableLoader
+from mindx_elastic.data import ReplayLoader
+from mindx_elastic.data.loader import with_settings_of
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
@@ -250,24 +251,8 @@ def _resumable(shard: Any, seed: int) -> Any:
             "leave it at True, or write drop_last=True"
         )
     per_rank = batches.batch_size // world_size if split else batches.batch_size
-    workers: dict[str, Any] = {}
-    if inner.num_workers:
-        names = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
-        workers = {name: getattr(inner, name) for name in names}
-    loader = ResumableLoader(
-        inner.dataset,
-        per_rank,
-        shuffle=order,
-        seed=seed,
-        num_workers=inner.num_workers,
-        drop_last=batches.drop_last,
-        worker_init_fn=inner.worker_init_fn,
-        collate_fn=inner.collate_fn,
-        pin_memory=inner.pin_memory,
-        timeout=inner.timeout,
-        rank=rank,
-        world_size=world_size,
-        **workers,
+    loader = with_settings_of(
+        inner, per_rank, drop_last=batches.drop_last, shuffle=order, seed=seed, rank=rank, world_size=world_size
     )
     loader._sampler.filled_rounds = not batches.drop_last  # batches of equal size, which programs rely on
     return keep_first_seed(loader)
