@@ -28,9 +28,8 @@ from tests.harness import run_job
 
 _FIRST, _LAST = 33, 40
 """Steps in which nothing is looked at that is only looked at now and then; the caches and shapes are all made."""
-_BOUNDARY, _LOG, _FORWARD = (74, 97), (51, 42), (47, 93)
-"""Calls of Python functions and of built-in ones, with six buffers: `step_end`, and what a DDP rank writes to shared
-memory besides."""
+_BOUNDARY, _LOG, _FORWARD = (67, 60), (51, 42), (44, 41)
+"""Calls of Python functions and of built-in ones: `step_end`, and what a DDP rank writes to shared memory besides."""
 
 
 class _Ops(TorchDispatchMode):
@@ -141,20 +140,16 @@ def test_no_operation_of_torch(deep_and_shallow: tuple[Costs, Costs], part: int)
 
 
 @pytest.mark.parametrize("part", range(3), ids=PARTS)
-def test_a_deeper_network_takes_more_calls_for_its_buffers_only(
-    deep_and_shallow: tuple[Costs, Costs], part: int
-) -> None:
-    """Whatever is asked of each parameter or module is asked inside of one call."""
+def test_a_deeper_network_takes_no_more_calls(deep_and_shallow: tuple[Costs, Costs], part: int) -> None:
+    """Whatever is asked of each tensor or module is asked inside of one call."""
     deep, shallow = (model[part] for model in deep_and_shallow)
-    more = [deep.python - shallow.python, deep.builtin - shallow.builtin]
-    buffers = 3 * 18
-    assert [each.total() for each in more] <= [buffers, 9 * buffers], more
-    assert all(number <= 3 * buffers for each in more for number in each.values()), more
+    assert deep.python == shallow.python
+    assert deep.builtin == shallow.builtin
 
 
 @pytest.mark.parametrize(("part", "most"), [*enumerate((_BOUNDARY, _LOG, _FORWARD))], ids=PARTS)
 def test_the_number_of_calls(deep_and_shallow: tuple[Costs, Costs], part: int, most: tuple[int, int]) -> None:
-    calls = deep_and_shallow[1][part]
+    calls = deep_and_shallow[0][part]
     python, builtin = calls.num
     assert python <= most[0], f"{python} calls: {calls.python.most_common(12)}"
     assert builtin <= most[1], f"{builtin} calls: {calls.builtin.most_common(12)}"
@@ -187,7 +182,7 @@ def test_the_counters_count() -> None:
     assert any(name.endswith(":work") for name in calls.python)
 
 
-_MOST = {"entry": 3000, "step 1": 940, "step 2": 170, "step 3": 170, "step 4": 170, "stop": 850}
+_MOST = {"entry": 3000, "step 1": 920, "step 2": 154, "step 3": 154, "step 4": 154, "stop": 850}
 """Calls of the package's own Python functions in all threads, in the README's loop; `stop`: from SIGTERM to the end,
 about 780, and some 20 more where threads that wait look again on a busy machine."""
 

@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Mapping
 from itertools import islice
-from operator import getitem, is_
+from operator import getitem
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from mindx_elastic.capture.buffer_block import block_of, is_on_device, view_of
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, is_on_device, view_of
 from mindx_elastic.capture.copying import copy_state
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
@@ -85,6 +85,8 @@ class ModuleComponent:
         self._is_broadcast = any(getattr(each, "broadcast_buffers", False) for each in _wrappers_of(module))
         self._masks, self._loose = Masks(self.module), LooseBuffers(self.module)
         self.structure = Structure(self.module, original_names(named, self._masks.places))
+        self._described: object = None
+        self._description = ""
         self._find_slots()
         self._built = frozenset(
             name for name, t in zip(self._slot_names, self._slot_tensors(), strict=True) if t is not None
@@ -160,10 +162,8 @@ class ModuleComponent:
                 seen.add(id(child))
                 self._extras.append((f"{dot}_extra_state", child))
         self._slot_tables, self._slot_keys = [table for table, _ in self._slots], [key for _, key in self._slots]
-        self._live: list[torch.Tensor | None] = []
-        """The buffers of the last boundary, in the order of the slots."""
-        self._block = self._ahead = block_of(())
-        self._described, self._description = self._block.slices, "[]"
+        self._reader = BufferReader(())
+        self._block = self._ahead = self._reader.read()
         self.seen: dict[str, Any] = {}
         """The boundary's copy of the extra state, by name."""
 
@@ -172,11 +172,13 @@ class ModuleComponent:
             self._find_slots()  # a buffer was registered or deleted since
         if self._slots:
             try:
-                self._live = [*map(getitem, self._slot_tables, self._slot_keys)]
+                live = [*map(getitem, self._slot_tables, self._slot_keys)]
             except KeyError:  # one was deleted, and another one registered
                 self._find_slots()
-                self._live = [*map(getitem, self._slot_tables, self._slot_keys)]
-            self._block = block_of(self._live, self._block)
+                live = [*map(getitem, self._slot_tables, self._slot_keys)]
+            if len(self._reader.slices) != len(live) or not self._reader.fits(live):
+                self._reader = BufferReader(live)  # the first time, or a buffer was replaced, resized or retyped
+            self._block = self._reader.read(self._block)
         if self._extras:
             self.seen = self.look()
         self.flags.copy()
@@ -203,13 +205,15 @@ class ModuleComponent:
 
     def copy_ahead(self) -> bool:
         """Copy the buffers as they are in mid-step, beside the boundary's copies; False when they were replaced."""
-        try:
-            live = [*map(getitem, self._slot_tables, self._slot_keys)]
-        except KeyError:
-            return False
-        if not all(map(is_, live, self._live)):
-            return False
-        self._ahead = block_of(live, dense_only=True)
+        reader = self._reader
+        if self._slots:
+            try:
+                live = [*map(getitem, self._slot_tables, self._slot_keys)]
+            except KeyError:
+                return False
+            if not reader.fits(live):
+                return False
+        self._ahead = BufferBlock(reader.read_raw(), reader.slices, ())
         return True
 
     def copied_from_device(self) -> dict[str, torch.Tensor]:
@@ -229,7 +233,7 @@ class ModuleComponent:
         if not self._loose.came_true():
             return False
         ahead, block = self._ahead, self._block
-        return ahead.slices == block.slices and ahead.raw == block.raw
+        return (ahead.slices is block.slices or ahead.slices == block.slices) and ahead.raw == block.raw
 
     @torch.no_grad()
     def look(self) -> dict[str, Any]:
@@ -261,8 +265,9 @@ class ModuleComponent:
     def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
         """The copied buffers as one block: names, slices (JSON) and bytes. Those outside of it are left out."""
         block = self._ahead if ahead else self._block
-        if self._described != block.slices:
-            self._described, self._description = block.slices, block.describe(self._slot_names)
+        if self._described is not block.slices:
+            named = [[n, p] for n, p in zip(self._slot_names, block.slices, strict=True) if p is not None]
+            self._described, self._description = block.slices, json.dumps(named)
         return {"places": self._description, "flat": block.raw}
 
     def with_buffers(
@@ -328,7 +333,7 @@ class ModuleComponent:
         """Saved buffers of another shape or type than the program builds them with (observers of a quantization, a
         queue that grows), and whether the training has resized them in place, put others there, or None."""
         found = {}
-        for name, copy, live in zip(self._slot_names, self._block.views, self._live, strict=True):
+        for name, copy, live in zip(self._slot_names, self._block.views, self._reader.tensors, strict=True):
             if name not in self._first:
                 continue
             first, shape, dtype = self._first[name]

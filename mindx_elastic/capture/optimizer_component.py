@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
 from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors, tensors_in
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.exact_load import exact_loads, keep_objects, restore_types
@@ -66,8 +67,9 @@ class _HostState:
 
     state: dict[Any, Any]
     """All of it, in containers of its own: numbers as they were, tensors the live ones."""
-    copies: Mapping[int, torch.Tensor]
-    """Of the tensors in host memory, by the id of the live one."""
+    tensors: Sequence[torch.Tensor]
+    block: BufferBlock
+    """Copies of `tensors`, those in host memory."""
 
 
 class OptimizerComponent:
@@ -88,6 +90,7 @@ class OptimizerComponent:
         self.keeps_host_state = False
         """Copy at each boundary what its state has in host memory (Adam's `step`), and which tensors it has, where the
         weights are on a device that may be behind the program: the program's next update changes that at once."""
+        self._host_reader = BufferReader(())
         self._host: _HostState | None = None
         self._is_back = False
         self.added: list[list[torch.Tensor]] = []
@@ -125,8 +128,11 @@ class OptimizerComponent:
             self._host, self._is_back = self._copy_host_state(), False
 
     def _copy_host_state(self) -> _HostState:
+        live = [t for t in self.tensors() if t.is_cpu]
+        if len(self._host_reader.tensors) != len(live) or not self._host_reader.fits(live):
+            self._host_reader = BufferReader(live)
         state = {key: map_containers(value) for key, value in self.local.state.items()}
-        return _HostState(state, {id(t): t.detach().clone() for t in self.tensors() if t.is_cpu})
+        return _HostState(state, live, self._host_reader.read())
 
     def kept(self) -> Any:
         return self.seen, self._host, self._own.seen
@@ -220,7 +226,8 @@ class OptimizerComponent:
         optimizer, retired = self._without_retired(None if host is None else host.state)
         state = _with_local_parts(optimizer.state_dict())
         if host is not None:
-            copies = host.copies
+            views = zip(host.tensors, host.block.views, strict=True)
+            copies = {id(live): copy for live, copy in views if copy is not None}
             state = dict(map_tensors(state, lambda t: copies.get(id(t), t)))
         state["class"] = type(self.local).__name__  # ZeRO around AdamW has the state of AdamW
         if sharded := self._sharded_places():

@@ -142,7 +142,7 @@ class PlainComponent:
 
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
-        state = self.live_state()
+        state = self.live_state() if self._has_objects else self._stateful.state_dict()
         return state if self._giver is not None and self._giver.gives_copies else copy_state(state)
 
     @property

@@ -124,8 +124,12 @@ def equal_rng(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def moved_streams(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """The streams that two captured states have differently: "python", "torch", "numpy", "cuda"."""
-    names = [name for name in ("python", "torch", "numpy", "cuda") if name in one and name in other]
-    return [name for name in names if not same_tree(one[name], other[name])]
+    moved = []
+    for name in ("python", "torch", "numpy", "cuda"):
+        mine, theirs = one.get(name), other.get(name)
+        if mine is not theirs and mine is not None and theirs is not None and not same_tree(mine, theirs):
+            moved.append(name)
+    return moved
 
 
 def seed_rng(seed: int) -> None:

@@ -152,7 +152,9 @@ def _numpy_access() -> _NumpyAccess:
 def numpy_state(earlier: object = None) -> NumpyState | dict[str, Any]:
     """What ``numpy.random.get_state(legacy=False)`` says; as it gives it where that is the only way. `earlier` itself
     where that is equal."""
-    access = _numpy_access()
+    access = _numpy
+    if access is None or access.current_bits() is not access.bits:
+        access = _numpy_access()
     if access.words is None:
         import numpy
 

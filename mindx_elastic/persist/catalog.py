@@ -25,6 +25,7 @@ from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UntrustedFileError
 from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
+from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.storage import LOCK_FILE, TEMP_SUFFIX
 
 __all__ = [
@@ -102,7 +103,8 @@ def read_entries(
     root = Path(directory)
     owners = find_owners(root) if owners is None else owners
     good = {entry.path: entry for entry in known if entry.header is not None}
-    found = (read_entry(f, good.get(f), owners) if isinstance(f, Path) else f for f in find_files(root))
+    shared = SharedJson()
+    found = (read_entry(f, good.get(f), owners, shared) if isinstance(f, Path) else f for f in find_files(root))
     return tuple(entry for entry in found if entry is not None)
 
 
@@ -128,11 +130,17 @@ def root_of(path: Path, rank: int) -> Path:
     return folder.parent.parent if STEP_FOLDER.fullmatch(folder.parent.name) else folder.parent
 
 
-def read_entry(path: Path, known: CatalogEntry | None = None, owners: Owners | None = None) -> CatalogEntry | None:
+def read_entry(
+    path: Path,
+    known: CatalogEntry | None = None,
+    owners: Owners | None = None,
+    shared: SharedJson | None = None,
+) -> CatalogEntry | None:
     """Judge one file by its header. None: it has vanished, or does not look like a checkpoint.
 
     known: a good entry of the same path; returned when the file has not changed since. owners: the users whose files
-    are trusted; by default this process's user, root and the folder's owner.
+    are trusted; by default this process's user, root and the folder's owner. shared: what the headers of one scan have
+    in common.
     """
     owners = find_owners(path.parent) if owners is None else owners
     try:
@@ -154,7 +162,7 @@ def read_entry(path: Path, known: CatalogEntry | None = None, owners: Owners | N
     try:
         if not named and not _sniff(path):
             return None
-        header = read_header(path, owners)
+        header = read_header(path, owners, shared)
     except FileNotFoundError:
         return None
     except UntrustedFileError as error:

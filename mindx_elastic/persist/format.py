@@ -50,6 +50,7 @@ from mindx_elastic.errors import (
 from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.entries import SURROGATE, TensorEntry, entries_of, entries_of_text, entry_texts
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
+from mindx_elastic.persist.shared_json import SharedJson
 
 __all__ = [
     "DATA_ALIGNMENT",
@@ -391,32 +392,33 @@ def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:
     return bytes(raw)
 
 
-def read_header(path: StrPath, owners: Owners | None = None) -> Header:
+def read_header(path: StrPath, owners: Owners | None = None, shared: SharedJson | None = None) -> Header:
     """Read and check the header of `path`; the tensors' digests are not checked.
 
-    `owners`: the users whose files are trusted here. Raises FileNotFoundError or another OSError when the file cannot
-    be opened, ForeignCheckpointError for a sound safetensors file of another program or a newer version,
-    UntrustedFileError for a file of another user, CorruptCheckpointError for everything else, truncation and a symbolic
-    link in the file's place included. Any thread.
+    `owners`: the users whose files are trusted here. `shared`: what the headers of one scan have in common. Raises
+    FileNotFoundError or another OSError when the file cannot be opened, ForeignCheckpointError for a sound safetensors
+    file of another program or a newer version, UntrustedFileError for a file of another user, CorruptCheckpointError
+    for everything else, truncation and a symbolic link in the file's place included. Any thread.
     """
-    with open_checkpoint(path, owners) as (_, header):
+    with open_checkpoint(path, owners, shared=shared) as (_, header):
         return header
 
 
 @contextmanager
 def open_checkpoint(
-    path: StrPath, owners: Owners | None = None, *, sealed: bool = True
+    path: StrPath, owners: Owners | None = None, *, sealed: bool = True, shared: SharedJson | None = None
 ) -> Iterator[tuple[int, Header]]:
     """Open one file and check its header. Read the data from this descriptor: it is of the file that was checked.
 
     `owners`: the users whose files are trusted; the owner is read from the descriptor too. None: any owner.
-    `sealed`: False where the header may have no digests yet, or another process may be filling them in.
+    `sealed`: False where the header may have no digests yet, or another process may be filling them in. `shared`: what
+    the headers of one scan have in common.
     """
     fd = _open_regular(path)
     try:
         if owners is not None:
             owners.check(os.fstat(fd), Path(path))
-        yield fd, _parse(fd, Path(path), sealed)
+        yield fd, _parse(fd, Path(path), sealed, shared)
     finally:
         os.close(fd)
 
@@ -434,13 +436,13 @@ def _open_regular(path: StrPath) -> int:
         raise
 
 
-def _parse(fd: int, path: Path, sealed: bool) -> Header:
+def _parse(fd: int, path: Path, sealed: bool, shared: SharedJson | None) -> Header:
     try:
         size = os.fstat(fd).st_size
         raw = _read_raw(fd, size)
         described, tensors = _split(raw)
         metadata = _metadata(described, raw, sealed=sealed)
-        return _checked(tensors, metadata, raw, size)
+        return _checked(tensors, metadata, raw, size, shared)
     except _ForeignError as error:
         raise ForeignCheckpointError(f"{path}: {error}", path=path) from None
     except CorruptCheckpointError as error:
@@ -512,7 +514,9 @@ def _digest_of(raw: bytes, start: int, end: int) -> str:
     return digest.hexdigest()
 
 
-def _checked(tensors: str | dict[str, Any], metadata: Mapping[str, str], raw: bytes, size: int) -> Header:
+def _checked(
+    tensors: str | dict[str, Any], metadata: Mapping[str, str], raw: bytes, size: int, shared: SharedJson | None
+) -> Header:
     entries = entries_of_text(tensors) if isinstance(tensors, str) else entries_of(tensors)
     last = next(reversed(entries.values()), None)
     data_start, data_size = len(raw), 0 if last is None else last.end
@@ -523,10 +527,10 @@ def _checked(tensors: str | dict[str, Any], metadata: Mapping[str, str], raw: by
     is_sound = set(map(len, texts)) <= {len(NO_DIGEST)} and _DIGESTS.fullmatch("".join(texts))
     if digests.keys() != entries.keys() or not is_sound:
         raise ValueError("the digests do not belong to the tensors")
-    layout = _loads(metadata.get("mindx.layout", "{}"), "layout", _MAX_LAYOUT_DEPTH)
+    layout = _loads(metadata.get("mindx.layout", "{}"), "layout", _MAX_LAYOUT_DEPTH, shared)
     if not isinstance(layout, dict):
         raise ValueError("the layout is not a JSON object")
-    tree = _loads(metadata["mindx.tree"], "tree", _MAX_TREE_DEPTH)  # readers walk it recursively
+    tree = _loads(metadata["mindx.tree"], "tree", _MAX_TREE_DEPTH, shared)  # readers walk it recursively
     info = CheckpointInfo.from_json(metadata["mindx.checkpoint"])
     held = None
     if metadata["mindx.schema"] == SCHEMA_DIVIDED:
@@ -534,11 +538,17 @@ def _checked(tensors: str | dict[str, Any], metadata: Mapping[str, str], raw: by
     return Header(info, tree, entries, digests, layout, data_start, size, held, metadata["mindx.header_digest"])
 
 
-def _loads(text: str, kind: str, deepest: int) -> Any:
+def _loads(text: str, kind: str, deepest: int, shared: SharedJson | None) -> Any:
     """Raises ValueError or RecursionError for what is not JSON, or nested deeper than `deepest` levels."""
+
+    def check(value: Any, level: int, length: int) -> None:
+        if length > 2 * (deepest - level) and _is_deeper(value, deepest - level):  # a level takes two characters
+            raise ValueError(f"the {kind} is nested deeper than {deepest} levels")
+
+    if shared is not None:
+        return shared.loads(text, kind, check)
     value = json.loads(text)
-    if _is_deeper(value, deepest):
-        raise ValueError(f"the {kind} is nested deeper than {deepest} levels")
+    check(value, 0, len(text))
     return value
 
 

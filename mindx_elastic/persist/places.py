@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
 from mindx_elastic.persist.format import Header
+from mindx_elastic.persist.shared_json import SharedJson
 
-__all__ = ["NEIGHBOURS", "Places", "neighbours_in", "places_in", "shape_of_node", "tensor_places"]
+__all__ = ["NEIGHBOURS", "Places", "SharedPlaces", "neighbours_in", "places_in", "shape_of_node", "tensor_places"]
 
 NEIGHBOURS = "neighbours"
 """The component that holds other ranks' small states of the step: rank -> packed (`memory.memory_files.OwnState`)."""
@@ -37,6 +38,36 @@ def places_in(tree: Tree) -> Places:
     found: Places = {}
     _walk(tree, "", 0, found)
     return found
+
+
+class SharedPlaces:
+    """The same of many trees: what they have in common is looked through once."""
+
+    def __init__(self, shared: SharedJson, without: Collection[str] = ()) -> None:
+        """`shared`: has read the trees. `without`: components to leave out."""
+        self._shared = shared
+        self._without = frozenset(without)
+        self._found: dict[int, Places] = {}
+
+    def parts_of(self, tree: Tree) -> list[tuple[Places, bool]]:
+        """Of each component, in the tree's order; True: the same object for all trees that have it in common."""
+        if not isinstance(tree, dict) or any(key.startswith("$") for key in tree):
+            whole = places_in(tree)
+            return [({place: whole[place] for place in whole if place.split(".")[0] not in self._without}, False)]
+        parts: list[tuple[Places, bool]] = []
+        for key, node in tree.items():
+            if key in self._without or not isinstance(node, (dict, list)):
+                continue
+            is_shared = node in self._shared
+            found = self._found.get(id(node)) if is_shared else None
+            if found is None:
+                found = {}
+                _walk(node, key, 1, found)
+            if is_shared:
+                self._found[id(node)] = found
+            if found:
+                parts.append((found, is_shared))
+        return parts
 
 
 def _walk(node: Tree, where: str, depth: int, found: Places) -> None:

@@ -140,7 +140,7 @@ class Witness:
     def _streams(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for name, state in capture_rng().items():
-            of_devices = {f"{name}:{n}": each for n, each in enumerate(state)} if type(state) in (list, tuple) else {}
+            of_devices = {f"{name}:{n}": each for n, each in enumerate(state)} if type(state) is list else {}
             for each, part in (of_devices or {name: state}).items():
                 found[f"stream|{each}"] = f"{stream_digest(part):016x}"
         return found

@@ -13,7 +13,8 @@ from mindx_elastic.core.strategy import RECORD_VERSION, Strategy, TensorSpec, gl
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
 from mindx_elastic.persist.format import CheckpointInfo, Header, Held
-from mindx_elastic.persist.places import Places, neighbours_in, shape_of_node, tensor_places
+from mindx_elastic.persist.places import Places, SharedPlaces, neighbours_in, shape_of_node
+from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.start.assumptions import UNDESCRIBED, replica_digests_of
 from mindx_elastic.start.facts import FileFact, PartsHeld, Rejected, single_rank_strategy
 
@@ -27,24 +28,34 @@ __all__ = [
 class Strategies:
     """Keeps one object for all equal strategies, so that those of thousands of files are compared by identity."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedJson | None = None) -> None:
+        """`shared`: has read the headers."""
+        self._shared = shared or SharedJson()
+        self._places = SharedPlaces(self._shared, without=RESERVED_NAMES)
         self._known: dict[Strategy, Strategy] = {}
         self._same: dict[int, Strategy] = {}
         self._described: dict[tuple[object, ...], tuple[_Described, Header]] = {}
         self._checked: dict[int, Strategy] = {}
 
+    def places_of(self, header: Header) -> Places:
+        """The tensors whose layout matters."""
+        return {place: node for part, _ in self._places.parts_of(header.tree) for place, node in part.items()}
+
     def described(self, header: Header) -> _Described:
         """Worked out once for files that say the same, but for the rank. Raises UsageError for a record that
         contradicts itself or the file."""
-        places = _places_of(header)
+        parts = self._places.parts_of(header.tree)
         key = (
             header.info.world_size,
             id(header.entries),
             None if header.held is None else header.held.division.digest,
-            json.dumps([places, {**header.layout, "rank": None}]),
+            *(id(part) if is_shared else _said_of(part) for part, is_shared in parts),
+            *((name, id(value)) for name, value in header.layout.items() if value in self._shared),
+            json.dumps({k: v for k, v in header.layout.items() if k != "rank" and v not in self._shared}),
         )
         found = self._described.get(key)
         if found is None:
+            places = {place: node for part, _ in parts for place, node in part.items()}
             # The header is kept, so that no other object gets an id in the key.
             found = self._described[key] = _Described(header, places, self), header
         return found[0]
@@ -63,9 +74,9 @@ class Strategies:
         return found
 
 
-def _places_of(header: Header) -> Places:
-    """The tensors whose layout matters."""
-    return {place: node for place, node in tensor_places(header).items() if place.split(".")[0] not in RESERVED_NAMES}
+def _said_of(places: Places) -> tuple[tuple[str, str, str], ...]:
+    """What the shape of a tensor follows from, beside its entry."""
+    return tuple((place, node["$tensor"], str(node.get("dtype", ""))) for place, node in places.items())
 
 
 def facts_of(
@@ -155,7 +166,7 @@ def _without_record(header: Header, strategies: Strategies) -> Strategy:
     if info.world_size > 1 and info.coordinates.get("replicas") != info.world_size:
         return single_rank_strategy(info.rank, info.world_size)
     layout = Layout((info.world_size,), (REPLICATE,))
-    shapes = _shapes(_places_of(header), header)
+    shapes = _shapes(strategies.places_of(header), header)
     specs = (TensorSpec(place, shape, layout, dtype) for place, (dtype, shape) in shapes.items())
     return Strategy(info.world_size, tuple(specs))
 

@@ -27,6 +27,7 @@ from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, own_states, snapshot_files
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
 from mindx_elastic.persist.first_save import Note, note_at
+from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.storage import quarantine, quarantined
 from mindx_elastic.start.facts import FileFact, LongText, Rejected
 from mindx_elastic.start.file_facts import Strategies, facts_of
@@ -234,8 +235,9 @@ def scan(
     found = Findings(attempt=attempt, disk=listing.disk, machine=listing.machine)
     # One process of those that see the same files looks into the quarantine.
     found.other = found.anything = share[0] == 0 and any(map(quarantined, listing.directories))
-    on_disk = _read_files(listing, share, trust, found)
-    in_memory = [entry for path in listing.snapshots[slice(*_slice(memory_share))] if (entry := _sound(path))]
+    shared = SharedJson()
+    on_disk = _read_files(listing, share, trust, shared, found)
+    in_memory = [entry for path in listing.snapshots[slice(*_slice(memory_share))] if (entry := _sound(path, shared))]
     for entry in (*on_disk, *in_memory):
         info = entry.info
         if info is None:
@@ -248,7 +250,7 @@ def scan(
         elif foreseen == 1:
             newest = found.foreseen.get(info.run_id, (-1, -1))
             found.foreseen[info.run_id] = max(newest, (info.attempt, info.step))
-    strategies = Strategies()
+    strategies = Strategies(shared)
     found.facts = _facts(on_disk, strategies, found.disk, only, found)
     found.in_memory = _facts(in_memory, strategies, found.machine, only, found)
     if transport is not None:
@@ -264,8 +266,8 @@ def _slice(share: Share) -> tuple[int, None, int]:
     return number, None, count
 
 
-def _sound(path: Path) -> CatalogEntry | None:
-    entry = read_entry(path)
+def _sound(path: Path, shared: SharedJson) -> CatalogEntry | None:
+    entry = read_entry(path, shared=shared)
     return None if entry is None or entry.info is None else entry
 
 
@@ -277,7 +279,9 @@ def _facts(
     return [replace(fact, where=where) for fact in facts if only in (None, fact.moment)]
 
 
-def _read_files(listing: Listing, share: Share, trust: Trust, found: Findings) -> list[CatalogEntry]:
+def _read_files(
+    listing: Listing, share: Share, trust: Trust, shared: SharedJson, found: Findings
+) -> list[CatalogEntry]:
     """The entries of this share of the files, bad ones included; notes and problems go to `found`."""
     entries = list(listing.unlisted) if share[0] == 0 else []
     owners = {directory: trust.of(directory) for directory in listing.directories}
@@ -287,7 +291,7 @@ def _read_files(listing: Listing, share: Share, trust: Trust, found: Findings) -
             found.notes.append(note)
             found.never_saved.append((note.run_id, note.rank, note.world_size))
             continue
-        entry = read_entry(path, owners=owners[directory])
+        entry = read_entry(path, owners=owners[directory], shared=shared)
         if entry is not None:
             entries.append(entry)
     for entry in entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.persist.flatten import MAX_DEPTH
+from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 from mindx_elastic.persist.format import Header, read_header
-from mindx_elastic.persist.places import shape_of_node, tensor_places
+from mindx_elastic.persist.places import SharedPlaces, places_in, shape_of_node, tensor_places
+from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.writer import write_checkpoint
 from tests.persist import states
 from tests.persist.test_reader import INFO
@@ -60,6 +62,24 @@ def test_every_place_is_in_the_file(tmp_path: Path, state: dict[str, Any]) -> No
     for place, node in tensor_places(header).items():
         assert node["$tensor"] in header.entries
         assert isinstance(place, str) and len(shape_of_node(node, header)) <= len(header.entries[node["$tensor"]].shape)
+
+
+def shared_places(shared: SharedJson, places: SharedPlaces, tree: Any) -> list[tuple[str, Any]]:
+    read = shared.loads(json.dumps(tree, separators=(",", ":")), "tree", lambda *_: None)
+    return [item for part, _ in places.parts_of(read) for item in part.items()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trees=st.lists(st.dictionaries(st.sampled_from(["a", "b", "rng", "$map"]), states.states, max_size=3), max_size=4)
+)
+def test_trees_looked_through_together_have_the_same_places(trees: list[dict[str, Any]]) -> None:
+    shared = SharedJson()
+    places = SharedPlaces(shared, without=["rng"])
+    for state in trees:
+        tree, _ = flatten({**state, "model": {f"layer.{number}": torch.ones(1) for number in range(9)}})
+        expected = [item for item in places_in(tree).items() if item[0].partition(".")[0] != "rng"]
+        assert shared_places(shared, places, tree) == expected
 
 
 @pytest.mark.parametrize(
