@@ -28,10 +28,8 @@ from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, ended_before, meaning
 from mindx_elastic.agent.exit_barrier import ExitBarrier
-from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
+from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck, is_between_steps
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.pause_commands import PauseDesk
-from mindx_elastic.agent.pausing import is_between_steps
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
 from mindx_elastic.agent.rendezvous import Membership
 from mindx_elastic.agent.stop_files import StopFiles
@@ -51,6 +49,7 @@ _LEAVE_TOO_S = 3.0  # how long a guarded rank may take to hear by itself that an
 _STOPS_S = 0.2  # between two looks whether a rank that stops has ended
 _STUCK_S = 5.0  # how long a stuck rank may take to save by itself, which its watcher thread often can
 _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers hear of the stop
+_LEAVING_S = 3.0  # how long a rank that has saved may take to exit behind the grace period
 _UNKILLABLE_S = 15.0
 _STOPPED = " (stopped, as by SIGSTOP)"
 
@@ -78,8 +77,6 @@ class AttemptContext:
     """Ranks that do not come to their guards, and the words for it. Not asked during a recovery in place."""
     recovery: Callable[[Workers], Recovery | None] = lambda workers: None
     """Makes what replaces dead ranks in place; None: nothing does."""
-    pauses: PauseDesk | None = None
-    """Carries out `mindx-elastic pause` and `resume`; None: they are not heard."""
 
 
 class Attempt:
@@ -107,7 +104,6 @@ class Attempt:
         self._woke_at = time.monotonic()
         self._cut_off: dict[int, str] = {}  # what became of ranks that were ended after their training, in words
         self._hurried: set[int] = set()  # ranks past their guards that are being ended
-        self._pause_timer = False
         self._recovery = context.recovery(workers)
         self._looks_at_recovery = False
         self._stuck: dict[int, tuple[str, float]] = {}
@@ -179,7 +175,6 @@ class Attempt:
         if self._recovery is not None:
             self.workers.look_for_early_signs()
         wanted = self._context.on_look(statuses)
-        self._look_at_pauses()
         if self.stop is not None or self._signum is not None:
             return
         event = self._context.stop_files.poll()
@@ -205,18 +200,6 @@ class Attempt:
                 self._hear_hang(stuck, statuses)
         elif self._deadline is None:
             self._look_at_leavers(statuses)
-
-    def _look_at_pauses(self) -> None:
-        desk = self._context.pauses
-        if desk is not None:
-            stopping = self._signum is not None or self._deadline is not None
-            if (again_s := desk.look(self.workers, stopping=stopping)) and not self._pause_timer:
-                self._pause_timer = True
-                self._after(again_s, self._look_at_pauses_again)
-
-    def _look_at_pauses_again(self) -> None:
-        self._pause_timer = False
-        self._look_at_pauses()
 
     def _look_at_leavers(self, statuses: Mapping[int, Status]) -> None:
         """Ranks past their guards: do they come to their end?"""
@@ -517,9 +500,17 @@ class Attempt:
 
     def _kill_all(self) -> None:
         for rank in list(self.workers.live):
+            status = self.workers.status(rank)
+            if status is not None and status.saved_ns and status.phase >= WorkerPhase.STOPPING:
+                self._after_rank(_LEAVING_S, self._kill_late, rank)
+            else:
+                self._kill_late(rank)
+        self._after(_UNKILLABLE_S, self._abandon)
+
+    def _kill_late(self, rank: int) -> None:
+        if rank in self.workers.live:
             logger.error("rank %d is not gone after %g s; SIGKILL", rank, self._grace_s)
             self.workers.kill(rank)
-        self._after(_UNKILLABLE_S, self._abandon)
 
     def _abandon(self) -> None:
         for rank, process in list(self.workers.live.items()):

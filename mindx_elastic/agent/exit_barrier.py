@@ -5,9 +5,9 @@ finished then waits for the others (`wait_for_all`), until each has said so, too
 it for the lost node. Each node's entry is written once, by compare-and-set, so all come to the same:
 
 * all have finished: the job has;
-* one meets the others again, because a rank of it has failed: all do;
-* one is lost, or has ended otherwise, and takes what its ranks had still to save with it: the job has finished if its
-  last boundary is on disk, else all meet again (`ExitBarrier.settle`: the first opinion counts for all).
+* one meets the others again, because a rank of it has failed, or is lost with what its ranks had still to save: all
+  meet again. If the last boundary is on disk, that attempt trains nothing, and runs what follows the training;
+* one was stopped: so is the job.
 
 In the end each says that it has seen that, and waits a moment for the others' word: the store ends with its host.
 
@@ -19,32 +19,28 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.holder import flush, newest_on_disk
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import Words, read
-from mindx_elastic.core.printable import listed
 from mindx_elastic.core.ready_thread import ReadyThread
-from mindx_elastic.core.status_page import Status
 
 __all__ = ["FINISHED", "LOST", "ExitBarrier", "NodeEnd", "end_together", "wait_for_all"]
 
 FINISHED, LOST = "finished", "lost"
 """Outcomes of a node that matter here; the others are those of an attempt (`endings.Ending`)."""
 _T = TypeVar("_T")
-_ENDED_RANKS, _END, _VERDICT, _SEEN = "mindx/ended_after_training", "mindx/end", "mindx/verdict", "mindx/seen"
+_ENDED_RANKS, _END, _SEEN = "mindx/ended_after_training", "mindx/end", "mindx/seen"
 _ANSWER_S = 3.0
-_SEEN_S = 3.0
+_SEEN_S = 30.0
 _LOOK_S, _LOOK_S_PER_NODE = 0.1, 0.002
 _LOST_S = 12.0
 _MAX_CHARS = 1 << 16
@@ -129,13 +125,8 @@ class ExitBarrier:
                 found[node] = NodeEnd("failed", "what the store of the rendezvous says of it makes no sense")
         return found
 
-    def settle(self, opinion: bool) -> bool:
-        """Whether the job has finished: the opinion of the first node that was asked; this one's without a store."""
-        text = self._ask(lambda: self._store.compare_set(_VERDICT, "", json.dumps(opinion)), b"")
-        return {b"true": True, b"false": False}.get(bytes(text), opinion)
-
     def leave(self, nodes: Sequence[int]) -> None:
-        """This node has seen how all have ended. Waits for the same word of these nodes, a few seconds at most: one of
+        """This node has seen how all have ended. Waits for the same word of these nodes, half a minute at most: one of
         their agents, or this one, may host the store."""
         keys, until = [f"{_SEEN}/{node}" for node in nodes], time.monotonic() + _SEEN_S
         self._ask(lambda: self._store.set(f"{_SEEN}/{self.node}", "1"), None)
@@ -188,71 +179,26 @@ def wait_for_all(
 
 def end_together(
     own: Ending,
-    statuses: Sequence[Status],
     barrier: ExitBarrier,
     lost: Callable[[], Mapping[int, str]],
     *,
     inbox: SignalInbox,
     new_store: Callable[[], Any | None],
-    directories: Collection[Path],
-    world_size: int,
     timeout_s: float,
 ) -> Ending:
     """How the attempt has ended for all nodes. Main thread; waits for the other nodes.
 
-    own: how it has ended here. statuses: the last pages of this node's ranks. lost, new_store: see `wait_for_all`.
-    directories: the checkpoint directories of this node's ranks, as far as they are known.
+    own: how it has ended here. lost, new_store: see `wait_for_all`.
     """
     ends: dict[int, NodeEnd] = {}
     with suppress(SignalException), inbox.interrupting():
         ends = wait_for_all(barrier, lost, new_store, timeout_s)
-    again = {node: end for node, end in ends.items() if end.again}
-    if again:
-        node, end = min(again.items())
-        outcome = "failed" if end.outcome == "failed" else "membership"
-        return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=f"node {node}: {end.cause}", elsewhere=True)
-    lacking = {node: end for node, end in sorted(ends.items()) if end.outcome != FINISHED}
-    ending = own
-    if lacking:
-        step = max((status.step for status in statuses), default=-1)
-        for arena in sorted({Path(status.arena) for status in statuses if status.arena}):
-            for line in flush(arena).lines:
-                logger.info("from memory to disk: %s", line)
-        ending = _end_without(own, lacking, barrier, directories=directories, step=step, world_size=world_size)
-    if ending.outcome == FINISHED:
+    others = sorted((end.outcome == "stopped", node, end) for node, end in ends.items() if end.outcome != FINISHED)
+    if not others:
         with suppress(SignalException), inbox.interrupting():
-            barrier.leave([node for node, end in ends.items() if end.outcome == FINISHED])
-    return ending
-
-
-def _end_without(
-    own: Ending,
-    lacking: Mapping[int, NodeEnd],
-    barrier: ExitBarrier,
-    *,
-    directories: Collection[Path],
-    step: int,
-    world_size: int,
-) -> Ending:
-    """Nodes are lost, or have left, before their ranks had ended. `step`: the last one of the training; -1: no guard
-    tells it."""
-    causes = "; ".join(_words(node, end, own=barrier.node) for node, end in lacking.items())
-    is_known = step >= 0 and bool(directories)
-    newest = newest_on_disk(directories, world_size) if is_known else None
-    is_whole = barrier.settle(not is_known or (newest is not None and newest >= step))
-    if is_whole and [*lacking] == [barrier.node]:
-        return own  # the others had given it up, which does no harm
-    where = ", ".join(sorted(map(str, directories))) or "the checkpoint directory"
-    end = f"step {step}, the end of the training, is" if step >= 0 else "the end of the training is"
-    if not is_whole:
-        cause = f"{causes}; {end} not complete in {where}"
-        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
-    which = f"node{'s' * (len(lacking) > 1)} {listed([str(node) for node in lacking], 8)}"
-    what = f"{end} complete in {where}, but " if is_known else ""
-    return replace(own, cause=f"{causes}; {what}what {which} did behind it (an export, say) may be missing")
-
-
-def _words(node: int, end: NodeEnd, *, own: int) -> str:
-    if node == own:
-        return "this node was taken for lost when its training ended"
-    return end.cause if end.outcome == LOST else f"node {node} has {end.outcome} ({end.cause})"
+            barrier.leave(list(ends))
+        return own
+    is_stop, node, end = others[0]
+    outcome = "stopped" if is_stop else "failed" if end.outcome in ("failed", LOST) else "membership"
+    cause = f"node {node} {'was stopped' if is_stop else 'has not come to its end'}: {end.cause}"
+    return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=cause, elsewhere=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
-__all__ = ["ExitWatch", "HangWatch", "Leaver", "Overdue", "Stuck"]
+__all__ = ["ExitWatch", "HangWatch", "Leaver", "Overdue", "Stuck", "is_between_steps"]
 
 
 MIN_INTERVALS = 10
@@ -174,6 +174,11 @@ class HangWatch:
 
 def _is_judged(status: Status) -> bool:
     return status.phase == WorkerPhase.TRAINING and status.pause_order % 2 == 0
+
+
+def is_between_steps(status: Status) -> bool:
+    """Whether a rank may be at work between two steps, so that no step need be expected of it. Not in a pause."""
+    return status.phase == WorkerPhase.BETWEEN and not status.paused_ns
 
 
 def _duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from mindx_elastic.core.folders import rank_folder
 from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.errors import CheckpointError, SaveError, UsageError
+from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
 from mindx_elastic.memory.folders import job_folder, rank_folders, read_owner
@@ -47,12 +47,12 @@ from mindx_elastic.persist.storage import (
     publish,
 )
 from mindx_elastic.persist.writer import keep_older
-from mindx_elastic.start.facts import FileFact, Refusal, World
+from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import list_files, scan
 from mindx_elastic.start.inventory import Inventory, Step, until_sound
 from mindx_elastic.start.planner import bases_of, steps_before
 
-__all__ = ["Flushed", "drop", "flush", "newest_on_disk", "seal", "trust_in"]
+__all__ = ["Flushed", "drop", "flush", "seal", "trust_in"]
 
 _PIECE_BYTES = 4 << 20
 _PATIENCE_S = 2.0  # for the lock of a worker that the kernel is still taking away; a living job keeps it anyway
@@ -137,18 +137,6 @@ def drop(arena: Path) -> None:
                 RankArena(arena.parent.parent, directory, rank).remove()
         except OSError as error:
             logger.warning("%s cannot be removed: %s; `mindx-elastic clean` does it", folder, error)
-
-
-def newest_on_disk(directories: Collection[Path], world_size: int) -> int | None:
-    """The step that a start of as many ranks goes on from by the files in these checkpoint directories alone; None:
-    there is none, or they cannot be read. Headers only."""
-    try:
-        trust = Trust({each: trust_in(each).of(each) for each in directories if each.is_dir()})
-        found = Inventory.merge([scan(list_files(sorted(directories)), trust=trust)]).plan(World(world_size))
-        return None if isinstance(found, Refusal) else found.step
-    except (OSError, CheckpointError, SaveError, UsageError) as error:
-        logger.warning("the checkpoints in %s cannot be looked at: %s", ", ".join(map(str, directories)), error)
-        return None
 
 
 def trust_in(directory: Path) -> Trust:

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mindx_elastic.agent.pausing import who_waits, why_gone_on
 from mindx_elastic.agent.restarts import Failure
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
@@ -182,6 +183,8 @@ class Ledger:
         self._number, self._num_workers = -1, 0
         self._pause: _Pause | None = None
         self._resumed = False
+        self._wait_order, self._wait_step, self._wait_began = 0, -1, 0.0
+        """The pause in which every rank waits (0: they do not), its step, and since when (`time.monotonic`)."""
         self._directories: dict[str, None] = {}
         """Those that the attempts have saved in, the oldest first."""
 
@@ -231,6 +234,7 @@ class Ledger:
 
     def look(self, statuses: Mapping[int, Status]) -> None:
         """What the pages say while the attempt runs: from where it went on, and when it got further."""
+        self._look_at_pause(statuses)
         if len(statuses) < self._num_workers:
             return
         if not self._resumed and all(status.entered_ns for status in statuses.values()):
@@ -266,9 +270,25 @@ class Ledger:
         if own:
             self._directories[own] = None
 
-    def note_pause(self, seconds: float) -> None:
-        """The ranks of this attempt have waited by command."""
+    def _look_at_pause(self, statuses: Mapping[int, Status]) -> None:
+        """Whether the ranks wait by command (`agent.pausing`)."""
+        order = who_waits(statuses)
+        if order == self._wait_order:
+            return
+        if self._wait_order:
+            self._end_wait(why_gone_on(statuses) or "ranks stop, or were replaced")
+        if order:
+            self._wait_order, self._wait_began = order, max(status.paused_ns for status in statuses.values()) / _NS
+            self._wait_step = max(status.paused_step for status in statuses.values())
+            self._events.emit("pause", step=self._wait_step)
+            logger.warning("paused at step %d: every rank waits until mindx-elastic resume", self._wait_step)
+
+    def _end_wait(self, why: str) -> None:
+        seconds = time.monotonic() - self._wait_began
+        self._wait_order = 0
+        self._events.emit("pause_end", step=self._wait_step, reason=why, duration_s=seconds)
         self.update(self._number, paused_s=(self._records[self._number].paused_s or 0.0) + seconds)
+        logger.info("the pause at step %d has ended after %.1f s: %s", self._wait_step, seconds, why)
 
     def note_recovery(self, record: RecoveryRecord) -> None:
         """A recovery in place of this attempt is over, whether it has succeeded or not."""
@@ -281,6 +301,8 @@ class Ledger:
         """All workers have ended."""
         statuses = attempt.workers.last_statuses()
         self.look(statuses)
+        if self._wait_order:
+            self._end_wait(f"attempt {self._number} has ended ({ending.cause or 'the job has finished'})")
         reached = min((status.step for status in statuses.values()), default=-1)
         began = _began(attempt, statuses.values())
         saved = max((status.saved_step for status in statuses.values()), default=-1)

@@ -31,13 +31,11 @@ from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
 from mindx_elastic.agent.exit_barrier import ExitBarrier, NodeEnd, end_together
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
-from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
 from mindx_elastic.agent.metrics import Metrics
 from mindx_elastic.agent.options import AgentOptions
-from mindx_elastic.agent.pause_commands import PauseDesk
 from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.rendezvous import (
@@ -124,14 +122,12 @@ class Supervisor(LocalElasticAgent):
         self.has_lost_host = False
         """The rendezvous has ended with its host, and cannot be closed any more."""
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
-        self._pauses = PauseDesk(folder, events, self.ledger.note_pause)
         self._number = -1
         self._barrier: ExitBarrier | None = None
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
         self._has_run = False
         self._runs = False  # between the start of an attempt's workers and the end of the last one
-        self._held = HeldSockets(folder.path) if options.in_place else None
         self._shutdown_timeout = math.ceil(options.grace_s)
         self._error_files: dict[int, str] = {}
 
@@ -166,8 +162,6 @@ class Supervisor(LocalElasticAgent):
         finally:
             self._forks.close()
             self._progress.close()
-            if self._held is not None:
-                self._held.close()
         return self._result(attempt)
 
     def _hold_start(self) -> None:
@@ -219,7 +213,6 @@ class Supervisor(LocalElasticAgent):
             stacks=self._options.run_dir / "stacks",
             recovery=self._make_recovery,
             on_look=self._look,
-            pauses=self._pauses,
             **({} if self._shrinking is None else {"late": self._shrinking.late}),
         )
         self._stop_files.faults.world_size = group.workers[0].world_size
@@ -239,8 +232,7 @@ class Supervisor(LocalElasticAgent):
         try:
             self.ending = attempt.run()
             if self.ending.outcome == "finished" and barrier is not None:
-                self.ending = self._end_with_others(attempt, barrier, membership)
-            self._pauses.end_attempt(self._number, self.ending.cause)
+                self.ending = self._end_with_others(barrier, membership)
             self._runs = False
         finally:
             if self._replacements is not None:
@@ -256,24 +248,19 @@ class Supervisor(LocalElasticAgent):
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
 
-    def _end_with_others(self, attempt: Attempt, barrier: ExitBarrier, membership: Membership | None) -> Ending:
+    def _end_with_others(self, barrier: ExitBarrier, membership: Membership | None) -> Ending:
         """This node's ranks have finished: how the attempt has ended for all nodes."""
         if self._rdzv_handler.get_backend().startswith("etcd"):  # a store without `compare_set`
             with suppress(SignalException), self._inbox.interrupting():
                 self._exit_barrier()  # type: ignore[no-untyped-call]
             return self.ending
-        statuses = attempt.workers.last_statuses()
-        self._note_arenas(statuses)  # a short job may have ended between two looks
         assert membership is not None, "there are other nodes"
         return end_together(
             self.ending,
-            list(statuses.values()),
             barrier,
             functools.partial(membership.missing_besides, barrier.node),
             inbox=self._inbox,
             new_store=functools.partial(open_again, self._rdzv_handler),
-            directories=self.directories,
-            world_size=self._worker_group.workers[0].world_size,
             timeout_s=float(getattr(self, "_exit_barrier_timeout", _END_S)),
         )
 
@@ -441,9 +428,7 @@ class Supervisor(LocalElasticAgent):
         return super()._assign_worker_ranks(store, group_rank, group_world_size, *more)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self._folder.forget_workers() and self._held is not None:
-            self._held.close()
-            self._held = HeldSockets(self._folder.path)
+        self._folder.forget_workers()
         self._number += 1
         os.environ["MINDX_JOB_ID"] = identify(self._rdzv_handler) if self._num_nodes > 1 else ""
         os.environ["MINDX_ATTEMPT"] = str(self._number)

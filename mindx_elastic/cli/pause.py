@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -25,13 +28,13 @@ from mindx_elastic.cli.common import (
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.pausing import Answer, PauseRequest
+    from mindx_elastic.agent.pausing import Answer, PauseOrder
     from mindx_elastic.agent.run_log import AgentRun
 
 __all__ = ["pause_command", "resume_command"]
 
 _POLL_S = 0.02
-_AGENT_S = 10.0  # beyond the time-out: the agent may just be starting new workers
+_TAKE_BACK_S = 30.0
 
 
 def pause_command(
@@ -94,30 +97,27 @@ def resume_command(
 
 
 def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
-    from mindx_elastic.agent.pause_commands import ask, withdraw
+    from mindx_elastic.agent.pausing import PauseOrder
 
     run = _find_run(path)
     folder = Path(run.agent_dir)
     _check_folder(folder, run)
+    order = PauseOrder(folder, kind, f"mindx-elastic {kind}")
     try:
-        request = ask(folder, kind, timeout_s)
-    except OSError as error:
-        fail(f"{folder}: the agent cannot be asked: {error.strerror or error}")
-    try:
-        answer = _wait(path, folder, request, run, timeout_s)
+        with _ended_as_by_ctrl_c():
+            answer = order.answer_at_once() or _carry_out(order, timeout_s)
     except KeyboardInterrupt:
-        taken = not withdraw(folder, request)
-        if kind == "pause" and taken:
-            _take_back(folder)
+        if kind == "pause":
+            _take_back(folder, "its command was interrupted")
         typer.echo("interrupted; training goes on" if kind == "pause" else "interrupted", err=True)
         raise typer.Exit(130) from None
-    if answer is None:
-        late = "the agent has not answered; it may be starting new workers, or waiting for other nodes"
-        if withdraw(folder, request):
-            _end(EXIT_BAD, f"{late}. Nothing has changed")
-        if kind == "pause":
-            _take_back(folder)
-        _end(EXIT_BAD, f"{late}. See mindx-elastic status {path}")
+    except OSError as error:
+        if folder.exists() and is_running(run):
+            fail(f"{folder}: the ranks cannot be asked: {error.strerror or error}")
+        _end(EXIT_BAD, f"{'not paused: ' if kind == 'pause' else ''}{_how_it_ended(path, run)}")
+    if kind == "pause" and not answer.good:
+        _take_back(folder, answer.text)
+        answer = replace(answer, text=f"not paused: {answer.text}")
     if as_json:
         document = {"schema": JSON_SCHEMA, "command": kind, "run_dir": str(path), "agent_pid": run.pid}
         document |= {"done": answer.good, "step": answer.step, "text": answer.text}
@@ -128,6 +128,40 @@ def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
     typer.echo(printable(answer.text))
     if kind == "pause":
         typer.echo(printable(f"to go on: mindx-elastic resume {path}"))
+
+
+def _carry_out(order: PauseOrder, timeout_s: float) -> Answer:
+    """Raises OSError where the agent and its folder are gone."""
+    from mindx_elastic.agent.pausing import Answer
+
+    end = time.monotonic() + timeout_s
+    order.give()
+    try:
+        while (answer := order.look()) is None and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        return answer or Answer(False, order.why_late(timeout_s))
+    finally:
+        order.withdraw()
+
+
+def _take_back(folder: Path, why: str) -> None:
+    """No command waits for the pause any more: it must not come about later."""
+    from mindx_elastic.agent.pausing import PauseOrder
+
+    with suppress(OSError):  # else the job has ended
+        _carry_out(PauseOrder(folder, "resume", f"the pause was taken back: {why}"), _TAKE_BACK_S)
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """A closed terminal and a SIGTERM must not leave ranks that are to wait, and nobody who knows of it."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _find_run(path: Path) -> AgentRun:
@@ -169,33 +203,6 @@ def _check_folder(folder: Path, run: AgentRun) -> None:
         fail(f"{folder}: the agent's folder cannot be used: {error}")
     if identity.get("pid") != run.pid or identity.get("started") != start_ticks(run.pid or 0):
         fail(f"{folder} is not the folder of agent {run.pid}")
-
-
-def _wait(path: Path, folder: Path, request: PauseRequest, run: AgentRun, timeout_s: float) -> Answer | None:
-    from mindx_elastic.agent.pause_commands import read_answer
-
-    end = time.monotonic() + timeout_s + _AGENT_S
-    while (answer := read_answer(folder, request)) is None:
-        if not os.path.isdir(folder) or not is_running(run):
-            answer = read_answer(folder, request)  # it may have answered with its last breath
-            if answer is None:
-                _end(EXIT_BAD, f"{'not paused: ' if request.kind == 'pause' else ''}{_how_it_ended(path, run)}")
-            break
-        if time.monotonic() > end:
-            return None
-        time.sleep(_POLL_S)
-    return answer
-
-
-def _take_back(folder: Path) -> None:
-    """No command waits for the pause any more: it must not come about later."""
-    from mindx_elastic.agent.pause_commands import ask
-    from mindx_elastic.memory.agent_folder import RESUME
-
-    try:
-        ask(folder, RESUME, 0.0)
-    except OSError as error:
-        typer.echo(printable(f"mindx-elastic: {folder}: the pause cannot be taken back: {error}"), err=True)
 
 
 def _end(code: int, text: str) -> NoReturn:

@@ -91,7 +91,7 @@ class Status:
     generation: int = 0
     """Of the last one that it took part in."""
     pause_heard: int = 0
-    """Number of the agent's newest order to pause or to go on that this rank has passed on; 0: none."""
+    """Number of the newest order of a command, to pause or to go on, that this rank has passed on; 0: none."""
     pause_order: int = 0
     """Newest order to pause (odd) or to go on (even) that this rank knows; 0: none was given in this attempt."""
     paused_step: int = -1

@@ -24,7 +24,7 @@ from mindx_elastic.core.posix import ProcessStat, open_pidfd, read_json_object, 
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.guard.progress import Progress
-from mindx_elastic.memory.agent_folder import CONTROL_FILE, modules_path
+from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE, modules_path
 from mindx_elastic.memory.folders import MAKER_FILE
 
 __all__ = ["CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink", "between_steps"]
@@ -72,7 +72,8 @@ class AgentLink:
         if info.pid in self._known:
             with suppress(OSError):
                 self.agent_fd = open_pidfd(info.pid, self._known[info.pid])
-        self._seen = -1
+        self._seen: dict[str, int] = {}
+        """Numbers of the newest orders, by their files."""
         try:
             self.page = page or StatusPage(page_path(info.folder, ranks.rank))
         except OSError as error:
@@ -133,16 +134,18 @@ class AgentLink:
         if self._progress is not None:
             self._progress.at_boundary(step, loss)
 
-    def orders(self) -> dict[str, Any] | None:
-        """Watcher thread, after `CONTROL_SIGNAL`: the agent's order; None: there is no new one."""
-        with suppress(OSError, ValueError):
-            content = read_json_object(self._folder / CONTROL_FILE)
-            if isinstance(content.get("kind"), str) and "reason" in content:
+    def orders(self) -> list[dict[str, Any]]:
+        """Watcher thread, after `CONTROL_SIGNAL`: the agent's order and that of a command, as far as they are new."""
+        found = []
+        for name in (CONTROL_FILE, PAUSE_FILE):
+            with suppress(OSError, ValueError):
+                content = read_json_object(self._folder / name)
                 sequence = content.get("seq")
-                if isinstance(sequence, int) and sequence != self._seen:
-                    self._seen = sequence
-                    return content
-        return None
+                is_order = isinstance(content.get("kind"), str) and "reason" in content
+                if is_order and isinstance(sequence, int) and sequence != self._seen.get(name):
+                    self._seen[name] = sequence
+                    found.append(content)
+        return found
 
     def is_orphan(self) -> bool:
         """Whether the agent is gone, or the process that started this one. Any thread.

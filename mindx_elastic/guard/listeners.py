@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.alarm.alarm import Alarm
@@ -171,13 +172,18 @@ class Listeners:
         if stopper.finished or not self.handlers.hear(signum):
             return
         if link is not None and signum == CONTROL_SIGNAL:
-            if (order := link.orders()) is not None and order["kind"] in (PAUSE, RESUME):
-                stopper.pauses.hear(order["kind"], printable(order["reason"]), order["seq"])
-            elif order is not None:
-                stopper.hear(stopper.alarms.of_agent(order))
+            for order in link.orders():
+                self._hear_order(order)
         elif link is not None and signum == signal.SIGTERM and link.is_orphan():
             stopper.hear_orphan()  # sent by the kernel, see `agent.child`
         elif signum in self._own_signals:
             stopper.hear_signal(signum)
         else:
             stopper.hear(stopper.alarms.of_agent_signal(signum))
+
+    def _hear_order(self, order: Mapping[str, Any]) -> None:
+        stopper = self._stopper
+        if order["kind"] in (PAUSE, RESUME):
+            stopper.pauses.hear(order["kind"], printable(order["reason"]), order["seq"])
+        else:
+            stopper.hear(stopper.alarms.of_agent(order))

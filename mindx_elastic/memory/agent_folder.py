@@ -5,6 +5,7 @@
     {base}/mindx-elastic-{uid}/agent-{pid}-{random}/     mode 700
         agent.json                                       who: pid, start time, process-id namespace
         control.json                                     the newest order, see `agent_link`
+        pause.json                                       the order of a command, see `agent.pausing`
         rank_{r}.page                                    see `status_page`
         rank_{r}.modules                                 what the worker had imported when its training began
         job.key                                          of a job of one node, see `agreement.job_key`
@@ -31,9 +32,18 @@ from mindx_elastic.memory.folders import (
     remove_own,
 )
 
-__all__ = ["CONTROL_FILE", "PAUSE", "RESUME", "AgentFolder", "LostFolderError", "modules_path"]
+__all__ = [
+    "CONTROL_FILE",
+    "CONTROL_SIGNAL",
+    "PAUSE",
+    "PAUSE_FILE",
+    "RESUME",
+    "AgentFolder",
+    "LostFolderError",
+    "modules_path",
+]
 
-CONTROL_FILE = "control.json"
+CONTROL_FILE, PAUSE_FILE = "control.json", "pause.json"
 PAUSE, RESUME = "pause", "resume"
 """Kinds of orders; all others are kinds of alarms."""
 _KEY = "job.key"
@@ -67,10 +77,9 @@ class AgentFolder:
         remove_dead(self.path.parent)
         self._sequence = 0
 
-    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int, extends: bool = False) -> int:
-        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. `extends`: the
-        workers may take `grace_s` also where that is longer than their own grace period. Returns its number, from 1.
-        Raises OSError."""
+    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int, extends: bool = False) -> None:
+        """Write an order to the workers; they look at it when they get `CONTROL_SIGNAL`. `extends`: the workers may
+        take `grace_s` also where that is longer than their own grace period. Raises OSError."""
         self._sequence += 1
         content = {"kind": kind, "reason": reason, "grace_s": grace_s, "exit_code": exit_code, "seq": self._sequence}
         if extends:
@@ -78,7 +87,6 @@ class AgentFolder:
         temp = self.path / f".control.{self._sequence}"
         temp.write_text(json.dumps(content))
         os.replace(temp, self.path / CONTROL_FILE)
-        return self._sequence
 
     def make_key(self) -> Path:
         """A new secret for the workers to seal their messages with. Once. Raises OSError."""
@@ -86,29 +94,28 @@ class AgentFolder:
         write_key_file(path)
         return path
 
-    def forget_workers(self) -> bool:
-        """Remove the pages and orders of the old workers, before new ones start. Whether this folder had to be made
-        once more, because somebody has emptied the shared memory (systemd's RemoveIPC at a log-out). Raises
-        LostFolderError, which names what is in the way."""
-        is_new = self._make_again()
-        for path in [*self.path.glob("rank_*.page"), *self.path.glob("rank_*.modules"), self.path / CONTROL_FILE]:
+    def forget_workers(self) -> None:
+        """Remove the pages and orders of the old workers, before new ones start. Makes this folder once more where
+        somebody has emptied the shared memory (systemd's RemoveIPC at a log-out). Raises LostFolderError, which names
+        what is in the way."""
+        self._make_again()
+        of_ranks = [*self.path.glob("rank_*.page"), *self.path.glob("rank_*.modules")]
+        for path in [*of_ranks, self.path / CONTROL_FILE, self.path / PAUSE_FILE]:
             path.unlink(missing_ok=True)
-        return is_new
 
-    def _make_again(self) -> bool:
+    def _make_again(self) -> None:
         try:
             for folder in (self.path.parent, self.path):
                 make_private(folder)
             has_key = not self._has_key or (self.path / _KEY).exists()
             if has_key and (self.path / MAKER_FILE).exists():
-                return False
+                return
             (self.path / MAKER_FILE).write_text(own_identity())
             if not has_key:
                 self.make_key()
         except OSError as error:
             raise LostFolderError(f"the agent's folder was removed, and cannot be made again ({error})") from error
         logger.warning("%s was emptied while the job ran: the restart makes what it needs there anew", self.path)
-        return True
 
     def remove(self) -> None:
         """Never raises: the next agent removes what is left."""

@@ -324,6 +324,21 @@ def test_who_does_not_stop_is_urged_and_then_killed(run: Callable[..., Ending]) 
     assert workers.sent[1] == [TERM, KILL]
 
 
+def test_who_has_saved_may_take_a_moment_longer_to_exit(run: Callable[..., Ending], inbox: SignalInbox) -> None:
+    def react(rank: int, signum: int) -> int | None:
+        workers.pages[rank] = replace(IN_TRAINING, phase=WorkerPhase.STOPPING, saved_step=3, saved_ns=1, exit_code=143)
+        if rank == 0:
+            workers.coming.append((clock.now + 1.5, rank, 143))
+        return None
+
+    inbox.heard.append(TERM)
+    workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, react)
+    started = clock.now
+    assert run(workers, grace_s=1.0).code == 143
+    assert clock.now - started == pytest.approx(4.0, abs=0.05)
+    assert workers.sent == {0: [TERM], 1: [TERM, KILL]}
+
+
 def test_a_signal_that_a_guard_would_die_of_becomes_sigterm(run: Callable[..., Ending], inbox: SignalInbox) -> None:
     inbox.heard.append(signal.SIGHUP)
     workers = Workers({0: IN_TRAINING, 1: None}, lambda rank, signum: 143 if rank == 0 else -signum)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch.distributed import HashStore
 from mindx_elastic.agent import exit_barrier as module
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.exit_barrier import FINISHED, LOST, ExitBarrier, NodeEnd, end_together, wait_for_all
-from mindx_elastic.core.status_page import Status
-from tests.checkpoint_files import write_step
 
 
 def one(store: Any, node: int = 0, num_nodes: int = 2) -> ExitBarrier:
@@ -166,12 +163,6 @@ def test_an_end_that_makes_no_sense_is_none_of_a_finished_training(text: str) ->
     assert outcomes(wait(one(store))) == {0: FINISHED, 1: "failed"}
 
 
-def test_one_opinion_counts_for_all() -> None:
-    store = HashStore()
-    assert [one(store).settle(False), one(store, 1).settle(True)] == [False, False]
-    assert [one(Gone()).settle(False), one(Gone()).settle(True)] == [False, True], "each alone without a store"
-
-
 def test_the_last_words_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SEEN_S", 30.0)
     store, over = HashStore(), threading.Event()
@@ -193,108 +184,31 @@ def test_the_last_words_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 OWN = Ending(outcome=FINISHED, code=0)
-GONE = "node 1 gives no sign of life"
 
 
-@pytest.fixture(autouse=True)
-def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SEEN_S", 0.0)
-
-
-def end(store: Any, *directories: Path, step: int = 24, lost: Any = dict, node: int = 0) -> Ending:
-    inbox: Any = SimpleNamespace(interrupting=nullcontext)
-    return end_together(
-        OWN,
-        [Status(step=step)],
-        ExitBarrier(store, node=node, num_nodes=2, world_size=2),
-        lost,
-        inbox=inbox,
-        new_store=lambda: None,
-        directories=directories,
-        world_size=2,
-        timeout_s=60.0,
-    )
-
-
-def told(other: NodeEnd, node: int = 1) -> HashStore:
+def end(theirs: NodeEnd, lost: Callable[[], Mapping[int, str]] = dict) -> Ending:
+    """What node 0 makes of it that node 1 has ended so."""
     store = HashStore()
-    ExitBarrier(store, node=node, num_nodes=2, world_size=2).say(other)
-    return store
+    one(store, 1).say(theirs)
+    inbox: Any = SimpleNamespace(interrupting=nullcontext)
+    return end_together(OWN, one(store), lost, inbox=inbox, new_store=lambda: None, timeout_s=60.0)
 
 
-def test_all_have_finished() -> None:
-    assert end(told(NodeEnd(FINISHED))) == OWN
+def test_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SEEN_S", 0.0)
+    assert end(NodeEnd(FINISHED)) == OWN
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [("failed", "failed"), ("membership", "membership"), ("grown", "membership")]
+    ("theirs", "ours"),
+    [("failed", "failed"), ("membership", "membership"), ("grown", "membership"), (LOST, "failed")],
 )
-def test_one_that_meets_the_others_again_takes_all_with_it(theirs: str, ours: str) -> None:
-    found = end(told(NodeEnd(theirs, "rank 1: killed by SIGKILL", again=True)))
-    assert (found.outcome, found.code, found.cause) == (ours, 75, "node 1: rank 1: killed by SIGKILL")
-    assert found.elsewhere
+def test_one_that_has_not_come_to_its_end_takes_all_with_it(theirs: str, ours: str) -> None:
+    found = end(NodeEnd(theirs, "rank 1: killed by SIGKILL", again=theirs != LOST))
+    assert (found.outcome, found.code, found.elsewhere) == (ours, 75, True)
+    assert found.cause == "node 1 has not come to its end: rank 1: killed by SIGKILL"
 
 
-def test_the_end_is_on_disk_so_the_job_has_finished_without_the_lost_node(tmp_path: Path) -> None:
-    write_step(tmp_path, 24)
-    found = end(told(NodeEnd(LOST, GONE)), tmp_path)
-    assert (found.outcome, found.code) == (FINISHED, 0)
-    assert found.cause == (
-        "node 1 gives no sign of life; step 24, the end of the training, is complete in "
-        f"{tmp_path}, but what node 1 did behind it (an export, say) may be missing"
-    )
-
-
-def test_the_end_is_not_on_disk_so_the_job_has_failed(tmp_path: Path) -> None:
-    write_step(tmp_path, 20)
-    found = end(told(NodeEnd("stopped", "SIGTERM")), tmp_path)
-    assert (found.outcome, found.code) == ("failed", 75)
-    assert found.cause == (
-        f"node 1 has stopped (SIGTERM); step 24, the end of the training, is not complete in {tmp_path}"
-    )
-
-
-def test_the_first_opinion_counts(tmp_path: Path) -> None:
-    """Each node may see a disk of its own."""
-    write_step(tmp_path, 24)
-    store = told(NodeEnd(LOST, "lost"))
-    assert not ExitBarrier(store, node=1, num_nodes=2, world_size=2).settle(False)
-    assert end(store, tmp_path).outcome == "failed"
-
-
-@pytest.mark.parametrize("step", [24, -1])
-def test_where_no_guard_tells_where_its_checkpoints_are_nothing_is_said_of_them(step: int) -> None:
-    found = end(told(NodeEnd(LOST, "node 1 gives no sign of life")), step=step)
-    assert found.cause == "node 1 gives no sign of life; what node 1 did behind it (an export, say) may be missing"
-    assert found.outcome == FINISHED
-
-
-def test_a_node_that_was_given_up_and_comes_late_ends_as_the_others_have(tmp_path: Path) -> None:
-    write_step(tmp_path, 24)
-    store = told(NodeEnd(FINISHED), node=0)
-    ExitBarrier(store, node=0, num_nodes=2, world_size=2).say(NodeEnd(LOST, "its agent is silent"), 1)
-    assert end(store, tmp_path, node=1) == OWN
-    again = told(NodeEnd(FINISHED), node=0)
-    first = ExitBarrier(again, node=0, num_nodes=2, world_size=2)
-    first.say(NodeEnd(LOST, "its agent is silent"), 1)
-    first.settle(False)
-    found = end(again, tmp_path, node=1)
-    assert found.outcome == "failed" and found.cause.startswith("this node was taken for lost when its training ended;")
-
-
-def test_a_loss_that_is_seen_meanwhile(tmp_path: Path) -> None:
-    write_step(tmp_path, 24)
-    found = end(HashStore(), tmp_path, lost=lambda: {1: GONE})
-    assert found.outcome == FINISHED and GONE in found.cause
-
-
-@pytest.mark.parametrize("complete", [True, False])
-def test_without_the_store_the_disk_tells_whether_the_job_has_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
-) -> None:
-    monkeypatch.setattr(module, "_LOST_S", 0.1)
-    if complete:
-        write_step(tmp_path, 24)
-    found = end(Gone(), tmp_path)
-    assert found.outcome == (FINISHED if complete else "failed")
-    assert "of node 1 nothing is known: the store of the rendezvous is gone" in found.cause
+def test_one_that_was_stopped_is_not_waited_for_in_another_attempt() -> None:
+    found = end(NodeEnd("stopped", "SIGTERM"))
+    assert (found.outcome, found.code, found.cause) == ("stopped", 75, "node 1 was stopped: SIGTERM")

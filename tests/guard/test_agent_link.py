@@ -21,7 +21,7 @@ from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
 from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink, between_steps
-from mindx_elastic.memory.agent_folder import CONTROL_FILE
+from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE
 from mindx_elastic.memory.folders import MAKER_FILE
 from tests.harness import wait_until
 
@@ -99,12 +99,14 @@ def test_the_time_between_two_steps_is_no_hang(agent: Agent) -> None:
 
 def test_an_order_is_heard_once(agent: Agent) -> None:
     link = agent.link()
-    assert link.orders() is None
+    assert link.orders() == []
     agent.order(ORDER)
-    assert link.orders() == ORDER
-    assert link.orders() is None
+    assert link.orders() == [ORDER]
+    assert link.orders() == []
     agent.order({**ORDER, "seq": 2})
-    assert link.orders() == {**ORDER, "seq": 2}
+    (agent.folder / PAUSE_FILE).write_text(json.dumps(pause := {"kind": "pause", "reason": "asked", "seq": 2}))
+    assert link.orders() == [{**ORDER, "seq": 2}, pause]
+    assert link.orders() == []
     link.close()
 
 
@@ -121,9 +123,9 @@ def test_an_order_is_heard_once(agent: Agent) -> None:
 def test_half_an_order_is_none(agent: Agent, content: object) -> None:
     link = agent.link()
     agent.order(content)
-    assert link.orders() is None
+    assert link.orders() == []
     agent.order(ORDER)
-    assert link.orders() == ORDER
+    assert link.orders() == [ORDER]
     link.close()
 
 
