@@ -25,8 +25,7 @@ from typing import Any
 
 from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
-from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
-from mindx_elastic.memory.agent_folder import PAUSE, PAUSE_FILE
+from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL, PAUSE, PAUSE_FILE
 
 __all__ = ["Answer", "PauseOrder", "who_waits", "why_gone_on"]
 

@@ -27,9 +27,8 @@ from mindx_elastic.guard.progress import Progress
 from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE, modules_path
 from mindx_elastic.memory.folders import MAKER_FILE
 
-__all__ = ["CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink", "between_steps"]
+__all__ = ["STACK_SIGNAL", "AgentLink", "between_steps"]
 
-CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
 STACK_SIGNAL = signal.SIGRTMAX - 2
 _stacks_fd = -1  # where this process writes its stacks, until it ends
 

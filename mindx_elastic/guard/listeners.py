@@ -22,10 +22,10 @@ from mindx_elastic.config import FaultPaths, RankInfo, Settings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.first_process import DROPPED, WITH_AN_INIT
 from mindx_elastic.core.printable import printable
-from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
+from mindx_elastic.guard.agent_link import AgentLink
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.memory.agent_folder import PAUSE, RESUME
+from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL, PAUSE, RESUME
 from mindx_elastic.platforms.fault_watch import FaultWatch
 from mindx_elastic.platforms.flag_file import FlagFile
 from mindx_elastic.platforms.launchers import at_a_stop

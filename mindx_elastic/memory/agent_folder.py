@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 CONTROL_FILE, PAUSE_FILE = "control.json", "pause.json"
+CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
 PAUSE, RESUME = "pause", "resume"
 """Kinds of orders; all others are kinds of alarms."""
 _KEY = "job.key"

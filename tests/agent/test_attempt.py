@@ -19,8 +19,7 @@ from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
-from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL, AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
 from mindx_elastic.rejoin.protocol import Phase
 

@@ -13,9 +13,10 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.peers import PeerWatch, own_identity
 from mindx_elastic.config import RankInfo, Settings
-from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
+from mindx_elastic.guard.agent_link import AgentLink
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.stop_state import StopPhase
+from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
 from tests.guard.stopper_parts import Parts
 
 Make = Callable[..., Parts]
@@ -33,8 +34,8 @@ class Link:
     def is_orphan(self) -> bool:
         return self.is_gone
 
-    def orders(self) -> dict[str, Any] | None:
-        return self.order
+    def orders(self) -> list[dict[str, Any]]:
+        return [] if self.order is None else [self.order]
 
 
 class Listening:
