@@ -151,20 +151,7 @@ def _run(
     options, config = plan.options, plan.config
     _set_environment(plan, folder)
     events = EventLog(options.run_dir / EVENTS_FILE, run_id=config.run_id)
-    events.emit(
-        "agent_start",
-        pid=os.getpid(),
-        host=socket.gethostname(),
-        agent_dir=str(folder.path),
-        command=list(plan.command),
-        command_line=shlex.join(["mindx-elastic", *sys.argv[1:]]),
-        max_restarts=config.max_restarts,
-        grace_s=options.grace_s,
-    )
-    least = "" if config.min_nodes == config.max_nodes else f"{config.min_nodes} to "
-    nodes = "" if config.max_nodes == 1 else f" on each of {least}{config.max_nodes} nodes"
-    count = f"{config.nproc_per_node} worker{'s' * (config.nproc_per_node != 1)}"
-    logger.info("%s%s; run directory %s", count, nodes, options.run_dir)
+    _say_start(plan, folder, events)
     handler = None
     supervisor = None
     lines = LastLines(folder.path, options.run_dir, config.nproc_per_node)
@@ -205,12 +192,34 @@ def _run(
         if supervisor is not None:
             _conclude(supervisor, handler, inbox)
             cause = supervisor.ending.cause or None
-        outcome = "failed" if supervisor is None else supervisor.ending.outcome
-        outcome = f"{outcome}, exit code {code}"
-        host = socket.gethostname()
         _write_result(result, supervisor, early, code, cause)
-        events.emit("agent_end", reason=cause, pid=os.getpid(), host=host, outcome=outcome, exit_code=code)
+        events.emit(
+            "agent_end",
+            reason=cause,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            outcome=f"{'failed' if supervisor is None else supervisor.ending.outcome}, exit code {code}",
+            exit_code=code,
+        )
     return code
+
+
+def _say_start(plan: Launch, folder: AgentFolder, events: EventLog) -> None:
+    options, config = plan.options, plan.config
+    events.emit(
+        "agent_start",
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        agent_dir=str(folder.path),
+        command=list(plan.command),
+        command_line=shlex.join(["mindx-elastic", *sys.argv[1:]]),
+        max_restarts=config.max_restarts,
+        grace_s=options.grace_s,
+    )
+    least = "" if config.min_nodes == config.max_nodes else f"{config.min_nodes} to "
+    nodes = "" if config.max_nodes == 1 else f" on each of {least}{config.max_nodes} nodes"
+    count = f"{config.nproc_per_node} worker{'s' * (config.nproc_per_node != 1)}"
+    logger.info("%s%s; run directory %s", count, nodes, options.run_dir)
 
 
 def _set_environment(plan: Launch, folder: AgentFolder) -> None:

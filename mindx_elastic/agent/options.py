@@ -114,6 +114,187 @@ class Launch:
     """MASTER_ADDR and MASTER_PORT that the user has fixed for the workers' store."""
 
 
+def _seconds(low: float, high: float, *, word: str = "") -> Any:
+    def read(text: str) -> float | str:
+        if word and text == word:
+            return text
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (low <= value <= high or (word and value == 0)):
+            or_word = f', or "{word}"' if word else ""
+            raise ArgumentTypeError(f"{text!r}: give seconds from {low:g} to {high:g}{or_word}")
+        return value
+
+    return read
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r}: give a whole number from 0")
+    return int(text)
+
+
+def _places(text: str) -> str:
+    try:
+        parse_rehearse(text, "--rehearse")
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _snapshots(text: str) -> str:
+    try:
+        parse_snapshot_every(text, "--snapshot-every")
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--grace": {
+        "type": _seconds(0.5, 86400),
+        "metavar": "SECONDS",
+        "help": (
+            "how long workers get to save and leave, on every way to stop them (default: --shutdown-timeout, "
+            "MINDX_GRACE_S, or 30)"
+        ),
+    },
+    "--snapshot-every": {
+        "type": _snapshots,
+        "metavar": "N|auto|0",
+        "help": (
+            "steps between two snapshots in shared memory, which outlive a kill; auto: as often as costs less than "
+            "1%% of the step time; 0: none (default: MINDX_SNAPSHOT_EVERY, or auto)"
+        ),
+    },
+    "--rehearse": {
+        "type": _places,
+        "metavar": "STEP[,STEP|,epoch]",
+        "help": (
+            "at these steps (epoch: the first one of the second epoch) stop as for a SIGTERM and go on in new "
+            "processes, which say whether the resume is exact and what it cost; no restart is counted (default: "
+            "MINDX_REHEARSE, or none)"
+        ),
+    },
+    "--hang-timeout": {
+        "type": _seconds(0, 1e7, word="auto"),
+        "default": "auto",
+        "metavar": "SECONDS|auto|0",
+        "help": (
+            "a rank that passes no step for so long counts as stuck: stacks are written, the others save, the job "
+            "restarts; auto learns it from the steps; 0 never (default: auto)"
+        ),
+    },
+    "--exit-timeout": {
+        "type": _seconds(0, 1e7, word="auto"),
+        "default": "auto",
+        "metavar": "SECONDS|auto|0",
+        "help": (
+            "a rank that has not ended so long after its training counts as stuck: its stack is written, it is ended, "
+            "and the job has finished; auto: a process that is stopped (SIGSTOP) after a minute; 0 never (default: "
+            "auto)"
+        ),
+    },
+    "--run-dir": {
+        "metavar": "DIR",
+        "default": "mindx-run",
+        "help": "where events.jsonl, stacks and logs go (default: ./mindx-run)",
+    },
+    "--max-restarts-window": {
+        "type": _seconds(1, 1e9),
+        "metavar": "SECONDS",
+        "help": "count --max-restarts over the last so many seconds, not over the whole job",
+    },
+    "--job-key-file": {
+        "metavar": "FILE",
+        "help": (
+            "private file with a secret, the same on all nodes: seals what the ranks tell each other (default: "
+            "MINDX_JOB_KEY_FILE or MINDX_JOB_KEY; a job of one node makes its own)"
+        ),
+    },
+    "--crash-loop": {
+        "type": _count,
+        "default": 3,
+        "metavar": "K",
+        "help": "stop after the same failure at the same step K times in a row; 0: never (default: 3)",
+    },
+    "--recover": {
+        "choices": ("restart", "in-place"),
+        "help": (
+            "what happens when a rank dies: restart all of them, or in-place: the others keep their processes and a "
+            "new one takes the dead rank's place, for programs that use guard.run(...) or Model.train (default: "
+            "MINDX_RECOVER, or restart)"
+        ),
+    },
+    "--spares": {
+        "type": _count,
+        "default": 0,
+        "metavar": "N",
+        "help": (
+            "with --recover in-place: so many processes wait with the program's model built, which makes a recovery "
+            "faster and takes as much memory as a rank each (default: 0)"
+        ),
+    },
+    "--rejoin-timeout": {
+        "type": _seconds(0.1, 86400),
+        "default": 30.0,
+        "metavar": "SECONDS",
+        "help": "with --recover in-place: how long a recovery may take before the job is restarted (default: 30)",
+    },
+    "--min-nproc": {
+        "type": _count,
+        "metavar": "M",
+        "help": (
+            "on one node: where the new process of a dead rank fails, too, go on with fewer ranks, M at least, and "
+            "with all of them again when it can be started; each sample of the epoch still comes once (default: the "
+            "job restarts with all ranks, or ends)"
+        ),
+    },
+    "--on-shrink": {
+        "choices": SHRINK_MODES,
+        "default": "keep",
+        "help": (
+            "with --min-nproc: what the updates of fewer ranks are. keep: the global batch, by accumulation over more "
+            "batches (Model.train; guard.accumulation() in a loop of your own); scale-lr: smaller batches, with the "
+            "learning rate in the same proportion; stop: none, save and end with exit code 75 (default: keep)"
+        ),
+    },
+    "--regrow-after": {
+        "type": _seconds(0, 1e7),
+        "default": 60.0,
+        "metavar": "SECONDS",
+        "help": (
+            "with --min-nproc: try so often whether a process can be started again where one has failed, more rarely "
+            "with each time that it cannot; 0: never (default: 60)"
+        ),
+    },
+    "--notice": {
+        "action": "append",
+        "metavar": "aws|aws-rebalance|gce|azure|URL|FILE",
+        "help": (
+            "ask the cloud's metadata service, a URL or a file whether this machine is about to be taken away, and "
+            "then save and stop within the time that it names, with exit code 75; may be given several times (default: "
+            "nothing is asked)"
+        ),
+    },
+    "--metrics-port": {
+        "type": _count,
+        "metavar": "N",
+        "help": (
+            "serve metrics for Prometheus at http://HOST:N/metrics, 0: at a free port; needs mindx_elastic[metrics] "
+            "(default: none)"
+        ),
+    },
+    "--metrics-host": {
+        "metavar": "HOST",
+        "help": "address of --metrics-port; 0.0.0.0 lets other machines ask (default: 127.0.0.1)",
+    },
+}
+"""What is added to torchrun's options: arguments of `ArgumentParser.add_argument`, by name."""
+
+
 def parse(
     arguments: Sequence[str],
     *,
@@ -185,145 +366,9 @@ def check_options(options: Sequence[str]) -> None:
 
 def _add_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group(OWN_OPTIONS)
-
-    def add(name: str, **more: Any) -> None:
+    for name, how in _OPTIONS.items():
         names = [name, f"--{name[2:].replace('-', '_')}"] if "-" in name[2:] else [name]
-        group.add_argument(*names, **more)
-
-    add(
-        "--grace",
-        type=_seconds(0.5, 86400),
-        metavar="SECONDS",
-        help="how long workers get to save and leave, on every way to stop them (default: --shutdown-timeout, "
-        "MINDX_GRACE_S, or 30)",
-    )
-    add(
-        "--snapshot-every",
-        type=_snapshots,
-        metavar="N|auto|0",
-        help="steps between two snapshots in shared memory, which outlive a kill; auto: as often as costs less than "
-        "1%% of the step time; 0: none (default: MINDX_SNAPSHOT_EVERY, or auto)",
-    )
-    add(
-        "--rehearse",
-        type=_places,
-        metavar="STEP[,STEP|,epoch]",
-        help="at these steps (epoch: the first one of the second epoch) stop as for a SIGTERM and go on in new "
-        "processes, which say whether the resume is exact and what it cost; no restart is counted (default: "
-        "MINDX_REHEARSE, or none)",
-    )
-    add(
-        "--hang-timeout",
-        type=_seconds(0, 1e7, word="auto"),
-        default="auto",
-        metavar="SECONDS|auto|0",
-        help="a rank that passes no step for so long counts as stuck: stacks are written, the others save, the job "
-        "restarts; auto learns it from the steps; 0 never (default: auto)",
-    )
-    add(
-        "--exit-timeout",
-        type=_seconds(0, 1e7, word="auto"),
-        default="auto",
-        metavar="SECONDS|auto|0",
-        help="a rank that has not ended so long after its training counts as stuck: its stack is written, it is ended, "
-        "and the job has finished; auto: a process that is stopped (SIGSTOP) after a minute; 0 never (default: auto)",
-    )
-    add(
-        "--run-dir",
-        metavar="DIR",
-        default="mindx-run",
-        help="where events.jsonl, stacks and logs go (default: ./mindx-run)",
-    )
-    add(
-        "--max-restarts-window",
-        type=_seconds(1, 1e9),
-        metavar="SECONDS",
-        help="count --max-restarts over the last so many seconds, not over the whole job",
-    )
-    add(
-        "--job-key-file",
-        metavar="FILE",
-        help="private file with a secret, the same on all nodes: seals what the ranks tell each other (default: "
-        "MINDX_JOB_KEY_FILE or MINDX_JOB_KEY; a job of one node makes its own)",
-    )
-    add(
-        "--crash-loop",
-        type=_count,
-        default=3,
-        metavar="K",
-        help="stop after the same failure at the same step K times in a row; 0: never (default: 3)",
-    )
-
-    add(
-        "--recover",
-        choices=("restart", "in-place"),
-        default=os.environ.get("MINDX_RECOVER", "").strip() or "restart",
-        help="what happens when a rank dies: restart all of them, or in-place: the others keep their processes and a "
-        "new one takes the dead rank's place, for programs that use guard.run(...) or Model.train (default: "
-        "MINDX_RECOVER, or restart)",
-    )
-    add(
-        "--spares",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="with --recover in-place: so many processes wait with the program's model built, which makes a recovery "
-        "faster and takes as much memory as a rank each (default: 0)",
-    )
-    add(
-        "--rejoin-timeout",
-        type=_seconds(0.1, 86400),
-        default=30.0,
-        metavar="SECONDS",
-        help="with --recover in-place: how long a recovery may take before the job is restarted (default: 30)",
-    )
-    add(
-        "--min-nproc",
-        type=_count,
-        default=None,
-        metavar="M",
-        help="on one node: where the new process of a dead rank fails, too, go on with fewer ranks, M at least, and "
-        "with all of them again when it can be started; each sample of the epoch still comes once (default: the job "
-        "restarts with all ranks, or ends)",
-    )
-    add(
-        "--on-shrink",
-        choices=SHRINK_MODES,
-        default="keep",
-        help="with --min-nproc: what the updates of fewer ranks are. keep: the global batch, by accumulation over more "
-        "batches (Model.train; guard.accumulation() in a loop of your own); scale-lr: smaller batches, with the "
-        "learning rate in the same proportion; stop: none, save and end with exit code 75 (default: keep)",
-    )
-    add(
-        "--regrow-after",
-        type=_seconds(0, 1e7),
-        default=60.0,
-        metavar="SECONDS",
-        help="with --min-nproc: try so often whether a process can be started again where one has failed, more rarely "
-        "with each time that it cannot; 0: never (default: 60)",
-    )
-    add(
-        "--notice",
-        action="append",
-        metavar="aws|aws-rebalance|gce|azure|URL|FILE",
-        help="ask the cloud's metadata service, a URL or a file whether this machine is about to be taken away, and "
-        "then save and stop within the time that it names, with exit code 75; may be given several times (default: "
-        "nothing is asked)",
-    )
-    add(
-        "--metrics-port",
-        type=_count,
-        default=None,
-        metavar="N",
-        help="serve metrics for Prometheus at http://HOST:N/metrics, 0: at a free port; needs mindx_elastic[metrics] "
-        "(default: none)",
-    )
-    add(
-        "--metrics-host",
-        default=None,
-        metavar="HOST",
-        help="address of --metrics-port; 0.0.0.0 lets other machines ask (default: 127.0.0.1)",
-    )
+        group.add_argument(*names, **how)
 
 
 def make_parser() -> ArgumentParser:
@@ -366,7 +411,7 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         run_dir=run_dir,
         restarts_window_s=args.max_restarts_window,
         crash_loop=args.crash_loop,
-        in_place=args.recover == "in-place",
+        in_place=(args.recover or os.environ.get("MINDX_RECOVER", "").strip()) == "in-place",
         spares=args.spares,
         rejoin_timeout_s=args.rejoin_timeout,
         min_nproc=args.min_nproc,
@@ -487,41 +532,3 @@ def _simplify_rendezvous(args: Namespace) -> tuple[str, int] | None:
     if args.master_port is None:
         args.master_port = 29500
     return master
-
-
-def _seconds(low: float, high: float, *, word: str = "") -> Any:
-    def read(text: str) -> float | str:
-        if word and text == word:
-            return text
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not (low <= value <= high or (word and value == 0)):
-            or_word = f', or "{word}"' if word else ""
-            raise ArgumentTypeError(f"{text!r}: give seconds from {low:g} to {high:g}{or_word}")
-        return value
-
-    return read
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r}: give a whole number from 0")
-    return int(text)
-
-
-def _places(text: str) -> str:
-    try:
-        parse_rehearse(text, "--rehearse")
-    except UsageError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _snapshots(text: str) -> str:
-    try:
-        parse_snapshot_every(text, "--snapshot-every")
-    except UsageError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text

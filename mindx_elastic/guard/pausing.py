@@ -1,14 +1,14 @@
 """A rank's side of `mindx-elastic pause` and `resume`: waits at the boundary that all ranks have agreed on.
 
-A pause is a stop that ends with a wait. The agent gives its order to the watcher, which closes the step gate and offers
-the coming boundary in a round as that of a stop. The training thread arrives there, finds no alarm, and waits in the
-gate; a second round says that all ranks do. Nothing is saved or freed. Whatever comes meanwhile (a signal, a fault, a
-dead rank) is a stop like any other: it takes the gate over, and the training thread saves the boundary at which it
-waits.
+A pause is a stop that ends with a wait. The command gives its order to the watcher (`agent.pausing`), which closes the
+step gate and offers the coming boundary in a round as that of a stop. The training thread arrives there, finds no
+alarm, and waits in the gate; a second round says that all ranks do. Nothing is saved or freed. Whatever comes meanwhile
+(a signal, a fault, a dead rank) is a stop like any other: it takes the gate over, and the training thread saves the
+boundary at which it waits.
 
 No call waits for another rank, so the thread that hears alarms is never held up: `_work` does whatever is to be done
-for the newest order that is known, and is called when the agent or another rank has given one, when the training thread
-has arrived, and again and again while an answer of the others is missing or the store fails.
+for the newest order that is known, and is called when the command or another rank has given one, when the training
+thread has arrived, and again and again while an answer of the others is missing or the store fails.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pauses:
         self._gate, self._exchange, self._watcher, self._events, self._page = gate, exchange, watcher, events, page
         self._rank, self._why_not = rank, why_not
         self._wanted: tuple[bool, str, int] | None = None
-        """The agent's newest order (whether to pause, why, its number), until it is given to the ranks."""
+        """The commands' newest order (whether to pause, why, its number), until it is given to the ranks."""
         self._order = Order()
         self._step: int | None = None
         """Where the ranks wait; None: not agreed yet."""
@@ -62,7 +62,7 @@ class Pauses:
         page.set_text("pause_reason", "")
 
     def hear(self, kind: str, reason: str, number: int) -> None:
-        """The agent's order: `PAUSE` or `RESUME`. `number`: the page says that it was passed on."""
+        """The order of a command: `PAUSE` or `RESUME`. `number`: the page says that it was passed on."""
         self._wanted = kind == PAUSE, reason, number
         self._work()
 
@@ -96,7 +96,7 @@ class Pauses:
                 logger.warning("the ranks cannot be asked about the pause now (%s); trying again", error)
             self._has_failed = True
             if self._wanted is not None and not self._wanted[0]:
-                self._gate.resume()  # a rank that does not hear it is held by its own agent's order alone
+                self._gate.resume()  # a rank that does not hear it is held by its own node's order alone
             self._look_again(_MOST_AGAIN_S)
         else:
             self._has_failed = False
