@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, ended_before, meaning
-from mindx_elastic.agent.exit_barrier import ExitBarrier
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck, is_between_steps
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
@@ -62,8 +61,6 @@ class AttemptContext:
     inbox: SignalInbox
     hang: HangWatch
     exits: ExitWatch
-    barrier: ExitBarrier | None
-    """None: there are no other nodes."""
     stop_files: StopFiles
     membership: Membership | None
     """None: there can be no other nodes."""
@@ -172,8 +169,6 @@ class Attempt:
     def _look(self) -> None:
         self._after(_LOOK_S, self._look)
         statuses = self.workers.statuses()
-        if self._recovery is not None:
-            self.workers.look_for_early_signs()
         wanted = self._context.on_look(statuses)
         if self.stop is not None or self._signum is not None:
             return
@@ -354,9 +349,6 @@ class Attempt:
         files = write_stacks(self.workers, late, self._context.stacks, attempt=self._number)
         told = f"stacks: {', '.join(map(str, files)) or 'none could be written'}"
         ranks = [each.rank for each in overdue]
-        finished = [rank for rank in ranks if late[rank].finished]
-        if finished and self._context.barrier is not None:
-            self._context.barrier.tell(finished)
         for each in overdue:
             status, stopped = late[each.rank], _STOPPED if each.stopped else ""
             what = f"rank {each.rank} has not ended {each.seconds:.1f} s after its training{stopped}"
@@ -390,13 +382,12 @@ class Attempt:
         status = end.status
         if status is None or status.phase != WorkerPhase.LEFT or not status.finished:
             return False
-        barrier = self._context.barrier
-        ended = list(self._cut_off) or ([] if barrier is None else barrier.heard())
-        if ended:
-            why = f"rank {end.rank} ended after its training with {describe(end)}, because rank {ended[0]} was ended"
+        if self._cut_off:
+            which = next(iter(self._cut_off))
+            why = f"rank {end.rank} ended after its training with {describe(end)}, because rank {which} was ended"
             logger.warning("%s; the job has finished, but what it did then may be incomplete", why)
             self._cut_off[end.rank] = why
-        return bool(ended)
+        return bool(self._cut_off)
 
     def _has_finished(self) -> bool:
         """Whether no living rank of this node trains any more."""

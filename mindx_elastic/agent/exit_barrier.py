@@ -10,9 +10,6 @@ it for the lost node. Each node's entry is written once, by compare-and-set, so 
 * one was stopped: so is the job.
 
 In the end each says that it has seen that, and waits a moment for the others' word: the store ends with its host.
-
-Before that, agents tell each other which ranks one of them has had to end after the training (`ExitBarrier.tell`). The
-ranks of other nodes may have waited for such a rank in a collective, and now fail through no fault of their own.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ __all__ = ["FINISHED", "LOST", "ExitBarrier", "NodeEnd", "end_together", "wait_f
 FINISHED, LOST = "finished", "lost"
 """Outcomes of a node that matter here; the others are those of an attempt (`endings.Ending`)."""
 _T = TypeVar("_T")
-_ENDED_RANKS, _END, _SEEN = "mindx/ended_after_training", "mindx/end", "mindx/seen"
+_END, _SEEN = "mindx/end", "mindx/seen"
 _ANSWER_S = 3.0
 _SEEN_S = 30.0
 _LOOK_S, _LOOK_S_PER_NODE = 0.1, 0.002
@@ -61,9 +58,9 @@ class ExitBarrier:
     """The store's side, for one node. One per attempt with several nodes. Main thread; each call blocks for a few
     seconds at most, and raises nothing: where the store does not answer, nothing is heard."""
 
-    def __init__(self, store: Any, *, node: int, num_nodes: int, world_size: int) -> None:
+    def __init__(self, store: Any, *, node: int, num_nodes: int) -> None:
         """`store`: torch's, the same for all nodes of this attempt and for no other attempt."""
-        self._store, self.node, self.num_nodes, self._world_size = store, node, num_nodes, world_size
+        self._store, self.node, self.num_nodes = store, node, num_nodes
         self._keys = [f"{_END}/{each}" for each in range(num_nodes)]
         self._thread, self._opener = ReadyThread("mindx-exit-barrier"), ReadyThread("mindx-exit-barrier")
         self.is_lost = False
@@ -88,21 +85,6 @@ class ExitBarrier:
         """No call may follow."""
         self._thread.close(0.0)
         self._opener.close(0.0)
-
-    def tell(self, ranks: Sequence[int]) -> None:
-        """These ranks are about to be ended. Call it before the first signal, so that ranks that fail can learn why."""
-        self._ask(lambda: self._store.set(_ENDED_RANKS, json.dumps(list(ranks))), None)
-
-    def heard(self) -> list[int]:
-        """The ranks that some node has ended; empty: none, or the store does not answer. A caller that is told nothing
-        takes a failure for a failure."""
-        text = self._ask(lambda: self._store.get(_ENDED_RANKS) if self._store.check([_ENDED_RANKS]) else b"", b"")
-        try:
-            ranks = json.loads(text[:_MAX_CHARS]) if text else []
-        except (ValueError, RecursionError):
-            return []
-        known = isinstance(ranks, list) and all(type(r) is int and 0 <= r < self._world_size for r in ranks)
-        return ranks if known else []
 
     def say(self, end: NodeEnd, node: int | None = None) -> None:
         """How this node has ended, or another one. What was said of it before counts."""

@@ -106,11 +106,12 @@ class ForkedStart:
                 self._start_zygote()
             return
         if problem := self._zygote.problem:
-            has_died = self._zygote.has_died
+            may_help = self._zygote.has_died or bool(self._modules)  # which may have been the cause
             self._zygote.close()
             self._zygote = None
-            self._zygotes_left = self._zygotes_left - 1 if has_died else 0
-            self._may_preload = not self._modules  # else that may have been the cause
+            self._zygotes_left = self._zygotes_left - 1 if may_help else 0
+            if self._modules:
+                self._may_preload, self._modules = False, []
             self._say(problem if self._zygotes_left == 0 else f"{problem}; another one is started")
             return
         all_in = all_up and all(status.entered_ns for status in statuses.values())

@@ -45,8 +45,6 @@ class Piece:
     pid: int
     points: list[tuple[float, int, float | None]] = field(default_factory=list)
     """Unix seconds, step, loss (None: the program gave none; it need not be finite), in the order of time."""
-    stall_s: float = 0.0
-    """How long periodic saves have held up its training so far."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -70,7 +68,6 @@ def read_pieces(path: Path) -> tuple[list[Piece], int]:
         known = found.setdefault(piece.key, piece)
         if known is not piece:
             known.points += piece.points
-            known.stall_s = max(known.stall_s, piece.stall_s)
     for piece in found.values():
         piece.points.sort(key=lambda point: point[:2])
     pieces = [piece for piece in found.values() if piece.points]
@@ -87,9 +84,8 @@ def _parse(data: bytes) -> Piece | None:
     agent, attempt, pid = text(line.get("agent")), whole(line.get("attempt")), whole(line.get("pid"))
     if not agent or attempt is None or pid is None:
         return None
-    stall_s = real(line.get("stall_s")) or 0.0
     points = [point for each in line["points"][:_MOST_A_LINE] if (point := _point(each)) is not None]
-    return Piece(agent[:200], attempt, pid, points, max(0.0, min(stall_s, _MOST_TIME)))
+    return Piece(agent[:200], attempt, pid, points)
 
 
 def _point(value: object) -> tuple[float, int, float | None] | None:
@@ -120,8 +116,6 @@ class ProgressLog:
         self._wall_ns = time.time_ns() - time.monotonic_ns()
         self._waiting: dict[int, Piece] = {}
         self._next_s = 0.0
-        self.loss: float | None = None
-        """The newest that was noted; None: none was."""
 
     def look(self, attempt: int, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """Take what is new, and now and then have it written. `at_end`: of an attempt."""
@@ -129,9 +123,6 @@ class ProgressLog:
         if status is not None and (points := self._new_points(status, at_end=at_end)):
             piece = self._waiting.setdefault(status.pid, Piece(self._agent, attempt, status.pid))
             piece.points += [self._as_known(*point) for point in points]
-            self.loss = next((loss for _, _, loss in reversed(points) if loss is not None), self.loss)
-        if status is not None and status.pid in self._waiting:
-            self._waiting[status.pid].stall_s = status.stall_ns / _NS
         now = time.monotonic()
         if not self._waiting or (now < self._next_s and not at_end) or (self._thread.busy and not at_end):
             return
@@ -167,16 +158,15 @@ class _Writer:
         self._path = path
         self._began: float | None = None
         """The time of the file's first point; None: it was not looked at yet."""
-        self._newest: dict[tuple[str, int, int], float] = {}
-        self._left_out: dict[tuple[str, int, int], tuple[float, int, float | None]] = {}
-        """The newest point of each process that was not kept: its last one is."""
+        self._newest = 0.0
+        """The time of the newest point that was kept."""
         self._is_broken = False
 
     def write(self, pieces: Sequence[Piece], *, at_end: bool) -> None:
         try:
             if self._began is None:
                 self._began = self._begin(pieces[0].points[0][0])
-            kept = [*self._ends(pieces), *(self._choose(piece, self._began, at_end=at_end) for piece in pieces)]
+            kept = [self._choose(piece, self._began, at_end=at_end) for piece in pieces]
             if data := b"".join(_line(piece) for piece in kept if piece.points):
                 self._append(data)
         except OSError as error:
@@ -201,27 +191,14 @@ class _Writer:
             self._append(b"\n")  # half a line would spoil the next one
         return min(now, first.points[0][0]) if first is not None and first.points else now
 
-    def _ends(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The last points of processes that others have replaced."""
-        if all(piece.key in self._newest for piece in pieces):
-            return []
-        found = [Piece(*key, [point]) for key, point in self._left_out.items()]
-        self._left_out.clear()
-        return found
-
     def _choose(self, piece: Piece, began: float, *, at_end: bool) -> Piece:
         kept = []
         for point in piece.points:
-            newest = self._newest.get(piece.key)
-            if newest is None or point[0] - newest >= (point[0] - began) / _PARTS_OF_AGE:
-                self._newest[piece.key] = point[0]
-                self._left_out.pop(piece.key, None)
+            is_last = at_end and point is piece.points[-1]
+            if is_last or point[0] - self._newest >= (point[0] - began) / _PARTS_OF_AGE:
+                self._newest = point[0]
                 kept.append(point)
-            else:
-                self._left_out[piece.key] = point
-        if at_end and (last := self._left_out.pop(piece.key, None)) is not None:
-            kept.append(last)
-        return Piece(piece.agent, piece.attempt, piece.pid, kept, piece.stall_s)
+        return Piece(piece.agent, piece.attempt, piece.pid, kept)
 
     def _append(self, data: bytes) -> None:
         fd = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -234,7 +211,6 @@ class _Writer:
 
 def _line(piece: Piece) -> bytes:
     content: dict[str, Any] = {"agent": piece.agent, "attempt": piece.attempt, "pid": piece.pid}
-    content["stall_s"] = round(piece.stall_s, 6)
     content["points"] = list(_points(piece))
     return (json.dumps(content, separators=(",", ":")) + "\n").encode()
 

@@ -70,7 +70,6 @@ _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
 _OWN_ERRORS, _MOST_OF_ERROR = f"{UsageError.__module__}.", 300
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
-_MEET_TRIES = 3
 _END_S = 300.0  # for the end of the other nodes' ranks; torch's own, where it has none
 _SHIM = 4  # arguments of `child` before the workers' own command line
 
@@ -192,10 +191,7 @@ class Supervisor(LocalElasticAgent):
         if self._num_nodes > 1:
             interval = group.spec.monitor_interval
             membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
-        barrier = None
-        if num_nodes > 1:
-            world_size = group.workers[0].world_size
-            barrier = ExitBarrier(group.store, node=node, num_nodes=num_nodes, world_size=world_size)
+        barrier = ExitBarrier(group.store, node=node, num_nodes=num_nodes) if num_nodes > 1 else None
         self._barrier = barrier
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
@@ -205,7 +201,6 @@ class Supervisor(LocalElasticAgent):
             inbox=self._inbox,
             hang=self._hang,
             exits=ExitWatch(self._options.exit_timeout_s),
-            barrier=barrier,
             stop_files=self._stop_files,
             membership=membership,
             events=self._events,
@@ -404,18 +399,12 @@ class Supervisor(LocalElasticAgent):
             self._meet(worker_group)
 
     def _meet(self, worker_group: WorkerGroup) -> None:
-        most = _MEET_TRIES if self._num_nodes == 1 else 1  # other nodes would not come a second time
-        for tries_left in reversed(range(most)):
-            try:
-                super()._rendezvous(worker_group)
-                break
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-                # Addresses and ranks come as JSON out of the store, where anybody may have put something else.
-                what = printable(f"{type(error).__name__}: {error}", 300)
-                if not tries_left:
-                    problem = f"what the store of the rendezvous holds makes no sense ({what})"
-                    raise RendezvousError(problem) from error
-                logger.warning("what the store of the rendezvous holds makes no sense (%s); once more", what)
+        try:
+            super()._rendezvous(worker_group)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            # Addresses and ranks come as JSON out of the store, where anybody may have put something else.
+            what = printable(f"{type(error).__name__}: {error}", 300)
+            raise RendezvousError(f"what the store of the rendezvous holds makes no sense ({what})") from error
         if (worker_group.group_world_size or 1) > 1:
             # TORCHELASTIC_RESTART_COUNT is the same on all nodes: an agent that first hears of another one's restart
             # takes it for a change of the nodes, and workers with different counts would do different things.

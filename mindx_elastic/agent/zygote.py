@@ -8,7 +8,7 @@ a fork cannot have as a fresh interpreter would, a `ZygoteError` says, and the a
 * another interpreter, ``-c``, a script that is no Python file, a script whose folder has a module of the same name as
   one of torch's;
 * an import that starts a thread, opens a file, initialises CUDA, or reads a variable that each worker has its own value
-  for. When it was a `preload`, another zygote takes the place that has not gone so far.
+  for.
 """
 
 from __future__ import annotations
@@ -138,8 +138,6 @@ class Zygote:
         """Its process has ended by itself, or was killed."""
         self._read: set[str] = set()
         self._is_ready = False
-        self._preloaded: list[str] = []
-        self._no_preload = False
 
     @property
     def problem(self) -> str:
@@ -193,9 +191,8 @@ class Zygote:
     def preload(self, names: Sequence[str]) -> None:
         """Have it import these modules, too, which a worker has imported, in this order. Only those are that come from
         the standard library or an installed package; the program's own are imported by each worker."""
-        if self._no_preload or self._problem or self._channel is None:
+        if self._problem or self._channel is None:
             return
-        self._preloaded = list(names)
         with suppress(OSError):
             self._ask(PRELOAD, [*names]).close()
 
@@ -310,20 +307,7 @@ class Zygote:
     def _take_in(self, report: Mapping[str, Any]) -> None:
         self._read = set(report["read"])
         self._is_ready = True
-        if not report["problem"]:
-            return
-        spoilt_by = report["spoilt_by"]
-        if not spoilt_by:
-            self._problem = report["problem"]
-            return
-        # What came before it did no harm. Nothing behind it is tried: it may import the same.
-        names = self._preloaded[: self._preloaded.index(spoilt_by)] if spoilt_by in self._preloaded else []
-        self._end()
-        self._is_ready = False
-        self._read = set()
-        self.start()
-        self.preload(names)
-        self._no_preload = True
+        self._problem = report["problem"]
 
     def _last_words(self) -> str:
         text = ""

@@ -141,8 +141,7 @@ class Imports:
         """`own`: variables that each worker has a value of its own for."""
         self._own = set(own)
         self.waiting: list[str] = []
-        self._problem = self._spoilt_by = ""
-        self._done: list[str] = []
+        self._problem = ""
         self._began = set(began)
         self._began_with = dict(os.environ)
         self._folders = _installed()
@@ -169,16 +168,12 @@ class Imports:
             with suppress(Exception):  # the worker, which could import it, does so again
                 importlib.import_module(name)
             self._problem = spoilt(self._count, name) or self._side_effect(name)
-            if self._problem:
-                self._spoilt_by = name
-            else:
-                self._done.append(name)
         if self._problem:
             self.waiting.clear()
         return not self.waiting
 
     def report(self) -> bytes:
-        content = {"problem": self._problem, "spoilt_by": self._spoilt_by, "read": sorted(_read)}
+        content = {"problem": self._problem, "read": sorted(_read)}
         return json.dumps(content).encode()
 
     def _side_effect(self, what: str) -> str:

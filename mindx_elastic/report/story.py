@@ -127,7 +127,6 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
     story.losses = find_losses(pieces)
     with suppress(OSError):
         story.last_lines = read_last_lines(log.parent)
-    _add_stalls(run.records, [piece for piece in pieces if piece.points[0][0] >= began])
     story.shares = shares_of(
         run.records,
         _durations(run.records, ours, passed),
@@ -230,13 +229,6 @@ def _marks(run: AgentRun, lines: Iterable[dict[str, Any]]) -> Iterator[Mark]:
             kind = "recovery" if record.outcome == IN_PLACE else "no recovery"
             for rank in record.ranks or (None,):
                 yield Mark(kind, record.time, rank, record.step, f"{record.cause} {record.reason}".strip())
-
-
-def _add_stalls(records: Iterable[AttemptRecord], pieces: Sequence[Piece]) -> None:
-    """What is not known of attempts that have not ended: rank 0's, so far. Changes `records`."""
-    for record in records:
-        if record.stall_s is None:
-            record.stall_s = max((piece.stall_s for piece in pieces if piece.attempt == record.attempt), default=None)
 
 
 def _steps(

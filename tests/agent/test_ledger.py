@@ -149,14 +149,6 @@ def run_once(path: Path) -> list[AttemptRecord]:
     return ledger.records
 
 
-def test_a_round_trip(path: Path) -> None:
-    records = run_once(path)
-    assert load(path) == records
-    (run,) = load_runs(path)
-    assert (run.pid, run.agent_dir, run.outcome) == (os.getpid(), "/dev/shm/x", "0")
-    assert run.summary is not None and run.summary["failures"] == 1 and run.ended is not None
-
-
 def test_between_lines_of_others_and_torn_ones(path: Path) -> None:
     append(path, "resume", rank=0, step=3)
     with path.open("ab") as file:
@@ -187,16 +179,6 @@ def test_several_runs_in_one_file_with_the_same_pid(path: Path) -> None:
     runs = load_runs(path)
     assert [run.records[0].step_reached for run in runs] == [3, 4]
     assert load(path)[0].step_reached == 4
-
-
-def test_no_file_and_no_regular_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load(tmp_path / "no")
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(OSError, match="not a regular file"):
-        load(tmp_path / "fifo")
-    (tmp_path / "empty").touch()
-    assert load(tmp_path / "empty") == []
 
 
 @given(st.data())
@@ -323,13 +305,6 @@ def test_the_last_failure_lost_what_nobody_saved(account: Ledger) -> None:
     fail_first(account, time.monotonic())
     account.note_last_loss(KILLED)
     assert account.records[0].steps_lost == 0
-
-
-def test_a_script_without_a_guard(account: Ledger) -> None:
-    account.end_attempt(attempt({}, failed_at=1.0, noticed_at=1.25), KILLED)
-    (record,) = account.records
-    assert (record.step_reached, record.saved_step, record.detect_s) == (None, None, 0.25)
-    assert not account.failure(attempt({}, failed_at=None, noticed_at=None), KILLED).guarded
 
 
 @pytest.mark.parametrize(("outcome", "saved"), [("finished", 30), ("stopped", 17)])

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import run as torchrun
 
 from mindx_elastic.agent import options as options_module
-from mindx_elastic.agent.options import DEFAULT_MAX_RESTARTS, OWN_OPTIONS, Launch, make_parser, parse
+from mindx_elastic.agent.options import DEFAULT_MAX_RESTARTS, Launch, parse
 from mindx_elastic.errors import UsageError
 
 
@@ -209,23 +209,6 @@ def test_wrong_values_leave_with_2(arguments: list[str], capsys: pytest.CaptureF
     assert "mindx-elastic run: error:" in capsys.readouterr().err
 
 
-def test_the_set_of_our_own_options() -> None:
-    """People's scripts depend on these words: a change here is a visible change and belongs in the changelog."""
-    (own,) = (group for group in make_parser()._action_groups if group.title == OWN_OPTIONS)
-    assert [action.option_strings[0] for action in own._group_actions] == [
-        *("--grace", "--snapshot-every", "--rehearse", "--hang-timeout", "--exit-timeout", "--run-dir"),
-        *("--max-restarts-window", "--job-key-file", "--crash-loop", "--recover", "--spares", "--rejoin-timeout"),
-        *(
-            "--min-nproc",
-            "--on-shrink",
-            "--regrow-after",
-            "--notice",
-            "--metrics-port",
-            "--metrics-host",
-        ),
-    ]
-
-
 # --- the command line, taken apart as torchrun does it ---
 
 
@@ -328,31 +311,6 @@ def test_what_stands_behind_the_script_is_the_script_s() -> None:
     """Where torchrun takes abbreviations, also there."""
     words = ["first", "--max", "3", "--s", "--grace", "of the script", "-h", "--help"]
     assert parse(["--nnodes", "1", "train.py", *words]).command == (sys.executable, "-u", "train.py", *words)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["--", "train.py", "--x"],
-        ["--", "train.py", "--", "x"],
-        ["train.py", "--", "--x"],
-        ["train.py", "--", "--", "x"],
-        ["train.py", "a", "--", "b"],
-        ["--nnodes", "1", "--", "train.py", "-h"],
-        ["--no-python", "--", "./train.py", "--", "--x"],
-        ["-mr3", "some.module"],
-        ["-mr", "3", "some.module", "-t"],
-        ["-r3", "-t3", "train.py", "-r"],
-        ["train.py", ""],
-        ["train.py", "-1", "--lr=-1", "-x y"],
-        ["--max-restarts", "1", "--max-restarts", "2", "train.py"],
-        ["-m", "--max-restarts", "2", "some.module", "--module"],
-        ["train.py", "--rdzv-backend=mine", "-m", "-r", "--", "--nnodes", "9"],
-    ],
-)
-def test_dashes_and_joined_switches_are_read_as_by_torchrun(line: list[str]) -> None:
-    theirs, plan = torchruns(line), parse(line)
-    assert theirs is not None and list(plan.command) == theirs[1]
 
 
 @pytest.mark.parametrize("line", [["--nosuch", "train.py"], ["-z", "train.py"], ["--use-env", "train.py"], ["--"], []])

@@ -19,20 +19,6 @@ def test_a_place_is_lost_when_its_new_process_fails_too() -> None:
     assert places.choose().active == (0, 1)
 
 
-def test_a_rank_that_dies_again_and_again_and_gets_on_in_between_is_replaced() -> None:
-    places = Places(2, 1)
-    for _ in range(5):
-        assert not places.note_ends([failed(1, passed=True), PlaceEnd(0, failed=False, passed=True)])
-    assert places.choose().active == (0, 1)
-
-
-def test_a_process_that_another_one_took_along_says_nothing() -> None:
-    places = Places(3, 1)
-    places.note_ends([failed(2, passed=True)])
-    assert not places.note_ends([failed(0), PlaceEnd(2, failed=False, passed=False)])
-    assert places.note_ends([failed(2)]) == [2]
-
-
 def test_a_place_that_is_tried_again_and_fails_is_lost_at_once() -> None:
     places = Places(2, 1)
     places.note_ends([failed(1)])

@@ -42,14 +42,6 @@ def test_each_round_is_a_fresh_store_and_a_free_port() -> None:
     assert not rounds[1].store.check(["key"])
 
 
-def test_what_torch_asks_of_it() -> None:
-    handler = OneNodeRendezvous("job", None)
-    assert handler.get_run_id() == "job" and handler.get_backend() == "c10d"
-    assert not handler.use_agent_store, "the workers' store outlives no attempt"
-    assert handler.num_nodes_waiting() == 0 and not handler.is_closed()
-    assert handler.shutdown() and handler.is_closed()
-
-
 # --- connections to the store of a rendezvous that broke ---
 
 
@@ -123,10 +115,6 @@ def test_a_host_that_is_gone_stays_gone() -> None:
     assert not reconnect(handler)
     with pytest.raises(HostLostError, match=f"the rendezvous at {where} is gone .*start the same command on all nodes"):
         require_host(handler)
-
-
-def test_a_handler_without_a_connection() -> None:
-    assert not reconnect(OneNodeRendezvous("job", None))
 
 
 # --- asking the rendezvous who is there ---
@@ -251,8 +239,3 @@ def test_a_node_that_has_died_since_it_joined_is_missed(then: tuple[int, dict[st
     met = Met((3, {"a": 0, "b": 1}), (3, {"a": 0, "b": 1}), then)
     with pytest.raises(dist.DistStoreError, match=why):
         module.await_nodes(met, dist.HashStore(), 0, 2)  # type: ignore[arg-type]
-
-
-def test_a_rendezvous_of_another_kind_is_not_asked_for_its_nodes() -> None:
-    handler = OneNodeRendezvous("job", None)
-    module.await_nodes(handler, dist.HashStore(), 0, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -132,12 +131,6 @@ def test_half_written_and_foreign_files_are_none(tmp_path: Path, content: str) -
     (tmp_path / RESULT_FILE).write_text(content)
     assert read_result(tmp_path) is None
     assert end(tmp_path, "stopped", 143).fruitless == 1, "and are replaced"
-
-
-def test_what_is_no_file_is_none(tmp_path: Path) -> None:
-    assert read_result(tmp_path / "nowhere") is None
-    os.mkfifo(tmp_path / RESULT_FILE)
-    assert read_result(tmp_path) is None
 
 
 def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:

@@ -56,20 +56,10 @@ def test_a_planted_count_is_not_believed(planted: str, node: int) -> None:
     assert agree_on_highest(group(store, node), "restarts", 2, 3) == 2
 
 
-def test_nonsense_where_the_nodes_meet_does_not_end_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def meet(self: Any, worker_group: Any) -> None:
-        calls.append(worker_group)
-        json.loads("no json" if len(calls) < 3 else "{}")
-
-    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", meet)
-    supervisor()._rendezvous(SimpleNamespace(group_world_size=1))
-    assert len(calls) == 3
-    calls.clear()
+def test_nonsense_where_the_nodes_meet_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", lambda self, worker_group: json.loads("no json"))
     with pytest.raises(RendezvousError, match=r"makes no sense .JSONDecodeError"):
         supervisor(num_nodes=2)._rendezvous(SimpleNamespace(group_world_size=1))
-    assert len(calls) == 1, "the other nodes do not come again"
 
 
 def test_what_others_have_said_is_shown_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:

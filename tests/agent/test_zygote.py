@@ -166,36 +166,6 @@ def test_the_programs_own_modules_are_imported_by_each(zygote: Zygote, tmp_path:
         assert run(zygote, tmp_path, script) == (0, f"{value}\n")
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_it_starts_processes_of_its_own(zygote: Zygote, tmp_path: Path, method: str) -> None:
-    code = """
-        import multiprocessing, os, pickle, sys
-        import torch
-        from torch.utils.data import DataLoader, Dataset
-
-        class Data(Dataset):
-            def __len__(self):
-                return 4
-            def __getitem__(self, i):
-                return torch.tensor([i, os.getpid()])
-
-        def work(x):
-            return x + 1
-
-        if __name__ == "__main__":
-            method = sys.argv[1]
-            assert type(pickle.loads(pickle.dumps(Data()))) is Data
-            with multiprocessing.get_context(method).Pool(2) as pool:
-                print(pool.map(work, [1, 2]))
-            loader = DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context=method)
-            batches = list(loader)
-            print([b[:, 0].tolist() for b in batches], os.getpid() in torch.cat(batches)[:, 1])
-    """
-    script = write(tmp_path, code)
-    assert run(zygote, tmp_path, script, method) == (0, "[2, 3]\n[[0, 1], [2, 3]] False\n")
-
-
 # --- a child of the agent ---
 
 WAIT = "import time; print('up', flush=True); time.sleep(3600)"
@@ -242,10 +212,6 @@ def test_zygote_and_workers_end_with_a_killed_agent(tmp_path: Path) -> None:
     assert len(pids) == 2
     for pid in pids:
         wait_until(lambda pid=pid: process_state(pid) in ("", "Z"), "end of the process")
-
-
-def test_the_terminals_interrupt_is_not_for_the_zygote(zygote: Zygote) -> None:
-    assert os.getsid(zygote.pid) == zygote.pid != os.getsid(0)
 
 
 @pytest.mark.drill
@@ -360,7 +326,7 @@ def test_it_imports_what_workers_have_imported(tmp_path: Path, installed: Path) 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", SPOILERS)
-def test_an_import_that_cannot_be_shared_is_left_to_the_workers(tmp_path: Path, installed: Path, name: str) -> None:
+def test_an_import_that_cannot_be_shared_is_a_problem(tmp_path: Path, installed: Path, name: str) -> None:
     write(installed, SPOILERS[name], "spoiler.py")
     write(installed, "", "before.py")
     write(installed, "", "behind.py")
@@ -368,15 +334,12 @@ def test_an_import_that_cannot_be_shared_is_left_to_the_workers(tmp_path: Path, 
     script = write(tmp_path, "import sys; print(*(n in sys.modules for n in ('before', 'spoiler', 'behind')))")
     found = ready(Zygote([sys.executable, "-u", str(script)], env))
     try:
-        first = found.pid
         found.preload(["before", "spoiler", "behind"])
-        # One that only fails has done no harm: what stands behind it is imported.
-        expected = "True False True\n" if name == "fails" else "True False False\n"
-
-        def done() -> bool:
-            return found.is_ready() and run(found, tmp_path, script, env={**env, "RANK": "1"})[1] == expected
-
-        wait_until(done, "another zygote", READY_S)
-        assert not found.problem and (found.pid == first) == (name == "fails")
+        if name == "fails":  # that has done no harm
+            want = "True False True\n"
+            wait_until(lambda: run(found, tmp_path, script, env=env)[1] == want, "the imports", READY_S)
+        else:
+            wait_until(lambda: bool(found.problem), "the import", READY_S)
+            assert "importing spoiler" in found.problem
     finally:
         found.close()
