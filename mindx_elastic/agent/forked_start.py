@@ -41,39 +41,40 @@ class ForkedStart:
     """Main thread only. `close` it."""
 
     def __init__(
-        self, shim: Sequence[str], folder: Path, *, num_workers: int, is_on: bool, also_first: bool = False
+        self,
+        shim: Sequence[str],
+        command: Sequence[str],
+        folder: Path,
+        *,
+        num_workers: int,
+        is_on: bool,
+        also_first: bool = False,
     ) -> None:
-        """`shim`: what stands before the workers' own command line. `folder`: where the workers tell what they have
-        imported. `is_on`: whether there is to be a zygote. `also_first`: the first attempt waits for it."""
-        self._shim, self._folder = tuple(shim), folder
+        """`shim`: what stands before the workers' own command line, `command`. `folder`: where the workers tell what
+        they have imported. `is_on`: whether there is to be a zygote. `also_first`: the first attempt waits for it."""
+        self._shim, self._command, self._folder = tuple(shim), tuple(command), folder
         self.num_workers = num_workers
         """Of this node, of the present attempt or the next."""
         self._zygotes_left = _MOST_ZYGOTES if is_on else 0
         self._also_first = is_on and also_first
-        self._command: tuple[str, ...] = ()
         self._zygote: Zygote | None = None
         self._began = 0.0
-        self._has_guards = False
         self._modules: list[str] = []
         self._may_preload = True
         self._said = ""
-        self.num_forked = 0
-        """Of the workers of the last start."""
 
     def prepare(self, number: int) -> None:
-        """Before `start`: wait for imports that are still going on. Those of fresh workers would take longer, if they
-        import torch. Only those that have guards are known to."""
-        if number == 0 or not self._zygotes_left or not self._has_guards:
-            return
-        if self._zygote is None and self.num_workers >= _processors():
-            self._start_zygote()  # one process imports faster than all of them at once
+        """Before `start`: wait for imports that are still going on. Those of fresh workers would take longer. In the
+        first attempt only where that was asked for."""
+        if number == 0 and self._also_first:
+            self._start_zygote()
         if self._zygote is not None:
-            self._zygote.wait(_WAIT_S)
+            self._zygote.wait(_WAIT_S if number else _FIRST_WAIT_S)
 
     @contextmanager
-    def start(self, number: int) -> Iterator[None]:
-        """Within it, torch's start of workers forks them. `number`: of the attempt, from 0."""
-        self._began, self.num_forked = time.monotonic(), 0
+    def start(self) -> Iterator[None]:
+        """Within it, torch's start of workers forks them where that is possible."""
+        self._began = time.monotonic()
         original: Any = getattr(torch_processes, "get_subprocess_handler", None)
         if original is None:  # this torch does it otherwise
             self._zygotes_left = 0
@@ -82,23 +83,19 @@ class ForkedStart:
             return
 
         def handler(*arguments: Any, **more: Any) -> SubprocessHandler:
-            return _Handler(self, number, *arguments, **more)
+            return _Handler(self, *arguments, **more)
 
         torch_processes.get_subprocess_handler = handler
         try:
             yield
         finally:
             torch_processes.get_subprocess_handler = original
-        if self.num_forked:
-            took_ms = (time.monotonic() - self._began) * 1000
-            logger.debug("%d workers forked from the zygote in %.0f ms", self.num_forked, took_ms)
 
     def look(self, statuses: Mapping[int, Status]) -> None:
         """Twice a second while an attempt runs, with the pages: start the zygote once the workers are up, and let it
         import what they have imported."""
-        if not self._zygotes_left or not self._command:
+        if not self._zygotes_left:
             return
-        self._has_guards = self._has_guards or bool(statuses)
         all_up = len(statuses) >= self.num_workers
         if self._zygote is None:
             # The workers' own imports go first.
@@ -125,40 +122,23 @@ class ForkedStart:
     ) -> ForkedWorker | None:
         """The worker, whose whole command line with the shim is given; None: it is to be a fresh process. `hook`: see
         `Zygote.fork`."""
-        if (
-            self._zygote is None or not self._zygote.is_ready() or tuple(command[: len(self._shim)]) != self._shim
-        ):  # numactl stands before it
+        if self._zygote is None or not self._zygote.is_ready():
+            return None
+        if tuple(command[: len(self._shim)]) != self._shim:
+            self._say("another program (numactl) starts the worker's own")
             return None
         try:
             worker = self._zygote.fork(env, command=command[len(self._shim) :], stdout=stdout, stderr=stderr, hook=hook)
         except ZygoteError as error:
             self._say(str(error))
             return None
-        self.num_forked += 1
+        logger.debug("process %d is forked from the zygote", worker.pid)
         return worker
 
     @property
     def is_starting(self) -> bool:
         """Whether the zygote still imports: it will be able to fork soon."""
         return self._zygote is not None and not self._zygote.is_ready() and not self._zygote.problem
-
-    def is_for(self, number: int, command: Sequence[str]) -> bool:
-        """Whether the worker with this whole command line is to be forked in the attempt `number`, from 0. The first
-        worker of all waits for the imports then."""
-        if number > 0:
-            return True
-        if self._also_first and not self._command:
-            self.learn(command)
-            if self._command:
-                self._start_zygote()
-                assert self._zygote is not None
-                self._zygote.wait(_FIRST_WAIT_S)
-        return self._also_first
-
-    def learn(self, command: Sequence[str]) -> None:
-        """The command line of a worker that is started fresh."""
-        if tuple(command[: len(self._shim)]) == self._shim:
-            self._command = tuple(command[len(self._shim) :])
 
     def close(self) -> None:
         """At the agent's end."""
@@ -185,22 +165,11 @@ class ForkedStart:
 class _Handler(SubprocessHandler):
     """Torch's, with a worker that is forked where that is possible."""
 
-    def __init__(self, forks: ForkedStart, number: int, *arguments: Any, **more: Any) -> None:
-        self._forks, self._number = forks, number
+    def __init__(self, forks: ForkedStart, *arguments: Any, **more: Any) -> None:
+        self._forks = forks
         super().__init__(*arguments, **more)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        if self._forks.is_for(self._number, args):
-            outputs = ["" if file is None else file.fileno() for file in (self._stdout, self._stderr)]
-            worker: Any = self._forks.fork(args, env, *outputs)
-            if worker is not None:
-                return worker  # type: ignore[no-any-return]
-        self._forks.learn(args)
-        return super()._popen(args, env)
-
-
-def _processors() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except OSError:
-        return 1
+        outputs = ["" if file is None else file.fileno() for file in (self._stdout, self._stderr)]
+        worker: Any = self._forks.fork(args, env, *outputs)
+        return super()._popen(args, env) if worker is None else worker

@@ -301,6 +301,7 @@ def _make_supervisor(
     zygote = Settings.from_env().zygote or ("first" if plan.options.in_place else "1")
     forks = ForkedStart(
         shim,
+        plan.command,
         folder.path,
         num_workers=config.nproc_per_node,
         is_on=zygote == "first"

@@ -424,7 +424,7 @@ class Supervisor(LocalElasticAgent):
         with self._inbox.interrupting():
             self._forks.prepare(self._number)
         try:
-            with self._forks.start(self._number):
+            with self._forks.start():
                 ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._inbox.install()  # torch has just put its own handlers there
