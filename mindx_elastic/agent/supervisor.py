@@ -125,8 +125,6 @@ class Supervisor(LocalElasticAgent):
         self._barrier: ExitBarrier | None = None
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
-        self._has_run = False
-        self._runs = False  # between the start of an attempt's workers and the end of the last one
         self._shutdown_timeout = math.ceil(options.grace_s)
         self._error_files: dict[int, str] = {}
 
@@ -191,11 +189,46 @@ class Supervisor(LocalElasticAgent):
         if self._num_nodes > 1:
             interval = group.spec.monitor_interval
             membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
-        barrier = ExitBarrier(group.store, node=node, num_nodes=num_nodes) if num_nodes > 1 else None
-        self._barrier = barrier
+        self._barrier = ExitBarrier(group.store, node=node, num_nodes=num_nodes) if num_nodes > 1 else None
+        attempt = self._begin_attempt(membership, node)
+        try:
+            self.ending = attempt.run()
+            if self.ending.outcome == "finished" and self._barrier is not None:
+                self.ending = self._end_with_others(self._barrier, membership)
+        finally:
+            if self._replacements is not None:
+                self._replacements.close()
+            self._note_arenas(attempt.workers.last_statuses())
+            attempt.workers.close()
+            if membership is not None:
+                membership.stop()
+        self.ledger.end_attempt(attempt, self.ending)
+        self._note_progress(attempt.workers.last_statuses(), at_end=True)
+        if self._shrinking is not None:
+            self._shrinking.end_attempt(attempt, self.ending, self.arenas)
+        self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
+        return attempt
+
+    def _begin_attempt(self, membership: Membership | None, node: int) -> Attempt:
+        """The workers run."""
+        group, shrinking = self._worker_group, self._shrinking
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
         workers = Workers({ranks[i]: h.proc for i, h in handlers.items()}, self._folder.path, self._error_of)
+        world_size = group.workers[0].world_size
+        self._stop_files.faults.world_size = world_size
+        self._hang.reset()
+        self.ledger.start_attempt(
+            self._number,
+            world_size=world_size,
+            num_workers=len(ranks),
+            node=node,
+            restarts=self._restarts.total,
+            full_size=None if shrinking is None else shrinking.places.count,
+            why_fewer="" if shrinking is None else shrinking.reason,
+        )
+        if shrinking is not None:
+            shrinking.begin_attempt()
         context = AttemptContext(
             folder=self._folder,
             inbox=self._inbox,
@@ -208,40 +241,9 @@ class Supervisor(LocalElasticAgent):
             stacks=self._options.run_dir / "stacks",
             recovery=self._make_recovery,
             on_look=self._look,
-            **({} if self._shrinking is None else {"late": self._shrinking.late}),
+            **({} if shrinking is None else {"late": shrinking.late}),
         )
-        self._stop_files.faults.world_size = group.workers[0].world_size
-        self._hang.reset()
-        attempt = Attempt(workers, context, number=self._number)
-        self.ledger.start_attempt(
-            self._number,
-            world_size=group.workers[0].world_size,
-            num_workers=len(ranks),
-            node=node,
-            restarts=self._restarts.total,
-            full_size=None if self._shrinking is None else self._shrinking.places.count,
-            why_fewer="" if self._shrinking is None else self._shrinking.reason,
-        )
-        if self._shrinking is not None:
-            self._shrinking.begin_attempt()
-        try:
-            self.ending = attempt.run()
-            if self.ending.outcome == "finished" and barrier is not None:
-                self.ending = self._end_with_others(barrier, membership)
-            self._runs = False
-        finally:
-            if self._replacements is not None:
-                self._replacements.close()
-            self._note_arenas(workers.last_statuses())
-            workers.close()
-            if membership is not None:
-                membership.stop()
-        self.ledger.end_attempt(attempt, self.ending)
-        self._note_progress(workers.last_statuses(), at_end=True)
-        if self._shrinking is not None:
-            self._shrinking.end_attempt(attempt, self.ending, self.arenas)
-        self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
-        return attempt
+        return Attempt(workers, context, number=self._number)
 
     def _end_with_others(self, barrier: ExitBarrier, membership: Membership | None) -> Ending:
         """This node's ranks have finished: how the attempt has ended for all nodes."""
@@ -350,15 +352,9 @@ class Supervisor(LocalElasticAgent):
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
 
     def note_error(self, error: Exception) -> None:
-        """The agent itself has failed: that is how it all ended. Says what had been started by then."""
-        if self._runs:
-            started = f"the workers of attempt {self._number} were running and have been ended"
-        elif self._has_run:
-            started = f"all workers of attempt {self._number} had ended"
-        else:
-            started = "no worker has run" if self._number >= 0 else "no worker was started"
+        """The agent itself has failed: that is how it all ended."""
         what = f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
-        self.ending = Ending(outcome="failed", code=1, cause=f"an error of the agent ({what}); {started}")
+        self.ending = Ending(outcome="failed", code=1, cause=f"an error of the agent ({what})")
 
     def _result(self, attempt: Attempt | None) -> RunResult:
         """What torch's own bookkeeping wants to know."""
@@ -428,7 +424,6 @@ class Supervisor(LocalElasticAgent):
                 ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._inbox.install()  # torch has just put its own handlers there
-        self._runs = self._has_run = True
         self._error_files = dict(getattr(self._pcontext, "error_files", {}))
         return ids
 

@@ -265,15 +265,8 @@ def test_workers_do_not_outlive_a_killed_agent() -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(
-    ("where", "started"),
-    [
-        ("before", "no worker was started"),
-        pytest.param("starting", "no worker has run", marks=pytest.mark.drill),
-        ("run", "the workers of attempt 0 were running and have been ended"),
-    ],
-)
-def test_an_agent_that_fails_says_what_it_had_started(where: str, started: str) -> None:
+@pytest.mark.parametrize("where", ["before", "starting", "run"])
+def test_an_agent_that_fails_leaves_nothing(where: str) -> None:
     options = ["--nproc-per-node", "2", "--event-log-handler", "console", "--run-dir", "mindx-run", "--grace", "3"]
     with start_job("broken_agent.py", where, *options, JOBS / PLAIN, "ignore") as job:
         if where == "run":
@@ -281,7 +274,7 @@ def test_an_agent_that_fails_says_what_it_had_started(where: str, started: str) 
             Path("break").touch()
         job.expect(1)
     assert job.matches("^RuntimeError: broken by the test"), "with a traceback: it is an error of ours"
-    said = rf"an error of the agent \(RuntimeError: broken by the test\); {started}"
+    said = r"an error of the agent \(RuntimeError: broken by the test\)"
     assert job.matches(rf"ERROR the job has failed: {said}; exit code 1")
     end = events(Path("mindx-run"), "agent_end")
     assert [(each["exit_code"], bool(re.fullmatch(said, each["reason"]))) for each in end] == [(1, True)]
