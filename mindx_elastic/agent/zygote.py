@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY
-from mindx_elastic.core.posix import open_pidfd, read_stat
+from mindx_elastic.core.posix import read_stat
 
 __all__ = [
     "IMPORT_VARIABLES",
@@ -62,8 +62,7 @@ WORKER_DEFAULTS: Mapping[str, str] = {
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _FORK_S = 10.0
 """A fork takes milliseconds; one that takes so long never comes."""
-_POLL_S = 0.02
-_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_POLL_S = 0.005
 
 
 class ZygoteError(RuntimeError):
@@ -96,13 +95,7 @@ class ForkedWorker:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            try:
-                fd = open_pidfd(self.pid)
-            except OSError:  # an old kernel or a sandbox
-                time.sleep(_POLL_S)
-                continue
-            select.select([fd], [], [], left)
-            os.close(fd)
+            time.sleep(_POLL_S)
         assert self.returncode is not None
         return self.returncode
 
@@ -332,22 +325,13 @@ class Zygote:
 
 
 def _split(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The interpreter with its options, and the script or ``-m`` with the arguments; the latter empty where the command
-    is none that can be forked."""
-    if not command or command[0] != sys.executable:
-        return list(command), []
-    index = 1
-    while index < len(command) and command[index].startswith("-") and command[index] not in ("-", "-m"):
-        word = command[index]
-        if word in _WITH_VALUE:
-            index += 1
-        elif word.startswith("-") and not word.startswith(("--", "-W", "-X")) and set(word[1:]) & set("cimxhVQ?"):
-            return list(command), []
-        index += 1
+    """The interpreter with its option (-u, from torch), and the script or ``-m`` with the arguments; the latter empty
+    where the command is none that can be forked."""
+    index = 2 if list(command[1:2]) == ["-u"] else 1
     script = list(command[index:])
-    if not script or script[0] == "-" or (script[0] == "-m" and len(script) < 2):
-        return list(command), []
-    if script[0] != "-m" and not _is_source(Path(script[0])):
+    is_script = bool(script) and not script[0].startswith("-") and _is_source(Path(script[0]))
+    is_module = script[:1] == ["-m"] and len(script) > 1
+    if list(command[:1]) != [sys.executable] or not (is_script or is_module):
         return list(command), []
     return list(command[:index]), script
 

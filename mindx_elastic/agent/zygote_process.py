@@ -284,7 +284,7 @@ def _begin(agent: int, descriptors: Sequence[int], imports: Imports) -> tuple[ty
     for target, fd in enumerate(descriptors[1:]):
         os.dup2(fd, target)
         os.close(fd)
-    _open_streams()
+    _adjust_streams()
     time.tzset()
     sys.orig_argv = [*request["interpreter"], *command]
     _show(sys.orig_argv)
@@ -324,33 +324,12 @@ def _read_json(stream: socket.socket) -> Any:
     return json.loads(b"".join(parts))
 
 
-def _open_streams() -> None:
-    """As the interpreter does at its start. The objects stay the same, since log handlers hold them.
-
-    `sitecustomize` or an import may have put others in their place, mostly around the first ones: what is no text file
-    on the descriptor itself stays as it is, and writes into the new file all the same.
-    """
-    streams = ((0, sys.stdin, sys.__stdin__), (1, sys.stdout, sys.__stdout__), (2, sys.stderr, sys.__stderr__))
-    for target, now, first in streams:
-        for stream in (first,) if now is first else (first, now):
-            with suppress(OSError, ValueError):  # detached, closed, or in memory
-                if isinstance(stream, io.TextIOWrapper) and stream.fileno() == target:
-                    _open_stream(stream, target)
-
-
-def _open_stream(stream: io.TextIOWrapper, target: int) -> None:
-    mode = "wb" if target else "rb"
-    is_unbuffered = stream.write_through  # -u or PYTHONUNBUFFERED
-    is_raw = is_unbuffered and mode == "wb"
-    name, encoding, errors = stream.name, stream.encoding, stream.errors
-    buffer: Any = open(target, mode, buffering=0 if is_raw else -1, closefd=False)  # noqa: SIM115
-    raw = buffer if is_raw else buffer.raw
-    raw.name = name
-    lines = not is_unbuffered and (target == 2 or raw.isatty())
-    stream.__init__(  # type: ignore[misc]
-        buffer, encoding, errors, "\n", line_buffering=lines, write_through=is_unbuffered
-    )
-    stream.mode = mode[0]  # type: ignore[misc]
+def _adjust_streams() -> None:
+    """Buffer as the interpreter does at its start: it was begun with other files. The objects stay the same, since log
+    handlers hold them, and so does what `sitecustomize` or an import has put in their place."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if isinstance(stream, io.TextIOWrapper) and not stream.write_through:  # -u or PYTHONUNBUFFERED
+            stream.reconfigure(line_buffering=stream is sys.__stderr__ or stream.isatty())
 
 
 def _show(command: Sequence[str]) -> None:
