@@ -234,7 +234,6 @@ class Ledger:
 
     def look(self, statuses: Mapping[int, Status]) -> None:
         """What the pages say while the attempt runs: from where it went on, and when it got further."""
-        self._look_at_pause(statuses)
         if len(statuses) < self._num_workers:
             return
         if not self._resumed and all(status.entered_ns for status in statuses.values()):
@@ -270,8 +269,8 @@ class Ledger:
         if own:
             self._directories[own] = None
 
-    def _look_at_pause(self, statuses: Mapping[int, Status]) -> None:
-        """Whether the ranks wait by command (`agent.pausing`)."""
+    def look_at_pause(self, statuses: Mapping[int, Status]) -> None:
+        """Whether the ranks, which live, wait by command (`agent.pausing`)."""
         order = who_waits(statuses)
         if order == self._wait_order:
             return

@@ -445,6 +445,7 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, statuses: Mapping[int, Status]) -> str:
         self.ledger.look(statuses)
+        self.ledger.look_at_pause(statuses)
         self._note_arenas(statuses)
         self._note_progress(statuses)
         self._forks.look(statuses)

@@ -64,7 +64,8 @@ def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, script: tup
         with ExitStack() as plain:
             undisturbed = Nodes(plain, tmp_path / "plain", 2, 1, "--epochs", 2, script=name)
             undisturbed.expect(0)
-        assert {**other.hashes(), **new.hashes()} == undisturbed.end[0], nodes.report()
+        # What the lost node alone had (its random numbers) begins anew where the end was saved, and a warning says so.
+        assert other.hashes().items() <= undisturbed.end[0].items(), nodes.report()
 
 
 @drill
