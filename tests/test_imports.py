@@ -35,7 +35,6 @@ JOINERS = {
 PURE = [
     *(
         "agent/hang.py",
-        "agent/pausing.py",
         "agent/places.py",
         "agent/restarts.py",
         "agreement/stop_step.py",
