@@ -169,6 +169,8 @@ class Attempt:
     def _look(self) -> None:
         self._after(_LOOK_S, self._look)
         statuses = self.workers.statuses()
+        if self._recovery is not None:
+            self.workers.look_for_early_signs()
         wanted = self._context.on_look(statuses)
         if self.stop is not None or self._signum is not None:
             return

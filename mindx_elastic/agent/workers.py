@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import members_of, open_pidfd, read_stat
+from mindx_elastic.core.posix import killed_by, members_of, open_pidfd, read_stat, thread_pidfds
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
 from mindx_elastic.guard.agent_link import STACK_SIGNAL
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
@@ -82,11 +82,21 @@ class Workers:
         self._pages, self._error_of = pages, error_of
         self._sent: dict[int, set[int]] = {rank: set() for rank in processes}
         self._fds: dict[int, int] = {}
+        self._threads: dict[int, int] = {}
+        """Ranks, by descriptors of threads of theirs: see `look_for_early_signs`."""
+        self._dying: list[Process] = []
+        """Noticed already, and not gone yet."""
         self._remains: dict[int, _Remains] = {}
         """What ended workers have left, by session, which is the worker's process id."""
         for rank, process in processes.items():
             with suppress(OSError):  # an old kernel or a sandbox; then it is polled
                 self._fds[rank] = open_pidfd(process.pid)
+
+    def look_for_early_signs(self) -> None:
+        """Now and then: from here on notice a death by a signal when it is certain (see `core.posix.thread_pidfds`),
+        and not only when the process has given its memory back. For those whose successor waits for what it needs."""
+        for rank in self.live.keys() - set(self._threads.values()):
+            self._threads |= dict.fromkeys(thread_pidfds(self.live[rank].pid), rank)
 
     def wait(self, timeout_s: float, other_fds: Iterable[int] = ()) -> list[WorkerExit]:
         """Sleep until a worker ends, one of `other_fds` is readable or the time is over; the workers that ended."""
@@ -95,20 +105,35 @@ class Workers:
         if len(self._fds) < len(self.live):
             timeout_s = min(timeout_s, _NO_PIDFD_POLL_S)
         poll = select.poll()
-        for fd in [*other_fds, *(fd for rank, fd in self._fds.items() if rank in self.live)]:
+        for fd in [*other_fds, *(fd for rank, fd in self._fds.items() if rank in self.live), *self._threads]:
             poll.register(fd, select.POLLIN)
-        poll.poll(max(0.0, timeout_s) * 1000)
-        ended = [rank for rank in self.live if self._has_ended(rank)]
-        self._note_remains(ended)
-        found = [end for rank in ended if (end := self._reap(rank)) is not None]
+        ready = poll.poll(max(0.0, timeout_s) * 1000)
+        self._dying = [process for process in self._dying if process.poll() is None]
+        dying = self._early_deaths([fd for fd, _ in ready if fd in self._threads])
+        ended = [rank for rank in self.live if rank in dying or self._has_ended(rank)]
+        self._note_remains(ended, dying)
+        found = [end for rank in ended if (end := self._reap(rank, dying.get(rank, 0))) is not None]
         self._end_remains()
         # A killed worker has not died of the others' failure, but they may have died of its.
         found.sort(key=lambda end: (end.code >= 0, end.rank))
         self.exits = [*self.exits, *found]
         return found
 
+    def _early_deaths(self, fds: list[int]) -> dict[int, int]:
+        """Rank to signal, of those of which a thread has ended. A thread may also end by itself."""
+        found = {}
+        for fd in fds:
+            rank = self._threads.pop(fd)
+            os.close(fd)
+            if rank not in found and rank in self.live and (signum := killed_by(self.live[rank].pid)):
+                found[rank] = signum
+        return found
+
     def _take_out(self, rank: int) -> Process:
         """Wait for its process no more."""
+        for fd in [fd for fd, whose in self._threads.items() if whose == rank]:
+            del self._threads[fd]
+            os.close(fd)
         if rank in self._fds:
             os.close(self._fds.pop(rank))
         return self.live.pop(rank)
@@ -121,7 +146,7 @@ class Workers:
         except ChildProcessError:  # reaped elsewhere; Popen knows, or takes it for 0
             return True
 
-    def _note_remains(self, ended: list[int]) -> None:
+    def _note_remains(self, ended: list[int], dying: Collection[int]) -> None:
         """What is left in the sessions of workers that have ended. They are not reaped yet: until then, and as long as
         anything is left, the number of a session is not used again.
 
@@ -130,7 +155,7 @@ class Workers:
         """
         for rank in ended:
             pid = self.live[rank].pid
-            killed = self._was_killed(rank)
+            killed = rank in dying or self._was_killed(rank)
             if killed:
                 self._kill_group(pid)
             grace_s = 0.0 if killed else _REMAINS_GRACE_S
@@ -186,9 +211,13 @@ class Workers:
                 return
             time.sleep(0.002)
 
-    def _reap(self, rank: int) -> WorkerExit | None:
+    def _reap(self, rank: int, signum: int) -> WorkerExit | None:
+        """`signum`: what is ending it; 0: it has ended."""
         process = self.live[rank]
         code = process.poll()
+        if code is None and signum:
+            self._dying.append(process)
+            code = -signum
         if code is None:
             return None
         self._take_out(rank)
@@ -262,9 +291,13 @@ class Workers:
     def close(self) -> None:
         """When all have ended. Ends what they have left: the next ones want its devices and ports."""
         self._end_remains(wait=True)
-        for fd in self._fds.values():
+        until = time.monotonic() + _REMAINS_S
+        while any(process.poll() is None for process in self._dying) and time.monotonic() < until:
+            time.sleep(0.002)
+        for fd in (*self._fds.values(), *self._threads):
             os.close(fd)
         self._fds.clear()
+        self._threads.clear()
 
 
 def process_state(pid: int) -> str:

@@ -62,6 +62,30 @@ def until_all_ended(workers: Workers) -> list[WorkerExit]:
     return workers.exits
 
 
+BY_THREADS = (
+    "import threading\n"
+    "stay = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in range(2)]\n"
+    "[thread.start() for thread in stay]\n"
+    "filled = bytearray(b'x') * (300 << 20)\n"  # its end takes a while
+)
+
+
+def test_a_killed_worker_is_noticed_before_it_is_gone(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(BY_THREADS + WAIT), 1: group.start(BY_THREADS + WAIT)}, tmp_path)
+    workers.look_for_early_signs()
+    first, second = (workers.processes[rank] for rank in range(2))
+    os.kill(first.pid, signal.SIGKILL)
+    found: list[WorkerExit] = []
+    while not found:  # its threads end one after the other, and each wakes this one
+        found = workers.wait(FOR_EVER)
+    (end,) = found
+    assert (end.rank, end.pid, end.code) == (0, first.pid, -signal.SIGKILL) and list(workers.live) == [1]
+    workers.send(1, signal.SIGTERM)
+    assert [end.code for end in until_all_ended(workers)] == [-signal.SIGKILL, -signal.SIGTERM]
+    workers.close()
+    assert not any(Path(f"/proc/{process.pid}").exists() for process in (first, second)), "both were waited for"
+
+
 def test_without_pidfds_it_polls(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int) -> int:
         raise OSError("not here")

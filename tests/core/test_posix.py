@@ -196,6 +196,15 @@ def test_the_end_of_a_thread_is_no_death(threaded: subprocess.Popen[str]) -> Non
     assert killed_by(threaded.pid) == 0  # /proc gives the number of the signal that has stopped it
 
 
+@watches_threads
+def test_an_exit_is_no_death_by_a_signal(threaded: subprocess.Popen[str]) -> None:
+    fds = thread_pidfds(threaded.pid)
+    _tell(threaded, "os._exit(9)")
+    _wait_for_one(fds)
+    assert killed_by(threaded.pid) == 0
+    assert threaded.wait() == 9
+
+
 def test_a_new_map_has_its_memory_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store into one that has not is a SIGBUS where the memory file system is full."""
     path = tmp_path / "page"
