@@ -102,6 +102,9 @@ class Workers:
     def statuses(self) -> dict[int, Status]:
         return {rank: page for rank in self.live if (page := self.pages[rank]) is not None}
 
+    def look_for_early_signs(self) -> None:
+        pass
+
     def is_guarded(self, rank: int) -> bool:
         page = self.pages[rank]
         return page is not None and page.phase < WorkerPhase.LEFT
