@@ -108,7 +108,7 @@ class DirectoryLock:
             with suppress(OSError):
                 _control(self._fd, "SETLK", fcntl.F_UNLCK, 0, 0)
                 # Delete the file only with a lock on all of it: then no other process can lock a byte meanwhile.
-                if _lock(self._fd, fcntl.F_WRLCK, 0, 0) and _is_at(self._fd, self._path):
+                if _lock(self._fd, 0, 0) and _is_at(self._fd, self._path):
                     self._path.unlink()
         os.close(self._fd)
         self._fd = -1
@@ -167,14 +167,13 @@ def hold_ranks(
     until = time.monotonic() + patience_s
     try:
         while True:
-            fd, writable = _open(path, owners)
+            fd = _open(path, owners)
             try:
-                kind = fcntl.F_WRLCK if writable else fcntl.F_RDLCK
                 # Retry on the same descriptor: it keeps the bytes that are locked already.
-                while (taken := [rank for rank in wanted if not _lock(fd, kind, rank)]) and time.monotonic() < until:
+                while (taken := [rank for rank in wanted if not _lock(fd, rank)]) and time.monotonic() < until:
                     time.sleep(_RETRY_S)
                 if _is_at(fd, path):
-                    for rank in wanted if writable else ():
+                    for rank in wanted:
                         if rank not in taken:
                             _sign(fd, rank, lasts_s)
                     problem = f"{directory} is in use by {_read(fd, taken[0])}" if taken else ""
@@ -199,16 +198,15 @@ class _Taking:
         self._grace_s, self._joins, self._job = grace_s, joins, job[:_LONGEST_JOB]
         self._began = time.monotonic()
         self._said = False
-        self._writable = True
 
     def run(self) -> DirectoryLock | None:
         pause = _POLL_S[0]
         while True:
-            fd, self._writable = _open(self._path, self._owners)
+            fd = _open(self._path, self._owners)
             try:
                 holder = self._try(fd)
                 if holder is None and _is_at(fd, self._path):
-                    self._sign(fd)
+                    _sign(fd, self._ranks.rank, self._grace_s, self._job)
                     lock, fd = DirectoryLock(fd, self._path), -1
                     return lock
             finally:
@@ -223,22 +221,13 @@ class _Taking:
 
     def _try(self, fd: int) -> Holder | None:
         """Lock this rank's byte. Returns the process that prevents it; None: the byte is locked."""
-        # A read-only file allows shared locks only: they conflict with a job that can write, not with one that cannot.
-        kind = fcntl.F_WRLCK if self._writable else fcntl.F_RDLCK
-        if not _lock(fd, kind, self._ranks.rank):
+        if not _lock(fd, self._ranks.rank):
             return _read(fd, self._ranks.rank)
         if self._ranks.local_rank == 0:  # also wait for the higher ranks of a larger predecessor
             other = _first_held(fd, self._ranks.world_size)
             if other is not None and self._time_left(holder := _read(fd, other)) > 0:
                 return holder
         return None
-
-    def _sign(self, fd: int) -> None:
-        if not self._writable:
-            text = "%s belongs to another user: another job that cannot write to it will not be noticed"
-            logger.warning(text, self._path)
-            return
-        _sign(fd, self._ranks.rank, self._grace_s, self._job)
 
     def _is_ours(self, holder: Holder) -> bool:
         """Whether it is this rank of this very job, on a machine that the job has lost."""
@@ -279,14 +268,10 @@ class _Taking:
         )
 
 
-def _open(path: Path, owners: Owners) -> tuple[int, bool]:
-    """Open the lock file, or create it. Returns the descriptor and whether it can be written to."""
-    writable = True
+def _open(path: Path, owners: Owners) -> int:
+    """Open the lock file, or create it. Only its owner can, and root."""
     try:
         fd = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
-    except PermissionError:
-        fd = open_regular(path)
-        writable = False
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _CannotLockError("is a symbolic link, which is not followed") from None
@@ -300,7 +285,7 @@ def _open(path: Path, owners: Owners) -> tuple[int, bool]:
     if problem is not None:
         os.close(fd)
         raise _CannotLockError(problem)
-    return fd, writable
+    return fd
 
 
 def _sign(fd: int, rank: int, grace_s: float, job: str = "") -> None:
@@ -335,11 +320,11 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _lock(fd: int, kind: int, byte: int, length: int = 1) -> bool:
+def _lock(fd: int, byte: int, length: int = 1) -> bool:
     """Lock `length` bytes (0: all that follow). False: another process holds one of them. Raises OSError where the file
     system has no locks."""
     try:
-        _control(fd, "SETLK", kind, byte, length)
+        _control(fd, "SETLK", fcntl.F_WRLCK, byte, length)
     except OSError as error:
         if error.errno not in _BUSY:
             raise
