@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,23 @@ def fd(tmp_path: Path) -> Iterator[int]:
     number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     yield number
     os.close(number)
+
+
+def test_all_is_written_when_it_has_finished(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, go, written = os.pwrite, threading.Event(), []
+
+    def slow(fd: int, data: memoryview, offset: int) -> int:
+        assert go.wait(60)
+        written.append(offset)
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    blocks = BlockWriter(fd, 0)
+    blocks.put(torch.ones(3 * ALIGNMENT, dtype=torch.uint8))
+    threading.Timer(0.1, go.set).start()
+    blocks.finish()
+    assert written == [0] and (tmp_path / "file").read_bytes() == b"\1" * 3 * ALIGNMENT
+    blocks.close()
 
 
 def test_error_of_the_writing_thread_reaches_the_caller(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
