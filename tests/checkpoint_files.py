@@ -23,8 +23,8 @@ STATE = {
 EPOCH_0 = 1_700_000_000.0  # step n was created n seconds later
 
 
-def write(path: Path, *, step: int = 17, state: object = None, **fields: Any) -> Path:
-    """One checkpoint file (8006 bytes of tensors); keyword arguments replace fields of its `CheckpointInfo`."""
+def info_of(step: int = 17, **fields: Any) -> CheckpointInfo:
+    """Of a file of one rank; `fields` replace others."""
     facts = {
         "run_id": "run-a",
         "world_size": 1,
@@ -38,8 +38,13 @@ def write(path: Path, *, step: int = 17, state: object = None, **fields: Any) ->
         "created": EPOCH_0 + step,
         "torch_version": "2.6.0",
     }
+    return CheckpointInfo(**{**facts, **fields})
+
+
+def write(path: Path, *, step: int = 17, state: object = None, **fields: Any) -> Path:
+    """One checkpoint file (8006 bytes of tensors); keyword arguments replace fields of its `CheckpointInfo`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(path, STATE if state is None else state, CheckpointInfo(**{**facts, **fields}))
+    write_checkpoint(path, STATE if state is None else state, info_of(step, **fields))
     return path
 
 

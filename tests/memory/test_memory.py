@@ -22,7 +22,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.memory import memory as memory_module
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.memory import Memory, open_memory
-from mindx_elastic.persist.format import CheckpointInfo, read_header
+from mindx_elastic.persist.format import read_header
 from tests.guarded import Job, no_traces, plain_environment
 
 
@@ -70,16 +70,9 @@ class Training:
             },
         )
 
-    def reach(self, step: int) -> CheckpointInfo:
+    def reach(self, step: int) -> None:
         self.gate.pass_boundary(lambda: self.collector.copy(Position(step, 1, step, 10)))
         self.memory.at_boundary(step)
-        return self.info(step)
-
-    def info(self, step: int) -> CheckpointInfo:
-        fields: dict[str, Any] = {"run_id": "run-a", "world_size": 1, "rank": 0, "step": step, "epoch": 1}
-        return CheckpointInfo(
-            **fields, step_in_epoch=step, batch_num=10, reason="snapshot", kind="snapshot", created=1.0
-        )
 
 
 def steps(place: Place) -> set[int]:

@@ -14,10 +14,9 @@ from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.memory import snapshots
 from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
 from mindx_elastic.memory.snapshots import adopt_slots, copy_snapshot, lay_out, seal_slot
-from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import map_checkpoint, read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
-from tests.checkpoint_files import STATE
+from tests.checkpoint_files import STATE, info_of
 from tests.persist.states import assert_same, states
 
 STAGES = ["wiped", "reserved", "copying", "copied", "headed", "committed"]
@@ -26,23 +25,6 @@ LAYOUT = {"model.weight": {"shape": [2000], "offsets": [0]}}
 
 class KilledError(Exception):
     """Stands for a process that ends here; `tests/system/test_killed.py` does it for real."""
-
-
-def info(step: int, attempt: int = 0) -> CheckpointInfo:
-    return CheckpointInfo(
-        run_id="run-a",
-        world_size=1,
-        rank=0,
-        step=step,
-        epoch=1,
-        step_in_epoch=step,
-        batch_num=100,
-        reason="snapshot",
-        kind="snapshot",
-        created=1.7e9,
-        attempt=attempt,
-        torch_version="2.6.0",
-    )
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -71,7 +53,7 @@ class Job:
             if stage == die_at:
                 raise KilledError(stage)
 
-        snapshot = lay_out(state_of(step) if state is None else state, info(step), options.pop("layout", None))
+        snapshot = lay_out(state_of(step) if state is None else state, info_of(step), options.pop("layout", None))
         try:
             return copy_snapshot(self.arena, snapshot, self.arena.newest().sequence + 1, at=at, **options)
         finally:
@@ -115,7 +97,7 @@ def test_a_sealed_slot_is_the_file_that_a_save_writes(job: Job, tmp_path: Path, 
     assert seal_slot(job.arena, index)
     record = job.arena.record(0)
     assert (record.state, record.step, record.sequence) == (SlotState.SEALED, 3, 1)
-    write_checkpoint(tmp_path / "saved.safetensors", state_of(3), info(3), layout=layout)
+    write_checkpoint(tmp_path / "saved.safetensors", state_of(3), info_of(3), layout=layout)
     assert job.path(0).read_bytes() == (tmp_path / "saved.safetensors").read_bytes()
     assert record.nbytes == job.path(0).stat().st_size
 

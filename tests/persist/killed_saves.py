@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.persist import writer
-from mindx_elastic.persist.format import CheckpointInfo
+from tests.checkpoint_files import info_of
 
 NAMES = ("x.safetensors", "also.safetensors")
 POINTS = {
@@ -46,20 +46,8 @@ POINTS = {
 
 def save(folder: Path, step: int) -> None:
     state = {"big": torch.full((3 << 20,), step, dtype=torch.float32), "small": torch.tensor(step)}  # 12 MiB: 3 blocks
-    info = CheckpointInfo(
-        run_id="run",
-        world_size=1,
-        rank=0,
-        step=step,
-        epoch=1,
-        step_in_epoch=step,
-        batch_num=9,
-        reason="test",
-        kind="periodic",
-        created=0.0,
-    )
     path, also = (folder / name for name in NAMES)
-    writer.write_checkpoint(path, state, info, also=[also])
+    writer.write_checkpoint(path, state, info_of(step), also=[also])
 
 
 def kill_at(where: Any, name: str, after: int, which: int) -> None:

@@ -29,23 +29,13 @@ from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import DATA_ALIGNMENT, NO_DIGEST, CheckpointInfo, draft_header, read_header
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
+from tests.checkpoint_files import info_of
 from tests.persist.states import DTYPES, bits, tensor_of
 
-INFO = CheckpointInfo(
-    run_id="run-ä",
-    world_size=4,
-    rank=1,
-    step=17,
-    epoch=2,
-    step_in_epoch=7,
-    batch_num=10,
-    reason='exception: ValueError: "x"',
-    kind="breakpoint",
-    created=1_700_000_000.25,
-    coordinates={"dp": 1},
-    append_info=[{"epoch_num": 2}, None],
-    torch_version="2.6.0",
-)
+INFO = info_of(
+    run_id="run-ä", world_size=4, rank=1, reason='exception: ValueError: "x"', kind="breakpoint",
+    created=1_700_000_000.25, coordinates={"dp": 1}, append_info=[{"epoch_num": 2}, None],
+)  # fmt: skip
 STATE = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "n": 3, "e": torch.empty(0, 2)}
 no_reset = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 

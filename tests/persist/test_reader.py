@@ -12,23 +12,13 @@ from safetensors.torch import save_file
 
 from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist import reader
-from mindx_elastic.persist.format import CheckpointInfo, read_header
+from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import read_checkpoint, verify_file
 from mindx_elastic.persist.writer import write_checkpoint
+from tests.checkpoint_files import info_of
 from tests.persist.states import assert_same
 
-INFO = CheckpointInfo(
-    run_id="run",
-    world_size=1,
-    rank=0,
-    step=17,
-    epoch=2,
-    step_in_epoch=7,
-    batch_num=10,
-    reason="periodic",
-    kind="periodic",
-    created=1.0,
-)
+INFO = info_of(reason="periodic")
 
 
 def make_state() -> dict[str, Any]:

@@ -24,21 +24,11 @@ from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.reader import read_checkpoint, verify_file
 from mindx_elastic.persist.writer import previous_path, write_checkpoint
+from tests.checkpoint_files import info_of
 from tests.harness import no_descriptor_left
 from tests.persist.states import assert_same, states
 
-INFO = CheckpointInfo(
-    run_id="run",
-    world_size=2,
-    rank=1,
-    step=17,
-    epoch=2,
-    step_in_epoch=7,
-    batch_num=10,
-    reason="SIGTERM",
-    kind="breakpoint",
-    created=1.0,
-)
+INFO = info_of(world_size=2, rank=1, kind="breakpoint", created=1.0, torch_version="")
 STATE = {"w": torch.arange(3000.0), "n": 3}
 
 
