@@ -9,7 +9,7 @@ modules that are imported, and nothing is imported or run for them.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,8 +36,10 @@ def snapshot(value: Any, place: str) -> Any:
 
     def of_others(leaf: Any) -> Any:
         kind = type(leaf)
-        if kind in (set, frozenset) or kind.__module__ == "numpy":  # what is in a set is immutable
-            return leaf
+        if kind in (set, frozenset):
+            return kind(map(copied, leaf))
+        if kind.__module__ == "numpy":
+            return leaf.copy() if hasattr(leaf, "dtype") else leaf
         if issubclass(kind, GENERATORS) and (generator := generator_adapter(place, leaf)) is not None:
             return {MARK: _GENERATOR, "state": copied(generator.state_dict())}
         known = stand_in(leaf, copied, also=GENERATORS)
@@ -77,14 +79,11 @@ def put_back(live: Any, saved: Any, place: str) -> Any:
             live.extend(items)
             return live
         return deque(items, saved.maxlen)
-    if kind in (dict, OrderedDict, Counter):
+    if kind in (dict, OrderedDict, Counter, defaultdict):
         pairs = {key: put_back(_get(live, key), item, f"{place}.{key}") for key, item in saved.items()}
-        if isinstance(live, dict):
-            live.clear()
-            live.update(pairs)  # in the saved order
-            made = live
-        else:
-            made = kind(pairs)
+        made = live if isinstance(live, dict) else saved.copy()
+        made.clear()
+        made.update(pairs)  # in the saved order
         if kind is OrderedDict and isinstance(made, OrderedDict) and "_metadata" in vars(saved):
             made._metadata = put_back(None, vars(saved)["_metadata"], place)  # type: ignore[attr-defined]
         return made

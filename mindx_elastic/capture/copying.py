@@ -26,11 +26,12 @@ __all__ = [
 ]
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_WITH_COPY = frozenset((set, Counter, bytearray, np.ndarray))
+_WITH_COPY = frozenset((Counter, bytearray, np.ndarray))
 
 
 def _as_it_is(value: Any) -> Any:
-    return value.detach().clone() if issubclass(type(value), torch.Tensor) else value
+    kind = type(value)
+    return value.detach().clone() if issubclass(kind, torch.Tensor) else value.copy() if kind is set else value
 
 
 def _stand_in(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -136,6 +136,8 @@ def test_buffers_that_are_not_persistent_are_kept_however_they_change(size: int)
         ({"b": 1, "a": [1, {"c": 2}]}, {"a": 0, "z": 1}, lambda v: v["a"][1].update(c=9)),
         (deque([1, (2, 3)], 4), deque(maxlen=4), lambda v: v.append(5)),
         (Counter("aab"), Counter(), lambda v: v.update("c")),
+        (defaultdict(list, a=[1]), defaultdict(list), lambda v: v["b"].append(2)),
+        ({"d": defaultdict(list, a=[1])}, {}, lambda v: v["d"]["b"].append(2)),
         (OrderedDict(b=1, a=2), OrderedDict(a=1), lambda v: v.move_to_end("b")),
         ({3, 4}, set(), lambda v: v.add(5)),
         (np.arange(4), np.zeros(4, int), lambda v: v.__setitem__(0, 9)),

@@ -177,7 +177,7 @@ def _in_place(now: Any, value: Any) -> Any:
     if type(now) is list and type(value) is list:
         now[:] = value
         return now
-    if type(now) in (dict, defaultdict) and type(value) is dict:  # the factory of the latter is code
+    if type(now) in (dict, defaultdict) and type(value) in (dict, defaultdict):  # the factory of the latter is code
         now.clear()
         now.update(value)
         return now
