@@ -16,7 +16,7 @@ import pytest
 
 from mindx_elastic.cli.scripts import split_line
 from tests.harness import JOBS, Job, children, run_command, wait_until
-from tests.prove.started import is_gone
+from tests.prove.test_runs import is_gone
 from tests.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]

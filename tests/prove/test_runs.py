@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.core.posix import start_ticks
+from mindx_elastic.core.posix import read_stat, start_ticks
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import MAKER_FILE, make_user_folder
 from mindx_elastic.prove.control import read_control
 from mindx_elastic.prove.runs import Command, Runs
-from tests.prove.started import ROOT
+from tests.harness import wait_until
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +55,20 @@ def test_a_run_has_places_of_its_own_and_none_of_a_job_around_it(
     assert not folder.exists() and not list(memory.iterdir())
 
 
-def test_a_run_that_does_nothing_is_ended(tmp_path: Path) -> None:
-    command = write(tmp_path, "import time\nprint('it waits')\ntime.sleep(3600)\n")
+def is_gone(pid: int) -> bool:
+    """A zombie counts as gone: its parent may not have looked yet."""
+    state = read_stat(pid)
+    return state is None or state.is_ending
+
+
+def test_a_run_that_does_nothing_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
+    start = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])"
+    command = write(tmp_path, f"import subprocess, sys, time\nprint({start}.pid)\ntime.sleep(3600)\n")
     with Runs(command, fresh=True, timeout_s=1.0) as runs:
         outcome = runs.run(runs.chain())
+        child = int(outcome.lines[0])
     assert outcome.hung_s == 1.0
+    wait_until(lambda: is_gone(child), "the end of what the run has started")
 
 
 def test_what_a_killed_proof_has_left_is_removed(tmp_path: Path, memory: Path) -> None:
