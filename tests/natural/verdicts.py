@@ -768,7 +768,9 @@ _RANKS: Sequence[Loop] = (
     _ddp(
         "accumulation",
         EXACT,
-        {"batch_size=3": "batch_size=2", _INNER: "        for i, (x, y) in guard.enumerate(loader, start=1):\n"},
+        {_ZERO: ""},
+        {"batch_size=3": "batch_size=2, drop_last=True"},
+        {_INNER: "        for i, (x, y) in guard.enumerate(loader, start=1):\n"},
         {
             "            F.cross_entropy(model(x), y).backward()\n" + _STEP: """
             if i % 2 or i == len(loader):
@@ -780,7 +782,6 @@ _RANKS: Sequence[Loop] = (
                 opt.zero_grad()
 """
         },
-        {_ZERO: ""},
         _after(_END, "        opt.zero_grad()\n"),
     ),
     _ddp(
