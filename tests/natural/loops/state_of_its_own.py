@@ -1,4 +1,4 @@
-"""A loop whose own state is all kept. Each cut (see `verdicts`) adds some that is not, as programs have it."""
+"""A loop whose own state is all kept. `verdicts` adds some that is not, as programs have it."""
 
 import sys
 
