@@ -31,7 +31,8 @@ _FURTHER_DTYPES = {
 }
 CKPT_REMEDY = (
     "is a MindSpore .ckpt file (protobuf), which is not read here: save it as safetensors, with "
-    'mindspore.save_checkpoint(..., format="safetensors") or mindspore.ckpt_to_safetensors(path), and convert that'
+    'mindspore.save_checkpoint(..., format="safetensors") or mindspore.ckpt_to_safetensors(path) '
+    "(without texts in append_dict, which safetensors has no place for), and convert that"
 )
 _PIECE_BYTES = 8 << 20
 _MAX_NAME = 80
