@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import (
@@ -328,7 +327,7 @@ def parse(
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
         of = f"torch refuses --nnodes {args.nnodes} --nproc-per-node {args.nproc_per_node}"  # 2.9 gives no words
         raise UsageError(str(error) or of) from error
-    _check_devices(args, config)
+    _check_number(args, config)
     _check_shrinking(args, config)
     if shutil.which(str(command)) is None:
         raise UsageError(f"{command}: no such program (or it may not be executed)")
@@ -474,22 +473,9 @@ def _check_values(args: Namespace) -> None:
             raise UsageError(f"--signals-to-handle {name.strip()}: no process can handle that signal; leave it out")
 
 
-def _check_devices(args: Namespace, config: LaunchConfig) -> None:
-    num_workers = config.nproc_per_node
-    if num_workers < 1:
-        raise UsageError(f"--nproc-per-node {args.nproc_per_node}: that is {num_workers} workers; give at least 1")
-    binding = getattr(args, "numa_binding", None)
-    if binding is not None and not torch.cuda.is_available():
-        raise UsageError(
-            f"--numa-binding {binding}: torch binds workers to the CPUs near their GPU, and finds no GPU here"
-        )
-    if binding is not None and shutil.which("numactl") is None:
-        raise UsageError(f"--numa-binding {binding}: torch needs the program numactl for it, which is not installed")
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if getattr(args, "virtual_local_rank", False) and devices is not None and num_workers > len(devices.split(",")):
-        raise UsageError(
-            f"--virtual-local-rank: {num_workers} workers, but CUDA_VISIBLE_DEVICES={devices}; name a device for each"
-        )
+def _check_number(args: Namespace, config: LaunchConfig) -> None:
+    if config.nproc_per_node < 1:
+        raise UsageError(f"--nproc-per-node {args.nproc_per_node}: give at least 1")
 
 
 def _check_shrinking(args: Namespace, config: LaunchConfig) -> None:

@@ -46,7 +46,6 @@ from mindx_elastic.agent.rendezvous import (
     agree_on_highest,
     await_nodes,
     identify,
-    open_again,
     require_host,
 )
 from mindx_elastic.agent.replacements import Replacements
@@ -257,7 +256,6 @@ class Supervisor(LocalElasticAgent):
             barrier,
             functools.partial(membership.missing_besides, barrier.node),
             inbox=self._inbox,
-            new_store=functools.partial(open_again, self._rdzv_handler),
             timeout_s=float(getattr(self, "_exit_barrier_timeout", _END_S)),
         )
 

@@ -33,10 +33,9 @@ class Gone:
 def wait(
     barrier: ExitBarrier,
     lost: Callable[[], Mapping[int, str]] = dict,
-    new_store: Callable[[], Any | None] = lambda: None,
     timeout_s: float = 60.0,
 ) -> dict[int, NodeEnd]:
-    return wait_for_all(barrier, lost, new_store, timeout_s)
+    return wait_for_all(barrier, lost, timeout_s)
 
 
 def outcomes(ends: Mapping[int, NodeEnd]) -> dict[int, str]:
@@ -108,22 +107,6 @@ def test_a_store_that_is_lost_without_a_node_is_waited_for_a_moment(monkeypatch:
     assert outcomes(wait(one(Gone()))) == {0: FINISHED, 1: LOST}
 
 
-def test_a_broken_connection_is_opened_again() -> None:
-    store = HashStore()
-    one(store, 1).say(NodeEnd(FINISHED))
-    assert outcomes(wait(one(Gone()), new_store=lambda: store)) == {0: FINISHED, 1: FINISHED}
-    assert outcomes(one(store).ends()) == {0: FINISHED, 1: FINISHED}, "the others hear of it"
-
-
-def test_a_way_to_the_store_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host stands still."""
-    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
-    monkeypatch.setattr(module, "_LOST_S", 0.3)
-    over = threading.Event()
-    assert outcomes(wait(one(Gone()), new_store=lambda: over.wait(60))) == {0: FINISHED, 1: LOST}
-    over.set()
-
-
 @pytest.mark.parametrize("text", ["{", "[]", "7", "{}", "[" * 10_000])
 def test_an_end_that_makes_no_sense_is_none_of_a_finished_training(text: str) -> None:
     store = HashStore()
@@ -159,7 +142,7 @@ def end(theirs: NodeEnd, lost: Callable[[], Mapping[int, str]] = dict) -> Ending
     store = HashStore()
     one(store, 1).say(theirs)
     inbox: Any = SimpleNamespace(interrupting=nullcontext)
-    return end_together(OWN, one(store), lost, inbox=inbox, new_store=lambda: None, timeout_s=60.0)
+    return end_together(OWN, one(store), lost, inbox=inbox, timeout_s=60.0)
 
 
 def test_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,6 @@ def test_modules_programs_and_paths() -> None:
         (["--run-dir", "train.py/run", "train.py"], "--run-dir"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node 0: .* at least 1"),
         (["--nproc-per-node", "-1", "train.py"], "--nproc-per-node -1: .* at least 1"),
-        needs("--numa-binding", "node", "--numa-binding node: .*GPU"),
         (["--monitor-interval", "0", "train.py"], "--monitor-interval 0"),
         (["--monitor-interval", "nan", "train.py"], "--monitor-interval nan"),
         needs("--event-log-handler", "nosuch", "--event-log-handler nosuch"),
@@ -180,14 +179,6 @@ def test_a_variable_that_cannot_work_is_named(name: str, value: str, monkeypatch
     monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=name if name != "PET_NPROC_PER_NODE" else "--nproc-per-node 0"):
         read()
-
-
-@known("--virtual-local-rank")
-def test_more_workers_than_devices_to_hide_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert read("--virtual-local-rank", "--nproc-per-node", "2").config.virtual_local_rank
-    with pytest.raises(UsageError, match="3 workers, but CUDA_VISIBLE_DEVICES=0,1"):
-        read("--virtual-local-rank", "--nproc-per-node", "3")
 
 
 @pytest.mark.parametrize(
