@@ -83,18 +83,6 @@ PARTS = (
         "loader = DataLoader(Images(), batch_size=8, shuffle=True, num_workers=2)",
     ),
     Part(
-        package="albumentations",
-        name="Compose(seed=) in the data set, no workers",
-        make=_RAW + "import albumentations as A\n"
-        "class Images(torch.utils.data.Dataset):\n"
-        "    def __init__(self): self.t = A.Compose([A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)], seed=137)\n"
-        "    def __len__(self): return 64\n"
-        "    def __getitem__(self, i):\n"
-        "        image = images[i].reshape(4, 4, 1)\n"
-        "        return torch.from_numpy(self.t(image=image)['image'].reshape(16).copy()), labels[i]\n"
-        "loader = DataLoader(Images(), batch_size=8, shuffle=True)",
-    ),
-    Part(
         package="audiomentations",
         name="Compose in the data set, no workers",
         make=_RAW + "import audiomentations as A\n"

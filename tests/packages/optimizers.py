@@ -20,19 +20,7 @@ _GROUPS = "[{'params': [p for p in model.parameters() if p.ndim > 1]}, {'params'
 PARTS = (
     *(
         _plain("pytorch_optimizer", f"from pytorch_optimizer import {kind}")
-        for kind in (
-            "Adan",
-            "AdEMAMix",
-            "Amos",
-            "CAME",
-            "Lion",
-            "MARS",
-            "SOAP",
-            "StableAdamW",
-            "ADOPT",
-            "Kron",
-            "Shampoo",
-        )
+        for kind in ("AdEMAMix", "CAME", "Kron", "SOAP", "Shampoo")
     ),
     _plain(
         "pytorch_optimizer", "from pytorch_optimizer import Ranger21; model.parameters(), num_iterations=24, lr=1e-2"
@@ -63,11 +51,6 @@ PARTS = (
         "opt = GaLore(groups, lr=1e-2)",
     ),
     Part(
-        package="pytorch_optimizer",
-        name="OrthoGrad(AdamW)",
-        make="from pytorch_optimizer import OrthoGrad\nopt = OrthoGrad(torch.optim.AdamW(model.parameters(), lr=1e-2))",
-    ),
-    Part(
         package="torch-optimizer",
         name="Lookahead(Yogi)",
         make="import torch_optimizer\nopt = torch_optimizer.Lookahead(torch_optimizer.Yogi(model.parameters(), lr=1e-2), k=5)",
@@ -78,8 +61,6 @@ PARTS = (
         for kind in ("AdaBound", "Lamb", "NovoGrad", "QHAdam", "RAdam", "Apollo")
     ),
     _plain("torchao", "from torchao.optim import AdamW8bit"),
-    _plain("torchao", "from torchao.optim import AdamW4bit"),
-    _plain("torchao", "from torchao.optim import AdamWFp8"),
     _plain("bitsandbytes", "from bitsandbytes.optim import AdamW8bit; model.parameters(), lr=1e-2, min_8bit_size=16"),
     _plain("geoopt", "from geoopt.optim import RiemannianAdam"),
     Part(
@@ -110,20 +91,9 @@ PARTS = (
         backward="loss.backward(create_graph=True)",
     ),
     Part(
-        package="timm",
-        name="Lookahead(AdamW)",
-        make="from timm.optim import Lookahead\nopt = Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2), k=5)",
-    ),
-    Part(
         package="schedulefree",
         name="AdamWScheduleFree",
         make="from schedulefree import AdamWScheduleFree\nopt = AdamWScheduleFree(model.parameters(), lr=1e-2); opt.train()",
-    ),
-    Part(
-        package="schedulefree",
-        name="ScheduleFreeWrapper",
-        make="from schedulefree import ScheduleFreeWrapper\n"
-        "opt = ScheduleFreeWrapper(torch.optim.SGD(model.parameters(), lr=1e-2)); opt.train()",
     ),
     Part(
         package="galore-torch",
@@ -144,7 +114,6 @@ PARTS = (
     ),
     _plain("lion-pytorch", "from lion_pytorch import Lion"),
     _plain("dadaptation", "from dadaptation import DAdaptAdam; model.parameters(), lr=1.0"),
-    _plain("dadaptation", "from dadaptation import DAdaptLion; model.parameters(), lr=1.0"),
     _plain("prodigyopt", "from prodigyopt import Prodigy; model.parameters(), lr=1.0"),
     _plain(
         "adabelief-pytorch",
@@ -168,20 +137,15 @@ PARTS = (
     ),
     # --- not tried before ---
     _plain("madgrad", "from madgrad import MADGRAD"),
-    _plain("madgrad", "from madgrad import MirrorMADGRAD"),
     _plain("adamp", "from adamp import AdamP"),
-    _plain("adamp", "from adamp import SGDP"),
     _plain("adabound", "from adabound import AdaBound"),
     _plain("pytorch-ranger", "from pytorch_ranger import Ranger"),
-    _plain("pytorch-ranger", "from pytorch_ranger import RangerQH"),
     _plain(
         "ranger21", "from ranger21 import Ranger21; model.parameters(), lr=1e-2, num_epochs=3, num_batches_per_epoch=8"
     ),
     _plain("sophia-opt", "from sophia_opt import SophiaG; model.parameters(), lr=1e-2", update="opt.step(bs=8)"),
     _plain("torch-optimi", "from optimi import StableAdamW; model.parameters(), lr=1e-2, triton=False"),
-    _plain("torch-optimi", "from optimi import Adan; model.parameters(), lr=1e-2, triton=False"),
     _plain("dog-optimizer", "from dog import DoG; model.parameters()"),
-    _plain("dog-optimizer", "from dog import LDoG; model.parameters()"),
     Part(
         package="dog-optimizer",
         name="PolynomialDecayAverager",
@@ -213,7 +177,6 @@ PARTS = (
     _plain("adamod", "from adamod import AdaMod"),
     _plain("relativistic-adam", "from relativistic_adam import RelativisticAdam"),
     _plain("topological-adam", "from topological_adam import TopologicalAdam"),
-    _plain("topological-adam", "from topological_adam import TopologicalAdamV4"),
     Part(
         package="agc-optims",
         name="AGC(AdamW)",

@@ -110,19 +110,6 @@ PARTS = (
         result=_RATE,
     ),
     Part(
-        package="monai",
-        name="WarmupCosineSchedule",
-        make=f"from monai.optimizers import WarmupCosineSchedule\n{_OPT}sched = WarmupCosineSchedule(opt, 4, 24)",
-        named="lr_scheduler=sched",
-        step="sched.step()",
-        result=_RATE,
-    ),
-    Part(
-        package="monai",
-        name="Novograd",
-        make="from monai.optimizers import Novograd\nopt = Novograd(model.parameters(), lr=1e-2)",
-    ),
-    Part(
         package="anyschedule",
         name="AnySchedule of rate and decay",
         make=f"from anyschedule import AnySchedule\n{_OPT}"
