@@ -220,6 +220,9 @@ class EngineLoader:
     _engine: Engine
     on_iterator_ready: Callable[[], None] | None
     """Called once an iteration, when the worker iterator exists and the first batch has not been fetched."""
+    _takes_first_seed = False
+    """Whether it takes over the seed of the run that it resumes, in place of a refusal: it was made for a program that
+    has chosen none."""
 
     @property
     def epoch(self) -> int:

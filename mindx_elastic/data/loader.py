@@ -193,6 +193,8 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         another kind of loader wrote the state. Another world size is fine. So is another length of the data set until
         the iteration begins: the program may set it for each epoch, or from what it gets back after this.
         """
+        if self._takes_first_seed and isinstance(state.get("seed"), int):
+            self.seed = self._sampler.seed = state["seed"]
         settings = self._current_settings()
         world_size, size = settings.pop("world_size"), settings.pop("num_samples")
         order = {name: state.get(name) for name in self._given}

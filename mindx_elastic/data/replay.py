@@ -167,6 +167,8 @@ class ReplayLoader(EngineLoader):
         Raises MismatchError, and changes nothing, when seed, world size or (iterable data sets) num_workers have
         changed, or when another kind of loader wrote the state. A changed length is found when the iteration begins.
         """
+        if self._takes_first_seed and isinstance(state.get("seed"), int):
+            self.seed = state["seed"]
         check_unchanged(_KIND, state, self._current_settings())
         check_streams(state)
         check_numbers(state, *(name for name in (_NOW,) if name in state))

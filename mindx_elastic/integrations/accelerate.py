@@ -36,7 +36,6 @@ from mindx_elastic.data.loader import with_settings_of
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.integrations.first_seed import keep_first_seed
 from mindx_elastic.integrations.probing import check_library
 from mindx_elastic.integrations.read_ahead import with_last
 
@@ -190,6 +189,7 @@ def follow(shard: Any, seed: int, *, first_epoch: int = 1) -> Any:
     if known is not None:  # a second guard
         return known
     resumable = _resumable(shard, seed)
+    resumable._takes_first_seed = True
     vars(shard)[_KEY], vars(shard)[_FIRST_EPOCH] = resumable, first_epoch
     # `DataLoaderShard.__class__` is a property that names the class of the loader inside.
     object.__dict__["__class__"].__set__(shard, _followed_kind(type(shard)))
@@ -244,7 +244,7 @@ def _resumable(shard: Any, seed: int) -> Any:
         batches = batches.batch_sampler
     order = _stock_order(inner, batches)
     if order is None:
-        return keep_first_seed(ReplayLoader(inner, seed=seed))
+        return ReplayLoader(inner, seed=seed)
     if not even and world_size > 1:
         raise UsageError(
             "even_batches=False: ranks would have different numbers of batches, and no step that all of them end; "
@@ -255,7 +255,7 @@ def _resumable(shard: Any, seed: int) -> Any:
         inner, per_rank, drop_last=batches.drop_last, shuffle=order, seed=seed, rank=rank, world_size=world_size
     )
     loader._sampler.filled_rounds = not batches.drop_last  # batches of equal size, which programs rely on
-    return keep_first_seed(loader)
+    return loader
 
 
 def _stock_order(inner: DataLoader[Any], batches: Any) -> bool | None:

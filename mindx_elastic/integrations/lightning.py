@@ -45,7 +45,6 @@ from mindx_elastic.data import ReplayLoader, from_loader
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.integrations.first_seed import keep_first_seed
 from mindx_elastic.integrations.gathered import Gathered
 from mindx_elastic.integrations.probing import check_library
 
@@ -222,7 +221,7 @@ class ElasticCallback(Callback):
             # Lightning would make an iterator, to try it, and an epoch would be over.
             loader = connector._prepare_dataloader(given, shuffle=True, mode=RunningStage.TRAINING)
         elif loader is not given:
-            keep_first_seed(loader)
+            loader._takes_first_seed = True
         self._replace(connector, "_requires_distributed_sampler", lambda each: each is not loader and divides(each))
         if source.is_module():
             source.instance, source.name = loader, "train_dataloader"
