@@ -150,10 +150,6 @@ class Inventory:
         self._attempts: dict[str, int] = {}
         self._never_saved: dict[str, set[tuple[int, int]]] = {}
         self._damage: list[_Damage] = []
-        self._facts: list[FileFact] | None = None
-        self._moments: dict[Moment, list[FileFact]] | None = None
-        self._settled: dict[Moment, list[FileFact]] | None = None
-        self._read: dict[Moment, list[CatalogEntry]] | None = None
 
     @classmethod
     def merge(cls, findings: Sequence[Findings]) -> Inventory:
@@ -215,12 +211,10 @@ class Inventory:
 
     # --- files ---
 
-    @property
+    @cached_property
     def facts(self) -> list[FileFact]:
         """All usable files as of now; several files of a rank and step in the order in which to try them."""
-        if self._facts is None:
-            self._facts = [fact for file in sorted(self._files.values(), key=_order) if (fact := self._visible(file))]
-        return self._facts
+        return [fact for file in sorted(self._files.values(), key=_order) if (fact := self._visible(file))]
 
     def _visible(self, file: _File) -> FileFact | None:
         readers = file.seen_by
@@ -247,15 +241,19 @@ class Inventory:
             file.seen_by = frozenset()
         file.places = {}  # if it was fetched, it may be damaged on either side
         self._damage.append(_Damage(fact.path, fact.moment, problem, rank))
-        self._facts = self._moments = self._settled = None
+        self._work_out_anew()
 
     def among(self, keep: Callable[[FileFact], bool]) -> Inventory:
         """The inventory with these files alone; small states and rejected files stay."""
         made = copy(self)
         made._files = {key: replace(file) for key, file in self._files.items() if keep(file.fact)}
         made._damage = list(self._damage)
-        made._facts = made._moments = made._settled = None
+        made._work_out_anew()
         return made
+
+    def _work_out_anew(self) -> None:
+        for name in ("facts", "_by_moment", "_settled"):
+            vars(self).pop(name, None)
 
     # --- planning ---
 
@@ -335,14 +333,14 @@ class Inventory:
 
     def judge(self, moment: Moment) -> Step:
         """The step of `moment`, judged for a start of the same world size."""
-        facts = self._by_moment().get(moment, [])
-        entries = sorted(self._entries().get(moment, ()), key=preference)
+        facts = self._by_moment.get(moment, [])
+        entries = sorted(self._read.get(moment, ()), key=preference)
         infos = [entry.info for entry in entries if entry.info is not None]
         world_size = max((each.created, each.world_size) for each in (facts or infos))[1]
         own_states = self.own_states.get(moment, ())
 
         def ask() -> Candidate:
-            settled = self._settle().get(moment, [])
+            settled = self._settled.get(moment, [])
             return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states, self.recorded))
 
         return Step(
@@ -354,23 +352,21 @@ class Inventory:
             ask=ask,
         )
 
+    @cached_property
     def _by_moment(self) -> dict[Moment, list[FileFact]]:
-        if self._moments is None:
-            self._moments = _sorted_in(self.facts)
-        return self._moments
+        return _sorted_in(self.facts)
 
-    def _settle(self) -> dict[Moment, list[FileFact]]:
-        if self._settled is None:
-            self._settled = _sorted_in(settle_assumptions(self.facts))
-        return self._settled
+    @cached_property
+    def _settled(self) -> dict[Moment, list[FileFact]]:
+        return _sorted_in(settle_assumptions(self.facts))
 
-    def _entries(self) -> dict[Moment, list[CatalogEntry]]:
-        if self._read is None:
-            self._read = {}
-            for entry in self.entries.values():
-                if entry.info is not None:
-                    self._read.setdefault(entry.info.moment, []).append(entry)
-        return self._read
+    @cached_property
+    def _read(self) -> dict[Moment, list[CatalogEntry]]:
+        found: dict[Moment, list[CatalogEntry]] = {}
+        for entry in self.entries.values():
+            if entry.info is not None:
+                found.setdefault(entry.info.moment, []).append(entry)
+        return found
 
 
 def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | None:

@@ -15,7 +15,7 @@ from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.start.assumptions import replica_digests_of
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, single_rank_strategy
-from mindx_elastic.start.planner import bases_of, never_complete, order_of_moments, plan_resume
+from mindx_elastic.start.planner import bases_of, never_complete, order_of_moments, plan_resume, steps_before
 from tests.start.strategies import replicated
 
 RUN = "run-a"
@@ -157,6 +157,16 @@ def test_holders_of_a_part_are_taken_in_turn_and_ones_own_file_first() -> None:
 # --- what is said of files and what is not ---
 
 
+@pytest.mark.parametrize(("old", "new"), [(2, 1), (3, 2)])
+def test_private_models_are_refused_on_another_world(old: int, new: int) -> None:
+    refusal = refusal_of([file(rank, strategy=single_rank_strategy(rank, old)) for rank in range(old)], new)
+    assert len(refusal.reasons) == 1
+    told = Strategy(new, (tensor("w", (8,), layout_of((new,), "R")),))
+    assert refusal_of(
+        [file(rank, strategy=single_rank_strategy(rank, old)) for rank in range(old)], World(new, told)
+    ).reasons
+
+
 def test_contradictory_strategies_are_refused_by_name_and_an_older_step_is_taken() -> None:
     other = Strategy(4, (tensor("w", (8, 5), layout_of((4,), "R")),))
     plan = plan_of([file(0, 10), *files([1, 2, 3], 10, other), *files(range(4), 9)])
@@ -223,6 +233,15 @@ def test_where_an_attempt_began_counts_only_if_its_files_agree() -> None:
     assert bases_of([file(0, 7, attempt=2, base=(2, 6)), file(1, 7, attempt=1, base=(3, 6))]) == {}  # none began later
 
 
+def test_the_steps_before_follow_the_attempts_down() -> None:
+    bases = {(RUN, 3): (RUN, 2, 6), (RUN, 2): (RUN, 0, 6), ("other", 3): ("other", 0, 2)}
+    assert steps_before((RUN, 3, 8), bases) == [(RUN, 3, 7), (RUN, 3, 6), (RUN, 2, 6), (RUN, 0, 6)]
+    assert steps_before((RUN, 3, 7), bases) == [(RUN, 3, 6), (RUN, 2, 6), (RUN, 0, 6), (RUN, 0, 5)]
+    assert steps_before((RUN, 3, 6), bases) == [(RUN, 2, 6), (RUN, 0, 6), (RUN, 0, 5), (RUN, 0, 4)]
+    assert steps_before((RUN, 0, 1), bases) == [(RUN, 0, 0)]
+    assert steps_before((RUN, 0, 0), bases) == []
+
+
 # --- never whole ---
 
 
@@ -285,6 +304,10 @@ def test_tensors_of_one_name_on_different_ranks_are_refused_on_another_world() -
     assert readers(plan_of(files(range(4), strategy=strategy))) == [0, 1, 2, 3]
     told = World(2, replicated(2, {"w": (8,)}, "F32"))
     assert "different tensors are called w" in str(refusal_of(files(range(4), strategy=strategy), told))
+
+
+def test_a_strategy_for_another_number_of_ranks_is_refused() -> None:
+    assert "for 2 ranks, the world has 4" in str(refusal_of(files(range(4)), World(4, replicated(2, {"w": (8, 4)}))))
 
 
 # --- numbers, and the same answer always ---

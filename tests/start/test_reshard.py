@@ -17,7 +17,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.catalog import read_entries
@@ -32,8 +31,7 @@ from mindx_elastic.start.restore import Resumed, Target
 from tests.checkpoint_files import flip_bit_in_data
 from tests.harness import no_descriptor_left
 from tests.persist.states import bits, tensor_of
-from tests.start.finding import find_and_read
-from tests.start.shared_store import on_all_ranks
+from tests.start.finding import find_on
 from tests.start.worlds import Saved, cut, plan_for, resharded, target_of
 from tests.watchdog import finish
 
@@ -241,19 +239,6 @@ def test_a_hole_is_never_filled_with_anything(tmp_path: Path, lost: int) -> None
 ROWS = {"w": (numbers(8, 3), layout([4], "S(0)"))}
 
 
-def start(root: Path, new: Layout) -> list[Resumed | Exception | None]:
-    return on_all_ranks(
-        new.size,
-        lambda rank, exchange: find_and_read(
-            [root],
-            RankInfo(rank=rank, world_size=new.size),
-            exchange,
-            resume="auto",
-            target=target_of(new.size, {"w": ((8, 3), new)}, rank=rank),
-        ),
-    )
-
-
 def steps(found: Sequence[Resumed | Exception | None], new: Layout) -> set[int]:
     for rank, each in enumerate(found):
         assert isinstance(each, Resumed), each
@@ -267,7 +252,7 @@ def test_a_damaged_replica_costs_nothing(tmp_path: Path) -> None:
     Saved(4, {"w": (ROWS["w"][0], old)}).write(tmp_path, 5).write(tmp_path, 7)
     flip_bit_in_data(tmp_path / "rank_0/w-1_7.safetensors")
     (tmp_path / "rank_3/w-1_7.safetensors").unlink()
-    found = start(tmp_path, new)
+    found = find_on(new.size, tmp_path, wanted={"w": ((8, 3), new)})
     assert steps(found, new) == {7}
     assert len(list((tmp_path / QUARANTINE).rglob("*.safetensors"))) == 1
 

@@ -25,7 +25,7 @@ from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.reader import ShareReader
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, read_together
 from tests.checkpoint_files import write_step
-from tests.start.finding import find_and_read
+from tests.start.finding import find_and_read, find_on
 from tests.start.shared_store import on_all_ranks
 from tests.start.worlds import Saved, target_of
 
@@ -34,18 +34,9 @@ def rows(world_size: int) -> Layout:
     return Layout((world_size,), (parse_placement("S(0)"),))
 
 
-def start(root: Path, world_size: int) -> list[Resumed | Exception | None]:
-    wanted = {"w": ((12, 3), rows(world_size))}
-    return on_all_ranks(
-        world_size,
-        lambda rank, exchange: find_and_read(
-            [root],
-            RankInfo(rank=rank, world_size=world_size),
-            exchange,
-            resume="auto",
-            target=target_of(world_size, wanted, rank=rank),
-        ),
-    )
+def start(root: Path) -> list[Resumed | Exception | None]:
+    """Two ranks resume from the files of four."""
+    return find_on(2, root, wanted={"w": ((12, 3), rows(2))})
 
 
 @pytest.fixture
@@ -68,7 +59,7 @@ def test_an_error_that_nobody_foresaw_ends_the_start_of_all(
         return real(*arguments)
 
     monkeypatch.setattr(reading, where, without_memory)
-    found = start(saved, 2)
+    found = start(saved)
     failed, other = sorted(found, key=lambda one: isinstance(one, PeerStartError))
     assert isinstance(failed, MemoryError) and isinstance(other, PeerStartError)
     assert other.cause == "MemoryError: no room for w" and found[other.rank] is failed
@@ -87,7 +78,7 @@ def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
         return real(path)
 
     monkeypatch.setattr(reading, "open_checkpoint", stale)
-    start(saved, 2)
+    start(saved)
     assert failed and not (saved / "quarantine").exists()
     assert len(list(saved.glob("rank_*/*.safetensors"))) == 4
 
@@ -99,7 +90,7 @@ def test_a_fault_in_the_planner_is_not_called_a_strangers_message(saved: Path, m
         raise error
 
     monkeypatch.setattr(Inventory, "plan", plan)
-    own, other = start(saved, 2)
+    own, other = start(saved)
     assert own is error
     assert isinstance(other, PeerStartError) and (other.rank, other.cause) == (0, "ValueError: an odd layout")
 
