@@ -54,6 +54,8 @@ __all__ = ["GateState", "UpdateGate"]
 
 _version_of = attrgetter("_version")  # with `map` half the time of a comprehension, at each boundary
 
+_States = tuple[list[int], list[int]]
+
 
 class GateState(Enum):
     """See the module's table."""
@@ -115,7 +117,7 @@ class UpdateGate:
         self._ids: frozenset[int] = frozenset()  # theirs
         self._versions: list[int] = []
         self._optimizers: Sequence[Any] = ()
-        self._states: list[tuple[int, int]] = []  # of the tensors in their states, as `_look_at_states`
+        self._states: _States = [], []
         self._is_new = False  # the parameters are others than at the last boundary
 
     def watch(self, parameters: Sequence[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
@@ -356,27 +358,32 @@ class UpdateGate:
         holding the gate."""
         now = list(map(_version_of, self._parameters))
         if now == self._versions:
-            before, after = {*self._states}, {*self._look_at_states()}
-            if (count := max(len(after - before), len(before - after))) == 0:
+            states = self._look_at_states()
+            if states == self._states:
                 return None
+            before, after = ({*zip(*each, strict=True)} for each in (self._states, states))
+            count = max(len(after - before), len(before - after))
             return f"{count} tensors of the optimizers' state were changed since the boundary, outside their steps"
         count = sum(a != b for a, b in zip(now, self._versions, strict=True))
         return f"{count} parameters were changed in place since the boundary, outside any optimizer"
 
-    def _look_at_states(self) -> list[tuple[int, int]]:
-        """Which tensors the optimizers' states have, and their version counters: a program may decay the momentum by
-        hand, or clear it for a warm restart. The tensors are not held: some optimizers make new ones in each step."""
-        found: list[tuple[int, int]] = []
+    def _look_at_states(self) -> _States:
+        """Which tensors the optimizers' states have, by id, and their version counters: a program may decay the
+        momentum by hand, or clear it for a warm restart. The tensors are not held: some optimizers make new ones in
+        each step."""
+        ids: list[int] = []
+        versions: list[int] = []
         for optimizer in self._optimizers:  # at each boundary: no call for each tensor
             tables = optimizer.state.values()
             try:
                 tensors = [*chain.from_iterable(map(dict.values, tables))]
-                found += [*zip(map(id, tensors), map(_version_of, tensors), strict=True)]
+                versions += [*map(_version_of, tensors)]
             except (AttributeError, RuntimeError, TypeError):  # numbers, or tensors of inference mode
-                tensors = [each for table in tables if isinstance(table, dict) for each in table.values()]
-                counted = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference()]
-                found += [(id(tensor), tensor._version) for tensor in counted]
-        return found
+                values = [each for table in tables if isinstance(table, dict) for each in table.values()]
+                tensors = [t for t in values if isinstance(t, torch.Tensor) and not t.is_inference()]
+                versions += map(_version_of, tensors)
+            ids += map(id, tensors)
+        return ids, versions
 
     def why_changed(self) -> str | None:
         """As `changed_since_boundary`, and what `hidden` finds. Any thread that keeps updates away."""
