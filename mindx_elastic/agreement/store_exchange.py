@@ -391,7 +391,8 @@ class StoreExchange(StoreGathering, Exchange):
                 self._store.set(key, self.seal.close(key, value))
 
         try:
-            self._bounded(write, self._answer_s)
+            # Also in the middle of a training: a store that is slow now may be asked again when it matters.
+            self._bounded(write, self._answer_s, give_up=False)
         except Exception as error:
             logger.debug("rank %d could not tell the others its %r: %s", self.rank, name, error)
             return False
