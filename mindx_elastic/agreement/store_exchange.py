@@ -288,14 +288,20 @@ class StoreExchange(StoreGathering, Exchange):
         return not dead
 
     def _has_offered(self, name: str, rank: int) -> bool:
-        def ask() -> bool:
-            with self._lock:
-                return self._store.check([f"{name}/offer/{rank}"])
-
         try:
-            return self._bounded(ask, self._answer_s, give_up=False)
+            return self._offer_of(name, rank) is not None
         except Exception:
             return True  # it is not known, and the round has its own time-out
+
+    def _offer_of(self, name: str, rank: int) -> Offer | None:
+        """What a rank has offered in a round; None: nothing. Raises what a lost store raises, and NotOursError."""
+        key = f"{name}/offer/{rank}"
+
+        def ask() -> Offer | None:
+            with self._lock:
+                return self._open_offer(key, self._store.get(key), rank) if self._store.check([key]) else None
+
+        return self._bounded(ask, self._answer_s, give_up=False)
 
     def _decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
         end = time.monotonic() + timeout_s
@@ -355,18 +361,11 @@ class StoreExchange(StoreGathering, Exchange):
         self.announce("salvage", LEFT)
 
     def has_left(self, rank: int) -> bool:
-        def ask() -> bool:
-            with self._lock:
-                key = f"stop/offer/{rank}"
-                if not self._store.check([key]):
-                    return False
-                offer = self._open_offer(key, self._store.get(key), rank)
-                return offer == LEFT or isinstance(offer, End)
-
         try:
-            return self._bounded(ask, self._answer_s)
+            offer = self._offer_of("stop", rank)
         except Exception:
             return False
+        return offer == LEFT or isinstance(offer, End)
 
     def abandon(self, reason: str, *more: str) -> None:
         def settle() -> None:

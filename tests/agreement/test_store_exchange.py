@@ -294,6 +294,7 @@ def test_a_store_that_never_answers_holds_nobody(
 def test_a_store_that_is_slow_in_mid_training_is_asked_again_at_the_stop(frozen: StoreExchange) -> None:
     with pytest.raises(TimeoutError):
         frozen.try_collect("every")
+    assert not frozen.tell("every", "1")
     assert not frozen._lost
 
 
