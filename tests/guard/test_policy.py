@@ -12,7 +12,6 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import (
     ExitPolicy,
-    breakpoint_name,
     breakpoint_policy,
     job_names,
 )
@@ -23,21 +22,10 @@ def make(**fields: Any) -> ExitPolicy:
     return ExitPolicy(**{**given, **fields})
 
 
-def test_the_documented_name_of_a_breakpoint() -> None:
-    name = breakpoint_name("resnet")
-    assert name(Position(step=17, epoch=2, step_in_epoch=7, batch_num=10)) == "resnet-2_7_breakpoint.safetensors"
-    assert name(Position()) == "resnet-0_0_breakpoint.safetensors"
-
-
 @pytest.mark.parametrize("alarms", [frozenset(), frozenset({"signal", "earthquake"})])
 def test_alarms_must_be_known(alarms: frozenset[str]) -> None:
     with pytest.raises(UsageError, match="alarm kinds"):
         make(alarms=alarms)
-
-
-def test_a_policy_saves_unless_told_otherwise() -> None:
-    policy = make()
-    assert policy.save and policy.signals == () and policy.exit_codes == {} and policy.append_info == ()
 
 
 @pytest.mark.parametrize("exceptions", [True, False])

@@ -132,6 +132,12 @@ class EpochTail:
             self.is_pending = False
             self._stop()
 
+    def see_last_step(self, frame: FrameType) -> None:
+        """A loop over ``guard.steps(n)`` that makes the epoch is over: code behind `step_end` may have counted the last
+        step."""
+        if self.is_pending:
+            self._keep_values(frame)
+
     def _is_at_end(self) -> None:
         """There is no other batch, and the boundary was the last of its epoch."""
         is_unforeseen = self._may_go_on

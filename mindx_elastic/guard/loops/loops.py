@@ -526,6 +526,8 @@ class Loops:
             self.reach_resumed_step()
         if inside and not has_step:
             self.tail.put_back(sys._getframe(1))
+        elif inside:
+            self.tail.see_last_step(sys._getframe(1))
         self._ended_steps = {ended[0]: num_steps}
         if not inside:
             self._between_loops = True
