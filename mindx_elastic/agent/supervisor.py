@@ -31,6 +31,7 @@ from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
 from mindx_elastic.agent.exit_barrier import ExitBarrier, NodeEnd, end_together
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
+from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
@@ -124,6 +125,7 @@ class Supervisor(LocalElasticAgent):
         self._barrier: ExitBarrier | None = None
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
+        self._held = HeldSockets(folder.path) if options.in_place else None
         self._shutdown_timeout = math.ceil(options.grace_s)
         self._error_files: dict[int, str] = {}
 
@@ -158,6 +160,8 @@ class Supervisor(LocalElasticAgent):
         finally:
             self._forks.close()
             self._progress.close()
+            if self._held is not None:
+                self._held.close()
         return self._result(attempt)
 
     def _hold_start(self) -> None:
@@ -411,7 +415,9 @@ class Supervisor(LocalElasticAgent):
         return super()._assign_worker_ranks(store, group_rank, group_world_size, *more)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._folder.forget_workers()
+        if self._folder.forget_workers() and self._held is not None:
+            self._held.close()
+            self._held = HeldSockets(self._folder.path)
         self._number += 1
         os.environ["MINDX_JOB_ID"] = identify(self._rdzv_handler) if self._num_nodes > 1 else ""
         os.environ["MINDX_ATTEMPT"] = str(self._number)
