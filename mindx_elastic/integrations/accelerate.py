@@ -37,7 +37,6 @@ from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.integrations.probing import check_library
-from mindx_elastic.integrations.read_ahead import with_last
 
 __all__ = ["follow", "guard"]
 
@@ -226,11 +225,16 @@ def _followed_kind(kind: type) -> type:
 
 def _with_last(ours: Any) -> Iterator[tuple[Any, bool]]:
     """Its batches, and whether each is the last one of its epoch."""
-    if not num_batches(ours):
-        yield from with_last(ours)  # as accelerate does
+    if num_batches(ours):
+        for batch in ours:
+            yield batch, ours.is_last
         return
-    for batch in ours:
-        yield batch, ours.is_last
+    batches, nothing = iter(ours), object()  # only the end of a stream tells: one is read ahead, as accelerate does
+    batch = next(batches, nothing)
+    while batch is not nothing:
+        following = next(batches, nothing)
+        yield batch, following is nothing
+        batch = following
 
 
 def _resumable(shard: Any, seed: int) -> Any:
