@@ -228,6 +228,7 @@ def test_after_a_graceful_stop_a_late_signal_does_nothing_until_the_deadline(ear
 def test_after_the_deadline_the_old_action_is_back(ears: Ears) -> None:
     with ears.handle(signal.SIGINT) as handlers:
         handlers.linger(time.monotonic() - 1)
+    handlers._ignore_at_exit()  # as the interpreter's end does
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
