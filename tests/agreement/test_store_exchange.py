@@ -379,7 +379,7 @@ def test_forged_offers_are_told_from_the_ranks_own(attacked: Attacked) -> None:
     [b"\xff", b"no json", b"[]", b"9" * (1 << 20), b'{"kind": "signal", "reason": "x", "exit_code": 0, "origin": 77}'],
     ids=range(5),
 )
-def test_a_listener_goes_on_listening(attacked: Attacked, planted: bytes) -> None:
+def test_a_listener_goes_on_listening(attacked: Attacked, planted: bytes, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[dict[str, Any]] = []
     done = threading.Event()
 
@@ -392,6 +392,7 @@ def test_a_listener_goes_on_listening(attacked: Attacked, planted: bytes) -> Non
     attacked.stranger.set("bell/1", "1")
     while attacked.stranger.check(["bell/1"]):  # it was heard, and the bell is free again
         time.sleep(0.01)
+    assert "'request' in the store of the process group holds a value that no rank" in caplog.text
     wanted = request("SIGTERM", 2)
     assert attacked.ranks[2].request(wanted) == wanted, "a planted one does not win"
     assert done.wait(30)
