@@ -135,11 +135,6 @@ class ForkedStart:
         logger.debug("process %d is forked from the zygote", worker.pid)
         return worker
 
-    @property
-    def is_starting(self) -> bool:
-        """Whether the zygote still imports: it will be able to fork soon."""
-        return self._zygote is not None and not self._zygote.is_ready() and not self._zygote.problem
-
     def close(self) -> None:
         """At the agent's end."""
         if self._zygote is not None:

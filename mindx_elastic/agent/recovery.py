@@ -27,7 +27,6 @@ __all__ = ["ERRORS", "LOOK_S", "NewProcess", "Recovery", "joining_command"]
 LOOK_S = 0.005
 _MOST_ALIKE = 2
 _JOINER = "mindx_elastic.rejoin.joiner"
-_FOR_ZYGOTE = 2 / 3  # of the time-out; its imports have begun before those of a fresh interpreter could
 _LONGEST = 300
 ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 """What a board, a note on it and the start of a process raise."""
@@ -65,21 +64,18 @@ class Recovery:
         self,
         workers: Workers,
         board_of: Callable[[int], Board],
-        start: Callable[..., NewProcess | None],
+        start: Callable[[int, int], NewProcess],
         *,
         timeout_s: float,
         most: int,
         note: Callable[[RecoveryRecord], None],
     ) -> None:
-        """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation; with
-        ``can_wait`` None where it would be there sooner if it is asked for once more. Raises OSError, RuntimeError.
-        `most`: recoveries, after which the job is restarted instead: each leaves a little behind in the survivors.
-        `note` is told of each recovery when it is over."""
+        """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation. Raises
+        OSError, RuntimeError. `most`: recoveries, after which the job is restarted instead: each leaves a little behind
+        in the survivors. `note` is told of each recovery when it is over."""
         self._workers, self._board_of, self._start = workers, board_of, start
         self._timeout_s, self._most, self._note = timeout_s, most, note
         self._machine = Coordinator(len(workers.processes))
-        self._missing: dict[int, float] = {}
-        """Ranks without a process, and until when (`time.monotonic`) they can wait for a fast one."""
         self._row: list[str] = []
         self._row_step = -1
         self._board: Board | None = None
@@ -212,7 +208,6 @@ class Recovery:
         assert self._board is not None and self._now is not None
         machine, generation = self._machine, self._machine.generation
         try:
-            self._start_missing()
             if machine.phase is Phase.CUT:
                 for rank, note in self._notes("out", machine.missing).items():
                     machine.note_report(Report.from_json(rank, note))
@@ -335,20 +330,11 @@ class Recovery:
         return ""
 
     def _replace(self, rank: int) -> None:
-        self._missing[rank] = time.monotonic() + _FOR_ZYGOTE * self._timeout_s
-        self._start_missing()
-
-    def _start_missing(self) -> None:
-        """Start the new processes that are not there yet."""
-        for rank, until in list(self._missing.items()):
-            found = self._start(rank, self._machine.generation, can_wait=time.monotonic() < until)
-            if found is None:
-                continue
-            del self._missing[rank]
-            self._workers.replace(rank, found.process)
-            if self._now is not None:
-                self._now.stood_in[rank] = StandIn(rank=rank, pid=found.process.pid, by=found.by)
-            logger.info("a new process (pid %d) takes the place of rank %d", found.process.pid, rank)
+        found = self._start(rank, self._machine.generation)
+        self._workers.replace(rank, found.process)
+        if self._now is not None:
+            self._now.stood_in[rank] = StandIn(rank=rank, pid=found.process.pid, by=found.by)
+        logger.info("a new process (pid %d) takes the place of rank %d", found.process.pid, rank)
 
     def _notes(self, what: str, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         assert self._board is not None

@@ -52,9 +52,8 @@ class Replacements:
                 num_spares, folder, self._fork_spare, environment_of_spare(os.environ, context.envs[0])
             )
 
-    def start(self, rank: int, generation: int, *, can_wait: bool) -> NewProcess | None:
-        """The new process of `rank` in the recovery `generation`. With `can_wait` None where the zygote still imports:
-        that has begun before a fresh interpreter could. Raises OSError, RuntimeError."""
+    def start(self, rank: int, generation: int) -> NewProcess:
+        """The new process of `rank` in the recovery `generation`. Raises OSError, RuntimeError."""
         context, local = self._context, self._local[rank]
         arguments = [str(each) for each in context.args[local]]
         whole = [str(context.entrypoint), *arguments]
@@ -65,8 +64,6 @@ class Replacements:
         if found is None:
             by, found = FORKED, self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=_JOINER)
         if found is None:
-            if can_wait and self._forks.is_starting:
-                return None
             by, found = FRESH, self._start_fresh(whole, {**os.environ, **own}, outputs)
         context.subprocess_handlers[local].proc = found
         return NewProcess(found, by)

@@ -15,7 +15,7 @@ from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Phase, Report
-from mindx_elastic.rejoin.record import FORKED, FRESH, SPARE, STAGES, RecoveryRecord, StandIn
+from mindx_elastic.rejoin.record import FORKED, SPARE, STAGES, RecoveryRecord, StandIn
 from mindx_elastic.rejoin.spare import UNFIT
 
 KILLED = "killed by SIGKILL"
@@ -42,7 +42,7 @@ class Node:
     def board(self, generation: int) -> Board:
         return Board(self.store, key=None, scope=f"0/{generation}", writer=len(self.pages))
 
-    def start(self, rank: int, generation: int, *, can_wait: bool) -> Any:
+    def start(self, rank: int, generation: int) -> Any:
         self.started.append((rank, generation))
         self.spares -= 1
         process: Any = SimpleNamespace(pid=100 * (1 + len(self.started)) + rank)
@@ -137,31 +137,6 @@ def test_the_time_is_up() -> None:
     assert "rank 2 did not come out of the training within 0 s (--rejoin-timeout)" in node.recovery.reason
 
 
-def test_a_death_while_the_zygote_still_imports_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh interpreter would begin with the same imports. It is started where a third of the time is left."""
-    now = [1000.0]
-    monkeypatch.setattr("mindx_elastic.agent.recovery.time.monotonic", lambda: now[0])
-    node = Node(timeout_s=30.0)
-
-    def start(rank: int, generation: int, *, can_wait: bool) -> Any:
-        process: Any = SimpleNamespace(pid=500)
-        return None if can_wait else NewProcess(process, FRESH)
-
-    node.recovery._start = start
-    assert node.recovery.begin(node.end(1), KILLED)
-    node.report(0)
-    node.report(2)
-    for seconds in (0.0, 10.0, 9.0):
-        now[0] += seconds
-        assert node.recovery.look() is Phase.AGREED and 1 not in node.live
-    now[0] += 2.0
-    assert node.recovery.look() is Phase.AGREED and node.live[1].pid == 500
-    node.write("1/state", path="/dev/shm/slot")
-    now[0] += 10.0
-    assert node.recovery.look() is Phase.FALLBACK
-    assert "(--rejoin-timeout); its process was a fresh interpreter" in node.recovery.reason
-
-
 def test_what_makes_no_sense_on_the_board_ends_it(node: Node) -> None:
     assert node.recovery.begin(node.end(1), KILLED)
     node.write("1/out/0", step="seven")
@@ -169,7 +144,7 @@ def test_what_makes_no_sense_on_the_board_ends_it(node: Node) -> None:
 
 
 def test_a_process_that_cannot_be_started_ends_it(node: Node) -> None:
-    def fail(rank: int, generation: int, *, can_wait: bool) -> Any:
+    def fail(rank: int, generation: int) -> Any:
         raise OSError("no memory")
 
     node.recovery._start = fail
@@ -318,7 +293,7 @@ def test_the_job_is_stopped_meanwhile(node: Node) -> None:
 
 
 def test_a_process_that_cannot_be_started_is_told_once(node: Node) -> None:
-    def fail(rank: int, generation: int, *, can_wait: bool) -> Any:
+    def fail(rank: int, generation: int) -> Any:
         raise OSError("no memory")
 
     node.recovery._start = fail
