@@ -78,7 +78,7 @@ _OUTCOMES = {
 """By `Ending.outcome`."""
 _NS = 1_000_000_000
 WIDTH = 100
-_CAUSE_CHARS = 150
+_CAUSE_CHARS, _LEAST_CAUSE_WIDTH = 150, 16
 
 
 @dataclass(kw_only=True, slots=True)
@@ -459,11 +459,16 @@ def totals_line(totals: Totals) -> str:
     return f"{failures}, {lost}, {_seconds(totals.not_training_s)} s not training{paused}"
 
 
-def draw(records: Sequence[AttemptRecord], *, still_open: str = "running") -> Table | Text:
-    """The attempts as a table. still_open: text for an attempt without a recorded end."""
+def draw(records: Sequence[AttemptRecord], *, still_open: str = "running", width: int = WIDTH) -> Table | Text:
+    """The attempts as a table; as lines where `width` columns are too few for one.
+
+    still_open: text for an attempt without a recorded end.
+    """
     rows = [_cells(record, still_open) for record in records]
     if not rows:
         return Text("no attempt yet")
+    if _width_without_cause(rows) + _LEAST_CAUSE_WIDTH > width:
+        return Text("\n".join(_as_line(row) for row in rows))
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in rows[0]:
         is_cause = name == _CAUSE
@@ -484,7 +489,7 @@ def render(
     break at the end. `still_open`: as for `draw`."""
     stream = io.StringIO()
     console = Console(file=stream, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-    console.print(draw(records, still_open=still_open))
+    console.print(draw(records, still_open=still_open, width=width))
     if recoveries:
         console.print()
         console.print(Text("\n".join(as_lines(recoveries))))
@@ -533,6 +538,24 @@ def _how_it_ended(record: AttemptRecord, still_open: str) -> str:
     if outcome == FAILED and cause:
         return cause
     return f"{outcome}: {cause}" if cause else outcome
+
+
+def _width_without_cause(rows: Sequence[dict[str, str]]) -> int:
+    names = [name for name in rows[0] if name != _CAUSE]
+    widths = [
+        max(len(line) for text in (name, *(row[name] for row in rows)) for line in text.split("\n")) for name in names
+    ]
+    return sum(widths) + 2 * len(names)
+
+
+def _as_line(row: dict[str, str]) -> str:
+    words = {name.replace("\n", " "): cell for name, cell in row.items() if cell != "-"}
+    first = f"attempt {words.pop('#')}: {words.pop(_CAUSE)}"
+    return "; ".join([first, *(_phrase(name, cell) for name, cell in words.items())])
+
+
+def _phrase(name: str, cell: str) -> str:
+    return f"{name.removesuffix(' s')} {cell} s" if name.endswith(" s") else f"{name} {cell}"
 
 
 def _number(value: int | None) -> str:

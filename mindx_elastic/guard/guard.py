@@ -514,8 +514,12 @@ class Guard(LayeredGuard):
 
     def poll(self) -> None:
         """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
-        if self._step_gate.at_limit() and not self._loops.waits_for_tail:
+        if not self._step_gate.at_limit():
+            return
+        if not self._loops.waits_for_tail:
             self._stop_between_steps()
+        elif self.stopper.alarm is None:  # a pause; a stop that comes in it goes to the end of the tail
+            self.stopper.pauses.wait()
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:
