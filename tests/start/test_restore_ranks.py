@@ -161,14 +161,16 @@ def test_files_that_come_while_a_rank_waits_are_found_by_all(tmp_path: Path) -> 
 
 
 def test_shares_of_two_lists_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank sees a file that came after the others had listed: what it leaves to them is read by none."""
-    write_step(tmp_path, 7, world_size=4)
+    """The rank that reads the only file sees another disk by then: the others would hear of no file on theirs."""
+    write_step(tmp_path, 7, world_size=4, coordinates={"replicas": 4})
+    for rank in (0, 1, 3):
+        (tmp_path / f"rank_{rank}" / "resnet-1_7.safetensors").unlink()
     real, listed = looking.list_files, threading.local()
 
     def list_files(directories: Any, arenas: Any = None) -> Any:
         found = real(directories, arenas)
         listed.count = getattr(listed, "count", 0) + 1
-        odd = threading.current_thread().name.endswith("rank 2") and listed.count == 2
+        odd = threading.current_thread().name.endswith("rank 0") and listed.count == 2
         return dataclasses.replace(found, disk="another") if odd else found
 
     monkeypatch.setattr(restore, "list_files", list_files)

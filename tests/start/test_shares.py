@@ -111,6 +111,9 @@ DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "a path that is a number": lambda common, own: own["file"].update(path=7),
     "an old rank that did not exist": lambda common, own: own["file"].update(rank=4),
     "a file of another world": lambda common, own: own["file"].update(world_size=5),
+    "a part that there is not": lambda common, own: own["file"].update(
+        held={"division": "d", "count": 2, "parts": [2]}
+    ),
     "a source without a place": lambda common, own: own.update(sources=[[1]]),
     "a file to verify of another step": lambda common, own: own["verify"][0].update(moment=["run-a", 0, 1]),
 }
