@@ -200,6 +200,7 @@ class Job:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.model.register_buffer("updates", torch.zeros(1), persistent=False)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         targets = {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.schedule}
@@ -216,6 +217,7 @@ class Job:
 
     def update(self) -> None:
         self.optimizer.zero_grad()
+        self.model.get_buffer("updates").add_(1)
         self.model(torch.randn(4, 3)).square().sum().backward()
         self.collector.devices.begin_update()
         self.optimizer.step()
@@ -241,6 +243,7 @@ def test_going_back_gives_what_was_in_host_memory_then() -> None:
     assert state["lr_scheduler"] == then["lr_scheduler"] and state["lr_scheduler"]["last_epoch"] == 2
     assert all(torch.equal(state["model"][name], value) for name, value in buffers.items())
     assert torch.equal(state["rng"]["torch"], stream)
+    assert state["module_extras"]["model"]["buffers"]["updates"] == 2
 
 
 def test_numbers_and_tensors_of_the_optimizer_are_those_of_then() -> None:
