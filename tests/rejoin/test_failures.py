@@ -87,23 +87,6 @@ def test_a_wait_that_fails(failures: Failures) -> None:
     assert failures.seen
 
 
-def test_a_future_that_fails(failures: Failures) -> None:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_exception(RuntimeError("Connection closed by peer"))
-    with pytest.raises(RuntimeError):
-        future.wait()
-    assert failures.seen
-
-
-def test_each_failure_may_be_waited_for_once(failures: Failures) -> None:
-    failures.note(RuntimeError())
-    failures.has_waited = True
-    failures.note(ValueError())
-    assert failures.has_waited
-    failures.note(RuntimeError())
-    assert failures.seen and not failures.has_waited
-
-
 def _made_of(first: BaseException, *more: type[Exception]) -> BaseException:
     error = first
     for kind in more:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.groups import connect, reset_ddp
 
 
@@ -54,28 +52,3 @@ def test_a_group_with_new_connections_has_its_name() -> None:
         assert functional.all_reduce(torch.ones(1), "sum", group).item() == 1.0
     finally:
         dist.destroy_process_group()
-
-
-def test_the_options_of_gloo_in_torch_2_6_name_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Options:
-        __slots__ = ("_timeout",)
-
-    made: list[SimpleNamespace] = []
-
-    def make_backend(*_: object, **__: object) -> SimpleNamespace:
-        made.append(SimpleNamespace(options=Options()))
-        return made[-1]
-
-    monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupGloo", make_backend)
-    registered: list[object] = []
-    handle = SimpleNamespace(
-        group_desc="",
-        _register_backend=lambda *words: registered.append(words[-1]),
-        _set_group_name=lambda _: None,
-        _set_group_desc=lambda _: None,
-    )
-    monkeypatch.setattr(groups, "my_groups", lambda: iter([groups._Group(handle, "0", (0,), (("cpu", "gloo"),))]))
-    monkeypatch.setattr(groups, "problem", lambda: "")
-    monkeypatch.setattr(groups, "_timeout_of", lambda _: None)
-    assert connect(dist.HashStore(), 0, 5.0) == 1
-    assert registered == made

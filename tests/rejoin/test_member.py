@@ -77,12 +77,3 @@ def test_a_living_rank_says_why_it_cannot_go_on(store: Any, member: Member, monk
     assert board.read(["1/refusal"]) == {
         "1/refusal": {"rank": 1, "refusal": "rank 1: it has compiled"},
     }
-
-
-def test_a_new_process_knows_whether_the_others_wait_for_it(store: Any, member: Member) -> None:
-    member.generation = 1
-    board = notes_of(store)
-    board.write("1/out/1", {"dead": True})
-    assert not member.others_are_out()
-    board.write("1/out/0", Report(rank=0, run_id="run", attempt=0, step=7, clean=True, groups="g").to_json())
-    assert member.others_are_out()
