@@ -113,7 +113,7 @@ def _launch(plan: Launch, result: ResultFile) -> int:
 
 def _is_alone(config: LaunchConfig) -> bool:
     """Whether the job has one node, and a rendezvous of its own."""
-    return config.max_nodes == 1 and (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "localhost:0")
+    return config.max_nodes == 1 and config.rdzv_backend == "c10d" and config.rdzv_endpoint in ("", "localhost:0")
 
 
 def _with_possible_recovery(plan: Launch) -> Launch:

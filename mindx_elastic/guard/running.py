@@ -210,7 +210,6 @@ class Place:
                 logger.warning("no recovery in place: %s; the job is restarted", problem)
             else:  # it has been said why the job stops
                 logger.debug("no recovery in place: %s", problem)
-            self.member.is_replicated = stopper.saver.replicated
             stopper.stop_for_death()
             return stopper.exit()
         loaders.shutdown()

@@ -92,8 +92,6 @@ class Member:
         self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
         self._orders: Mapping[str, Sequence[int]] = {}
-        self.is_replicated = False
-        """Every rank has the whole state."""
 
     # --- the guard is open --------------------------------------------------------------------------------------------
 
