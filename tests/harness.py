@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -301,6 +302,13 @@ def run_command(*words: object, code: int = 0, env: dict[str, str] | None = None
 def job_status(run_dir: Path) -> dict[str, Any]:
     """What `mindx-elastic status --json` says."""
     return dict(json.loads(run_command("status", run_dir, "--json")))
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def wait_until(condition: Any, what: str, timeout_s: float = 300.0) -> None:

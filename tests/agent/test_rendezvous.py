@@ -25,9 +25,8 @@ from mindx_elastic.agent.rendezvous import (
     reconnect,
     require_host,
 )
-from tests.harness import wait_until
+from tests.harness import free_port, wait_until
 from tests.resets import can_reset, reset_connections
-from tests.system.test_agent import free_port
 
 
 def test_each_round_is_a_fresh_store_and_a_free_port() -> None:

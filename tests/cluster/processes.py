@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.harness import JOBS, Job, _environment
+from tests.harness import JOBS, Job, _environment, free_port
 
-__all__ = ["Processes", "cluster", "free_port"]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+__all__ = ["Processes", "cluster"]
 
 
 class Processes:

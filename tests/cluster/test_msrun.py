@@ -12,8 +12,7 @@ import pytest
 
 from mindx_elastic.cluster.msrun import plan_of
 from mindx_elastic.errors import UsageError
-from tests.cluster.processes import free_port
-from tests.harness import JOBS, Job, _environment, wait_until
+from tests.harness import JOBS, Job, _environment, free_port, wait_until
 
 ONE = ["--worker_num=2", "--local_worker_num=2"]
 

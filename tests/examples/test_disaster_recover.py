@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.processes import free_port
+from tests.harness import free_port
 from tests.watchdog import Watchdog
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "disaster_recover"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from tests.harness import Job, start_agent
-from tests.system.test_agent import free_port
+from tests.harness import Job, free_port, start_agent
 
 __all__ = ["Nodes"]
 

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import JOBS, Job, children, events, start_agent, start_job, wait_until
+from tests.harness import JOBS, Job, children, events, free_port, start_agent, start_job, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -322,13 +321,6 @@ def test_fault_flushing_holds_the_start_back(tmp_path: Path) -> None:
         state.write_text('{"FaultFlushing": false}')
         job.expect(0)
     assert job.matches("READY")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def is_zombie(pid: int) -> bool:

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.harness import Job, events, start_agent, wait_until
+from tests.harness import Job, events, free_port, start_agent, wait_until
 from tests.resets import can_reset, reset_connections
-from tests.system.test_agent import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("in_own_folder")]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mindx_elastic.core.status_page import Status, read_page
-from tests.harness import Job, events, job_status, run_command, start_agent, start_command, wait_until
-from tests.system.test_agent import free_port, nothing_left
+from tests.harness import Job, events, free_port, job_status, run_command, start_agent, start_command, wait_until
+from tests.system.test_agent import nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,17 +14,12 @@ import pytest
 import torch
 
 from tests import harness
-from tests.harness import JOBS, Job, events, wait_until
+from tests.harness import JOBS, Job, events, free_port, wait_until
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 cannot train on CPUs"),
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def disk(folder: Path, node: int) -> Path:
