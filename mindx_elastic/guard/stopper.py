@@ -185,7 +185,7 @@ class Stopper:
         if self.phase is StopPhase.TRAINING and not self._ending and not self.finished:
             if self._died(rank) and self._member is not None:
                 self._dead = rank
-                self._member.hear_death(rank)
+                self._member.hear_death()
             elif self._died(rank):
                 self.stop(self.alarms.of_death([rank]))
         elif self.phase is StopPhase.STOPPING and self.alarm is not None:

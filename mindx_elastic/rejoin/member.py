@@ -84,8 +84,8 @@ class Member:
         self._host: Host | None = None
         """While the guard is open."""
         self._failures: Failures | None = None
-        self._early: int | None = None
-        """A rank whose death was heard while the guard was being entered."""
+        self._is_early = False
+        """A rank's death was heard while the guard was being entered."""
         self._lock = threading.Lock()
         self._wants_out = threading.Event()
         self._is_out = threading.Event()
@@ -107,7 +107,7 @@ class Member:
 
     def opened(self, host: Host) -> None:
         """Training thread: the guard is open, and deaths will be heard."""
-        self.prepare()
+        self._connection()  # a new one may take the store seconds, when it looks up the name of the other end
         if self.sockets is not None:
             self.sockets.lend(self._folder)
         self._is_out.clear()
@@ -115,9 +115,9 @@ class Member:
         with self._lock:
             self._wants_out.clear()
             self._host = host
-            early, self._early = self._early, None
-        if early is not None:
-            host.call_soon(0.0, lambda: self.hear_death(early))
+            is_early, self._is_early = self._is_early, False
+        if is_early:
+            host.call_soon(0.0, self.hear_death)
 
     def closed(self) -> None:
         """Training thread: the guard is closed, or will be in a moment."""
@@ -143,12 +143,12 @@ class Member:
                 break
         return self.wants_out
 
-    def hear_death(self, rank: int) -> None:
+    def hear_death(self) -> None:
         """Watcher thread: the process of another rank is gone."""
         with self._lock:
             host = self._host
             if host is None:  # the guard is being entered
-                self._early = rank
+                self._is_early = True
                 return
             if self._wants_out.is_set():
                 return
@@ -352,11 +352,6 @@ class Member:
         """Training thread: the guard is open again. Tells the coordinator."""
         self._times["ready"] = time.time()
         self._board(self.generation).write(f"{self.generation}/ready/{self.ranks.rank}", dict(self._times))
-
-    def prepare(self) -> None:
-        """Training thread, at an entry: what the next recovery will need. A new connection may take the store seconds,
-        when it looks up the name of the other end."""
-        self._connection()
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
