@@ -192,7 +192,13 @@ class SchedulerConnection:
             self._socket.close()
 
     def _connect(self) -> socket.socket:
-        sock = socket.create_connection((self.settings.host, self.settings.port), _CONNECT_S)
+        scheduler = self.settings.host, self.settings.port
+        sock = socket.create_connection(scheduler, _CONNECT_S)
+        if self._store_at is None:  # that may take longer than the scheduler waits for a word
+            address = sock.getsockname()[0]
+            sock.close()
+            self._open_store(address)
+            sock = socket.create_connection(scheduler, _CONNECT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # of a machine that has vanished without a word
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
@@ -205,7 +211,7 @@ class SchedulerConnection:
         sock.sendall(line.greeting())
         while not line.is_open:
             self._feed(sock, line)
-        sock.sendall(line.pack(self._registration(sock.getsockname()[0])))
+        sock.sendall(line.pack(self._registration()))
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         poll.register(self._wakeup.fd, select.POLLIN)
@@ -248,12 +254,14 @@ class SchedulerConnection:
             raise ConnectionError("it has closed the connection")
         return all(self._obey(message) for message in line.feed(data))
 
-    def _registration(self, address: str) -> messages.Register:
+    def _open_store(self, address: str) -> None:
         """`address`: of this machine, as the way to the scheduler begins."""
-        if self._store_at is None:
-            own = self.settings.host if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
-            self._own_store = host_store(own, timeout=_COLLECTIVE_TIMEOUT)
-            self._store_at = own, int(self._own_store.port)
+        own = self.settings.host if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
+        self._own_store = host_store(own, timeout=_COLLECTIVE_TIMEOUT)
+        self._store_at = own, int(self._own_store.port)
+
+    def _registration(self) -> messages.Register:
+        assert self._store_at is not None
         pid = os.getpid()
         return messages.Register(
             process=messages.Identity(host=socket.gethostname(), pid=pid, started=start_ticks(pid), space=own_space()),

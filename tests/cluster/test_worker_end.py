@@ -19,6 +19,7 @@ GROUP = Group(generation=0, rank=0, size=2, local_rank=0, local_size=2, host="12
 
 def say(server: socket.socket, *messages: Message) -> None:
     """A scheduler that admits one worker, says these and no more."""
+    server.accept()[0].close()  # by which the worker learns its own address
     sock, _ = server.accept()
     with sock:
         line = Line(None, is_scheduler=True)
