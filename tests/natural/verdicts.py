@@ -219,7 +219,7 @@ loader = DataLoader(tools.Noisy(), batch_sampler=Buckets([i * 7 % 13 for i in ra
     ),
     Loop(
         "what the data set gives follows from how often it was asked",
-        Told("calls", Found("is another one", "loader.dataset.calls")),
+        Told("calls", Found("is another one", "data.calls")),
         {
             "        x, y = self": "        self.calls += 1\n        x, y = self",
             "return x + ": "return x * (1 + 0.01 * self.calls) + ",
