@@ -153,7 +153,7 @@ class Snapshotter:
     def _copy_beside(self) -> None:
         self._pending = False
         try:
-            index = self._copy()
+            index = None if self.broken else self._copy()  # no room was found meanwhile: it is said
         finally:
             self._copying = False
             self._gate.give_back()
@@ -173,6 +173,8 @@ class Snapshotter:
             self._give_up(error)
 
     def _reserve(self) -> None:
+        if self.broken:
+            return
         try:
             self._reserved = reserve_slots(
                 self._arena,
