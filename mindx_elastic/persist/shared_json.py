@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["SharedJson"]
 
-_MOST_KNOWN = 16
+_MOST_KNOWN = 128
 """Texts in one place, of other steps or other stages of a pipeline."""
 _KEY = re.compile(r'[{,] ?"([^"\\\x00-\x1f]*)": ?')
 _DECODER = json.JSONDecoder()
