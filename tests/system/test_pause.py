@@ -48,7 +48,7 @@ def undisturbed(ranks: int, *args: object) -> dict[int, str]:
 def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int) -> None:
     options = {1: [], 2: ["--num-workers", 2], 3: ["--size", 90]}[ranks]
     whole = undisturbed(ranks, *options)
-    with agent("--hold-at", "3,4,11", *options, ranks=ranks, options=["--hang-timeout", "5"]) as job:
+    with agent("--hold-at", "3,4,11", *options, ranks=ranks, options=["--hang-timeout", "100"]) as job:
         for count, step in enumerate((3, 4, 11), start=1):
             job.wait_for("^HOLD", count * ranks)
             assert paused_at(run_command("pause", RUN)) == step
