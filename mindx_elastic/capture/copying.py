@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,6 @@ def _as_it_is(value: Any) -> Any:
 def _stand_in(value: Any) -> Any:
     known = stand_in(value, copy_state)
     return _as_it_is(value) if known is value else known
-
-
-def copy_state(value: Any) -> Any:
-    """As `copy_tree`, with a stand-in for what a checkpoint has no word for: see `capture.stand_ins`."""
-    return copy_tree(value, _stand_in)
 
 
 def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
@@ -81,6 +77,10 @@ def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
     if kind in _WITH_COPY:
         return value.copy()
     return of_others(value)
+
+
+copy_state: Callable[[Any], Any] = partial(copy_tree, of_others=_stand_in)
+"""As `copy_tree`, with a stand-in for what a checkpoint has no word for: see `capture.stand_ins`."""
 
 
 def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:

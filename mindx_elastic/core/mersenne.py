@@ -1,14 +1,14 @@
-"""Reads and puts back the Mersenne twisters of a process, Python's `random` and numpy's global one. Of torch's, which
-gives its own in a microsecond, it tells whether it has moved.
+"""Reads and puts back the Mersenne twisters of a process, Python's `random` and numpy's global one, as raw bytes. Of
+torch's, which gives its own in a microsecond, it tells whether it has moved.
 
-numpy gives its state as a dict: `get_state` takes 30 us and its `set_state` 45, 3 % of a step of 1 ms and more. The
-bytes themselves are one copy of 2,500 bytes, below 1 us, and they show at once whether the generator has moved. numpy
-documents the address of its words. Where it has the normal deviate that it keeps back is not documented: that is
-compared once a process with what numpy says of a generator that is made for it (`_gauss_offset`). Where anything is not
-as expected (another interpreter, another bit generator) numpy's own functions are used.
+Both libraries give their state as objects only: `random.getstate` makes 625 integers (7 us, and 26 where a training
+step has just used the caches), numpy's `get_state` takes 30 us and its `set_state` 45. The bytes themselves are one
+copy of 2,500 bytes, below 1 us, and they show at once whether a generator has moved.
 
-Python's generator is asked by its own functions, which take 7 to 12 us: to read its memory, too, was worth less than 1
-% of a step of 1 ms.
+numpy documents the address of its words. Where CPython has them, and where numpy has the normal deviate that it keeps
+back, is not documented: both are compared once a process with what the libraries say of generators that are made for
+it (`_python_is_as_expected`, `_gauss_offset`). Where anything is not as expected (another interpreter, a subclass, a
+replaced function, another bit generator of numpy's) the libraries' own functions are used.
 
 Rejected: to count draws (they are not counted anywhere), and to compare a few words only (one draw moves an index, but
 a seed may leave any of them as they were).
@@ -16,6 +16,7 @@ a seed may leave any of them as they were).
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import random
 import struct
@@ -27,10 +28,11 @@ from typing import Any
 
 __all__ = [
     "NumpyState",
-    "bytes_of_python",
+    "PythonState",
+    "have_moved",
     "numpy_state",
     "put_back_numpy",
-    "python_of_bytes",
+    "put_back_python",
     "python_state",
     "torch_state",
 ]
@@ -39,7 +41,7 @@ _NUM_WORDS = 624
 _WORDS, _INDEX = struct.Struct(f"={_NUM_WORDS}I"), struct.Struct("=i")
 _RAW_BYTES = _WORDS.size + _INDEX.size
 _RawTwister = ctypes.c_char * _RAW_BYTES
-_PYTHON = struct.Struct(f"=i{_NUM_WORDS}I?d")  # the index, the words, whether a normal deviate is kept back, and it
+_PYTHON_GAUSS = struct.Struct("=?d")  # whether one is kept back, and it
 _GAUSS = struct.Struct("@id")  # whether one is kept back, and it
 _RawGauss = ctypes.c_char * _GAUSS.size
 
@@ -47,29 +49,120 @@ _RawGauss = ctypes.c_char * _GAUSS.size
 # --- Python's ---------------------------------------------------------------------------------------------------------
 
 
-def python_state(earlier: object = None) -> tuple[Any, ...]:
-    """What `random.getstate` says. `earlier` itself where that is equal: then nothing was drawn in between."""
-    state = random.getstate()
-    return earlier if type(earlier) is tuple and earlier == state else state
+class PythonState:
+    """The state of Python's global generator. Never changed."""
+
+    __slots__ = ("gauss", "packed", "raw")
+
+    def __init__(self, raw: bytes, gauss: float | None) -> None:
+        self.packed: Any = None
+        """Kept by who packs it."""
+        self.raw = raw
+        """The index and the words, as in memory."""
+        self.gauss = gauss
+        """The normal deviate that is kept back, if any."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PythonState) and self.raw == other.raw and self.gauss == other.gauss
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def words(self) -> bytes:
+        """The words and the index, 4 bytes each in the order of `as_tuple`."""
+        return self.raw[_INDEX.size :] + self.raw[: _INDEX.size]
+
+    def to_bytes(self) -> bytes:
+        """All of it; of the same length for each state."""
+        gauss = self.gauss
+        return self.raw + _PYTHON_GAUSS.pack(gauss is not None, gauss or 0.0)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PythonState:
+        """The inverse of `to_bytes`. Raises ValueError."""
+        if len(data) != _RAW_BYTES + _PYTHON_GAUSS.size:
+            raise ValueError(f"a state of Python's generator in {len(data)} bytes")
+        is_kept, gauss = _PYTHON_GAUSS.unpack_from(data, _RAW_BYTES)
+        return cls(data[:_RAW_BYTES], gauss if is_kept else None)
+
+    def as_tuple(self) -> tuple[int, tuple[int, ...], float | None]:
+        """The same as `random.getstate` gives it."""
+        return random.Random.VERSION, _python_words(self.raw), self.gauss
 
 
-def bytes_of_python(state: tuple[Any, ...]) -> bytes | None:
-    """All of a state, of the same length for each; None: it is no state of a plain `random.Random`."""
-    try:
-        version, words, gauss = state
-        if version == random.Random.VERSION:
-            return _PYTHON.pack(words[_NUM_WORDS], *words[:_NUM_WORDS], gauss is not None, gauss or 0.0)
-    except (TypeError, ValueError, LookupError, struct.error):
-        pass
-    return None
+class _PythonAccess:
+    """Where the words are of the generator that `getstate` belongs to."""
+
+    def __init__(self, getstate: Any) -> None:
+        self.getstate = getstate
+        self.owner: Any = getattr(getstate, "__self__", None)
+        self.is_plain = type(self.owner) is random.Random and getstate.__func__ is random.Random.getstate
+        self.block = _python_block(self.owner) if self.is_plain and _python_is_as_expected() else None
 
 
-def python_of_bytes(data: bytes) -> tuple[Any, ...]:
-    """The inverse of `bytes_of_python`. Raises ValueError."""
-    if len(data) != _PYTHON.size:
-        raise ValueError(f"a state of Python's generator in {len(data)} bytes")
-    index, *words, is_kept, gauss = _PYTHON.unpack(data)
-    return random.Random.VERSION, (*words, index), gauss if is_kept else None
+_python = _PythonAccess(None)
+
+
+def python_state(earlier: object = None) -> PythonState | tuple[Any, ...]:
+    """What `random.getstate` says; as it gives it where that is the only way. `earlier` itself where that is equal."""
+    global _python
+    access = _python
+    if access.getstate is not random.getstate:  # the first time, or it was replaced since
+        access = _python = _PythonAccess(random.getstate)
+    if access.block is None:
+        return random.getstate()
+    gauss = access.owner.gauss_next
+    # Both are as long: this compares, without a copy of the words, which costs more where they are not in the cache.
+    if type(earlier) is PythonState and earlier.raw.startswith(access.block) and earlier.gauss == gauss:
+        return earlier
+    return PythonState(access.block.raw, gauss)
+
+
+def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
+    """`random.setstate` for what `python_state` gives."""
+    access = _python
+    if not isinstance(state, PythonState):
+        random.setstate(state)
+    elif (
+        access.block is not None
+        and access.getstate is random.getstate
+        and id(getattr(random.setstate, "__self__", None)) == id(access.owner)
+    ):
+        access.block.raw = state.raw
+        access.owner.gauss_next = state.gauss
+    else:
+        random.setstate(state.as_tuple())
+
+
+def _python_block(generator: Any) -> Any:
+    """The index and the words of `generator`, live. The caller keeps the generator."""
+    return _RawTwister.from_address(id(generator) + object.__basicsize__)
+
+
+def _python_words(raw: bytes) -> tuple[int, ...]:
+    return (*_WORDS.unpack_from(raw, _INDEX.size), *_INDEX.unpack_from(raw))
+
+
+@cache
+def _python_is_as_expected() -> bool:
+    """Whether a `random.Random` is a header, an index and the words."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return False
+    if _random.Random.__basicsize__ < object.__basicsize__ + ctypes.sizeof(_RawTwister):
+        return False
+    one, other = random.Random(1), random.Random(2)
+    here, there = _python_block(one), _python_block(other)
+    for draws in (0, 1, 700, 547):  # the last one ends where the words are used up
+        for _ in range(draws):
+            one.getrandbits(32)
+        internal = one.getstate()[1]
+        if _python_words(here.raw) != internal:
+            return False
+        there.raw = here.raw
+        if other.getstate()[1] != internal:
+            return False
+    one.setstate(random.Random(3).getstate())
+    return bool(_python_words(here.raw) == one.getstate()[1])
 
 
 # --- numpy's ----------------------------------------------------------------------------------------------------------
@@ -78,9 +171,11 @@ def python_of_bytes(data: bytes) -> tuple[Any, ...]:
 class NumpyState:
     """The state of numpy's global generator, a Mersenne twister. Never changed."""
 
-    __slots__ = ("gauss", "raw")
+    __slots__ = ("gauss", "packed", "raw")
 
     def __init__(self, raw: bytes, gauss: bytes) -> None:
+        self.packed: Any = None
+        """Kept by who packs it."""
         self.raw = raw
         """The words and the index, as in memory."""
         self.gauss = gauss
@@ -161,8 +256,7 @@ def numpy_state(earlier: object = None) -> NumpyState | dict[str, Any]:
         return dict(numpy.random.get_state(legacy=False))
     if (
         type(earlier) is NumpyState
-        # Both are as long: this compares, without a copy of the words, which costs more where they are not cached.
-        and earlier.raw.startswith(access.words)
+        and earlier.raw.startswith(access.words)  # compares, as above
         and earlier.gauss.startswith(access.gauss)
     ):
         return earlier
@@ -246,3 +340,22 @@ def torch_state() -> Any:
     if raw != _torch_last[0]:
         _torch_last = raw, state
     return _torch_last[1]
+
+
+def have_moved(python: object, numpy: object, torch: object) -> bool:
+    """Whether one of the three may be another now than the states given here, of one moment each; None for numpy's: it
+    was not imported. False: `python_state`, `numpy_state` and `torch_state` would give these very objects again.
+
+    In one call, for after most steps none has moved."""
+    mine = _python
+    if mine.block is None or mine.getstate is not random.getstate or type(python) is not PythonState:
+        return True
+    if type(numpy) is NumpyState and (access := _numpy) is not None and access.words is not None:
+        if access.current_bits() is not access.bits:
+            return True
+        if not (numpy.raw.startswith(access.words) and numpy.gauss.startswith(access.gauss)):  # compares, as above
+            return True
+    elif numpy is not None or "numpy" in sys.modules:
+        return True
+    is_same = python.raw.startswith(mine.block) and python.gauss == mine.owner.gauss_next
+    return not is_same or torch_state() is not torch

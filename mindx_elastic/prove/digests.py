@@ -14,7 +14,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.core.looks import attributes_of, items_of
-from mindx_elastic.core.mersenne import NumpyState, bytes_of_python
+from mindx_elastic.core.mersenne import NumpyState, PythonState
 from mindx_elastic.core.tensor_memory import memory_of
 
 __all__ = ["digest", "leaves", "stream_digest"]
@@ -68,10 +68,10 @@ def stream_digest(state: Any) -> int:
     kind = type(state)
     if kind is torch.Tensor:
         content: Any = memory_of(state.cpu())
-    elif kind is NumpyState:
+    elif kind is PythonState or kind is NumpyState:
         content = state.to_bytes()
     else:
-        content = (bytes_of_python(state) if kind is tuple else None) or digest(state).encode()
+        content = digest(state).encode()
     return xxhash.xxh3_64_intdigest(content) or 1
 
 

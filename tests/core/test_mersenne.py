@@ -1,8 +1,10 @@
-"""The states of Python's and numpy's generators are those that the libraries give, whatever was drawn before."""
+"""The raw states of Python's and numpy's generators are those that the libraries give, whatever was drawn before."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,10 +17,10 @@ from hypothesis import strategies as st
 from mindx_elastic.core import mersenne
 from mindx_elastic.core.mersenne import (
     NumpyState,
-    bytes_of_python,
+    PythonState,
     numpy_state,
     put_back_numpy,
-    python_of_bytes,
+    put_back_python,
     python_state,
 )
 
@@ -67,26 +69,28 @@ def as_dict(state: NumpyState | dict[str, Any]) -> dict[str, Any]:
     return state.as_dict() if isinstance(state, NumpyState) else state
 
 
+def test_the_fast_ways_are_used_here() -> None:
+    """Otherwise the other tests would prove nothing."""
+    assert isinstance(python_state(), PythonState)
+    assert isinstance(numpy_state(), NumpyState)
+
+
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(sorted(PYTHON)), max_size=12), st.sampled_from(sorted(PYTHON)))
-def test_python_after_any_mixture(before: list[str], move: str) -> None:
+@given(st.lists(st.sampled_from(sorted(PYTHON)), max_size=12), st.lists(st.sampled_from(sorted(PYTHON)), max_size=3))
+def test_python_after_any_mixture(before: list[str], after: list[str]) -> None:
     for name in before:
         PYTHON[name]()
-    state = python_state()
-    packed = bytes_of_python(state)
-    assert packed is not None and python_of_bytes(packed) == state == random.getstate()
-    assert python_state(state) is state
-    PYTHON[move]()
-    now = python_state(state)
-    assert now == random.getstate() and (now is state) is (now == state)
-
-
-def test_states_that_are_not_of_a_plain_generator_have_no_bytes() -> None:
-    version, words, gauss = random.getstate()
-    for state in ((1, (version, words, gauss)), (2, words, gauss), (version, words[:-1], gauss), (version, words, "x")):
-        assert bytes_of_python(state) is None
-    with pytest.raises(ValueError, match="12 bytes"):
-        python_of_bytes(bytes(12))
+    expected, state = random.getstate(), python_state()
+    assert isinstance(state, PythonState)
+    assert state.as_tuple() == expected
+    coming = [random.gauss(0, 1), random.random(), random.getrandbits(900)]
+    for name in after:
+        PYTHON[name]()
+    put_back_python(state)
+    assert random.getstate() == expected
+    assert python_state() == state
+    assert [random.gauss(0, 1), random.random(), random.getrandbits(900)] == coming
+    assert python_state() != state
 
 
 @settings(deadline=None)
@@ -107,6 +111,36 @@ def test_numpy_after_any_mixture(before: list[str], after: list[str]) -> None:
     assert numpy_state() != state
 
 
+class Own(random.Random):
+    """A generator of the program's with more state than the words."""
+
+    def __init__(self) -> None:
+        self.extra = 1
+        super().__init__(3)
+
+    def getstate(self) -> Any:
+        return self.extra, super().getstate()
+
+    def setstate(self, state: Any) -> None:
+        self.extra, inner = state
+        super().setstate(inner)
+
+
+@pytest.mark.parametrize("own", [Own(), random.Random(4)])
+def test_another_generator_behind_the_functions(own: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = python_state()
+    for name in ("getstate", "setstate", "random"):
+        monkeypatch.setattr(random, name, getattr(own, name))
+    state, expected = python_state(), own.getstate()
+    assert (state.as_tuple() if isinstance(state, PythonState) else state) == expected
+    assert isinstance(state, PythonState) is (type(own) is random.Random)
+    random.random()
+    put_back_python(state)
+    assert own.getstate() == expected
+    monkeypatch.undo()
+    assert python_state() == usual, "and the first one has not moved"
+
+
 def test_another_bit_generator_of_numpy() -> None:
     original = np.random.get_bit_generator()  # type: ignore[attr-defined]
     usual = numpy_state()
@@ -123,24 +157,50 @@ def test_another_bit_generator_of_numpy() -> None:
     assert np.array_equal(as_dict(numpy_state())["state"]["key"], as_dict(usual)["state"]["key"])
 
 
-def test_where_the_memory_is_not_as_expected_numpy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_memory_is_not_as_expected_the_libraries_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mersenne, "_python_is_as_expected", lambda: False)
     monkeypatch.setattr(mersenne, "_gauss_offset", lambda: None)
+    monkeypatch.setattr(mersenne, "_python", mersenne._PythonAccess(None))
     monkeypatch.setattr(mersenne, "_numpy", None)
+    random.gauss(0, 1)
     np.random.randn()
-    state = numpy_state()
-    assert repr(state) == repr(numpy_says())
-    expected = np.random.randn(), np.random.rand()
-    put_back_numpy(state)
-    assert (np.random.randn(), np.random.rand()) == expected
+    python, numpy = python_state(), numpy_state()
+    assert python == random.getstate()
+    assert repr(numpy) == repr(numpy_says())
+    expected = random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()
+    put_back_python(python)
+    put_back_numpy(numpy)
+    assert (random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()) == expected
+
+
+@pytest.mark.parametrize("damage", ["16", "24"])
+def test_another_layout_of_the_interpreter_is_found_out(damage: str) -> None:
+    """The words are looked for a few bytes off, as if this interpreter had other objects."""
+    code = f"""
+import ctypes, random
+from mindx_elastic.core import mersenne
+plain = mersenne._python_block
+mersenne._python_block = lambda g: mersenne._RawTwister.from_address(id(g) + object.__basicsize__ + {damage} - 20)
+print(mersenne._python_is_as_expected(), type(mersenne.python_state()).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False", "tuple"]
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(NUMPY)))
-def test_an_earlier_state_is_taken_over_only_where_it_is_equal(move: str) -> None:
-    state = numpy_state()
-    assert numpy_state(state) is state
-    NUMPY[move]()
-    assert repr(as_dict(numpy_state(state))) == repr(numpy_says())
+@given(st.sampled_from(sorted(PYTHON)), st.sampled_from(sorted(NUMPY)))
+def test_an_earlier_state_is_taken_over_only_where_it_is_equal(python_move: str, numpy_move: str) -> None:
+    python, numpy = python_state(), numpy_state()
+    assert python_state(python) is python
+    assert numpy_state(numpy) is numpy
+    PYTHON[python_move]()
+    NUMPY[numpy_move]()
+    now, then = python_state(python), python
+    assert isinstance(now, PythonState)
+    assert isinstance(then, PythonState)
+    assert now.as_tuple() == random.getstate()
+    assert (now is then) is (now.as_tuple() == then.as_tuple())
+    assert repr(as_dict(numpy_state(numpy))) == repr(numpy_says())
 
 
 # --- torch's ---
