@@ -14,6 +14,7 @@ import torch
 
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.capture.plain_component import GoesThroughData
 from mindx_elastic.core.looks import asked
 
 __all__ = ["LoopHead"]
@@ -77,9 +78,10 @@ class _AddedGroups:
 
 
 def _is_loader(component: Component) -> bool:
-    """Loaders keep a position of their own, and are what asks for all this."""
+    """Loaders keep a position of their own, and are what asks for all this. An object of the program that has a loader
+    is none."""
     target = getattr(component, "target", None)
-    return any(asked(each, "on_iterator_ready", each) is not each for each in (target, asked(target, "loader")))
+    return isinstance(target, GoesThroughData) or asked(target, "on_iterator_ready", target) is not target
 
 
 def _marks_of(component: Component) -> _Marks:

@@ -20,6 +20,8 @@ _MODEL_NAMES = (MODEL, "state_dict", "model_state_dict", "module")
 _NOT_THE_MODEL = {"optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state", "rng_state"}
 """Components that torchtitan and others put into one dictionary with the weights."""
 _MAX_DEPTH = 100
+_MAX_ITEMS = 10_000_000
+_MAX_REPEATED_BYTES = 1 << 30
 
 
 class Later:
@@ -143,17 +145,31 @@ def flat_tensors(model: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], lis
 
 
 def num_tensors(value: Any, where: str = "the checkpoint") -> tuple[int, int]:
-    """How many tensors, and their bytes. Raises ForeignCheckpointError for what contains itself."""
-    count = nbytes = 0
+    """How many tensors, and their bytes.
+
+    Raises ForeignCheckpointError for what would be endless to write, however small its file: nested too deep, lists
+    that hold one another many times over, a tensor that repeats a few elements a billion times.
+    """
+    count = nbytes = num_items = 0
     todo: list[tuple[Any, int]] = [(value, 0)]
     while todo:
         item, depth = todo.pop()
-        if depth > _MAX_DEPTH:
-            raise ForeignCheckpointError(f"{where} is nested deeper than {_MAX_DEPTH} levels, or it contains itself")
+        num_items += 1
+        if depth > _MAX_DEPTH or num_items > _MAX_ITEMS:
+            raise ForeignCheckpointError(f"{where} holds more than {_MAX_DEPTH} levels or {_MAX_ITEMS:,} values")
         if isinstance(item, torch.Tensor):
             count, nbytes = count + 1, nbytes + item.numel() * item.element_size()
+            _check_repeats(item, where)
         elif isinstance(item, Mapping):
             todo += [(one, depth + 1) for one in item.values()]
         elif isinstance(item, list | tuple | deque):
             todo += [(one, depth + 1) for one in item]
     return count, nbytes
+
+
+def _check_repeats(tensor: torch.Tensor, where: str) -> None:
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes > _MAX_REPEATED_BYTES and tensor.layout is torch.strided and not tensor.is_meta:
+        there = tensor.untyped_storage().nbytes()
+        if nbytes > there:
+            raise ForeignCheckpointError(f"{where} holds a tensor of {nbytes:,} bytes that repeats {there:,} bytes")

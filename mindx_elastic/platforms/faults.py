@@ -138,8 +138,8 @@ def _parse_data(data: Mapping[str, str], world_size: int | None) -> Faults:
             part = parse_key(key, data[key], world_size=world_size)
         except ValueError as error:
             raise ValueError(f"has a key {key} that {error}") from None
-        located = tuple(f"has a key {key} that {problem}" for problem in part.problems)
-        faults = merge(faults, replace(part, problems=located))
+        problems, remarks = (tuple(f"has a key {key} that {e}" for e in said) for said in (part.problems, part.remarks))
+        faults = merge(faults, replace(part, problems=problems, remarks=remarks))
     return faults
 
 

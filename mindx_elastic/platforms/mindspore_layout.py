@@ -219,7 +219,10 @@ def with_shapes(strategy: Strategy, local_shapes: Mapping[str, Mapping[int, Sequ
             continue
         shapes = {tuple(shape) for rank, shape in given.items() if rank in spec.layout}
         if len(shapes) != 1:
-            raise UsageError(f"{spec.name}: one shape of its parts is expected, not {sorted(shapes)!r:.80}")
+            raise UsageError(
+                f"{spec.name}: one shape of its parts is expected, not {sorted(shapes)!r:.80}; for uneven parts give a "
+                "strategy file of this package, which has the shapes"
+            )
         try:
             shape = spec.layout.global_shape(shapes.pop())
         except UsageError as error:

@@ -221,7 +221,8 @@ def _from_json(data: bytes) -> Content:
             *(_whole(int(item.get("field", 0)), "field", 0),),
             *(_whole(item.get(f"opt_weight_shard_{key}", 0), key, -1) for key in ("step", "size")),
         )
-        _check_not_cut(name, item.get("param_split_shape") or (), item.get("indices_offset") or (), fields)
+        pieces, offsets = (_numbers(item.get(key) or [], MAX_RANKS) for key in ("param_split_shape", "indices_offset"))
+        _check_not_cut(name, pieces, offsets, fields)
         builder.add_foreign(name, fields, _numbers(item.get("tensor_shape") or [], MAX_TENSOR_DIMS))
     return builder.finish(0)
 

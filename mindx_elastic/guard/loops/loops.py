@@ -41,6 +41,7 @@ from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.own_loop import OwnLoop
 from mindx_elastic.guard.loops.resumed_state import (
+    changed_buffers,
     moved_since,
     named_streams,
     put_back_positions,
@@ -276,6 +277,8 @@ class Loops:
             self._unmanaged.certain(*_WEIGHTS_CHANGED)
         changed, streams = put_back_positions(self._collector), named_streams(self._collector)
         changed += [name for names in moved_since(self._collector) for name in names if name not in streams]
+        changed += changed_buffers(self._collector)
+        changed = list(dict.fromkeys(changed))
         if changed:
             logger.warning(
                 "%s: put back as at step %d, for it was changed inside the guard's block before the loop reached the "

@@ -11,19 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import OptimizerComponent, PlainComponent
+from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.guard.loops.followed_loader import FollowedLoader
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader, OwnState
 
-__all__ = ["moved_since", "named_streams", "put_back_positions", "put_back_streams"]
+__all__ = ["changed_buffers", "moved_since", "named_streams", "put_back_positions", "put_back_streams"]
 
 
 def put_back_positions(collector: Collector) -> list[str]:
-    """Make our loaders as at the boundary, where code has iterated them since; `capture.loop_head` leaves them out.
-    Returns the names of those that were not."""
+    """Make loaders as at the boundary, where code has iterated them since; `capture.loop_head` leaves them out. Returns
+    the names of those that were not."""
     changed: list[str] = []
     for name, component in collector.components.items():
-        if isinstance(component, PlainComponent) and isinstance(component.target, FollowedLoader):
+        if not isinstance(component, PlainComponent):
+            continue
+        if isinstance(component.target, FollowedLoader):
             cursor = component.target.engine.cursor
             # Else the loop has begun to iterate, or nothing has. Where an epoch was over, the next iteration would
             # begin another.
@@ -31,7 +33,20 @@ def put_back_positions(collector: Collector) -> list[str]:
                 if not same_tree(component.look(), component.seen):
                     changed.append(name)
                 component.put_back(component.state())
+        elif isinstance(component.target, OwnState) and not same_tree(component.look(), component.seen):
+            changed.append(name)
+            component.put_back(component.state())
     return changed
+
+
+def changed_buffers(collector: Collector) -> list[str]:
+    """The modules' buffers that are not as at the boundary, by module and name."""
+    found: list[str] = []
+    for module, component in collector.components.items():
+        if isinstance(component, ModuleComponent):
+            live, copies = dict(component.named_buffers()), component.copied_buffers()
+            found += [f"{module}.{n}" for n in live.keys() & copies.keys() if not same_tree(live[n], copies[n])]
+    return sorted(found)
 
 
 def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
