@@ -20,24 +20,35 @@ from torch.distributed import ProcessGroup
 from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.generators import Adapter, check_kind, generator_adapter
+from mindx_elastic.capture.tensor_copy import TensorCopy
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of, has_method
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
-__all__ = ["NO_STATE", "Attributes", "adapted", "attributes"]
+__all__ = ["NO_STATE", "Attributes", "TensorAdapter", "adapted", "attributes"]
 
 
-class _Tensor:
+class TensorAdapter:
     """A tensor or parameter that is in no module."""
 
     is_stream, gives_copies = False, True
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name, self._tensor = name, tensor
+        self._copy = TensorCopy(tensor, closely=True)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "torch.Tensor", "value": local_part(self._tensor).detach().clone()}
+
+    def boundary_state(self, *, closely: bool) -> dict[str, Any]:
+        """`state_dict` without a copy where none is needed; closely: look also for changes that move no version."""
+        if closely:
+            self._copy.recheck()
+        else:
+            self._copy.renew()
+        assert self._copy.value is not None
+        return {"kind": "torch.Tensor", "value": local_part(self._copy.value)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,6 +120,7 @@ class _Object:
         self._target = target.target if isinstance(target, Attributes) else target
         self._name, self._others = name, others
         self._class = f"{type(self._target).__module__}.{type(self._target).__qualname__}"
+        self._nested: dict[str, tuple[object, Adapter | Any]] = {}
         for key in self._names or ():
             kind = inspect.getattr_static(type(self._target), key, None)
             if isinstance(kind, property) and kind.fset is None:
@@ -135,12 +147,11 @@ class _Object:
         for key, value in self._attributes():
             if id(value) in self._others:
                 continue
-            place = f"{self._name}.{key}"
+            if (inner := self._inner(key, value)) is not None:
+                nested[key] = snapshot(inner.state_dict(), f"{self._name}.{key}")
+                continue
             try:
-                if (inner := self._inner(key, value)) is not None:
-                    nested[key] = snapshot(inner.state_dict(), place)
-                else:
-                    plain[key] = snapshot(value, place)
+                plain[key] = snapshot(value, f"{self._name}.{key}")
             except UnsupportedStateError as error:
                 refused[key] = error
         if refused:
@@ -159,15 +170,21 @@ class _Object:
             "give the class the two methods"
         )
 
-    def _inner(self, key: str, value: Any) -> Any:
-        """What gives and takes the state of an attribute; None: it is plain data."""
+    def _inner(self, key: str, value: object) -> Adapter | Any:
+        known = self._nested.get(key)
+        if known is not None and known[0] is value:
+            return known[1]
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             raise UsageError(
                 f"{self._name} is a {self._class}, and holds a {type(value).__name__} in {key}: name that by itself, "
                 f'stateful={{"{self._name}": ..., "{self._name}_{key}": {self._name}.{key}}}'
             )
-        is_stateful = has_method(value, "state_dict", "load_state_dict")
-        return value if is_stateful else generator_adapter(f"{self._name}.{key}", value)
+        inner = generator_adapter(f"{self._name}.{key}", value)
+        if inner is None and has_method(value, "state_dict", "load_state_dict"):
+            inner = value  # type: ignore[assignment]
+        if inner is not None:
+            self._nested[key] = (value, inner)
+        return inner
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_kind(self._name, state, self._class)
@@ -222,7 +239,7 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
     if isinstance(target, Attributes):
         return _Object(name, target, others)
     if isinstance(target, torch.Tensor):
-        return _Tensor(name, target)
+        return TensorAdapter(name, target)
     if isinstance(target, _CONTAINERS):
         return _Container(name, target)
     if type(target).__module__ == "numpy" and getattr(target, "ndim", False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from operator import is_
 from typing import Any
 
@@ -29,7 +30,7 @@ from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_
 from mindx_elastic.capture.parameter_names import arrange_groups, grouped
 from mindx_elastic.capture.rank_weights import RankWeights
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
-from mindx_elastic.capture.structure import Structure, Watch
+from mindx_elastic.capture.structure import Watch
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
@@ -39,8 +40,9 @@ from mindx_elastic.errors import MismatchError
 __all__ = ["BufferLook", "Collector"]
 
 _MOST_KEPT = 64 << 20
-BufferLook = tuple[torch.Tensor, int, torch.Tensor]
-"""A buffer, its version counter, and a copy."""
+_MOST_COPIED = 1 << 24
+BufferLook = tuple[torch.Tensor, int, torch.Tensor | None]
+"""A buffer, its version counter, and a copy; None: there would be too much to copy."""
 
 
 class Collector:
@@ -67,9 +69,8 @@ class Collector:
         self.compiled = Compilations()
         self._settings = GivenSettings(self.components)
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        self._structures = [module.structure for module in self._modules.values()]  # each one for life
         self._optimizers = {n: c for n, c in self.components.items() if isinstance(c, OptimizerComponent)}
-        structures = [module.structure for module in self._modules.values()]  # each one for life
-        self._may_change: list[Structure | OptimizerComponent] = [*structures, *self._optimizers.values()]
         self._watch: Watch | None = None
         self.on_new_parameters: Callable[[Sequence[torch.Tensor]], None] = lambda parameters: None
         """Called at a boundary at which modules, parameters or groups have changed."""
@@ -90,6 +91,7 @@ class Collector:
         for optimizer in self._optimizers.values():
             optimizer.set_names(places)
         self._copies = [component.copy for component in self.components.values()]
+        self._kept_in = [(component, component.KEPT_IN) for component in self.components.values()]
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(c for _, c in self._plain)
         self._foreseen = dict(self._modules)
@@ -124,21 +126,35 @@ class Collector:
 
     @torch.no_grad()
     def look_at_buffers(self) -> dict[str, BufferLook]:
-        """The saved buffers of all modules, by place, as they are now: for `changed_buffers`."""
-        return {place: (buffer, _version_of(buffer), buffer.clone()) for place, buffer in self._saved_buffers()}
+        """The saved buffers of all modules, by place, as they are now: for `changed_buffers`. With copies of up to
+        16 MiB, which BatchNorm's have room in."""
+        looks, left = dict[str, BufferLook](), _MOST_COPIED
+        for place, buffer in self._saved_buffers():
+            is_copied = buffer.nbytes <= left
+            left -= buffer.nbytes if is_copied else 0
+            looks[place] = buffer, _version_of(buffer), buffer.clone() if is_copied else None
+        return looks
 
     @torch.no_grad()
     def changed_buffers(self, before: Mapping[str, BufferLook], *, if_written: bool = False) -> list[str]:
-        """The places of buffers that have other values now than at `before`. if_written: only those of which torch has
-        counted a change, which it does not of DDP's broadcasts."""
-        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The places of buffers that have other values now than at `before`; without a copy, that have been written.
+        if_written: others only where torch has counted a change, which it does not of DDP's broadcasts."""
+        found: list[str] = []
+        if not before:
+            return found
+        copied: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for place, now in self._saved_buffers():
-            buffer, version, copy = before.get(place, (now, _version_of(now), now))
-            if not (if_written and now is buffer and _version_of(now) == version):
-                pairs[place] = copy, now
-        if equal_tensors([copy for copy, _ in pairs.values()], [now for _, now in pairs.values()]):
-            return []  # which has waited for a device once
-        return [place for place, (copy, now) in pairs.items() if not same_tree(copy, now)]
+            buffer, version, copy = before.get(place, (now, _version_of(now), None))
+            is_written = now is not buffer or _version_of(now) != version
+            if copy is not None:
+                if is_written or not if_written:
+                    copied[place] = copy, now
+            elif is_written:
+                found.append(place)
+        copies, live = [copy for copy, _ in copied.values()], [now for _, now in copied.values()]
+        if not equal_tensors(copies, live):  # which waits for a device once
+            found += [place for place, (copy, now) in copied.items() if not same_tree(copy, now)]
+        return found
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():
@@ -150,7 +166,7 @@ class Collector:
 
     def watch(self) -> None:
         """Notice modules and parameters that are registered from here on, until `unwatch`. Main thread."""
-        self._watch = Watch([module.structure for module in self._modules.values()])
+        self._watch = Watch(self._structures)
 
     def unwatch(self) -> None:
         if self._watch is not None:
@@ -158,7 +174,7 @@ class Collector:
 
     def _follow(self) -> None:
         """Modules, parameters or groups may have changed since the last boundary."""
-        problems = {name: module.follow() for name, module in self._modules.items() if module.has_changed()}
+        problems = {name: module.follow() for name, module in self._modules.items() if module.structure.has_changed()}
         names = self.places()
         problems |= {name: optimizer.follow(names) for name, optimizer in self._optimizers.items()}
         self.problems = [f"{name}: {problem}" for name, found in problems.items() for problem in found]
@@ -171,8 +187,11 @@ class Collector:
 
     def _has_changed(self) -> bool:
         # At each boundary: `any` over a generator takes twice as long.
-        for each in self._may_change:  # noqa: SIM110
-            if each.has_changed():
+        for structure in self._structures:
+            if structure.has_changed():
+                return True
+        for optimizer in self._optimizers.values():  # noqa: SIM110
+            if optimizer.has_changed():
                 return True
         return False
 
@@ -210,7 +229,7 @@ class Collector:
     def copies(self) -> list[Any]:
         """The last boundary's copies of all small state but generators and buffers, one for each of `components`. What
         is in them is never changed in place."""
-        return [component.seen for component in self.components.values()]
+        return [*starmap(getattr, self._kept_in)]
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
         """By place, see `ModuleComponent.buffers_of_this_rank`."""
@@ -299,6 +318,8 @@ class Collector:
         if self._is_at_boundary:
             for module in self._modules.values():
                 module.recheck()
+            for adapted in self._adapted:
+                adapted.recheck()
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
         state["rng"] = pack_rng(self.rng)
         state["progress"] = self._progress()
@@ -317,7 +338,7 @@ class Collector:
         own = self.devices.device
         found: dict[str, Any] = {name: devices_of(state[name], own) for name, _ in self._plain}
         for name, module in self._modules.items():
-            extras = {place: devices_of(extra, own) for place, extra in module.seen.items()}
+            extras = {place: devices_of(extra, own) for place, extra in module.extras.items()}
             found[name] = {place: devices for place, devices in extras.items() if devices}
         return {name: devices for name, devices in found.items() if devices}
 
@@ -333,14 +354,14 @@ class Collector:
             "rng": self._raw_rng.of(self.rng),
             "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules},
-            "groups": {name: component.seen for name, component in self._optimizers.items()},
+            "groups": {name: component.groups for name, component in self._optimizers.items()},
             "plain": {
                 name: component.state()
                 for name, component in self._plain
                 if everything or not (component.is_heavy or component.is_on_device)
             },
         }
-        if extras := {name: own for name, component in modules if (own := component.seen)}:
+        if extras := {name: own for name, component in modules if (own := component.extras)}:
             state["extras"] = extras
         if loose := {name: own for name, component in modules if (own := component.own_loose())}:
             state["loose"] = loose

@@ -1,10 +1,9 @@
 """Splits the state of each object of the job into a stable and a volatile part, and puts it back.
 
 A component has these methods: `copy` its volatile part at a boundary (training thread, every step, microseconds),
-`state` = live stable part + that copy (any thread, holding the update gate), and `load` (at the start). `look` gives
-the volatile part as it is now, and `has_changed` says whether what the object is made of may be another. `kept` gives
-the last copy with its buffers, and `go_back` makes an older one count, where the devices are behind the program
-(`capture.device_progress`).
+`state` = live stable part + that copy (any thread, holding the update gate), and `load` (at the start). `kept` gives
+the last copy, which is never changed in place, and `go_back` makes an older one count, where the devices are behind
+the program (`capture.device_progress`).
 
 * a module: parameters are stable and read in place; buffers (BatchNorm changes them in forward) and extra state are
   copied
@@ -62,13 +61,10 @@ _LIVES_BY_ITSELF = re.compile(r"(model|optimizer|loader)(_\d+)?")
 class Component(Protocol):
     """One object of the job; see the module."""
 
-    @property
-    def seen(self) -> Any:
-        """The last copy, buffers apart, which nothing changes in place; None: it is too large to be made."""
+    KEPT_IN: str
+    """The attribute with its copied state, buffers apart."""
 
     def copy(self) -> None: ...
-    def look(self) -> Any: ...
-    def has_changed(self) -> bool: ...
     def state(self) -> Any: ...
     def load(self, state: Any) -> None: ...
     def kept(self) -> Any: ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,17 +26,21 @@ __all__ = [
 ]
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_WITH_COPY = frozenset((Counter, bytearray, np.ndarray))
+_WITH_COPY = frozenset((set, Counter, bytearray, np.ndarray))
 
 
 def _as_it_is(value: Any) -> Any:
-    kind = type(value)
-    return value.detach().clone() if issubclass(kind, torch.Tensor) else value.copy() if kind is set else value
+    return value.detach().clone() if issubclass(type(value), torch.Tensor) else value
 
 
 def _stand_in(value: Any) -> Any:
     known = stand_in(value, copy_state)
     return _as_it_is(value) if known is value else known
+
+
+def copy_state(value: Any) -> Any:
+    """As `copy_tree`, with a stand-in for what a checkpoint has no word for: see `capture.stand_ins`."""
+    return copy_tree(value, _stand_in)
 
 
 def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
@@ -68,8 +71,8 @@ def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
         if (metadata := vars(value).get("_metadata")) is not None:  # a TensorDict keeps its batch size there
             copied._metadata = copy_tree(metadata, of_others)  # type: ignore[attr-defined]
         return copied
-    if kind is torch.Tensor and value.is_cpu and not value.requires_grad:
-        return value.clone()
+    if kind in _TENSORS:
+        return value.detach().clone()
     if kind is defaultdict:
         return defaultdict(value.default_factory, ((key, copy_tree(item, of_others)) for key, item in value.items()))
     if kind is deque:
@@ -77,10 +80,6 @@ def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
     if kind in _WITH_COPY:
         return value.copy()
     return of_others(value)
-
-
-copy_state: Callable[[Any], Any] = partial(copy_tree, of_others=_stand_in)
-"""As `copy_tree`, with a stand-in for what a checkpoint has no word for: see `capture.stand_ins`."""
 
 
 def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:
@@ -173,11 +172,26 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 def map_containers(value: Any) -> Any:
     """`value` in containers of its own, as `map_tensors` makes them, with stand-ins for what a checkpoint has no word
     for; everything else is the same object."""
-    return rebuilt(value, lambda leaf: leaf if type(leaf) in ATOMS else stand_in(leaf, map_containers))
+    kind = type(value)
+    if kind in ATOMS or kind in _TENSORS:
+        return value
+    if isinstance(value, dict):
+        copied = value.copy()
+        for key, item in value.items():
+            if type(item) not in ATOMS and type(item) is not torch.Tensor:
+                copied[key] = map_containers(item)
+        return copied
+    if kind in (list, tuple):
+        if ATOMS.issuperset(map(type, value)):
+            return kind(value)
+        return kind([map_containers(one) for one in value])
+    if kind is deque:
+        return deque([map_containers(one) for one in value], value.maxlen)
+    return stand_in(value, map_containers)
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return id(tensor)  # a DTensor has no memory of its own, nor has a sparse tensor
     if tensor.is_meta or tensor.is_quantized or tensor.numel() == 0:
         return id(tensor)

@@ -7,6 +7,7 @@ optimizers inside of others. Devices are those that it chooses.
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -21,6 +22,7 @@ from mindx_elastic.core.looks import attributes_of
 
 __all__ = ["exact_loads", "keep_objects", "other_types", "restore_types"]
 
+_MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple, deque)
 _NUMBERS = (bool, int, float, complex, np.generic, torch.Tensor)
 
 
@@ -90,12 +92,22 @@ def restore_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
 
 
 def _as_saved(saved: Any, loaded: Any, near: Any) -> Any:
-    """`loaded`, where it is a tensor as `saved`; else a copy of that, its tensors on the device of `loaded` or of
-    `near`."""
-    if isinstance(saved, torch.Tensor) and type(loaded) is type(saved) and loaded.dtype == saved.dtype:
-        return loaded
-    device = next((leaf.device for _, leaf in leaves_of([loaded, near]) if isinstance(leaf, torch.Tensor)), None)
-    return rebuilt(copy_tree(saved), lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
+    """`loaded`, where it is as `saved`; else a copy of that, its tensors on the device of `loaded` or of `near`."""
+    kind = type(saved)
+    if isinstance(saved, torch.Tensor):
+        if type(loaded) is kind and loaded.dtype == saved.dtype:
+            return loaded
+        device = next((each.device for each in (loaded, near) if isinstance(each, torch.Tensor)), saved.device)
+        moved = saved.detach().to(device, copy=True)
+        return torch.nn.Parameter(moved, saved.requires_grad) if kind is torch.nn.Parameter else moved
+    if kind in _MAPPINGS:
+        have = loaded if isinstance(loaded, dict) else {}
+        return kind((key, _as_saved(item, have.get(key), near)) for key, item in saved.items())
+    if kind in _SEQUENCES:
+        there = [*loaded] if isinstance(loaded, _SEQUENCES) and len(loaded) == len(saved) else [None] * len(saved)
+        made = [_as_saved(item, each, near) for item, each in zip(saved, there, strict=True)]
+        return deque(made, saved.maxlen) if isinstance(saved, deque) else kind(made)
+    return copy_tree(saved)
 
 
 def other_types(saved: Any, now: Any) -> Iterator[str]:

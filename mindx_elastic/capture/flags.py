@@ -8,7 +8,7 @@ lists are read at every boundary (a microsecond or two for sixty modules); names
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 __all__ = ["Flags"]
 
-_training = attrgetter("training")
+_training = itemgetter("training")
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -35,13 +35,14 @@ class Flags:
         """Read those of the modules that there are now, and of `parameters`."""
         self._names = dict(self._module.named_modules())
         self._modules = list(self._names.values())
+        self._attributes = [_attributes(child) for child in self._modules]
         self._parameters = parameters
         self._tensors = list({id(p): p for p in parameters.values()}.values())
         self.copy()
 
     def copy(self) -> None:
         """Read them as they are now. The list is never changed in place."""
-        seen = self.look()
+        seen = [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]
         if seen != self._seen:
             self._seen = seen
 
@@ -56,7 +57,7 @@ class Flags:
 
     def look(self) -> list[bool]:
         """As they are now, in the form of `seen`."""
-        return [*map(_training, self._modules), *map(_requires_grad, self._tensors)]
+        return [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]
 
     def put_back(self, seen: list[bool]) -> None:
         """Set them as `look` has given them."""
@@ -97,6 +98,21 @@ class Flags:
     def _lead_wrappers(self) -> None:
         for wrapper in self._wrappers:
             _set_training(wrapper, self._module.training)
+
+
+class _Property:
+    """Of a module that does not keep the flag in its dictionary: `torch.compile`'s wrapper, TorchScript."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getitem__(self, name: str) -> bool:
+        return bool(getattr(self._module, name))
+
+
+def _attributes(module: nn.Module) -> Any:
+    """Where the flag can be read, in half the time of an attribute."""
+    return vars(module) if "training" in vars(module) else _Property(module)
 
 
 def _set_training(module: nn.Module, flag: bool) -> bool:

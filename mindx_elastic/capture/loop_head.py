@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent
+from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.capture.plain_component import GoesThroughData
 from mindx_elastic.core.looks import asked
@@ -48,7 +48,11 @@ class LoopHead:
         now, then = _marks_of(component), self._marks[name]
         if len(now) != len(then) or any(a is not b or v != w for (a, v), (b, w) in zip(now, then, strict=True)):
             return True
-        return component.has_changed() or not same_tree(component.look(), component.seen)
+        if isinstance(component, ModuleComponent):
+            return component.structure.has_changed() or not same_tree(component.look(), component.extras)
+        if isinstance(component, OptimizerComponent):
+            return component.has_changed() or not same_tree(component.look(), component.groups)
+        return isinstance(component, PlainComponent) and not same_tree(component.look(), component.seen)
 
 
 class _AddedGroups:

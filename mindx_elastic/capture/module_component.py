@@ -65,6 +65,9 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 class ModuleComponent:
     """A module: parameters are stable, buffers and extra state volatile. `name` is used in errors."""
 
+    KEPT_IN = "_extra_copies"
+    """The attribute with its copied state, buffers apart."""
+
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = unwrap_module(module)
@@ -129,13 +132,9 @@ class ModuleComponent:
         self._order = list(self._sharded or self.module.state_dict())
         return self.structure.problems(original_names(named, self._masks.places))
 
-    def has_changed(self) -> bool:
-        """Whether modules or parameters may have changed since `follow`. Every step."""
-        return self.structure.has_changed()
-
     def is_other_model(self) -> bool:
         """Whether the module has become what a start cannot make again, according to `follow`, which is not done."""
-        if not self.has_changed():
+        if not self.structure.has_changed():
             return False
         named = dict(self.module.named_parameters(remove_duplicate=False))
         return bool(self.structure.problems(original_names(named, Masks(self.module).places)))
@@ -164,8 +163,7 @@ class ModuleComponent:
         self._slot_tables, self._slot_keys = [table for table, _ in self._slots], [key for _, key in self._slots]
         self._reader = BufferReader(())
         self._block = self._ahead = self._reader.read()
-        self.seen: dict[str, Any] = {}
-        """The boundary's copy of the extra state, by name."""
+        self._extra_copies: dict[str, Any] = {}
 
     def copy(self) -> None:
         if sum(map(len, self._tables)) != self._num_buffers:
@@ -180,7 +178,7 @@ class ModuleComponent:
                 self._reader = BufferReader(live)  # the first time, or a buffer was replaced, resized or retyped
             self._block = self._reader.read(self._block)
         if self._extras:
-            self.seen = self.look()
+            self._extra_copies = self.look()
         self.flags.copy()
         if self.keeps_attributes:
             self._own.copy()
@@ -192,14 +190,14 @@ class ModuleComponent:
     def kept(self) -> Any:
         places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
         copies = self._masks.kept(), self._loose.kept(), self._own.seen
-        return places, self._slot_names, self._block, self.seen, self.flags.seen, *copies
+        return places, self._slot_names, self._block, self._extra_copies, self.flags.seen, *copies
 
     def go_back(self, kept: Any) -> None:
-        places, self._slot_names, self._block, self.seen, flags, masks, loose, self._own.seen = kept
+        places, self._slot_names, self._block, self._extra_copies, seen, masks, loose, self._own.seen = kept
         if places != [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]:
             problem = "parameters have got other memory since the boundary, which the device has not filled yet"
             raise UnsupportedStateError(self.name, problem)
-        self.flags.go_back(flags)
+        self.flags.go_back(seen)
         self._masks.go_back(masks)
         self._loose.go_back(loose)
 
@@ -237,7 +235,7 @@ class ModuleComponent:
 
     @torch.no_grad()
     def look(self) -> dict[str, Any]:
-        """Extra state as it is now, in the form of `seen`."""
+        """Extra state as it is now, in the form of `extras`."""
         return {name: copy_state(child.get_extra_state()) for name, child in self._extras}
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -293,15 +291,20 @@ class ModuleComponent:
         """Look more closely than `copy` did. The program has not gone on since."""
         self._loose.recheck()
 
+    @property
+    def extras(self) -> dict[str, Any]:
+        """The copied extra state, by name."""
+        return self._extra_copies
+
     def state(self) -> dict[str, Any]:
         copies: dict[str, Any] = {
             n: c for n, c in zip(self._slot_names, self._block.views, strict=True) if c is not None
         }
-        copies |= self.seen
+        copies |= self._extra_copies
         # FSDP2 swaps a module's parameters during forward, and its `state_dict` hooks would reshard them while the
         # training thread uses them: sharded parameters are taken from the references of the start. So are those of a
         # module that has been rebuilt since the boundary (made ready for an export, in the block).
-        if self._sharded or self.has_changed():
+        if self._sharded or self.structure.has_changed():
             known = self._named | copies
             if unknown := [name for name in self._order if name not in known]:
                 problem = f"the module was changed since the last boundary, and {listed(unknown, 3)} cannot be found"

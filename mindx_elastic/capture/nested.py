@@ -18,16 +18,15 @@ _CONTAINERS = (dict, list, tuple, deque)
 
 def leaves_of(value: Any, place: str = "") -> list[tuple[str, Any]]:
     """All that is in `value` and no container, each with its place: ``{place}.exp_avg``."""
-    kind = type(value)  # `isinstance` would run a property ``__class__``
-    if issubclass(kind, dict):
+    if isinstance(value, dict):
         items: Iterable[tuple[Any, Any]] = value.items()
-    elif issubclass(kind, _CONTAINERS):
+    elif isinstance(value, (list, tuple, deque)):
         items = enumerate(value)
     else:
         return [(place, value)]
     found: list[tuple[str, Any]] = []
     for key, item in items:  # no call for what is no container: states are large
-        if issubclass(type(item), _CONTAINERS):
+        if isinstance(item, _CONTAINERS):
             found += leaves_of(item, f"{place}.{key}")
         else:
             found.append((f"{place}.{key}", item))

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mindx_elastic.capture.adapters import NO_STATE
 from mindx_elastic.capture.copying import copy_state
-from mindx_elastic.capture.nested import ATOMS, leaves_of, rebuilt
 from mindx_elastic.core.looks import askable, attributes_of, defines, has_attributes, is_its_attributes
 from mindx_elastic.errors import MismatchError
 
@@ -28,6 +27,7 @@ _OF_OTHERS = (*NO_STATE, DataLoader, Dataset, Sampler)
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _DEEPEST = 8
 _SHALLOW = (dict, list, tuple)
+_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 class NestedStates:
@@ -37,15 +37,19 @@ class NestedStates:
         """`others`: ids of what is kept by itself."""
         self._name, self._others = name, others
 
-    def are_in(self, state: Any) -> bool:
+    def are_in(self, state: Any, depth: int = 0) -> bool:
         """Whether an object is in `state`, as the program gives it."""
-        return any(self._is_object(leaf) for _, leaf in askable(leaves_of(state)))
+        if type(state) in _SHALLOW and depth < _DEEPEST:
+            items = state.values() if type(state) is dict else state
+            return any(
+                self.are_in(item, depth + 1) for _, item in askable(enumerate(items)) if type(item) not in _PLAIN
+            )
+        return self._is_object(state)
 
     def _is_object(self, value: Any) -> bool:
         """Whether it is more than a file has a word for. A module is refused by name: its weights belong to a name; and
         so is what C code keeps more of than its attributes (`random.Random`)."""
-        kind = type(value)
-        if kind in ATOMS or issubclass(kind, (torch.Tensor, nn.Module)) or not has_attributes(value):
+        if issubclass(type(value), (torch.Tensor, nn.Module)) or type(value) in _SHALLOW or not has_attributes(value):
             return False
         if id(value) in self._others or _has_state(value) or issubclass(type(value), _FUNCTIONS):
             return True
@@ -53,10 +57,12 @@ class NestedStates:
 
     def taken_apart(self, value: Any, depth: int = 0) -> Any:
         """`value` with the state of each object in its place."""
-        return rebuilt(value, lambda leaf: self._apart(leaf, depth))
-
-    def _apart(self, value: Any, depth: int) -> Any:
-        if depth == _DEEPEST or not self._is_object(value):
+        kind = type(value)
+        if depth < _DEEPEST and kind in _SHALLOW:
+            if kind is dict:
+                return {key: self.taken_apart(item, depth + 1) for key, item in value.items()}
+            return kind(self.taken_apart(item, depth + 1) for item in value)
+        if depth >= _DEEPEST or not self._is_object(value):
             return value
         if id(value) in self._others or issubclass(type(value), _OF_OTHERS):
             return {_STATE: None}
@@ -68,7 +74,7 @@ class NestedStates:
     def stand_in(self, saved: Any) -> bool:
         """Whether the state of an object is in `saved`: the program may have had one at the save, and none now."""
         items = saved.values() if type(saved) is dict else saved if type(saved) in _SHALLOW else ()
-        return _stands_for_object(saved) or any(self.stand_in(item) for item in items if type(item) not in ATOMS)
+        return _stands_for_object(saved) or any(self.stand_in(item) for item in items if type(item) not in _PLAIN)
 
     def put_together(self, saved: Any, live: Any, place: str = "") -> Any:
         """`saved` with the objects of the program in it, as `live` has them, after their states were loaded.

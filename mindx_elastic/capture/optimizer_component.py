@@ -75,6 +75,9 @@ class _HostState:
 class OptimizerComponent:
     """A torch optimizer: its state is stable, the options of its groups are volatile."""
 
+    KEPT_IN = "_groups"
+    """The attribute with its copied state."""
+
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
         self.optimizer = unwrap_optimizer(optimizer)
@@ -120,8 +123,7 @@ class OptimizerComponent:
         return [t for values in self.local.state.values() for _, t in tensors_in(values)]
 
     def copy(self) -> None:
-        self.seen = self.look()
-        """The boundary's copy of the groups' options."""
+        self._groups = [*map(_options_of, self.optimizer.param_groups)]  # as `look`
         if self._has_own:
             self._own.copy()
         if self.keeps_host_state:
@@ -135,10 +137,10 @@ class OptimizerComponent:
         return _HostState(state, live, self._host_reader.read())
 
     def kept(self) -> Any:
-        return self.seen, self._host, self._own.seen
+        return self._groups, self._host, self._own.seen
 
     def go_back(self, kept: Any) -> None:
-        self.seen, self._host, self._own.seen = kept
+        self._groups, self._host, self._own.seen = kept
         self._is_back = True
 
     def _look_sizes(self) -> list[int]:
@@ -218,8 +220,13 @@ class OptimizerComponent:
         self._sizes, self._named = self._look_sizes(), [list(group) for group in groups]
 
     def look(self) -> list[dict[str, Any]]:
-        """The options of the groups as they are now, in the form of `seen`."""
+        """The options of the groups as they are now, in the form of `groups`."""
         return [*map(_options_of, self.optimizer.param_groups)]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The copied options of the groups."""
+        return self._groups
 
     def state(self) -> dict[str, Any]:
         host = self._host if self._is_back else None
@@ -239,7 +246,8 @@ class OptimizerComponent:
         if self._has_own and (own := self._own.state((*self.tensors(), *self.parameters))):
             state["own"] = named_keys(own, self._places)
         state["param_groups"] = [
-            {**copied, "params": live["params"]} for copied, live in zip(self.seen, state["param_groups"], strict=True)
+            {**copied, "params": live["params"]}
+            for copied, live in zip(self._groups, state["param_groups"], strict=True)
         ]
         return state
 

@@ -20,7 +20,7 @@ from torch import nn
 from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.capture.dtensors import local_part
-from mindx_elastic.capture.generators import with_state
+from mindx_elastic.capture.generators import generator_adapter
 from mindx_elastic.core.looks import attributes_of, table_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError
@@ -62,7 +62,7 @@ class OwnAttributes:
                     continue
                 self._moved.add(key)
             if not self._is_stable or type(value) in _NUMBERS:
-                seen[key] = snapshot(value, key[1])
+                seen[key] = _copied(key[1], value)
         self.seen = seen
 
     def state(self, but: Iterable[torch.Tensor] = ()) -> dict[str, dict[str, Any]]:
@@ -77,7 +77,7 @@ class OwnAttributes:
                 found.setdefault(place, {})[name] = local_part(value).detach()
             else:
                 key = place, name
-                found.setdefault(place, {})[name] = self.seen[key] if key in self.seen else snapshot(value, name)
+                found.setdefault(place, {})[name] = self.seen[key] if key in self.seen else _copied(name, value)
         return found
 
     @torch.no_grad()
@@ -90,10 +90,12 @@ class OwnAttributes:
             for name, saved in values.items():
                 self._moved.add((place, name))
                 live = attributes_of(owner).get(name)
-                if isinstance(saved, dict) and saved.keys() == {"generator"}:  # of an older version
-                    value: Any = with_state(live, saved["generator"], name)
-                else:
-                    value = put_back(live, saved, name)
+                if isinstance(saved, dict) and "generator" in saved:
+                    if (adapter := generator_adapter(name, live)) is None:
+                        raise MismatchError(f"the checkpoint has a generator for {name}, which its object lacks")
+                    adapter.load_state_dict(saved["generator"])
+                    continue
+                value = put_back(live, saved, name)
                 if value is not live and isinstance(value, torch.Tensor) and isinstance(owner, torch.Tensor):
                     value = value.to(owner.device)
                 object.__setattr__(owner, name, value)
@@ -140,3 +142,8 @@ def _look(value: Any) -> object:
         state = bits.state if hasattr(bits, "state") else bits.get_state(legacy=False)
         return tuple(each.tobytes() if isinstance(each, np.ndarray) else each for each in state["state"].values())
     return type(value), repr(value)
+
+
+def _copied(name: str, value: Any) -> Any:
+    adapter: Any = generator_adapter(name, value)
+    return snapshot(value, name) if adapter is None else {"generator": snapshot(adapter.state_dict(), name)}

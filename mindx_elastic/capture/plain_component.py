@@ -9,9 +9,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
-from mindx_elastic.capture.copying import copy_state, copy_tree, map_containers, map_tensors
+from mindx_elastic.capture.adapters import TensorAdapter
+from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.exact_load import exact_loads, other_types
 from mindx_elastic.capture.generators import Adapter
 from mindx_elastic.capture.nested_states import NestedStates
@@ -35,6 +37,7 @@ __all__ = [
 
 _LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
 """A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
+_STATE_OF_SCHEDULER = LRScheduler.state_dict
 
 
 class Stateful(Protocol):
@@ -95,6 +98,8 @@ class GoesThroughData(ABC):
 class PlainComponent:
     """The whole state is copied at every boundary."""
 
+    KEPT_IN = "_copy"
+    """The attribute with the boundary's copy."""
     is_stream = False
     """A random generator: see `generators.Adapter`."""
     is_heavy = False
@@ -110,11 +115,11 @@ class PlainComponent:
         if isinstance(target, SWALR) and "anneal_func" in target.state_dict():
             stateful = _OldSwaScheduler(target)
         self._stateful: Stateful = stateful or target
+        self._is_scheduler = stateful is None and _is_stock_scheduler(target)
         self._giver = target if isinstance(target, GivesCopies) else None
         self._names: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._has_parameter_keys = False
-        self._copy: Any = None
         self._nested = NestedStates(name, others)
         self._has_objects = stateful is None and self._nested.are_in(target.state_dict())
         """Whether its state has objects in it."""
@@ -133,7 +138,14 @@ class PlainComponent:
             self._has_parameter_keys = named_keys(state, self._names) is not state
 
     def copy(self) -> None:
-        self._copy = self.look()
+        if self._is_scheduler and not self._has_objects:
+            variables = vars(self.target)
+            if type(self.target).state_dict is _STATE_OF_SCHEDULER and "state_dict" not in variables:
+                # What its state_dict would give, which makes a dict in a loop of Python's.
+                self._copy: Any = copy_items(variables, but="optimizer")
+                return
+        state = self._stateful.state_dict() if not self._has_objects else self.live_state()
+        self._copy = state if self._giver is not None and self._giver.gives_copies else copy_state(state)
 
     def live_state(self) -> Any:
         """What its `state_dict` gives, the objects in it taken apart."""
@@ -142,7 +154,7 @@ class PlainComponent:
 
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
-        state = self.live_state() if self._has_objects else self._stateful.state_dict()
+        state = self.live_state()
         return state if self._giver is not None and self._giver.gives_copies else copy_state(state)
 
     @property
@@ -152,9 +164,6 @@ class PlainComponent:
 
     def state(self) -> Any:
         return named_keys(self._copy, self._names) if self._has_parameter_keys else self._copy
-
-    def has_changed(self) -> bool:
-        return False
 
     def kept(self) -> Any:
         return self._copy
@@ -211,6 +220,15 @@ class _OldSwaScheduler:
         return {key: value for key, value in self._scheduler.state_dict().items() if key != "anneal_func"}
 
 
+def _is_stock_scheduler(target: Any) -> bool:
+    """Whether its state is all its attributes but the optimizer, as torch's schedulers have it."""
+    if not isinstance(target, LRScheduler) or type(target).state_dict is not _STATE_OF_SCHEDULER:
+        return False
+    variables, state = vars(target), target.state_dict()
+    expected = [key for key in variables if key != "optimizer"]
+    return list(state) == expected and all(state[key] is variables[key] for key in expected)
+
+
 class AdaptedComponent(PlainComponent):
     """An object without ``state_dict``, by its adapter. One that takes too long to copy is read when it is saved."""
 
@@ -229,7 +247,8 @@ class AdaptedComponent(PlainComponent):
             self._copy, self.at_boundary = None, True
             return
         began = time.perf_counter()
-        self._copy = self._read()
+        adapter = self._adapter
+        self._copy = adapter.boundary_state(closely=False) if isinstance(adapter, TensorAdapter) else self._read()
         ended = time.perf_counter()
         if not self.is_heavy:
             took, step = ended - began, ended - self._ended
@@ -256,6 +275,11 @@ class AdaptedComponent(PlainComponent):
     def go_back(self, kept: Any) -> None:
         super().go_back(kept)
         self.at_boundary = False  # a heavy one cannot be read as it was then
+
+    def recheck(self) -> None:
+        """Look more closely than `copy` did. The program has not gone on since."""
+        if isinstance(self._adapter, TensorAdapter):
+            self._copy = self._adapter.boundary_state(closely=True)
 
     def check(self) -> None:
         """Its adapter has said at the start what it cannot keep."""

@@ -6,22 +6,24 @@ import torch
 
 from mindx_elastic.capture.dtensors import local_part
 
-__all__ = ["TensorCopy", "sum_of_bits"]
+__all__ = ["TensorCopy"]
 
+_SMALL = 1 << 12  # bytes; compared in about a microsecond
 _FIRST = 10
 _WITH_ADDRESS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Subclasses may have no memory of their own."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorCopy:
     """Trusts the tensor's version counter, and looks from time to time whether it may.
 
     Code can change a tensor without the counter (`.data`, a numpy array of the same memory). `recheck` compares the
-    contents, and so do renewals: the first ten, then 16, 32, 64, ... Once they have found that, each renewal copies.
+    contents, and so do renewals: the first ten, then 16, 32, 64, ...; all of a small tensor where `closely`. Once they
+    have found that, each renewal copies.
     """
 
-    def __init__(self, tensor: torch.Tensor, *, is_original: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, *, is_original: bool = False, closely: bool = False) -> None:
         """is_original: every start builds it again, so that it is copied only once it has changed."""
         self.tensor = tensor
         self.value: torch.Tensor | None = None
@@ -32,7 +34,8 @@ class TensorCopy:
         self._version = -1 if self._always else tensor._version
         self._description = self._describe()
         self._renewals = 0
-        self._sum = sum_of_bits(tensor) if is_original else None
+        self._compares = closely and tensor.nbytes <= _SMALL and tensor.device.type == "cpu"
+        self._sum = _sum_of_bits(tensor) if is_original else 0
         if not is_original:
             self._copy()
 
@@ -55,7 +58,7 @@ class TensorCopy:
             self.has_changed = True
             return
         count = self._renewals = self._renewals + 1
-        if count <= _FIRST or count & (count - 1) == 0:
+        if self._compares or count <= _FIRST or count & (count - 1) == 0:
             self.recheck()
 
     def recheck(self) -> None:
@@ -74,21 +77,15 @@ class TensorCopy:
     @torch.no_grad()
     def _is_same(self) -> bool:
         if self.value is None:
-            now = sum_of_bits(self.tensor)
-            return now is self._sum or (now is not None and self._sum is not None and torch.equal(now, self._sum))
+            return _sum_of_bits(self.tensor) == self._sum
         if self.value.dtype != self.tensor.dtype:
             return False
         return torch.equal(local_part(self.value), local_part(self.tensor))
 
 
 @torch.no_grad()
-def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor | None:
-    """All bytes of this rank's part, taken as numbers, on its device: a change of the values changes it, but for a few
-    that cancel each other out. None: the tensor has no bytes of its own."""
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    """A change of a tensor's values changes it, but for a few that cancel each other out."""
     local = local_part(tensor).detach()
-    if local.layout is not torch.strided or local.is_quantized or local.is_meta or not local.numel():
-        return None
-    flat = local.resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    return flat.view(_WORDS.get(flat.element_size(), torch.int32)).sum(dtype=torch.int64)
+    bits = _BITS.get(local.element_size())
+    return 0 if bits is None or local.is_quantized else int(local.view(bits).sum(dtype=torch.int64))

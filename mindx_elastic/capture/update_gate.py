@@ -43,18 +43,17 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mindx_elastic.capture.optimizer_versions import OptimizerVersions
+
 __all__ = ["GateState", "UpdateGate"]
 
 _version_of = attrgetter("_version")  # with `map` half the time of a comprehension, at each boundary
-
-_States = tuple[list[int], list[int]]
 
 
 class GateState(Enum):
@@ -116,17 +115,14 @@ class UpdateGate:
         self._parameters: Sequence[torch.Tensor] = ()
         self._ids: frozenset[int] = frozenset()  # theirs
         self._versions: list[int] = []
-        self._optimizers: Sequence[Any] = ()
-        self._states: _States = [], []
+        self._optimizers = OptimizerVersions()
         self._is_new = False  # the parameters are others than at the last boundary
 
     def watch(self, parameters: Sequence[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
         """Install the optimizer hooks and remember whose version counters to compare. `optimizers`: those that the
         guard was given; from here on they are `named`."""
         optimizers = list(optimizers)
-        self.named = frozenset(map(id, optimizers))
-        self._optimizers = [each for each in optimizers if isinstance(getattr(each, "state", None), dict)]
-        self._states = self._look_at_states()
+        self.named, self._optimizers = frozenset(map(id, optimizers)), OptimizerVersions(optimizers)
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
         self._versions = [p._version for p in parameters]
         self._total = sum(self._versions)
@@ -241,9 +237,9 @@ class UpdateGate:
             before, self.state = self.state, GateState.PASSING
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
         versions = list(map(_version_of, self._parameters))
-        states = self._look_at_states()
+        self._optimizers.note()
         with self._lock:
-            self._running, self._states = 0, states
+            self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
             self.state, self.others = GateState.CLEAN, None
             self.had_updates = bool(self._updates)
@@ -269,7 +265,7 @@ class UpdateGate:
             self._updates = {}
             self._versions = [p._version for p in self._parameters]
             self._total = sum(self._versions)
-        self._states = self._look_at_states()
+        self._optimizers.note()
 
     def _wait_for_readers(self) -> None:
         began = time.perf_counter()
@@ -358,32 +354,11 @@ class UpdateGate:
         holding the gate."""
         now = list(map(_version_of, self._parameters))
         if now == self._versions:
-            states = self._look_at_states()
-            if states == self._states:
+            if (count := self._optimizers.num_changed()) == 0:
                 return None
-            before, after = ({*zip(*each, strict=True)} for each in (self._states, states))
-            count = max(len(after - before), len(before - after))
             return f"{count} tensors of the optimizers' state were changed since the boundary, outside their steps"
         count = sum(a != b for a, b in zip(now, self._versions, strict=True))
         return f"{count} parameters were changed in place since the boundary, outside any optimizer"
-
-    def _look_at_states(self) -> _States:
-        """Which tensors the optimizers' states have, by id, and their version counters: a program may decay the
-        momentum by hand, or clear it for a warm restart. The tensors are not held: some optimizers make new ones in
-        each step."""
-        ids: list[int] = []
-        versions: list[int] = []
-        for optimizer in self._optimizers:  # at each boundary: no call for each tensor
-            tables = optimizer.state.values()
-            try:
-                tensors = [*chain.from_iterable(map(dict.values, tables))]
-                versions += [*map(_version_of, tensors)]
-            except (AttributeError, RuntimeError, TypeError):  # numbers, or tensors of inference mode
-                values = [each for table in tables if isinstance(table, dict) for each in table.values()]
-                tensors = [t for t in values if isinstance(t, torch.Tensor) and not t.is_inference()]
-                versions += map(_version_of, tensors)
-            ids += map(id, tensors)
-        return ids, versions
 
     def why_changed(self) -> str | None:
         """As `changed_since_boundary`, and what `hidden` finds. Any thread that keeps updates away."""

@@ -228,7 +228,11 @@ class UpdateWindow:
 
     def _parts(self) -> dict[str, Any]:
         """The same state as it is now."""
-        return {name: component.look() for name, component in self._collector.components.items()}
+        found: dict[str, Any] = {}
+        for name, component in self._collector.components.items():
+            if isinstance(component, (PlainComponent, OptimizerComponent, ModuleComponent)):
+                found[name] = component.look()
+        return found
 
 
 def _flat_parts(parts: Mapping[str, Any]) -> dict[str, _Leaves]:

@@ -9,7 +9,7 @@ in it, and `read` makes the object or says which field is wrong::
         code: Annotated[int, Between(0, 255)]
         why: Annotated[str, Words(500)]
 
-`plain`, or ``dataclasses.asdict``, is the way back. Pure.
+``dataclasses.asdict`` is the way back. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -27,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from mindx_elastic.core.printable import printable
 
-__all__ = ["Between", "Text", "Words", "plain", "read"]
+__all__ = ["Between", "Text", "Words", "read"]
 
 _T = TypeVar("_T")
 
@@ -62,35 +61,19 @@ _MOST_PARTS = 1 << 20
 _WORDS = {bool: "true or false", str: "text", Path: "path"}
 
 
-def read(kind: type[_T], content: object, **given: Any) -> _T:
-    """The data class `kind` with the fields in `content`; others there are ignored. `given`: fields that do not come
-    from there. Raises ValueError with the field's name for one that is missing, of another type or out of its bounds.
-    """
+def read(kind: type[_T], content: object) -> _T:
+    """The data class `kind` with the fields in `content`; others there are ignored. Raises ValueError with the field's
+    name for one that is missing, of another type or out of its bounds."""
     if not isinstance(content, Mapping):
         raise ValueError("it is no object")
     hints = _hints(kind)  # type: ignore[arg-type]  # classes are hashable
-    found = given
+    found: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]  # a data class
-        if field.name in given:
-            continue
         if field.name in content:
             found[field.name] = _value(hints[field.name], content[field.name], field.name)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"it has no {field.name}")
     return kind(**found)
-
-
-def plain(value: Any) -> Any:
-    """JSON-able, of data classes, containers and what JSON has; `read` is the way back. Fields of data classes that are
-    as their defaults are left out."""
-    if is_dataclass(value):
-        found = ((each.name, getattr(value, each.name), each.default) for each in fields(value))
-        return {name: plain(one) for name, one, default in found if one != default}
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, AbstractSet):
-        return sorted(plain(one) for one in value)
-    return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 @cache
@@ -123,7 +106,7 @@ def _value(hint: Any, value: Any, name: str, bounds: Any = None) -> Any:
 
 
 def _parts(origin: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
-    """Of a tuple, a list, a set (all from a list) or a mapping, whose keys JSON has made texts."""
+    """Of a tuple, a list (both from a list) or a mapping, whose keys JSON has made texts."""
     if issubclass(origin, Mapping):
         if not isinstance(value, dict) or len(value) > _MOST_PARTS:
             raise ValueError(f"its {name} is no object")
@@ -134,10 +117,8 @@ def _parts(origin: Any, arguments: tuple[Any, ...], value: Any, name: str) -> An
         if len(value) != len(arguments):
             raise ValueError(f"its {name} has {len(value)} parts instead of {len(arguments)}")
         return tuple(_value(hint, each, name) for hint, each in zip(arguments, value, strict=True))
-    found = [_value(arguments[0], each, name) for each in value]
-    if issubclass(origin, AbstractSet):
-        return frozenset(found) if origin is frozenset else set(found)
     assert issubclass(origin, Sequence)
+    found = [_value(arguments[0], each, name) for each in value]
     return tuple(found) if origin is tuple else found
 
 

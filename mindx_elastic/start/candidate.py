@@ -93,6 +93,8 @@ class Candidate:
             return self._lacking or "none of its files can be used"
         if len(sizes) > 1:
             return f"its files disagree on the world size ({', '.join(map(str, sizes))})"
+        if max(self._files) >= self.world_size or min(self._files) < 0:
+            return f"a file of rank {max(self._files)} in a world of {self.world_size}"
         return "" if self._take_own_files() else self._judge_parts()
 
     def _leave_out_fragments(self) -> str:

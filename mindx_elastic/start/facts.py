@@ -5,11 +5,9 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import xxhash
 
-from mindx_elastic.core.fields import Between, Text
 from mindx_elastic.core.layout import MAX_RANKS, REPLICATE, Layout
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.rank_lists import rank_list
@@ -20,7 +18,6 @@ __all__ = [
     "DYING_KINDS",
     "FileFact",
     "KnownFaults",
-    "LongText",
     "PartsHeld",
     "RankPlan",
     "Refusal",
@@ -33,9 +30,6 @@ __all__ = [
 ]
 
 _MANY = 100_000
-
-LongText = Annotated[str, Text(1 << 20)]
-"""A path, or a reason; ranks send them to each other (`core.fields`)."""
 
 DYING_KINDS = ("breakpoint", "ttp", "request_exit", "snapshot")
 """Kinds of files that are written, or made of memory, when a job dies. A failing device may have spoilt them."""
@@ -51,10 +45,6 @@ class PartsHeld:
     """Parts of the whole state."""
     parts: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if any(part >= self.count for part in self.parts):
-            raise ValueError("a part of a divided state that does not exist")
-
     @property
     def lacking(self) -> tuple[int, ...]:
         return tuple(sorted(set(range(self.count)) - set(self.parts)))
@@ -64,7 +54,7 @@ class PartsHeld:
 class FileFact:
     """One checkpoint file whose header is sound."""
 
-    path: LongText
+    path: str
     rank: int
     """Of the world that wrote it."""
     moment: Moment
@@ -85,20 +75,16 @@ class FileFact:
     """Attempt and step that the writer's attempt went on from; None: a fresh start, or not known."""
     generation: int = 0
     """The number of the start that its writer came from, among those in its directories; 0: not known."""
-    fault_report: Annotated[int, Between(0, 1 << 63)] = 0
+    fault_report: int = 0
     """`KnownFaults.report` at the start of the process that wrote it."""
     replica_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the tensors that the file assumes other ranks to hold, too; see `start.assumptions`."""
-    unmanaged: tuple[LongText, ...] = ()
+    unmanaged: tuple[str, ...] = ()
     """What was known against an exact resume when it was written: state of the program that no file has."""
     held: PartsHeld | None = None
     """Which parts it holds of a divided state; None: it holds all that its strategy says."""
     neighbours: tuple[int, ...] = ()
     """The ranks whose small state of the step (random numbers, buffers) it holds beside its own."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size <= MAX_RANKS:
-            raise ValueError(f"a file of rank {self.rank} of {self.world_size}")
 
     def seen_by(self, rank: int) -> bool:
         return self.visible_to is None or rank in self.visible_to
@@ -156,8 +142,8 @@ class World:
 class Rejected:
     """A step, or a file, that was not taken."""
 
-    what: LongText
-    reason: LongText
+    what: str
+    reason: str
     moment: Moment | None = None
     """Of a step that was no candidate, or was none any more."""
 

@@ -18,7 +18,7 @@ import xxhash
 
 from mindx_elastic.config import SharingSettings
 from mindx_elastic.core.events import EVENTS_FILE, logger
-from mindx_elastic.core.fields import plain, read
+from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.strategy import Strategy
@@ -29,7 +29,7 @@ from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_fold
 from mindx_elastic.persist.first_save import Note, note_at
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.storage import quarantine, quarantined
-from mindx_elastic.start.facts import FileFact, LongText, Rejected
+from mindx_elastic.start.facts import FileFact, PartsHeld, Rejected
 from mindx_elastic.start.file_facts import Strategies, facts_of
 
 __all__ = [
@@ -38,6 +38,8 @@ __all__ = [
     "Place",
     "Share",
     "Transport",
+    "decode_parts",
+    "encode_parts",
     "list_files",
     "put_aside",
     "reader_trust",
@@ -118,13 +120,15 @@ class Findings:
     """The attempt, as the launcher counts it."""
     disk: str = ""
     machine: str = ""
-    is_outdated: bool = False
-    """The files are others than when the ranks shared out the reading: some may be in no rank's share."""
+    share: Share = EVERYTHING
+    """The share of the files of `disk` that was read."""
+    memory_share: Share = EVERYTHING
+    """The share of the snapshots of `machine` that was read."""
     facts: list[FileFact] = field(default_factory=list)
     """Facts of the files on disk; all processes with the same `disk` see them."""
     in_memory: list[FileFact] = field(default_factory=list)
     """Facts of the snapshots; all processes with the same `machine` see them."""
-    places: dict[LongText, Place] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
     """By path, the places of files on disk that other ranks can fetch from this one."""
     own: dict[int, dict[Moment, OwnState]] = field(default_factory=dict)
     """By rank, its own small states of steps, to be combined with a donor's file. `encode` omits the bytes."""
@@ -161,16 +165,25 @@ class Findings:
         """Encode as compact JSON; `decode` is the inverse. Strategies are replaced by their digests."""
         digests: dict[int, str] = {}  # a strategy's own one goes through all its tensors
 
-        def row(fact: FileFact) -> dict[str, Any]:
+        def row(fact: FileFact) -> list[Any]:
             strategy = digests.get(id(fact.strategy)) or digests.setdefault(id(fact.strategy), fact.strategy.digest)
-            told = {name: plain(value) for name, value in vars(fact).items() if name != "strategy"}
-            return {**told, "strategy": strategy}
+            values = (getattr(fact, name) for name in _ROW)
+            return [*fact.moment, strategy, *values, encode_parts(fact.held)]
 
-        told = {name: plain(value) for name, value in vars(self).items() if name not in _NOT_PLAIN}
-        states = [(rank, moment, state) for rank, found in self.own.items() for moment, state in found.items()]
-        own = [plain(_OwnRow(rank, moment, state.forecast, state.trusted)) for rank, moment, state in states]
-        facts, in_memory = (list(map(row, each)) for each in (self.facts, self.in_memory))
-        return json.dumps({**told, "facts": facts, "in_memory": in_memory, "own": own}, separators=(",", ":"))
+        content = {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "facts": list(map(row, self.facts)),
+            "in_memory": list(map(row, self.in_memory)),
+            "own": [
+                [rank, *moment, state.forecast, state.trusted]
+                for rank, states in self.own.items()
+                for moment, state in states.items()
+            ],
+            "unforeseen": sorted(self.unforeseen),
+            "known": sorted(self.known),
+            "rejected": [[one.what, one.reason] for one in self.rejected],
+        }
+        return json.dumps(content, separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str, strategies: Mapping[str, Strategy]) -> Findings:
@@ -179,27 +192,109 @@ class Findings:
         Raises ValueError, KeyError or TypeError for a text that `encode` cannot produce.
         """
         content = json.loads(text)
+        disk, machine = _text(content["disk"]), _text(content["machine"])
         own: dict[int, dict[Moment, OwnState]] = {}
-        for row in (read(_OwnRow, each) for each in content["own"]):
-            own.setdefault(row.rank, {})[row.moment] = OwnState(b"", row.forecast, row.trusted)
-        facts, in_memory = (
-            [read(FileFact, row, strategy=strategies[row["strategy"]]) for row in content[name]]
-            for name in ("facts", "in_memory")
+        for rank, *moment, forecast, trusted in content["own"]:
+            own.setdefault(_whole(rank), {})[_moment(moment)] = OwnState(b"", bool(forecast), bool(trusted))
+        return cls(
+            attempt=_whole(content["attempt"]),
+            disk=disk,
+            machine=machine,
+            share=_share(content["share"]),
+            memory_share=_share(content["memory_share"]),
+            facts=[_fact(row, strategies, disk) for row in content["facts"]],
+            in_memory=[_fact(row, strategies, machine) for row in content["in_memory"]],
+            places={_text(path): (_whole(root), _text(name)) for path, (root, name) in content["places"].items()},
+            own=own,
+            unforeseen={_moment(each) for each in content["unforeseen"]},
+            foreseen={_text(run): (_whole(a), _whole(s)) for run, (a, s) in content["foreseen"].items()},
+            attempts={run: _whole(attempt) for run, attempt in content["attempts"].items()},
+            known=set(map(_text, content["known"])),
+            rejected=[Rejected(_text(what), _text(reason)) for what, reason in content["rejected"]],
+            anything=bool(content["anything"]),
+            other=bool(content["other"]),
+            never_saved=[(_text(run), _whole(rank), _whole(size)) for run, rank, size in content["never_saved"]],
         )
-        return read(cls, content, own=own, facts=facts, in_memory=in_memory, entries={}, notes=[], damaged=[])
 
 
-_NOT_PLAIN = ("facts", "in_memory", "own", "entries", "notes", "damaged")
+_PLAIN = (
+    *("attempt", "disk", "machine", "share", "memory_share", "places", "attempts", "anything", "other"),
+    *("never_saved", "foreseen"),
+)
+_ROW = (
+    *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
+    *("replica_digests", "base", "unmanaged", "neighbours", "generation"),
+)
+_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch", "generation")
 
 
-@dataclass(frozen=True)
-class _OwnRow:
-    """Of `Findings.own`, as it is sent."""
+def _fact(row: Sequence[Any], strategies: Mapping[str, Strategy], where: str) -> FileFact:
+    """Decode the facts of one file. Raises ValueError for a row that cannot come from a header."""
+    run, attempt, step, strategy, *values, held = row
+    named = dict(zip(_ROW, values, strict=True))
+    sound = (
+        all(isinstance(named[name], str) for name in ("path", "kind"))
+        and all(type(named[name]) is int and named[name] >= 0 for name in _WHOLE)
+        and named["rank"] < named["world_size"] <= MAX_RANKS
+        and all(type(named[name]) in (int, float) for name in ("created", "fault_report"))
+        and isinstance(named["replica_digests"], dict)
+        and all(isinstance(text, str) for text in named["replica_digests"].values())
+        and isinstance(named["unmanaged"], (list, tuple))
+        and all(isinstance(text, str) for text in named["unmanaged"])
+    )
+    if not sound:
+        raise ValueError("not the facts of a checkpoint file")
+    base, unmanaged = named.pop("base"), tuple(named.pop("unmanaged"))
+    neighbours = tuple(_whole(rank) for rank in named.pop("neighbours"))
+    return FileFact(
+        moment=_moment((run, attempt, step)),
+        strategy=strategies[_text(strategy)],
+        where=where,
+        base=None if base is None else (_whole(base[0]), _whole(base[1])),
+        unmanaged=unmanaged,
+        held=decode_parts(held),
+        neighbours=neighbours,
+        **named,
+    )
 
-    rank: int
-    moment: Moment
-    forecast: bool
-    trusted: bool
+
+def encode_parts(held: PartsHeld | None) -> list[Any] | None:
+    """JSON-able; `decode_parts` is the way back."""
+    return None if held is None else [held.division, held.count, list(held.parts)]
+
+
+def decode_parts(content: Any) -> PartsHeld | None:
+    """Raises ValueError or TypeError."""
+    if content is None:
+        return None
+    division, count, parts = content
+    if not all(_whole(part) < _whole(count) for part in parts):
+        raise ValueError("a part of a divided state that does not exist")
+    return PartsHeld(_text(division), count, tuple(parts))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is not a text")
+    return value
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is not a whole number from 0")
+    return value
+
+
+def _share(value: Sequence[Any]) -> Share:
+    number, count = (_whole(each) for each in value)
+    if not number < count <= MAX_RANKS:
+        raise ValueError(f"share {number} of {count}")
+    return number, count
+
+
+def _moment(values: Sequence[Any]) -> Moment:
+    run, attempt, step = values
+    return _text(run), _whole(attempt), _whole(step)
 
 
 # --- scanning ---
@@ -232,7 +327,9 @@ def scan(
     only: use files of other steps for the number of attempts only. transport: gives the places from which other ranks
     can fetch the files. Changes nothing; any thread; blocks on the disk.
     """
-    found = Findings(attempt=attempt, disk=listing.disk, machine=listing.machine)
+    found = Findings(
+        attempt=attempt, disk=listing.disk, machine=listing.machine, share=share, memory_share=memory_share
+    )
     # One process of those that see the same files looks into the quarantine.
     found.other = found.anything = share[0] == 0 and any(map(quarantined, listing.directories))
     shared = SharedJson()

@@ -26,7 +26,7 @@ from mindx_elastic.start.assumptions import settle_assumptions
 from mindx_elastic.start.candidate import Candidate, Context
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
-from mindx_elastic.start.findings import Findings, Place
+from mindx_elastic.start.findings import Findings, Place, Share
 from mindx_elastic.start.planner import never_complete, order_of_moments, plan_resume
 
 __all__ = ["Inventory", "Step", "newest_complete", "until_sound"]
@@ -144,12 +144,18 @@ class Inventory:
         self.anything = self.other = False
         self.entries: dict[str, CatalogEntry] = {}
         """By path, the entries that this process has read itself."""
+        self.unread: list[int] = []
+        """Ranks whose disk or memory was not read completely: some rank with the same view has not read its share."""
         self.launched = 0
         """The highest attempt that a launcher has counted."""
         self._files: dict[Key, _File] = {}
         self._attempts: dict[str, int] = {}
         self._never_saved: dict[str, set[tuple[int, int]]] = {}
         self._damage: list[_Damage] = []
+        self._facts: list[FileFact] | None = None
+        self._moments: dict[Moment, list[FileFact]] | None = None
+        self._settled: dict[Moment, list[FileFact]] | None = None
+        self._read: dict[Moment, list[CatalogEntry]] | None = None
 
     @classmethod
     def merge(cls, findings: Sequence[Findings]) -> Inventory:
@@ -159,12 +165,13 @@ class Inventory:
         """
         made = cls(len(findings))
         made.runs = {run for found in findings for run in found.known} - {""}
-        disks = _groups([found.disk for found in findings])
-        machines = _groups([found.machine for found in findings])
+        disks = _groups([(found.disk, found.share) for found in findings], made.unread)
+        machines = _groups([(found.machine, found.memory_share) for found in findings], made.unread)
         for found in findings:
             made._add(found, disks[found.disk], machines[found.machine])
         for rank, found in enumerate(findings):
             made._add_own(found, None if len(findings) == 1 else rank)
+        made.unread = sorted(set(made.unread))
         return made
 
     def _add(self, found: Findings, disk: frozenset[int], machine: frozenset[int]) -> None:
@@ -211,10 +218,12 @@ class Inventory:
 
     # --- files ---
 
-    @cached_property
+    @property
     def facts(self) -> list[FileFact]:
         """All usable files as of now; several files of a rank and step in the order in which to try them."""
-        return [fact for file in sorted(self._files.values(), key=_order) if (fact := self._visible(file))]
+        if self._facts is None:
+            self._facts = [fact for file in sorted(self._files.values(), key=_order) if (fact := self._visible(file))]
+        return self._facts
 
     def _visible(self, file: _File) -> FileFact | None:
         readers = file.seen_by
@@ -241,38 +250,68 @@ class Inventory:
             file.seen_by = frozenset()
         file.places = {}  # if it was fetched, it may be damaged on either side
         self._damage.append(_Damage(fact.path, fact.moment, problem, rank))
-        self._work_out_anew()
+        self._facts = self._moments = self._settled = None
 
     def among(self, keep: Callable[[FileFact], bool]) -> Inventory:
         """The inventory with these files alone; small states and rejected files stay."""
         made = copy(self)
         made._files = {key: replace(file) for key, file in self._files.items() if keep(file.fact)}
         made._damage = list(self._damage)
-        made._work_out_anew()
+        made._facts = made._moments = made._settled = None
         return made
-
-    def _work_out_anew(self) -> None:
-        for name in ("facts", "_by_moment", "_settled"):
-            vars(self).pop(name, None)
 
     # --- planning ---
 
     def plan(
-        self, world: World, faults: KnownFaults | None = None, *, only: Moment | None = None, step: int | None = None
+        self,
+        world: World,
+        faults: KnownFaults | None = None,
+        *,
+        only: Moment | None = None,
+        step: int | None = None,
     ) -> ResumePlan | Refusal:
-        """Plan a start. `only`, `step`: as of `plan_resume`."""
+        """Plan a start. `only`: the one moment that may be taken. `step`: the step that may be taken, of any run and
+        attempt, in the order in which a start tries them."""
+        facts = self.facts
         damaged = [Rejected(one.path, one.problem) for one in self._damage]
-        plan = plan_resume(
-            self.facts,
-            world,
-            faults=faults or KnownFaults(),
-            own_states=self.own_states,
-            recorded=self.recorded,
-            rejected=(*damaged, *self.rejected),
-            only=only,
-            step=step,
-        )
+
+        def call(moment: Moment | None, rejected: Sequence[Rejected]) -> ResumePlan | Refusal:
+            return plan_resume(
+                facts,
+                world,
+                faults=faults or KnownFaults(),
+                own_states=self.own_states,
+                recorded=self.recorded,
+                rejected=rejected,
+                only=moment,
+            )
+
+        known = (*damaged, *self.rejected)
+        plan = call(only, known) if step is None else self._plan_of_step(step, faults, call, known)
         return plan if isinstance(plan, Refusal) else replace(plan, steps_lost=self._steps_lost(plan))
+
+    def _plan_of_step(
+        self,
+        step: int,
+        faults: KnownFaults | None,
+        call: Callable[[Moment | None, Sequence[Rejected]], ResumePlan | Refusal],
+        known: Sequence[Rejected],
+    ) -> ResumePlan | Refusal:
+        reasons: tuple[Rejected, ...] = ()
+        worlds: set[int] = set()
+        order = order_of_moments(self.facts)
+        for moment in (each for each in order if each[2] == step):
+            plan = call(moment, reasons)
+            if isinstance(plan, ResumePlan):
+                return replace(plan, rejected=(*plan.rejected, *known))
+            reasons = plan.reasons
+            worlds.update(plan.other_worlds)
+        if not reasons:
+            steps = list(dict.fromkeys(moment[2] for moment in order))
+            text = ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+            reasons = (Rejected(f"step {step}", f"no usable file is of it (steps that are there: {text or 'none'})"),)
+        named = frozenset() if faults is None else faults.ranks
+        return Refusal((*reasons, *known), bool(self.facts), tuple(sorted(worlds)), named)
 
     def _steps_lost(self, plan: ResumePlan) -> int | None:
         """Steps between the plan's and the newest one, counting damaged files and steps that were not asked for."""
@@ -333,14 +372,14 @@ class Inventory:
 
     def judge(self, moment: Moment) -> Step:
         """The step of `moment`, judged for a start of the same world size."""
-        facts = self._by_moment.get(moment, [])
-        entries = sorted(self._read.get(moment, ()), key=preference)
+        facts = self._by_moment().get(moment, [])
+        entries = sorted(self._entries().get(moment, ()), key=preference)
         infos = [entry.info for entry in entries if entry.info is not None]
         world_size = max((each.created, each.world_size) for each in (facts or infos))[1]
         own_states = self.own_states.get(moment, ())
 
         def ask() -> Candidate:
-            settled = self._settled.get(moment, [])
+            settled = self._settle().get(moment, [])
             return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states, self.recorded))
 
         return Step(
@@ -352,21 +391,23 @@ class Inventory:
             ask=ask,
         )
 
-    @cached_property
     def _by_moment(self) -> dict[Moment, list[FileFact]]:
-        return _sorted_in(self.facts)
+        if self._moments is None:
+            self._moments = _sorted_in(self.facts)
+        return self._moments
 
-    @cached_property
-    def _settled(self) -> dict[Moment, list[FileFact]]:
-        return _sorted_in(settle_assumptions(self.facts))
+    def _settle(self) -> dict[Moment, list[FileFact]]:
+        if self._settled is None:
+            self._settled = _sorted_in(settle_assumptions(self.facts))
+        return self._settled
 
-    @cached_property
-    def _read(self) -> dict[Moment, list[CatalogEntry]]:
-        found: dict[Moment, list[CatalogEntry]] = {}
-        for entry in self.entries.values():
-            if entry.info is not None:
-                found.setdefault(entry.info.moment, []).append(entry)
-        return found
+    def _entries(self) -> dict[Moment, list[CatalogEntry]]:
+        if self._read is None:
+            self._read = {}
+            for entry in self.entries.values():
+                if entry.info is not None:
+                    self._read.setdefault(entry.info.moment, []).append(entry)
+        return self._read
 
 
 def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | None:
@@ -421,9 +462,14 @@ def _order(file: _File) -> tuple[Any, ...]:
     return fact.moment, fact.rank, fact.rank not in file.seen_by, is_part, kind, -fact.created, fact.path
 
 
-def _groups(views: Sequence[str]) -> dict[str, frozenset[int]]:
-    """The ranks that see the same files, by view."""
+def _groups(views: Sequence[tuple[str, Share]], unread: list[int]) -> dict[str, frozenset[int]]:
+    """The ranks that see the same files, by view. Appends to `unread` the ranks of views with an unread share."""
     groups: dict[str, list[int]] = {}
-    for rank, view in enumerate(views):
+    shares: dict[str, dict[int, set[int]]] = {}
+    for rank, (view, (number, count)) in enumerate(views):
         groups.setdefault(view, []).append(rank)
+        shares.setdefault(view, {}).setdefault(count, set()).add(number)
+    for view, ranks in groups.items():
+        if not any(len(numbers) == count for count, numbers in shares[view].items()):
+            unread += ranks
     return {view: frozenset(ranks) for view, ranks in groups.items()}

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from mindx_elastic.core.moment import Moment, moment_name
-from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.start.assumptions import settle_assumptions
@@ -49,15 +48,13 @@ def plan_resume(
     recorded: Mapping[Moment, Strategy] | None = None,
     rejected: Sequence[Rejected] = (),
     only: Moment | None = None,
-    step: int | None = None,
 ) -> ResumePlan | Refusal:
     """Choose what to resume from.
 
     files: usable ones; of a rank's several files of a step the one to try first in front. faults: of old ranks.
     own_states: for each step the ranks whose small state of it (random numbers, buffers) is in memory: with it and a
     replica's file they go on exactly. recorded: strategies known from elsewhere than the files. rejected: files that
-    were sorted out before, for the record. only: the one moment that may be taken. step: the step that may be taken, of
-    any run and attempt.
+    were sorted out before, for the record. only: the one step that may be taken.
     """
     everything = settle_assumptions(list(files))
     known = faults if isinstance(faults, KnownFaults) else KnownFaults(frozenset(faults))
@@ -68,8 +65,7 @@ def plan_resume(
     context = Context(world, known.ranks, own_states or {}, recorded or {})
     reasons: list[Rejected] = []
     considered: dict[Moment, Candidate] = {}
-    there = order_of_moments(everything)
-    moments = [m for m in there if only in (None, m) and step in (None, m[2])]
+    moments = [m for m in order_of_moments(everything) if only in (None, m)]
     bases = bases_of(everything)
     for moment in moments:
         candidate = considered[moment] = Candidate(moment, by_moment.get(moment, []), context)
@@ -82,7 +78,7 @@ def plan_resume(
             continue
         chosen = candidate
         if candidate.lacks_rank_state:  # not exact, and a step just before may be
-            older = [m for m in steps_before(moment, bases) if m in by_moment and m in moments]
+            older = [m for m in steps_before(moment, bases) if m in by_moment and only in (None, m)]
             near = [Candidate(m, by_moment[m], context) for m in older]
             chosen = next((each for each in near if not each.problem and not each.inexact), candidate)
         if chosen is not candidate:
@@ -93,9 +89,6 @@ def plan_resume(
         return replace(plan, rejected=(*reasons, *rejected), steps_lost=lost)
     if only is not None and not moments:
         reasons.append(Rejected(moment_name(only), "no file of it is there", only))
-    if step is not None and not moments:
-        why = f"no usable file is of it (steps that are there: {listed([str(m[2]) for m in there], 8) or 'none'})"
-        reasons.append(Rejected(f"step {step}", why))
     worlds = tuple(sorted({c.world_size for c in considered.values()} - {0, world.size}))
     return Refusal((*reasons, *rejected), bool(everything), worlds, known.ranks)
 

@@ -49,6 +49,8 @@ class Parts:
     def __init__(self, plan: ResumePlan, share: RankPlan, trust: Trust | None = None) -> None:
         """`share`: of the rank that reads. `plan.ranks` is not used: a rank need not know the others' shares."""
         self.plan, self.reader, self.base, self.trust = plan, share.rank, share.file, trust or Trust()
+        self.num_bytes = 0
+        """Read; complete after `finish`."""
         self._open: dict[str, tuple[_PartFile, ExitStack]] = {}
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mindx-persist-read")
         # A network has few different shapes. Layouts by id: those of thousands of ranks take long to hash.
@@ -65,7 +67,7 @@ class Parts:
     def finish(self) -> None:
         """Wait until all tensors are filled. Raises what reading them has raised."""
         for file, _stack in self._open.values():
-            file.finish()
+            self.num_bytes += file.finish()
 
     def file(self, fact: FileFact) -> _PartFile:
         """Open a file. Use it at once: the next call may close it.
@@ -77,7 +79,7 @@ class Parts:
             return self._open[fact.path][0]
         if len(self._open) >= _MOST_OPEN:  # the rank's base file stays open, it is used for every tensor
             oldest = next(path for path in self._open if path != self.base.path)
-            self._open[oldest][0].finish()
+            self.num_bytes += self._open[oldest][0].finish()
             self._open.pop(oldest)[1].close()
         stack = ExitStack()
         fd, header = stack.enter_context(open_checkpoint(fact.path, self.trust.of(Path(fact.path))))
@@ -195,17 +197,19 @@ class _PartFile:
         self._nodes = {global_name(place, parameters)[0]: node for place, node in tensor_places(header).items()}
         self._pool = pool
         self._reads: list[Future[int]] = []
+        self._num_bytes = 0
         self._states: dict[str, _States] = {}
 
-    def finish(self) -> None:
-        """Wait for what is being read. Raises what reading has raised."""
-        for read in self._reads:
-            read.result()
+    def finish(self) -> int:
+        """Wait for what is being read. Returns the bytes read since the last call; raises what reading has raised."""
+        num_bytes = self._num_bytes + sum(read.result() for read in self._reads)
         self._reads.clear()
+        self._num_bytes = 0
+        return num_bytes
 
     def _fill(self, entry: TensorEntry, box: Box, out: torch.Tensor) -> None:
         if out.nbytes < _SMALL_BYTES:
-            read_box(self.fd, self.header, entry, box, out, self.path)
+            self._num_bytes += read_box(self.fd, self.header, entry, box, out, self.path)
         else:
             self._reads.append(self._pool.submit(read_box, self.fd, self.header, entry, box, out, self.path))
 

@@ -107,12 +107,18 @@ class Resumed:
     own: OwnState | None = None
     """With a donor: this rank's own small state of the same step, if it was kept in memory or in another rank's
     file."""
+    own_from: Path | None = None
+    """The other rank's file that `own` comes from; None: memory."""
     own_records: Sequence[SmallRecord] = ()
     """With a donor, and unless `own` is a boundary: what this rank kept of the run up to this step, newest first."""
     donor_records: Sequence[SmallRecord] = ()
     """The same of the donor, where this process can read it."""
+    only_in_memory: bool = False
+    """All files of the step are snapshots."""
     is_live: bool = False
     """The state is that of this process's own objects, after a recovery in place."""
+    next_attempt: int = 0
+    """The same on every rank: above every attempt of the run that any rank has seen, not only above the file's."""
 
 
 # --- 0: the places ---
@@ -206,8 +212,8 @@ class Disks(Part):
         """Read this rank's share of the headers, after the meeting; move damaged files to quarantine.
 
         The files are listed once more: while a rank waited for the meeting, a predecessor or another node's agent may
-        have written its last ones. The findings of a rank that sees others than it has told are outdated, and all look
-        again, at `everything`. `transport`: fetches copies of this rank's files from other ranks.
+        have written its last ones. A rank that sees others than it has told reads all of them, and so does every rank
+        with `everything`. `transport`: fetches copies of this rank's files from other ranks.
         """
         listing = self._list()
         found = scan(
@@ -215,13 +221,11 @@ class Disks(Part):
             trust=self._places.trust,
             rank=ranks.rank,
             only=self._places.only,
-            share=EVERYTHING if everything else self.share,
-            memory_share=EVERYTHING if everything else self.memory_share,
+            share=self.share if listing.disk == self._told.disk and not everything else EVERYTHING,
+            memory_share=self.memory_share if listing.machine == self._told.machine and not everything else EVERYTHING,
             transport=transport,
             attempt=ranks.attempt,
         )
-        told = self._told.disk, self._told.machine
-        found.is_outdated = not everything and (listing.disk, listing.machine) != told
         put_aside(found)
         return found
 
@@ -376,9 +380,8 @@ class PlanPart(FollowedPart):
             rows = [row for each in said for row in each["strategies"]]
             strategies = read_strategies(self._exchange, [int(size) for _, size, _ in rows], [p for _, _, p in rows])
             by_digest = {str(row[0]): strategy for row, strategy in zip(rows, strategies, strict=True)}
-            findings = [Findings.decode(each["findings"], by_digest) for each in said]
-            self._inventory = Inventory.merge(findings)
-        if any(found.is_outdated for found in findings):
+            self._inventory = Inventory.merge([Findings.decode(each["findings"], by_digest) for each in said])
+        if self._inventory.unread:  # files came while the ranks met: their shares are not of one list
             return Merged({"again": True})
         return self._choose()
 
@@ -404,6 +407,7 @@ class PlanPart(FollowedPart):
             "attempt": inventory.next_attempt(run_id),
             "generation": self._next_generation(),
             "lines": lines[:_MOST_LINES],
+            "only_in_memory": all(fact.kind == "snapshot" for facts in plan.files.values() for fact in facts),
         }
         return Merged(common, answer.own, answer.more)
 
@@ -503,13 +507,19 @@ class PlanPart(FollowedPart):
             return
         plan = share.plan if self._plan is None else self._plan
         donor = share.rank.donor
-        self.resumed = Resumed(self.reader.path, checkpoint, plan, lines, donor)
+        own = None
+        if donor is not None and not plan.resharded and self.reader.small is not None:
+            own = self.reader.small
+        elif donor is not None and not plan.resharded and share.uses_own_state:
+            own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
+        in_memory = bool(answer.common["only_in_memory"])
+        own_from = None if own is None or share.rank.small_from is None else Path(share.rank.small_from.path)
+        found = Resumed(self.reader.path, checkpoint, plan, lines, donor, own, own_from)
         if donor is not None and not plan.resharded:
-            rank, places = self._ranks.rank, self._places
-            in_memory = self._findings.own.get(rank, {}).get(plan.moment) if share.uses_own_state else None
-            own = in_memory if self.reader.small is None else self.reader.small
-            mine, theirs = (own_rings(places.directories, places.arenas, each) for each in (rank, donor))
-            self.resumed = records_of(replace(self.resumed, own=own), mine, theirs, places.trust)
+            places = self._places
+            mine, theirs = (own_rings(places.directories, places.arenas, each) for each in (self._ranks.rank, donor))
+            found = records_of(found, mine, theirs, places.trust)
+        self.resumed = replace(found, only_in_memory=in_memory, next_attempt=self.attempt)
 
 
 def records_of(found: Resumed, mine: Sequence[Path], theirs: Sequence[Path], trust: Trust) -> Resumed:

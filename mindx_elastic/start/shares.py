@@ -7,23 +7,20 @@ rows of all files.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindx_elastic.agreement.gather import Answer, Merged
-from mindx_elastic.core.fields import plain, read
+from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, World
-from mindx_elastic.start.findings import Place
+from mindx_elastic.start.findings import Place, decode_parts, encode_parts
 from mindx_elastic.start.inventory import Inventory
 
 __all__ = ["Share", "share_in", "tell_shares"]
 
 _SOURCE, _FILES = "source", "files"
-_OF_ALL = ("moment", "epoch", "step_in_epoch", "resharded", "inexact", "unmanaged")
-"""What every rank is told of a plan."""
-_OF_A_FILE = ("path", "rank", "moment", "world_size", "visible_to", "held")
-"""What a rank has to know of a file that it reads."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,8 @@ class Share:
     rank: RankPlan
     is_seen: bool
     """The rank can read the file itself; else it fetches it from one of `sources`."""
-    sources: list[tuple[int, Place]]
-    verify: list[FileFact]
+    sources: Sequence[tuple[int, Place]]
+    verify: Sequence[FileFact]
     """The files whose digests this rank checks for all ranks: the ranks share that work."""
     uses_own_state: bool
     """Whether this rank uses its own small state of the step (see `Inventory.may_use`)."""
@@ -47,30 +44,41 @@ class Share:
 
 def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]) -> Merged:
     """Encode rank 0's answer. `verified`: paths that need no further check; the ones to check now are added to it."""
-    is_assembled = any(share.assembled for share in plan.ranks)
-    verify = _verifiers(plan, inventory, verified) if is_assembled else {}
+    world_size = plan.world.size
+    verify = _verifiers(plan, inventory, verified) if any(share.assembled for share in plan.ranks) else {}
     has_own = inventory.own_states.get(plan.moment, set())
     own = []
     for share in plan.ranks:
         is_seen = share.rank in inventory.seen_by(share.file)
+        sources = [] if is_seen else inventory.sources(share.rank, share.file)
         own.append(
             {
-                "file": _told(share.file),
+                "file": _row(share.file),
                 "assembled": share.assembled,
-                "others": list(map(_told, share.others)),
-                "small_from": None if share.small_from is None else _told(share.small_from),
-                "is_seen": is_seen,
-                "sources": [] if is_seen else plain(inventory.sources(share.rank, share.file)),
-                "verify": list(map(_told, verify.get(share.rank, ()))),
-                "uses_own_state": share.rank in has_own,
+                "seen": is_seen,
+                "sources": [[holder, list(place)] for holder, place in sources],
+                "verify": list(map(_row, verify.get(share.rank, ()))),
+                "own_state": share.rank in has_own,
+                "others": list(map(_row, share.others)),
+                "small": None if share.small_from is None else _row(share.small_from),
             }
         )
-    common = {name: plain(getattr(plan, name)) for name in _OF_ALL}
+    common = {
+        "moment": list(plan.moment),
+        "epoch": plan.epoch,
+        "step_in_epoch": plan.step_in_epoch,
+        "old_size": plan.source.world_size,
+        "size": world_size,
+        "resharded": plan.resharded,
+        "inexact": list(plan.inexact),
+        "unmanaged": list(plan.unmanaged),
+        "steps_lost": plan.steps_lost,
+    }
     more: dict[str, Any] = {}
-    if is_assembled:
-        rows = [_told(fact) for facts in plan.files.values() for fact in facts]
+    if any(share.assembled for share in plan.ranks):
+        rows = [_row(fact) for facts in plan.files.values() for fact in facts]
         more = {_FILES: rows, _SOURCE: plan.source.to_json()}
-    return Merged({**common, "old_size": plan.source.world_size, "size": plan.world.size}, own, more)
+    return Merged(common, own, more)
 
 
 def _verifiers(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]) -> dict[int, list[FileFact]]:
@@ -90,8 +98,21 @@ def _verifiers(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, 
     return found
 
 
-def _told(fact: FileFact) -> dict[str, Any]:
-    return {name: plain(getattr(fact, name)) for name in _OF_A_FILE}
+def _row(fact: FileFact) -> list[Any]:
+    """What a rank has to know of a file that it reads."""
+    visible = None if fact.visible_to is None else _runs(sorted(fact.visible_to))
+    return [fact.rank, fact.path, visible, encode_parts(fact.held)]
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Ascending numbers as runs [first, count]."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == sum(found[-1]):
+            found[-1][1] += 1
+        else:
+            found.append([number, 1])
+    return found
 
 
 # --- every rank ---
@@ -100,24 +121,54 @@ def _told(fact: FileFact) -> dict[str, Any]:
 def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     """Decode `rank`'s share. `target`: the layouts of its own tensors. Raises ValueError, KeyError or TypeError."""
     common, own = answer.common, answer.own
-    source, rows = Strategy(common["old_size"], ()), [own["file"]]
-    if own["assembled"]:
+    run, attempt, step = common["moment"]
+    moment = (str(run), int(attempt), int(step))
+    old_size = int(common["old_size"])
+    assembled = bool(own["assembled"])
+    source, rows = Strategy(old_size, ()), [own["file"]]
+    if assembled:
         rows, content = answer.more([_FILES, _SOURCE])
         source = Strategy.from_json(content)
-    moment = tuple(common["moment"])
 
-    def fact_of(row: Any) -> FileFact:
-        fact = read(FileFact, row, strategy=source)
-        if (fact.moment, fact.world_size) != (moment, source.world_size):
-            raise ValueError("it is no file of this step")
-        return fact
+    def fact_of(row: Sequence[Any]) -> FileFact:
+        old, path, visible, held = row
+        if not isinstance(path, str) or type(old) is not int or not 0 <= old < old_size:
+            raise ValueError("not a file of a rank")
+        readers = None if visible is None else frozenset(_expand(visible))
+        return FileFact(path, old, moment, old_size, source, visible_to=readers, held=decode_parts(held))
 
-    files: dict[int, tuple[FileFact, ...]] = {}
+    files: dict[int, list[FileFact]] = {}
     for fact in map(fact_of, rows):
-        files[fact.rank] = (*files.get(fact.rank, ()), fact)
-    world = World(common["size"], target)
-    small = None if own["small_from"] is None else fact_of(own["small_from"])
+        files.setdefault(fact.rank, []).append(fact)
+    small = None if own["small"] is None else fact_of(own["small"])
     others = tuple(map(fact_of, own["others"]))
-    share = read(RankPlan, own, rank=rank, file=fact_of(own["file"]), others=others, small_from=small)
-    plan = read(ResumePlan, common, source=source, world=world, ranks=(), files=files)
-    return read(Share, own, plan=plan, rank=share, verify=list(map(fact_of, own["verify"])))
+    plan = ResumePlan(
+        moment=moment,
+        epoch=int(common["epoch"]),
+        step_in_epoch=int(common["step_in_epoch"]),
+        source=source,
+        world=World(int(common["size"]), target),
+        ranks=(),
+        files={old: tuple(facts) for old, facts in files.items()},
+        resharded=bool(common["resharded"]),
+        inexact=tuple(map(str, common["inexact"])),
+        unmanaged=tuple(map(str, common["unmanaged"])),
+        steps_lost=None if common["steps_lost"] is None else int(common["steps_lost"]),
+    )
+    return Share(
+        plan,
+        RankPlan(rank, fact_of(own["file"]), assembled, others, small),
+        bool(own["seen"]),
+        [(int(holder), (int(root), str(name))) for holder, (root, name) in own["sources"]],
+        list(map(fact_of, own["verify"])),
+        bool(own["own_state"]),
+    )
+
+
+def _expand(runs: Sequence[Sequence[int]]) -> list[int]:
+    found: list[int] = []
+    for first, count in runs:
+        if type(first) is not int or type(count) is not int or not 0 <= first <= first + count <= MAX_RANKS:
+            raise ValueError("not a list of ranks")
+        found += range(first, first + count)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +23,8 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent, component_for
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
-from tests.capture.round_trip import through_format
+from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.persist.unflatten import unflatten
 
 
 class Transition(NamedTuple):
@@ -43,11 +44,17 @@ class Stats:
     seen: list[int] = field(default_factory=list)
 
 
+def stored(state: Any) -> Any:
+    """As it comes back from a file."""
+    tree, tensors = flatten(state)
+    return unflatten(tree, {name: t.clone() for name, t in tensors.items()})
+
+
 def moved(target: Any, fresh: Any, go_on: Callable[[Any], Any]) -> tuple[Any, Any]:
     """What `target` gives after its boundary, and what `fresh` gives when it was loaded from there."""
     component = component_for("thing", target)
     component.copy()
-    saved = through_format(component.state())
+    saved = stored(component.state())
     expected = go_on(target)
     other = component_for("thing", fresh)
     other.load(saved)
@@ -91,7 +98,7 @@ def test_a_tensor_and_a_parameter_are_changed_in_place() -> None:
         saved = component_for("alpha", one).state()
         with torch.no_grad():
             one.add_(1)
-        component_for("alpha", fresh).load(through_format(saved))
+        component_for("alpha", fresh).load(stored(saved))
         assert fresh.tolist() == [5.0, 6.0, 7.0] and fresh.data_ptr() == address
     with pytest.raises(
         MismatchError, match=r"alpha: the checkpoint holds a tensor \[3\] of torch.float32, this one is"
@@ -109,6 +116,14 @@ def test_changes_that_move_no_version_counter_are_kept() -> None:
         state = collector.state()
         assert state["small"]["value"][0] == step and state["large"]["value"][-1] == step
         collector.leave_boundary()
+    quiet = torch.zeros(100_000)
+    collector = Collector({"quiet": quiet})
+    for step in range(1, 15):
+        collector.copy(Position(step=step, epoch=1, step_in_epoch=step, batch_num=20))
+        collector.leave_boundary()
+    quiet.data.add_(1)  # long after the looks, and found where a file is written at the boundary
+    collector.copy(Position(step=15, epoch=1, step_in_epoch=15, batch_num=20))
+    assert collector.state()["quiet"]["value"][0] == 1
 
 
 @pytest.mark.parametrize("size", [10, 500_000])
@@ -129,8 +144,6 @@ def test_buffers_that_are_not_persistent_are_kept_however_they_change(size: int)
         ({"b": 1, "a": [1, {"c": 2}]}, {"a": 0, "z": 1}, lambda v: v["a"][1].update(c=9)),
         (deque([1, (2, 3)], 4), deque(maxlen=4), lambda v: v.append(5)),
         (Counter("aab"), Counter(), lambda v: v.update("c")),
-        (defaultdict(list, a=[1]), defaultdict(list), lambda v: v["b"].append(2)),
-        ({"d": defaultdict(list, a=[1])}, {}, lambda v: v["d"]["b"].append(2)),
         (OrderedDict(b=1, a=2), OrderedDict(a=1), lambda v: v.move_to_end("b")),
         ({3, 4}, set(), lambda v: v.add(5)),
         (np.arange(4), np.zeros(4, int), lambda v: v.__setitem__(0, 9)),
@@ -145,7 +158,7 @@ def test_containers_come_back_in_place_as_they_were_at_the_boundary(value: Any, 
     expected = repr(value)
     change(value)
     assert repr(value) != expected
-    component_for("thing", fresh).load(through_format(component.state()))
+    component_for("thing", fresh).load(stored(component.state()))
     assert repr(fresh) == expected
 
 
@@ -165,7 +178,7 @@ def test_generators_in_containers_and_objects_go_on_where_they_were() -> None:
     first = players(3)
     draws(first)
     component = component_for("players", first)
-    state = through_format(component.state())
+    state = stored(component.state())
     expected = draws(first)
     for num in (3, 1):  # a list that has grown since
         again = players(num)
@@ -196,7 +209,7 @@ def test_an_object_is_kept_by_its_attributes_and_what_it_refers_to_is_not_kept_t
     ema.update()
     collector = Collector({"model": model, "ema": ema})
     collector.copy(Position(step=1, epoch=1, step_in_epoch=1))
-    saved = through_format(collector.state())
+    saved = stored(collector.state())
     assert set(saved["ema"]["plain"]) == {"decay", "count", "shadow"} and set(saved["ema"]["nested"]) == {"noise"}
     Collector({"model": fresh, "ema": other}).load(saved)
     ema.update()
@@ -207,7 +220,7 @@ def test_an_object_is_kept_by_its_attributes_and_what_it_refers_to_is_not_kept_t
 def test_slots_and_dataclasses() -> None:
     stats = Stats(1.0, Phase.MAIN, [1])
     fresh = Stats()
-    component_for("stats", fresh).load(through_format(component_for("stats", stats).state()))
+    component_for("stats", fresh).load(stored(component_for("stats", stats).state()))
     assert fresh == stats
 
 
@@ -247,7 +260,7 @@ class Trainer:
 
 
 def test_attributes_named_before_or_now_only_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    saved = through_format(component_for("trainer", attributes(Trainer(), "step", "rate")).state())
+    saved = stored(component_for("trainer", attributes(Trainer(), "step", "rate")).state())
     component_for("trainer", attributes(Trainer(), "step", "history")).load(saved)
     assert "trainer: the attribute history is named, and not in the checkpoint" in caplog.text
     assert "trainer: the attribute rate is in the checkpoint, and not named now" in caplog.text
@@ -299,7 +312,7 @@ def test_the_line_in_the_message_keeps_the_rest() -> None:
     line = re.findall(r"stateful=\{\"memory\": (mx\.attributes\(.*?\))\}", str(caught.value))[0]
     first.rewards[1], first.place = 5, 2
     own = second.space
-    saved = through_format(component_for("memory", eval(line, {"mx": mx, "memory": first})).state())  # noqa: S307
+    saved = stored(component_for("memory", eval(line, {"mx": mx, "memory": first})).state())  # noqa: S307
     component_for("memory", eval(line, {"mx": mx, "memory": second})).load(saved)  # noqa: S307
     assert second.place == 2 and second.rewards.tolist() == [0, 5, 0] and second.space is own
 

@@ -158,37 +158,56 @@ def test_which_updates_these_are(count: int, foreach: bool | None, long: bool) -
     assert not fills_queue(None)
 
 
-def test_alone_or_without_a_device_nothing_is_kept_and_nothing_waited_for(device: Device) -> None:
-    for is_used in (True, False):
-        progress = DeviceProgress(device)
-        progress.follow([torch.zeros(1).as_subclass(OnDevice) if is_used else torch.zeros(1)])
-        device.queued = 0
-        pass_steps(progress, 0, 1, 2, 3)
-        progress.wait_for_update()
-        assert device.waited_for == [] and progress.is_used == is_used
-        assert bool(device.queued) == is_used and progress.comes_here(0.0) is not is_used
-        device.done = 2
-        assert progress.newest_held(lambda: False, has_updated=False) is None
+def test_alone_nothing_is_kept_and_nothing_waited_for(device: Device) -> None:
+    progress = DeviceProgress(device)
+    progress.follow([torch.zeros(1).as_subclass(OnDevice)])
+    pass_steps(progress, 0, 1, 2, 3)
+    progress.wait_for_update()
+    assert device.waited_for == []
+    device.done = 2
+    assert progress.newest_held(lambda: False, has_updated=False) is None
 
 
-def test_a_reader_waits_for_the_boundary_that_counts(device: Device, progress: DeviceProgress) -> None:
-    pass_steps(progress, 0, 1, 2)
-    device.done = 3
+def test_without_a_device_there_is_nothing_to_wait_for(device: Device) -> None:
+    progress = DeviceProgress(device)
+    progress.follow([torch.zeros(1)])
+    pass_steps(progress, 0, 1)
+    assert not progress.is_used and progress.comes_here(0.0) and progress.newest is None
     with progress.reading():
         pass
+    assert device.queued == 0
+
+
+def test_a_reader_waits_for_the_boundary_and_not_for_what_is_behind_it(
+    device: Device, progress: DeviceProgress
+) -> None:
+    pass_steps(progress, 0, 1)
+    progress.begin_update()
+    with progress.reading():
+        pass
+    assert device.waited_for == [3]
+
+
+def test_a_reader_of_an_older_boundary_waits_for_that(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0, 1, 2)
+    device.done = 3
     found = progress.newest_held(lambda: False, has_updated=False)
     assert found is not None and found.step == 1
     progress.hold(found)
     with progress.reading():
         pass
-    assert device.waited_for == [5, 3] and progress.has_gone_back, "not for what is behind the boundary"
+    assert device.waited_for == [3] and progress.has_gone_back
     assert progress.still_holds and landed(progress) == 1, "a second look gives the same"
     device.done = 4
     assert not progress.still_holds and landed(progress) is None
     pass_steps(progress, 3)
     assert not progress.has_gone_back and progress.still_holds
+
+
+def test_other_parameters_make_older_boundaries_useless(device: Device, progress: DeviceProgress) -> None:
+    pass_steps(progress, 0, 1)
     progress.follow([torch.zeros(1).as_subclass(OnDevice)])
-    assert progress.newest is None, "other parameters"
+    assert progress.newest is None
 
 
 # --- the small state of an older boundary ---
@@ -200,7 +219,6 @@ class Job:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        self.model.register_buffer("updates", torch.zeros(1), persistent=False)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         targets = {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.schedule}
@@ -217,7 +235,6 @@ class Job:
 
     def update(self) -> None:
         self.optimizer.zero_grad()
-        self.model.get_buffer("updates").add_(1)
         self.model(torch.randn(4, 3)).square().sum().backward()
         self.collector.devices.begin_update()
         self.optimizer.step()
@@ -243,7 +260,6 @@ def test_going_back_gives_what_was_in_host_memory_then() -> None:
     assert state["lr_scheduler"] == then["lr_scheduler"] and state["lr_scheduler"]["last_epoch"] == 2
     assert all(torch.equal(state["model"][name], value) for name, value in buffers.items())
     assert torch.equal(state["rng"]["torch"], stream)
-    assert state["module_extras"]["model"]["buffers"]["updates"] == 2
 
 
 def test_numbers_and_tensors_of_the_optimizer_are_those_of_then() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,11 @@ def train(
     directory: Path,
     steps: int,
     make: Callable[[Any], Any],
+    *,
+    build: Callable[[], torch.nn.Module] = lambda: torch.nn.Linear(3, 1),
     **settings: Any,
 ) -> torch.optim.Optimizer:
-    model = torch.nn.Linear(3, 1)
+    model = build()
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
     scheduler = make(optimizer)
     with Guard(model=model, optimizer=optimizer, lr_scheduler=scheduler, directory=directory) as guard:
@@ -164,6 +167,20 @@ def by_method(length: int) -> Callable[[Any], Any]:
     return lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay(length).factor)
 
 
+def with_dropout(p: float) -> Callable[[], torch.nn.Module]:
+    return lambda: torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(3, 1), torch.nn.Dropout(p))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.linear, self.made = factor, torch.nn.Linear(3, 1), time.time()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.linear(x) * self.factor
+        return scaled
+
+
 @pytest.mark.parametrize(
     ("before", "now", "told"),
     [
@@ -178,9 +195,15 @@ def by_method(length: int) -> Callable[[Any], Any]:
             "5 of scheduler 1 is 1.0 .* was None",
         ),
         ({"make": by_method(8)}, {"make": by_method(16)}, "Decay.length is 16 in the program and was 8. To go on"),
+        (
+            {"build": with_dropout(0.1)},
+            {"build": with_dropout(0.3)},
+            "Dropout.p is 0.1, 0.3 .* was 0.1 x 2",
+        ),
+        ({"build": lambda: Scaled(1.5)}, {"build": lambda: Scaled(2)}, "Scaled.factor is 2 in the program and was 1.5"),
     ],
 )
-def test_another_function_in_the_code(
+def test_another_function_or_setting_in_the_code(
     before: dict[str, Any], now: dict[str, Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once: from the changed start on the program's count."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import meet
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.start.facts import KnownFaults
 from mindx_elastic.start.findings import Transport
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, Target, places_of, read_together
 from tests.start.shared_store import on_all_ranks
-from tests.start.worlds import target_of
 
 __all__ = ["find", "find_and_read", "find_on", "find_plan", "step_of"]
 
@@ -55,19 +53,10 @@ def step_of(found: Resumed | None) -> int:
     return found.checkpoint.info.step
 
 
-def find_on(
-    world_size: int,
-    directory: Path | Sequence[Path],
-    resume: Any = "auto",
-    *,
-    wanted: Mapping[str, tuple[Sequence[int], Layout]] | None = None,
-) -> list[Resumed | Exception | None]:
-    """What each rank finds, or its error. `directory`: one for all, or one for each. `wanted`: as of `target_of`."""
-    places = [directory] * world_size if isinstance(directory, Path) else directory
-
-    def find_there(rank: int, exchange: Any) -> Resumed | None:
-        target = None if wanted is None else target_of(world_size, wanted, rank=rank)
-        ranks = RankInfo(rank=rank, world_size=world_size)
-        return find_and_read([places[rank]], ranks, exchange, resume=resume, target=target)
-
-    return on_all_ranks(world_size, find_there)
+def find_on(world_size: int, directory: Path, resume: Any = "auto") -> Sequence[Resumed | Exception | None]:
+    return on_all_ranks(
+        world_size,
+        lambda rank, exchange: find_and_read(
+            [directory], RankInfo(rank=rank, world_size=world_size), exchange, resume=resume
+        ),
+    )

@@ -83,6 +83,15 @@ def test_nothing_else_has_changed(broadcast_buffers: bool, as_view: bool) -> Non
     assert module.broadcast_buffers is broadcast_buffers
 
 
+def test_the_first_real_step_gives_the_same_gradients() -> None:
+    plain, resumed = wrap(), wrap()
+    assert replay_gradient_order(resumed, [1, 0, 2]) is None
+    for module in (plain, resumed):
+        backward(module, 2)
+    for mine, theirs in zip(resumed.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None and theirs.grad is None) or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
 def test_under_no_grad() -> None:
     with torch.no_grad():
         module = wrap()

@@ -65,7 +65,20 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("facts", [{"rank": 0}]), ("own", [[0, "run-a", 0, 3]]), ("disk", None), ("known", [3])]
+    ("name", "value"),
+    [
+        ("facts", [["run-a", 0, 3]]),
+        ("share", [2, 2]),
+        ("own", [[-1, "run-a", 0, 3, False, True]]),
+        ("unforeseen", [["run-a", 0]]),
+        ("foreseen", {"run-a": [0]}),
+        ("known", [3]),
+        ("attempts", {"run-a": 1.5}),
+        ("rejected", [["what"]]),
+        ("never_saved", [["run-a", 0, "2"]]),
+        ("places", {"p": [0, 1]}),
+        ("disk", None),
+    ],
 )
 def test_what_no_rank_says_is_refused(tmp_path: Path, name: str, value: object) -> None:
     write_step(tmp_path, 3)
@@ -90,3 +103,12 @@ def test_damage_is_said_and_only_a_start_moves_it(tmp_path: Path, caplog: pytest
     assert (tmp_path / "bert.safetensors").exists()
     assert {"is put aside" in m or "is left alone" in m for m in caplog.messages} == {True}
     assert find(tmp_path).other, "what lies in quarantine may have been anything"
+
+
+def test_small_states_of_one_rank_or_of_all(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 2)
+    for rank in range(2):
+        machine.boundary(rank, 6)
+    listing = list_files([machine.directory], machine.job)
+    assert set(scan(listing, trust=Trust()).own) == {0, 1}
+    assert set(scan(listing, trust=Trust(), rank=1).own) == {1}

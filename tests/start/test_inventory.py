@@ -132,6 +132,15 @@ def test_what_was_damaged_is_done_without_and_said(tmp_path: Path) -> None:
     assert not inventory.is_all_known
 
 
+def test_one_step_of_whichever_run_and_attempt_has_it(tmp_path: Path) -> None:
+    write_step(tmp_path, 5)
+    write_step(tmp_path, 7)
+    inventory = look_alone(tmp_path)
+    assert planned(inventory.plan(World(2), step=5)).steps_lost == 2
+    refused = inventory.plan(World(2), step=6)
+    assert isinstance(refused, Refusal) and "steps that are there: 7, 5" in str(refused)
+
+
 def test_a_first_save_that_was_cut_off(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"rank_{rank}").mkdir()

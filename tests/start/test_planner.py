@@ -134,6 +134,13 @@ def test_what_was_sorted_out_before_stays_on_record() -> None:
 # --- donors ---
 
 
+def test_a_replica_stands_in_for_a_missing_rank() -> None:
+    plan = plan_of(files([1, 2, 3]), own_states={(RUN, 0, 10): [0]})
+    assert readers(plan) == [1, 1, 2, 3]
+    assert [each.donor for each in plan.ranks] == [1, None, None, None]
+    assert plan.exact  # its own random numbers lie in memory
+
+
 def test_donors_are_healthy_ranks_first_then_the_lowest() -> None:
     plan = plan_of(files([1, 2, 3], kind="periodic"), faults=[0, 1])
     assert readers(plan) == [2, 1, 2, 3]
@@ -285,6 +292,18 @@ def test_what_is_only_assumed_to_be_held_by_others_counts_as_held() -> None:
 
 
 # --- another world ---
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_four_ranks_become_two_three_and_four_again(strategy: Strategy) -> None:
+    for size in (2, 3, 4):
+        plan = plan_of(files(range(strategy.world_size), strategy=strategy), size)
+        assert [each.rank for each in plan.ranks] == list(range(size))
+        assert plan.resharded
+        assert "ranks become" in plan.inexact[0]
+        assert plan.world.strategy is not None
+        strategy = plan.world.strategy
+    assert strategy.tensors[0].layout == (DDP if strategy.tensors[0].layout.num_shards == 1 else FSDP).tensors[0].layout
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (2, 1), (4, 8)])

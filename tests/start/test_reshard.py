@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.catalog import read_entries
@@ -26,12 +27,13 @@ from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.start.facts import Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.planner import plan_resume
-from mindx_elastic.start.reshard import assemble
+from mindx_elastic.start.reshard import Parts, assemble
 from mindx_elastic.start.restore import Resumed, Target
 from tests.checkpoint_files import flip_bit_in_data
 from tests.harness import no_descriptor_left
 from tests.persist.states import bits, tensor_of
-from tests.start.finding import find_on
+from tests.start.finding import find_and_read
+from tests.start.shared_store import on_all_ranks
 from tests.start.worlds import Saved, cut, plan_for, resharded, target_of
 from tests.watchdog import finish
 
@@ -239,6 +241,19 @@ def test_a_hole_is_never_filled_with_anything(tmp_path: Path, lost: int) -> None
 ROWS = {"w": (numbers(8, 3), layout([4], "S(0)"))}
 
 
+def start(root: Path, new: Layout) -> list[Resumed | Exception | None]:
+    return on_all_ranks(
+        new.size,
+        lambda rank, exchange: find_and_read(
+            [root],
+            RankInfo(rank=rank, world_size=new.size),
+            exchange,
+            resume="auto",
+            target=target_of(new.size, {"w": ((8, 3), new)}, rank=rank),
+        ),
+    )
+
+
 def steps(found: Sequence[Resumed | Exception | None], new: Layout) -> set[int]:
     for rank, each in enumerate(found):
         assert isinstance(each, Resumed), each
@@ -252,7 +267,7 @@ def test_a_damaged_replica_costs_nothing(tmp_path: Path) -> None:
     Saved(4, {"w": (ROWS["w"][0], old)}).write(tmp_path, 5).write(tmp_path, 7)
     flip_bit_in_data(tmp_path / "rank_0/w-1_7.safetensors")
     (tmp_path / "rank_3/w-1_7.safetensors").unlink()
-    found = find_on(new.size, tmp_path, wanted={"w": ((8, 3), new)})
+    found = start(tmp_path, new)
     assert steps(found, new) == {7}
     assert len(list((tmp_path / QUARANTINE).rglob("*.safetensors"))) == 1
 
@@ -260,14 +275,18 @@ def test_a_damaged_replica_costs_nothing(tmp_path: Path) -> None:
 # --- what it costs ---
 
 
-def test_only_the_bytes_needed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
+def read_bytes(root: Path, new: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """Bytes that `rank` reads of tensor w, and bytes of its part."""
+    target = target_of(new.size, {"w": (shape, new)}, rank=rank)
+    plan = plan_for(root, target)
+    (source,) = plan.source.by_name["model.w"]
+    with Parts(plan, plan.ranks[rank]) as parts:
+        out = parts.tensor(source, new, rank)
+        parts.finish()
+        return parts.num_bytes, out.nbytes
 
-    def counted(*args: Any) -> int:
-        read.append(read_box(*args))
-        return read[-1]
 
-    monkeypatch.setattr("mindx_elastic.start.reshard.read_box", counted)
+def test_only_the_bytes_needed_are_read(tmp_path: Path) -> None:
     shape = (64, 32_000)  # rows of 128 KB: a third of one is a long run, too
     tensor = numbers(*shape)
     Saved(4, {"w": (tensor, layout([4], "S(0)"))}).write(tmp_path / "rows")
@@ -275,10 +294,8 @@ def test_only_the_bytes_needed_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     for new in (layout([2], "S(0)"), layout([3], "S(0)"), layout([3], "S(1)"), WHOLE, layout([2], "R")):
         for rank in range(new.size):
             for old in ("rows", "columns"):
-                read.clear()
-                target = target_of(new.size, {"w": (shape, new)}, rank=rank)
-                part = assemble_for(plan_for(tmp_path / old, target), rank, target).state["model"]["w"]
-                assert sum(read) == part.nbytes, f"{old} -> {new} on rank {rank}"
+                num_bytes, part = read_bytes(tmp_path / old, new, shape, rank)
+                assert num_bytes == part, f"{old} -> {new} on rank {rank}"
 
 
 def test_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

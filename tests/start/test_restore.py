@@ -39,6 +39,15 @@ def steps_on(world_size: int, directory: Path, resume: Any = "auto") -> set[int]
 # --- one rank ---
 
 
+def test_the_newest_step_with_its_state(tmp_path: Path) -> None:
+    for step in (3, 12, 7):
+        write(tmp_path / f"a-1_{step}.safetensors", step=step)
+    found = find(tmp_path)
+    assert step_of(found) == 12
+    assert found is not None and found.path.name == "a-1_12.safetensors" and not found.rejected
+    assert found.checkpoint.state["model"]["weight"].tolist() == list(range(1000))
+
+
 def test_never_looks_at_nothing(tmp_path: Path) -> None:
     files.leave_empty(write(tmp_path / "a-1_3.safetensors"))
     assert find(tmp_path, resume="never") is None
@@ -72,6 +81,13 @@ def test_nothing_usable_is_an_error_again_and_again(tmp_path: Path, damage: Call
 
 
 # --- resume=path ---
+
+
+def test_a_path_to_a_file_takes_that_step(tmp_path: Path) -> None:
+    for step in (3, 5, 9):
+        write(tmp_path / f"a-1_{step}.safetensors", step=step)
+    assert step_of(find(tmp_path / "new", resume=tmp_path / "a-1_5.safetensors")) == 5
+    assert step_of(find(tmp_path, resume=str(tmp_path / "a-1_3.safetensors"))) == 3
 
 
 def test_a_damaged_file_that_was_asked_for_is_an_error_not_another_step(tmp_path: Path) -> None:

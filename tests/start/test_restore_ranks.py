@@ -25,7 +25,7 @@ from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.reader import ShareReader
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, read_together
 from tests.checkpoint_files import write_step
-from tests.start.finding import find_and_read, find_on
+from tests.start.finding import find_and_read
 from tests.start.shared_store import on_all_ranks
 from tests.start.worlds import Saved, target_of
 
@@ -34,9 +34,18 @@ def rows(world_size: int) -> Layout:
     return Layout((world_size,), (parse_placement("S(0)"),))
 
 
-def start(root: Path) -> list[Resumed | Exception | None]:
-    """Two ranks resume from the files of four."""
-    return find_on(2, root, wanted={"w": ((12, 3), rows(2))})
+def start(root: Path, world_size: int) -> list[Resumed | Exception | None]:
+    wanted = {"w": ((12, 3), rows(world_size))}
+    return on_all_ranks(
+        world_size,
+        lambda rank, exchange: find_and_read(
+            [root],
+            RankInfo(rank=rank, world_size=world_size),
+            exchange,
+            resume="auto",
+            target=target_of(world_size, wanted, rank=rank),
+        ),
+    )
 
 
 @pytest.fixture
@@ -59,7 +68,7 @@ def test_an_error_that_nobody_foresaw_ends_the_start_of_all(
         return real(*arguments)
 
     monkeypatch.setattr(reading, where, without_memory)
-    found = start(saved)
+    found = start(saved, 2)
     failed, other = sorted(found, key=lambda one: isinstance(one, PeerStartError))
     assert isinstance(failed, MemoryError) and isinstance(other, PeerStartError)
     assert other.cause == "MemoryError: no room for w" and found[other.rank] is failed
@@ -78,7 +87,7 @@ def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
         return real(path)
 
     monkeypatch.setattr(reading, "open_checkpoint", stale)
-    start(saved)
+    start(saved, 2)
     assert failed and not (saved / "quarantine").exists()
     assert len(list(saved.glob("rank_*/*.safetensors"))) == 4
 
@@ -90,7 +99,7 @@ def test_a_fault_in_the_planner_is_not_called_a_strangers_message(saved: Path, m
         raise error
 
     monkeypatch.setattr(Inventory, "plan", plan)
-    own, other = start(saved)
+    own, other = start(saved, 2)
     assert own is error
     assert isinstance(other, PeerStartError) and (other.rank, other.cause) == (0, "ValueError: an odd layout")
 
@@ -161,16 +170,14 @@ def test_files_that_come_while_a_rank_waits_are_found_by_all(tmp_path: Path) -> 
 
 
 def test_shares_of_two_lists_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that reads the only file sees another disk by then: the others would hear of no file on theirs."""
-    write_step(tmp_path, 7, world_size=4, coordinates={"replicas": 4})
-    for rank in (0, 1, 3):
-        (tmp_path / f"rank_{rank}" / "resnet-1_7.safetensors").unlink()
+    """One rank sees a file that came after the others had listed: what it leaves to them is read by none."""
+    write_step(tmp_path, 7, world_size=4)
     real, listed = looking.list_files, threading.local()
 
     def list_files(directories: Any, arenas: Any = None) -> Any:
         found = real(directories, arenas)
         listed.count = getattr(listed, "count", 0) + 1
-        odd = threading.current_thread().name.endswith("rank 0") and listed.count == 2
+        odd = threading.current_thread().name.endswith("rank 2") and listed.count == 2
         return dataclasses.replace(found, disk="another") if odd else found
 
     monkeypatch.setattr(restore, "list_files", list_files)

@@ -107,15 +107,12 @@ DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "a short moment": lambda common, own: common["moment"].pop(),
     "a step that is a text": lambda common, own: common.update(moment=["run-a", 0, "seven"]),
     "a world without ranks": lambda common, own: common.update(size=0),
-    "a row without a rank": lambda common, own: own["file"].pop("rank"),
-    "a path that is a number": lambda common, own: own["file"].update(path=7),
-    "an old rank that did not exist": lambda common, own: own["file"].update(rank=4),
-    "a file of another world": lambda common, own: own["file"].update(world_size=5),
-    "a part that there is not": lambda common, own: own["file"].update(
-        held={"division": "d", "count": 2, "parts": [2]}
-    ),
+    "a short row": lambda common, own: own["file"].pop(),
+    "a path that is a number": lambda common, own: own["file"].__setitem__(1, 7),
+    "an old rank that did not exist": lambda common, own: own["file"].__setitem__(0, 4),
     "a source without a place": lambda common, own: own.update(sources=[[1]]),
-    "a file to verify of another step": lambda common, own: own["verify"][0].update(moment=["run-a", 0, 1]),
+    "a file to verify of no old rank": lambda common, own: own.update(verify=[[4, *own["file"][1:]]]),
+    "readers without end": lambda common, own: own["file"].__setitem__(2, [[0, 10**15]]),
 }
 
 

@@ -41,10 +41,8 @@ from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.own_loop import OwnLoop
 from mindx_elastic.guard.loops.resumed_state import (
-    changed_buffers,
-    moved_since,
     named_streams,
-    put_back_positions,
+    put_back_small_state,
     put_back_streams,
 )
 from mindx_elastic.guard.loops.tail_values import EpochValues
@@ -269,17 +267,12 @@ class Loops:
             tell(*_WEIGHTS_CHANGED)
 
     def _keep_resumed_state(self) -> None:
-        """The loop has reached the resumed place. Weights that the program's own begin has changed are refused; what
-        else it has changed `_restore` puts back, but for the loaders' positions."""
+        """The loop has reached the resumed place: what the program's own begin has changed is put back."""
         if self.is_layered:
             return
         if not self._is_clean() and self._samples.changed_since(self._weights):
             self._unmanaged.certain(*_WEIGHTS_CHANGED)
-        changed, streams = put_back_positions(self._collector), named_streams(self._collector)
-        changed += [name for names in moved_since(self._collector) for name in names if name not in streams]
-        changed += changed_buffers(self._collector)
-        changed = list(dict.fromkeys(changed))
-        if changed:
+        if changed := put_back_small_state(self._collector):
             logger.warning(
                 "%s: put back as at step %d, for it was changed inside the guard's block before the loop reached the "
                 "resumed place, where a run that is never stopped has long been. To change it from here on, do it "

@@ -1,8 +1,9 @@
-"""What a loop compares with the boundary, and puts back: positions of loaders, named generators.
+"""Keeps the resumed state as it is until the loop reaches the resumed place.
 
 A resumed program runs from its first line, so code inside the guard's block runs again whose effect the state already
 has: a learning rate that is set before the loop, what stands between two loops over epochs, an evaluation on the
-training's own loader. What the start has loaded it puts back itself (`capture.loop_head`).
+training's own loader. What it changes in the small state (options of optimizers, schedulers, buffers, objects in
+`stateful`, positions) is put back, and one line says so. Weights cannot be put back: that is refused.
 """
 
 from __future__ import annotations
@@ -10,43 +11,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
-from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.guard.loops.followed_loader import FollowedLoader, OwnState
+from mindx_elastic.capture.copying import copy_tree, same_tree
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 
-__all__ = ["changed_buffers", "moved_since", "named_streams", "put_back_positions", "put_back_streams"]
+__all__ = ["moved_since", "named_streams", "put_back_small_state", "put_back_streams"]
 
 
-def put_back_positions(collector: Collector) -> list[str]:
-    """Make loaders as at the boundary, where code has iterated them since; `capture.loop_head` leaves them out. Returns
-    the names of those that were not."""
+def put_back_small_state(collector: Collector) -> list[str]:
+    """Make optimizers' options, buffers and plain objects as at the boundary. Returns the names of what was not."""
     changed: list[str] = []
+    buffers: list[str] = []
     for name, component in collector.components.items():
-        if not isinstance(component, PlainComponent):
-            continue
-        if isinstance(component.target, FollowedLoader):
-            cursor = component.target.engine.cursor
-            # Else the loop has begun to iterate, or nothing has. Where an epoch was over, the next iteration would
-            # begin another.
-            if not (cursor.live or cursor.pending):
-                if not same_tree(component.look(), component.seen):
-                    changed.append(name)
+        if isinstance(component, OptimizerComponent):
+            if not same_tree(component.look(), component.groups):
+                changed.append(name)
+                _put_back_options(component)
+        elif isinstance(component, ModuleComponent):
+            buffers += [f"{name}.{place}" for place in _put_back_buffers(component)]
+        elif isinstance(component, PlainComponent) and not component.is_stream:
+            if component.is_heavy:
+                continue  # not copied at the boundary
+            if isinstance(component.target, FollowedLoader):
+                cursor = component.target.engine.cursor
+                if cursor.live or cursor.pending:
+                    continue  # the loop has begun to iterate, or nothing has
+                if same_tree(component.look(), component.seen):
+                    # Where an epoch was over, the next iteration would begin another.
+                    component.put_back(component.state())
+            if not same_tree(component.look(), component.seen):
+                changed.append(name)
                 component.put_back(component.state())
-        elif isinstance(component.target, OwnState) and not same_tree(component.look(), component.seen):
-            changed.append(name)
-            component.put_back(component.state())
-    return changed
-
-
-def changed_buffers(collector: Collector) -> list[str]:
-    """The modules' buffers that are not as at the boundary, by module and name."""
-    found: list[str] = []
-    for module, component in collector.components.items():
-        if isinstance(component, ModuleComponent):
-            live, copies = dict(component.named_buffers()), component.copied_buffers()
-            found += [f"{module}.{n}" for n in live.keys() & copies.keys() if not same_tree(live[n], copies[n])]
-    return sorted(found)
+    return changed + buffers
 
 
 def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
@@ -55,7 +54,7 @@ def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
     others: list[str] = []
     for name, component in collector.components.items():
         if isinstance(component, OptimizerComponent):
-            if not same_tree(component.look(), component.seen):
+            if not same_tree(component.look(), component.groups):
                 certain.append(name)
         elif not isinstance(component, PlainComponent):
             continue
@@ -65,6 +64,28 @@ def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
             is_known = component.is_stream or type(component.target).__module__.partition(".")[0] == "torch"
             (certain if is_known else others).append(name)
     return certain, others
+
+
+def _put_back_options(component: OptimizerComponent) -> None:
+    optimizers = {id(o): o for o in (component.optimizer, component.local)}
+    for optimizer in optimizers.values():
+        if len(optimizer.param_groups) == len(component.groups):
+            for live, copied in zip(optimizer.param_groups, component.groups, strict=True):
+                for key, value in copied.items():
+                    if not same_tree(live.get(key), value):
+                        live[key] = copy_tree(value)
+
+
+@torch.no_grad()
+def _put_back_buffers(component: ModuleComponent) -> list[str]:
+    copies = component.copied_buffers()
+    changed = []
+    for name, live in component.named_buffers():
+        copied = copies.get(name)
+        if copied is not None and copied.shape == live.shape and not same_tree(live, copied):
+            live.copy_(copied)
+            changed.append(name)
+    return changed
 
 
 def named_streams(collector: Collector) -> dict[str, Any]:

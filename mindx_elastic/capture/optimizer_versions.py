@@ -1,0 +1,81 @@
+"""Whether the state of optimizers was changed since a boundary without one of their steps, by version counters.
+
+A program may do so by hand: decay the momentum, clear it for a warm restart. Torch's optimizers change their state in
+place and keep its tensors, so these are collected once, and a boundary only reads their counters. Each look begins with
+the state of the first and the last parameter: where it has other tensors, all are collected anew. Of an optimizer whose
+steps make new tensors only these two are looked at: to hold the others would double its memory in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter, ne
+from typing import Any
+
+import torch
+
+__all__ = ["OptimizerVersions"]
+
+_version_of = attrgetter("_version")
+
+
+class OptimizerVersions:
+    """Of all optimizers of a guard. `note` belongs to the training thread, `num_changed` to who holds the gate."""
+
+    def __init__(self, optimizers: Iterable[Any] = ()) -> None:
+        self._states = [_State(each) for each in optimizers if isinstance(getattr(each, "state", None), dict)]
+
+    def note(self) -> None:
+        """A boundary is passed."""
+        for state in self._states:
+            ends = state.look()
+            if list(map(id, ends)) != state.ids:
+                state.collect(ends)
+            state.versions = list(map(_version_of, state.tensors))
+
+    def num_changed(self) -> int:
+        """How many tensors were changed or replaced since."""
+        return sum(map(_State.num_changed, self._states))
+
+
+class _State:
+    """Of one optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._replaces = False
+        self._ends: list[Any] = []
+        self.ids: list[int] = []
+        """Of what `look` has found, which `_ends` keeps alive."""
+        self.tensors: list[torch.Tensor] = []
+        self.collect(self.look())
+        self.versions = list(map(_version_of, self.tensors))
+
+    def look(self) -> list[Any]:
+        """The state of the first and of the last parameter that have one."""
+        entries = self._optimizer.state.values()
+        if not entries:
+            return []
+        first, last = next(iter(entries)), next(reversed(entries))
+        return [*first.values(), *last.values()] if isinstance(first, dict) and isinstance(last, dict) else []
+
+    def collect(self, ends: list[Any]) -> None:
+        """Others than before. `ends`: as `look` has just found them."""
+        before, now = _tensors(self._ends), _tensors(ends)
+        # At first there is none, and then more. A counter that is a number is another object after each step.
+        self._replaces |= len(before) == len(now) and list(map(id, before)) != list(map(id, now))
+        self._ends, self.ids = ends, list(map(id, ends))
+        every = [] if self._replaces else [each for each in self._optimizer.state.values() if isinstance(each, dict)]
+        self.tensors = now if self._replaces else _tensors(chain.from_iterable(map(dict.values, every)))
+
+    def num_changed(self) -> int:
+        if list(map(id, self.look())) != self.ids:
+            return max(1, len(self.ids))
+        now = list(map(_version_of, self.tensors))
+        return 0 if now == self.versions else sum(map(ne, now, self.versions))
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Those of inference mode have no counter."""
+    return [value for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
