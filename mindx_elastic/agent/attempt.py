@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, ended_before, meaning
+from mindx_elastic.agent.exit_barrier import ExitBarrier
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck, is_between_steps
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
@@ -61,6 +62,8 @@ class AttemptContext:
     inbox: SignalInbox
     hang: HangWatch
     exits: ExitWatch
+    barrier: ExitBarrier | None
+    """None: there are no other nodes."""
     stop_files: StopFiles
     membership: Membership | None
     """None: there can be no other nodes."""
@@ -351,6 +354,9 @@ class Attempt:
         files = write_stacks(self.workers, late, self._context.stacks, attempt=self._number)
         told = f"stacks: {', '.join(map(str, files)) or 'none could be written'}"
         ranks = [each.rank for each in overdue]
+        finished = [rank for rank in ranks if late[rank].finished]
+        if finished and self._context.barrier is not None:
+            self._context.barrier.tell(finished)
         for each in overdue:
             status, stopped = late[each.rank], _STOPPED if each.stopped else ""
             what = f"rank {each.rank} has not ended {each.seconds:.1f} s after its training{stopped}"
@@ -384,12 +390,13 @@ class Attempt:
         status = end.status
         if status is None or status.phase != WorkerPhase.LEFT or not status.finished:
             return False
-        if self._cut_off:
-            which = next(iter(self._cut_off))
-            why = f"rank {end.rank} ended after its training with {describe(end)}, because rank {which} was ended"
+        barrier = self._context.barrier
+        ended = list(self._cut_off) or ([] if barrier is None else barrier.heard())
+        if ended:
+            why = f"rank {end.rank} ended after its training with {describe(end)}, because rank {ended[0]} was ended"
             logger.warning("%s; the job has finished, but what it did then may be incomplete", why)
             self._cut_off[end.rank] = why
-        return bool(self._cut_off)
+        return bool(ended)
 
     def _has_finished(self) -> bool:
         """Whether no living rank of this node trains any more."""
@@ -495,14 +502,14 @@ class Attempt:
         for rank in list(self.workers.live):
             status = self.workers.status(rank)
             if status is not None and status.saved_ns and status.phase >= WorkerPhase.STOPPING:
-                self._after_rank(_LEAVING_S, self._kill_late, rank)
+                self._after_rank(_LEAVING_S, lambda late: self._kill_late(late, _LEAVING_S), rank)
             else:
                 self._kill_late(rank)
         self._after(_UNKILLABLE_S, self._abandon)
 
-    def _kill_late(self, rank: int) -> None:
+    def _kill_late(self, rank: int, more_s: float = 0.0) -> None:
         if rank in self.workers.live:
-            logger.error("rank %d is not gone after %g s; SIGKILL", rank, self._grace_s)
+            logger.error("rank %d is not gone after %g s; SIGKILL", rank, self._grace_s + more_s)
             self.workers.kill(rank)
 
     def _abandon(self) -> None:

@@ -10,6 +10,9 @@ it for the lost node. Each node's entry is written once, by compare-and-set, so 
 * one was stopped: so is the job.
 
 In the end each says that it has seen that, and waits a moment for the others' word: the store ends with its host.
+
+Before that, agents tell each other which ranks one of them has had to end after the training (`ExitBarrier.tell`). The
+ranks of other nodes may have waited for such a rank in a collective, and now fail through no fault of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ __all__ = ["FINISHED", "LOST", "ExitBarrier", "NodeEnd", "end_together", "wait_f
 FINISHED, LOST = "finished", "lost"
 """Outcomes of a node that matter here; the others are those of an attempt (`endings.Ending`)."""
 _T = TypeVar("_T")
-_END, _SEEN = "mindx/end", "mindx/seen"
+_ENDED_RANKS, _END, _SEEN = "mindx/ended_after_training", "mindx/end", "mindx/seen"
 _ANSWER_S = 3.0
 _SEEN_S = 30.0
 _LOOK_S, _LOOK_S_PER_NODE = 0.1, 0.002
@@ -50,25 +53,54 @@ class NodeEnd:
     outcome: Annotated[str, Words(40)]
     cause: Annotated[str, Words(500)] = ""
     """For a person."""
-    again: bool = False
-    """Its agent meets the others again."""
 
 
 class ExitBarrier:
     """The store's side, for one node. One per attempt with several nodes. Main thread; each call blocks for a few
     seconds at most, and raises nothing: where the store does not answer, nothing is heard."""
 
-    def __init__(self, store: Any, *, node: int, num_nodes: int) -> None:
+    def __init__(self, store: Any, *, node: int, num_nodes: int, world_size: int) -> None:
         """`store`: torch's, the same for all nodes of this attempt and for no other attempt."""
-        self._store, self.node, self.num_nodes = store, node, num_nodes
+        self._store, self.node, self.num_nodes, self._world_size = store, node, num_nodes, world_size
         self._keys = [f"{_END}/{each}" for each in range(num_nodes)]
-        self._thread = ReadyThread("mindx-exit-barrier")
+        self._thread, self._opener = ReadyThread("mindx-exit-barrier"), ReadyThread("mindx-exit-barrier")
         self.is_lost = False
         """The store does not answer."""
+
+    def reopen(self, new_store: Callable[[], Any | None]) -> bool:
+        """Use what `new_store` returns, if it comes to that in a few seconds. It may never return."""
+        if self._opener.busy:
+            return False
+        try:
+            store = self._opener.call(new_store, _ANSWER_S)
+        except Exception as error:  # any of torch's
+            logger.debug("the store of the rendezvous cannot be reached: %s: %s", type(error).__name__, error)
+            return False
+        if store is not None:
+            self._store, self.is_lost = store, False
+            self._thread.close(0.0)  # it may be stuck
+            self._thread = ReadyThread("mindx-exit-barrier")
+        return store is not None
 
     def close(self) -> None:
         """No call may follow."""
         self._thread.close(0.0)
+        self._opener.close(0.0)
+
+    def tell(self, ranks: Sequence[int]) -> None:
+        """These ranks are about to be ended. Call it before the first signal, so that ranks that fail can learn why."""
+        self._ask(lambda: self._store.set(_ENDED_RANKS, json.dumps(list(ranks))), None)
+
+    def heard(self) -> list[int]:
+        """The ranks that some node has ended; empty: none, or the store does not answer. A caller that is told nothing
+        takes a failure for a failure."""
+        text = self._ask(lambda: self._store.get(_ENDED_RANKS) if self._store.check([_ENDED_RANKS]) else b"", b"")
+        try:
+            ranks = json.loads(text[:_MAX_CHARS]) if text else []
+        except (ValueError, RecursionError):
+            return []
+        known = isinstance(ranks, list) and all(type(r) is int and 0 <= r < self._world_size for r in ranks)
+        return ranks if known else []
 
     def say(self, end: NodeEnd, node: int | None = None) -> None:
         """How this node has ended, or another one. What was said of it before counts."""
@@ -114,13 +146,15 @@ class ExitBarrier:
 def wait_for_all(
     barrier: ExitBarrier,
     lost: Callable[[], Mapping[int, str]],
+    new_store: Callable[[], Any | None],
     timeout_s: float,
 ) -> dict[int, NodeEnd]:
     """This node's ranks have finished their training. How each node has ended, also this one.
 
     A node that lives and has not ended within `timeout_s` is not among them. One of which nothing can be known because
-    the store is lost counts as lost. `lost`: the nodes that give no sign of life, and the words for it. Main thread; a
-    signal may break it off.
+    the store is lost counts as lost. `lost`: the nodes that give no sign of life, and the words for it. `new_store`:
+    the attempt's store over another connection; None: it is lost. It is called in a thread. Main thread; a signal may
+    break it off.
     """
     own, missing = NodeEnd(FINISHED), dict[int, str]()
     barrier.say(own)
@@ -129,7 +163,9 @@ def wait_for_all(
         for node, cause in lost().items():
             if missing.setdefault(node, cause) is cause:
                 barrier.say(NodeEnd(LOST, cause), node)
-        if barrier.is_lost:
+        if barrier.is_lost and barrier.reopen(new_store):
+            barrier.say(own)
+        elif barrier.is_lost:
             # Its host is gone, which is noticed in this time. Of the others nothing can be heard any more.
             until = min(until, time.monotonic() + (0.0 if missing else _LOST_S))
         time.sleep(_LOOK_S + _LOOK_S_PER_NODE * barrier.num_nodes)
@@ -145,15 +181,16 @@ def end_together(
     lost: Callable[[], Mapping[int, str]],
     *,
     inbox: SignalInbox,
+    new_store: Callable[[], Any | None],
     timeout_s: float,
 ) -> Ending:
     """How the attempt has ended for all nodes. Main thread; waits for the other nodes.
 
-    own: how it has ended here. lost: see `wait_for_all`.
+    own: how it has ended here. lost, new_store: see `wait_for_all`.
     """
     ends: dict[int, NodeEnd] = {}
     with suppress(SignalException), inbox.interrupting():
-        ends = wait_for_all(barrier, lost, timeout_s)
+        ends = wait_for_all(barrier, lost, new_store, timeout_s)
     others = sorted((end.outcome == "stopped", node, end) for node, end in ends.items() if end.outcome != FINISHED)
     if not others:
         with suppress(SignalException), inbox.interrupting():

@@ -54,6 +54,7 @@ __all__ = [
     "agree_on_highest",
     "await_nodes",
     "identify",
+    "open_again",
     "reconnect",
     "require_host",
     "say_goodbye",
@@ -253,6 +254,11 @@ def _reconnect(handler: RendezvousHandler) -> bool:
     _broken.append(old)
     logger.warning("the connection to the rendezvous' store at %s:%d was broken; it is open again", old.host, old.port)
     return True
+
+
+def open_again(handler: RendezvousHandler) -> Store | None:
+    """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`."""
+    return _inner(handler)._get_store() if reconnect(handler) else None
 
 
 class HostLostError(RendezvousError):

@@ -47,6 +47,7 @@ from mindx_elastic.agent.rendezvous import (
     agree_on_highest,
     await_nodes,
     identify,
+    open_again,
     require_host,
 )
 from mindx_elastic.agent.replacements import Replacements
@@ -142,7 +143,7 @@ class Supervisor(LocalElasticAgent):
                 self._initialize_workers(self._worker_group)
                 attempt = self._run_attempt()
                 goes_on = self._goes_on(attempt)
-                self._say_end(goes_on)
+                self._say_end()
                 if not goes_on:
                     break
                 self._remaining_restarts -= self.ending.outcome == "failed"
@@ -192,7 +193,10 @@ class Supervisor(LocalElasticAgent):
         if self._num_nodes > 1:
             interval = group.spec.monitor_interval
             membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
-        self._barrier = ExitBarrier(group.store, node=node, num_nodes=num_nodes) if num_nodes > 1 else None
+        self._barrier = None
+        if num_nodes > 1:
+            world_size = group.workers[0].world_size
+            self._barrier = ExitBarrier(group.store, node=node, num_nodes=num_nodes, world_size=world_size)
         attempt = self._begin_attempt(membership, node)
         try:
             self.ending = attempt.run()
@@ -237,6 +241,7 @@ class Supervisor(LocalElasticAgent):
             inbox=self._inbox,
             hang=self._hang,
             exits=ExitWatch(self._options.exit_timeout_s),
+            barrier=self._barrier,
             stop_files=self._stop_files,
             membership=membership,
             events=self._events,
@@ -260,13 +265,14 @@ class Supervisor(LocalElasticAgent):
             barrier,
             functools.partial(membership.missing_besides, barrier.node),
             inbox=self._inbox,
+            new_store=functools.partial(open_again, self._rdzv_handler),
             timeout_s=float(getattr(self, "_exit_barrier_timeout", _END_S)),
         )
 
-    def _say_end(self, goes_on: bool) -> None:
+    def _say_end(self) -> None:
         """To the other nodes, which may have finished and wait for this one."""
         if self._barrier is not None:
-            self._barrier.say(NodeEnd(self.ending.outcome, self.ending.cause, again=goes_on))
+            self._barrier.say(NodeEnd(self.ending.outcome, self.ending.cause))
             self._barrier.close()
 
     def _make_recovery(self, workers: Workers) -> Recovery | None:

@@ -105,10 +105,10 @@ def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
     order = PauseOrder(folder, kind, f"mindx-elastic {kind}")
     try:
         with _ended_as_by_ctrl_c():
-            answer = order.answer_at_once() or _carry_out(order, timeout_s)
+            answer = order.answer_at_once() or _carry_out(order, run, timeout_s)
     except KeyboardInterrupt:
         if kind == "pause":
-            _take_back(folder, "its command was interrupted")
+            _take_back(folder, run, "its command was interrupted")
         typer.echo("interrupted; training goes on" if kind == "pause" else "interrupted", err=True)
         raise typer.Exit(130) from None
     except OSError as error:
@@ -116,7 +116,7 @@ def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
             fail(f"{folder}: the ranks cannot be asked: {error.strerror or error}")
         _end(EXIT_BAD, f"{'not paused: ' if kind == 'pause' else ''}{_how_it_ended(path, run)}")
     if kind == "pause" and not answer.good:
-        _take_back(folder, answer.text)
+        _take_back(folder, run, answer.text)
         answer = replace(answer, text=f"not paused: {answer.text}")
     if as_json:
         document = {"schema": JSON_SCHEMA, "command": kind, "run_dir": str(path), "agent_pid": run.pid}
@@ -130,33 +130,36 @@ def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
         typer.echo(printable(f"to go on: mindx-elastic resume {path}"))
 
 
-def _carry_out(order: PauseOrder, timeout_s: float) -> Answer:
-    """Raises OSError where the agent and its folder are gone."""
+def _carry_out(order: PauseOrder, run: AgentRun, timeout_s: float) -> Answer:
+    """Raises OSError where the agent or its folder is gone."""
     from mindx_elastic.agent.pausing import Answer
 
     end = time.monotonic() + timeout_s
     order.give()
     try:
         while (answer := order.look()) is None and time.monotonic() < end:
+            if not is_running(run):
+                raise ProcessLookupError(f"the agent {run.pid} is gone")
             time.sleep(_POLL_S)
         return answer or Answer(False, order.why_late(timeout_s))
     finally:
         order.withdraw()
 
 
-def _take_back(folder: Path, why: str) -> None:
+def _take_back(folder: Path, run: AgentRun, why: str) -> None:
     """No command waits for the pause any more: it must not come about later."""
     from mindx_elastic.agent.pausing import PauseOrder
 
     with suppress(OSError):  # else the job has ended
-        _carry_out(PauseOrder(folder, "resume", f"the pause was taken back: {why}"), _TAKE_BACK_S)
+        _carry_out(PauseOrder(folder, "resume", f"the pause was taken back: {why}"), run, _TAKE_BACK_S)
 
 
 @contextmanager
 def _ended_as_by_ctrl_c() -> Iterator[None]:
     """A closed terminal and a SIGTERM must not leave ranks that are to wait, and nobody who knows of it."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # not under nohup
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
     try:
         yield
     finally:

@@ -64,6 +64,8 @@ class Limits:
     """A process that is not heard for so long is dead."""
     reconnect_s: float = 1.0
     """A process whose connection has ended is dead unless it connects again within this time."""
+    away_s: float = 60.0
+    """How long a place is kept for a process that begins anew in it, from those that do not ask for it by name."""
     formation_s: float = 600.0
     """How long all places may take to have a process, at the start and after a death."""
 
@@ -320,7 +322,7 @@ class Table:
         self.tick(now)
         if self.outcome is not None:
             return messages.Refused(self.outcome.why, is_over=True)
-        place = self.places.get(who.node_id) if who.node_id else self._nameless_place(who)
+        place = self.places.get(who.node_id) if who.node_id else self._nameless_place(who, now)
         if place is not None and (until := self._held_until(place, who)) > now:
             return messages.Taken(str(place.process), until - now)
         over = [m for m in self.places.values() if m.state is State.DONE]
@@ -340,16 +342,19 @@ class Table:
 
     def _held_until(self, place: Place, who: Register) -> float:
         """Until when the place is kept for the process that has it; 0: it is free for `who`."""
-        if place.is_of(who) or place.state is not State.LIVING:
+        if place.is_of(who):
+            return 0.0
+        if place.state is State.AWAY and not who.node_id:
+            return place.heard_at + self.limits.away_s
+        if place.state is not State.LIVING:
             return 0.0
         until = place.heard_at + self.limits.heartbeat_s
         return until if place.lost_at is None else min(until, place.lost_at + self.limits.reconnect_s)
 
-    def _nameless_place(self, who: Register) -> Place | None:
-        """Where a process without a node id goes back to: its own place, else a free one, on its machine first. Who
-        comes back in place asks for it by name."""
-        found = [m for m in self.places.values() if not m.named]
-        found = [m for m in found if m.state not in (State.LIVING, State.AWAY) or m.is_of(who)]
+    def _nameless_place(self, who: Register, now: float) -> Place | None:
+        """Where a process without a node id goes back to: its own place, else a free one, on its machine first."""
+        found = [m for m in self.places.values() if not m.named and self._held_until(m, who) <= now]
+        found = [m for m in found if m.state is not State.LIVING or m.is_of(who)]
         found.sort(key=lambda m: (not m.is_of(who), m.process.host != who.process.host, _natural(m.node_id)))
         return found[0] if found else None
 

@@ -138,6 +138,7 @@ def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
             inbox=inbox,
             hang=HangWatch(more.get("hang_timeout_s", 0)),
             exits=ExitWatch(more.get("exit_timeout_s", 0)),
+            barrier=more.get("barrier"),
             stop_files=faults or Faults(),  # type: ignore[arg-type]
             membership=more.get("membership"),
             events=EventLog(tmp_path / "events.jsonl"),
@@ -415,10 +416,26 @@ def past(*, finished: bool = True, **more: Any) -> Status:
     return replace(IN_TRAINING, phase=WorkerPhase.LEFT, left_ns=left_ns, finished=int(finished), **more)
 
 
+class ExitBarriers:
+    """Stands in for `ExitBarrier`."""
+
+    def __init__(self, heard: list[int]) -> None:
+        self.told: list[int] = []
+        self._heard = heard
+
+    def tell(self, ranks: list[int]) -> None:
+        self.told += ranks
+
+    def heard(self) -> list[int]:
+        return self._heard
+
+
 def test_a_rank_that_does_not_end_is_ended_and_the_job_has_finished(run: Callable[..., Ending], tmp_path: Path) -> None:
     workers = Workers({0: past(), 1: past()}, ignore)
     workers.end(0, 0)
-    ending = run(workers, exit_timeout_s=30, grace_s=0.4)
+    barrier = ExitBarriers([])
+    ending = run(workers, exit_timeout_s=30, barrier=barrier, grace_s=0.4)
+    assert barrier.told == [1], "the other nodes know"
     assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
     assert "rank 1 has not ended 60" in ending.cause and "may be incomplete" in ending.cause
     assert workers.sent == {0: [], 1: [TERM, KILL]}, "SIGTERM, and SIGKILL for one that does not heed it"

@@ -17,7 +17,7 @@ from mindx_elastic.agent.exit_barrier import FINISHED, LOST, ExitBarrier, NodeEn
 
 
 def one(store: Any, node: int = 0, num_nodes: int = 2) -> ExitBarrier:
-    return ExitBarrier(store, node=node, num_nodes=num_nodes)
+    return ExitBarrier(store, node=node, num_nodes=num_nodes, world_size=4)
 
 
 class Gone:
@@ -33,9 +33,10 @@ class Gone:
 def wait(
     barrier: ExitBarrier,
     lost: Callable[[], Mapping[int, str]] = dict,
+    new_store: Callable[[], Any | None] = lambda: None,
     timeout_s: float = 60.0,
 ) -> dict[int, NodeEnd]:
-    return wait_for_all(barrier, lost, timeout_s)
+    return wait_for_all(barrier, lost, new_store, timeout_s)
 
 
 def outcomes(ends: Mapping[int, NodeEnd]) -> dict[int, str]:
@@ -57,7 +58,57 @@ def all_wait(store: Any, num_nodes: int, lost: Mapping[int, Callable[[], Mapping
     return list(found.values())
 
 
+# --- ranks that were ended after the training ---
+
+
+def test_what_one_tells_all_hear() -> None:
+    store = HashStore()
+    first, second = one(store), one(store, 1)
+    assert first.heard() == second.heard() == []
+    first.tell([3, 1])
+    assert first.heard() == second.heard() == [3, 1]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[4]", "[-1]", "[true]", '["1"]', "{}", "7", "[" * 10_000, "\0"])
+def test_nonsense_is_nothing(text: str) -> None:
+    store = HashStore()
+    store.set("mindx/ended_after_training", text)
+    assert one(store).heard() == []
+
+
+def test_a_store_that_fails_or_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
+    over = threading.Event()
+
+    class Silent(Gone):
+        def set(self, key: str, value: str) -> None:
+            over.wait(30)
+
+    for gone in (one(Gone()), one(Silent())):
+        gone.tell([1])
+        assert gone.heard() == [] and gone.is_lost
+    over.set()
+
+
 # --- how the nodes have ended ---
+
+# --- how the nodes have ended ---
+
+
+def test_a_broken_connection_is_opened_again() -> None:
+    store = HashStore()
+    one(store, 1).say(NodeEnd(FINISHED))
+    assert outcomes(wait(one(Gone()), new_store=lambda: store)) == {0: FINISHED, 1: FINISHED}
+    assert outcomes(one(store).ends()) == {0: FINISHED, 1: FINISHED}, "the others hear of it"
+
+
+def test_a_way_to_the_store_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host stands still."""
+    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(module, "_LOST_S", 0.3)
+    over = threading.Event()
+    assert outcomes(wait(one(Gone()), new_store=lambda: over.wait(60))) == {0: FINISHED, 1: LOST}
+    over.set()
 
 
 def test_all_nodes_wait_for_all() -> None:
@@ -74,9 +125,9 @@ def test_what_one_node_sees_of_a_lost_one_holds_for_all() -> None:
 
 def test_a_node_that_meets_the_others_again_says_so() -> None:
     store = HashStore()
-    one(store, 1).say(NodeEnd("failed", "rank 1: killed by SIGKILL", again=True))
+    one(store, 1).say(NodeEnd("failed", "rank 1: killed by SIGKILL"))
     ends = wait(one(store))
-    assert ends[1] == NodeEnd("failed", "rank 1: killed by SIGKILL", again=True)
+    assert ends[1] == NodeEnd("failed", "rank 1: killed by SIGKILL")
     assert ends[0].outcome == FINISHED
 
 
@@ -142,7 +193,7 @@ def end(theirs: NodeEnd, lost: Callable[[], Mapping[int, str]] = dict) -> Ending
     store = HashStore()
     one(store, 1).say(theirs)
     inbox: Any = SimpleNamespace(interrupting=nullcontext)
-    return end_together(OWN, one(store), lost, inbox=inbox, timeout_s=60.0)
+    return end_together(OWN, one(store), lost, inbox=inbox, new_store=lambda: None, timeout_s=60.0)
 
 
 def test_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +206,7 @@ def test_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     [("failed", "failed"), ("membership", "membership"), ("grown", "membership"), (LOST, "failed")],
 )
 def test_one_that_has_not_come_to_its_end_takes_all_with_it(theirs: str, ours: str) -> None:
-    found = end(NodeEnd(theirs, "rank 1: killed by SIGKILL", again=theirs != LOST))
+    found = end(NodeEnd(theirs, "rank 1: killed by SIGKILL"))
     assert (found.outcome, found.code, found.elsewhere) == (ours, 75, True)
     assert found.cause == "node 1 has not come to its end: rank 1: killed by SIGKILL"
 
