@@ -118,11 +118,12 @@ def _is_alone(config: LaunchConfig) -> bool:
 
 def _with_possible_recovery(plan: Launch) -> Launch:
     """In place needs a store of the workers that outlives each of them, and one agent that sees all of them."""
-    if not plan.options.in_place or (_is_alone(plan.config) and plan.master is None):
+    config = plan.config
+    if not plan.options.in_place or (config.max_nodes == 1 and config.rdzv_backend == "c10d" and plan.master is None):
         return plan
     logger.warning(
-        "--recover in-place is for a job of one node, without --rdzv-endpoint and --master-port: when a rank dies, the "
-        "whole job is restarted"
+        "--recover in-place is for a job of one node, without --master-port: when a rank dies, the whole job is "
+        "restarted"
     )
     return replace(plan, options=replace(plan.options, in_place=False))
 
@@ -254,7 +255,8 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
 
 
 def _open_rendezvous(config: LaunchConfig, *, hosts: bool) -> RendezvousHandler:
-    if _is_alone(config):
+    """`hosts`: the agent keeps the workers' store, for recoveries in place. Nobody else has to meet at an endpoint."""
+    if _is_alone(config) or hosts:
         return OneNodeRendezvous(config.run_id, config.local_addr, hosts=hosts)
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,

@@ -104,10 +104,12 @@ def endless() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["torch", "mindspore", "mindx", "dcp"])
-@pytest.mark.parametrize("content", [too_deep(), endless()], ids=["too deep", "endless"])
+@pytest.mark.parametrize(
+    "content", [too_deep(), endless(), torch.ones(1).expand(1 << 40)], ids=["too deep", "endless", "repeated"]
+)
 def test_a_small_file_with_endless_content(tmp_path: Path, kind: str, content: Any) -> None:
     torch.save({"w": torch.ones(1), "x": content}, tmp_path / "m.pt")
-    with pytest.raises(ForeignCheckpointError, match=r"m\.pt is nested deeper"):
+    with pytest.raises(ForeignCheckpointError, match=r"m\.pt holds"):
         convert(Request(source=tmp_path / "m.pt", destination=tmp_path / "x", destination_kind=kind))
     assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
 
