@@ -14,13 +14,14 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.saver import Saver
+from tests.harness import wait_until
 from tests.start.shared_store import on_all_ranks
 
 
 def test_a_rank_without_memory_does_not_hold_up_the_others_measurement(tmp_path: Path) -> None:
     """They agree on an interval later, and would wait for this rank's proposal."""
 
-    def open_without_memory(rank: int, exchange: Any) -> list[str] | None:
+    def open_without_memory(rank: int, exchange: Any) -> list[str]:
         saver = Saver(
             Collector({"model": nn.Linear(1, 1)}),
             RankInfo(rank=rank, world_size=2),
@@ -32,7 +33,8 @@ def test_a_rank_without_memory_does_not_hold_up_the_others_measurement(tmp_path:
             meet(exchange, "here", around.parts())
             around.connect()
             exchange.gather("told", None, Merged)
-            found: list[str] | None = exchange.try_collect("snapshot_every")
+            wait_until(lambda: exchange.try_collect("snapshot_every") is not None)
+            found: list[str] = exchange.try_collect("snapshot_every")
             return found
 
     assert on_all_ranks(2, open_without_memory) == [["1", "1"]] * 2
