@@ -33,7 +33,7 @@ def test_a_rank_without_memory_does_not_hold_up_the_others_measurement(tmp_path:
             meet(exchange, "here", around.parts())
             around.connect()
             exchange.gather("told", None, Merged)
-            wait_until(lambda: exchange.try_collect("snapshot_every") is not None)
+            wait_until(lambda: exchange.try_collect("snapshot_every") is not None, "both have told")
             found: list[str] = exchange.try_collect("snapshot_every")
             return found
 
