@@ -51,7 +51,7 @@ from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import Findings
 from mindx_elastic.start.job_layouts import JobLayouts
 from mindx_elastic.start.reader import ShareReader
-from mindx_elastic.start.restore import Disks, Places, PlanPart, Target
+from mindx_elastic.start.restore import Disks, PlanPart, SearchPlaces, Target
 from mindx_elastic.start.shares import Share
 from mindx_elastic.start.start import PeersPart
 
@@ -208,7 +208,7 @@ def measure(mode: str, world_size: int, num_tensors: int) -> Measured:
         return made
 
     ranks = [RankInfo(rank=rank, world_size=world_size) for rank in range(world_size)]
-    places = [Places([DIRECTORY], "auto") for _ in ranks]
+    places = [SearchPlaces([DIRECTORY], "auto") for _ in ranks]
     one_copy = RedundancySettings(copies=1)
     began = time.perf_counter()
     here = meet(
@@ -258,8 +258,8 @@ def identity_of(rank: int) -> str:
 class _Disk(Disks):
     """A disk that all ranks share, and the memory of a machine of 8 ranks."""
 
-    def __init__(self, places: Places, rank: int) -> None:
-        super().__init__(Places((), "never"))
+    def __init__(self, places: SearchPlaces, rank: int) -> None:
+        super().__init__(SearchPlaces((), "never"))
         self._rank = rank
         self.findings = Findings()
 

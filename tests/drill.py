@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindx_elastic.drill.drill import GOOD, Drill, Driller, Result
+from mindx_elastic.drill.drill import GOOD, Drill, Driller, DrillResult
 from mindx_elastic.drill.faults import Fault, parse_fault
-from mindx_elastic.drill.outside import Leftovers
+from mindx_elastic.drill.outside import DrillLeftovers
 from mindx_elastic.prove.runs import Command, Runs
 
 HERE = Path(__file__).parent
@@ -76,7 +76,7 @@ def run_setting(
     name: str, number: int, seed: int, log: Path, pause: Path | None, timeout_s: float, named: Sequence[Fault] = ()
 ) -> Drill:
     """`number` faults by `seed` and those of the setting; or those that are `named` in their place."""
-    setting, drill, leftovers = SETTINGS[name], Drill(), Leftovers()
+    setting, drill, leftovers = SETTINGS[name], Drill(), DrillLeftovers()
     written = 0
     began = time.monotonic()
 
@@ -110,7 +110,7 @@ def run_setting(
     return drill
 
 
-def write_lines(log: Path, name: str, seed: int, results: Sequence[Result], written: int) -> int:
+def write_lines(log: Path, name: str, seed: int, results: Sequence[DrillResult], written: int) -> int:
     with log.open("a", encoding="utf-8") as file:
         for result in results[written:]:
             codes = ",".join(map(str, result.codes))

@@ -49,7 +49,7 @@ from mindx_elastic.persist.storage import (
 from mindx_elastic.persist.writer import keep_older
 from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import list_files, scan
-from mindx_elastic.start.inventory import Inventory, Step, until_sound
+from mindx_elastic.start.inventory import Inventory, SavedStep, until_sound
 from mindx_elastic.start.planner import bases_of, steps_before
 
 __all__ = ["Flushed", "drop", "flush", "seal", "trust_in"]
@@ -225,26 +225,26 @@ class _Machine:
         return fact.where == self._where
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[SavedStep]:
         """What a start takes first is in front."""
         return [self.inventory.judge(moment) for moment in self.inventory.moments]
 
-    def in_memory(self, step: Step) -> dict[int, FileFact]:
+    def in_memory(self, step: SavedStep) -> dict[int, FileFact]:
         """By rank."""
         return {fact.rank: fact for fact in reversed(step.facts) if self.is_in_memory(fact)}
 
-    def to_write(self, step: Step) -> list[FileFact]:
+    def to_write(self, step: SavedStep) -> list[FileFact]:
         """What is in memory only, by rank."""
         on_disk = {fact.rank for fact in step.facts if not self.is_in_memory(fact)}
         return [fact for rank, fact in sorted(self.in_memory(step).items()) if rank not in on_disk]
 
-    def lacking(self, step: Step) -> list[int]:
+    def lacking(self, step: SavedStep) -> list[int]:
         """Ranks of this machine without a file of `step`."""
         return [rank for rank in self.ranks if rank < step.world_size and rank not in step.ranks]
 
-    def wanted(self) -> list[Step]:
+    def wanted(self) -> list[SavedStep]:
         """What has to be on disk for a start elsewhere to go on as one from this memory could; the newest in front."""
-        wanted: list[Step] = []
+        wanted: list[SavedStep] = []
         for step in self.steps:
             if step.is_usable:
                 return [*wanted, step, *self._exact_before(step)]
@@ -252,15 +252,15 @@ class _Machine:
                 wanted.append(step)  # other machines have the rest of it, or of an older one: nobody here knows
         return wanted
 
-    def _has_moved(self, rank: int, step: Step) -> bool:
+    def _has_moved(self, rank: int, step: SavedStep) -> bool:
         """Whether this folder may be of an earlier attempt, and its rank be on another machine since."""
         attempts = [fact.moment[1] for fact in self.inventory.facts if self.is_in_memory(fact) and fact.rank == rank]
         return bool(attempts) and max(attempts) < step.moment[1]
 
-    def _exact_before(self, newest: Step) -> list[Step]:
+    def _exact_before(self, newest: SavedStep) -> list[SavedStep]:
         """Where a rank has nothing of its own of the newest step: the one just before that a start prefers then."""
 
-        def is_exact(step: Step) -> bool:
+        def is_exact(step: SavedStep) -> bool:
             return step.ranks.union(step.own_states).issuperset(r for r in self.ranks if r < newest.world_size)
 
         if is_exact(newest):
@@ -271,13 +271,13 @@ class _Machine:
         return [step for step in near if step.is_usable and is_exact(step)][:1]
 
 
-def _sound(machine: _Machine, flushed: Flushed) -> list[Step]:
+def _sound(machine: _Machine, flushed: Flushed) -> list[SavedStep]:
     """The steps to write. One that has rotted in memory does not stand in the way of an older one."""
 
-    def choose() -> list[Step]:
+    def choose() -> list[SavedStep]:
         return [step for step in machine.wanted() if machine.to_write(step)]
 
-    def check(steps: list[Step]) -> Iterator[tuple[None, FileFact, str]]:
+    def check(steps: list[SavedStep]) -> Iterator[tuple[None, FileFact, str]]:
         for fact in (fact for step in steps for fact in machine.to_write(step)):
             problems = verify_file(Path(fact.path))
             if problems:
@@ -310,7 +310,7 @@ def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
 # --- writing ---
 
 
-def _write(step: Step, machine: _Machine, flushed: Flushed) -> None:
+def _write(step: SavedStep, machine: _Machine, flushed: Flushed) -> None:
     _, attempt, number = step.moment
     facts = machine.to_write(step)
     for fact in facts:

@@ -31,7 +31,7 @@ from mindx_elastic.agent.last_lines import LastLines
 from mindx_elastic.agent.ledger import print_block, render
 from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.options import Launch, parse
-from mindx_elastic.agent.places import Places
+from mindx_elastic.agent.places import NodePlaces
 from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous, say_goodbye
 from mindx_elastic.agent.result import ResultFile, find_progress
 from mindx_elastic.agent.shrinking import Shrinking
@@ -332,7 +332,7 @@ def _make_shrinking(plan: Launch, events: EventLog) -> Shrinking | None:
     if options.min_nproc is None:
         return None
     return Shrinking(
-        Places(plan.config.nproc_per_node, options.min_nproc, options.on_shrink),
+        NodePlaces(plan.config.nproc_per_node, options.min_nproc, options.on_shrink),
         events,
         patience_s=options.rejoin_timeout_s,
         regrow_after_s=options.regrow_after_s,

@@ -27,7 +27,7 @@ from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL, PAUSE, PAUSE_FILE
 
-__all__ = ["Answer", "PauseOrder", "who_waits", "why_gone_on"]
+__all__ = ["PauseAnswer", "PauseOrder", "who_waits", "why_gone_on"]
 
 _GUARDED = (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)
 _BY_COMMAND = "mindx-elastic pause"
@@ -41,7 +41,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class PauseAnswer:
     """How a command has ended."""
 
     good: bool
@@ -64,17 +64,17 @@ class PauseOrder:
         """The newest order that a rank knew before this one."""
         self._step = max((status.paused_step for status in statuses.values()), default=-1)
 
-    def answer_at_once(self) -> Answer | None:
+    def answer_at_once(self) -> PauseAnswer | None:
         """Where nothing need be ordered."""
         statuses = self._statuses()
         if self._kind != PAUSE:
             is_clear = not _any_pauses(statuses) and not (self._folder / PAUSE_FILE).exists()
-            return Answer(True, "the run is not paused; nothing to do") if is_clear else None
+            return PauseAnswer(True, "the run is not paused; nothing to do") if is_clear else None
         if not who_waits(statuses):
             return None
         since_ns = max(status.paused_ns for status in statuses.values())
         seconds = (time.monotonic_ns() - since_ns) / 1e9
-        return Answer(True, f"paused at step {self._step} already, for {seconds:.0f} s", self._step)
+        return PauseAnswer(True, f"paused at step {self._step} already, for {seconds:.0f} s", self._step)
 
     def give(self) -> None:
         """Have the order lie there for the ranks. Raises OSError."""
@@ -89,7 +89,7 @@ class PauseOrder:
             if self._lies_there()["seq"] == self._number:
                 (self._folder / PAUSE_FILE).unlink()
 
-    def look(self) -> Answer | None:
+    def look(self) -> PauseAnswer | None:
         """Call the ranks that have not heard it. How it has ended; None: it has not. Raises OSError."""
         try:
             found = self._lies_there()
@@ -97,7 +97,7 @@ class PauseOrder:
             self.give()
             return None
         if found["kind"] != self._kind:
-            return Answer(False, "another command was given meanwhile")
+            return PauseAnswer(False, "another command was given meanwhile")
         self._number = found["seq"]
         statuses = self._statuses()
         late = [rank for rank, status in sorted(statuses.items()) if self._is_needed_by(status)]
@@ -127,26 +127,28 @@ class PauseOrder:
     def _is_needed_by(self, status: Status) -> bool:
         return status.phase in _GUARDED and status.pause_heard != self._number
 
-    def _look_at_pause(self, statuses: Mapping[int, Status]) -> Answer | None:
+    def _look_at_pause(self, statuses: Mapping[int, Status]) -> PauseAnswer | None:
         if who_waits(statuses):
             step = max(status.paused_step for status in statuses.values())
-            return Answer(True, f"paused at step {step}: every rank waits", step)
+            return PauseAnswer(True, f"paused at step {step}: every rank waits", step)
         stopping = [rank for rank, status in statuses.items() if status.phase == WorkerPhase.STOPPING]
         finished = [rank for rank, status in statuses.items() if status.finished]
         if finished:
             rank = min(finished)
-            return Answer(False, f"the training has finished (rank {rank}, step {statuses[rank].step})")
+            return PauseAnswer(False, f"the training has finished (rank {rank}, step {statuses[rank].step})")
         if stopping:
-            return Answer(False, f"rank {min(stopping)} stops ({statuses[min(stopping)].reason or 'an alarm'})")
+            return PauseAnswer(False, f"rank {min(stopping)} stops ({statuses[min(stopping)].reason or 'an alarm'})")
         if _newest(statuses) > self._newest and not _any_pauses(statuses):
-            return Answer(False, why_gone_on(statuses) or "the ranks have gone on, because they stop or were replaced")
+            return PauseAnswer(
+                False, why_gone_on(statuses) or "the ranks have gone on, because they stop or were replaced"
+            )
         return None
 
-    def _look_at_resume(self, statuses: Mapping[int, Status], late: Sequence[int]) -> Answer | None:
+    def _look_at_resume(self, statuses: Mapping[int, Status], late: Sequence[int]) -> PauseAnswer | None:
         if late or _any_pauses(statuses):  # one that has not heard it may just be passing on a pause
             return None
         where = f" from step {self._step}" if self._step >= 0 else ""
-        return Answer(True, f"training goes on{where}", self._step if self._step >= 0 else None)
+        return PauseAnswer(True, f"training goes on{where}", self._step if self._step >= 0 else None)
 
 
 def who_waits(statuses: Mapping[int, Status]) -> int:

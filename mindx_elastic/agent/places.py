@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Choice", "PlaceEnd", "Places", "visible_devices"]
+__all__ = ["ActivePlaces", "NodePlaces", "PlaceEnd", "visible_devices"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PlaceEnd:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ActivePlaces:
     """The places that get a worker in the next attempt; none: the job cannot go on."""
 
     active: tuple[int, ...]
@@ -45,7 +45,7 @@ class Choice:
 
 
 @dataclass
-class Places:
+class NodePlaces:
     """The places of one node."""
 
     count: int
@@ -86,31 +86,35 @@ class Places:
         """The process that runs there has passed a boundary."""
         self.suspects.discard(place)
 
-    def choose(self, *, refusal: str = "", window: int = 1) -> Choice:
+    def choose(self, *, refusal: str = "", window: int = 1) -> ActivePlaces:
         """What to go on with. `refusal`: why the program cannot run with another number of ranks; empty: it can.
         `window`: over how many batches each of all N accumulates; 0: it does not ask over how many more it is to."""
         working = [place for place in range(self.count) if place not in self.lost]
         if len(working) == self.count:
-            return Choice(tuple(working))
+            return ActivePlaces(tuple(working))
         names = _names(sorted(self.lost))
         if self.mode == "stop":
-            return Choice((), f"{names} cannot be filled (--on-shrink stop)")
+            return ActivePlaces((), f"{names} cannot be filled (--on-shrink stop)")
         if len(working) < self.least:
-            return Choice((), f"{names} cannot be filled, {len(working)} are left, and --min-nproc is {self.least}")
+            return ActivePlaces(
+                (), f"{names} cannot be filled, {len(working)} are left, and --min-nproc is {self.least}"
+            )
         if refusal:
-            return Choice((), f"{names} cannot be filled, and the program cannot go on with fewer ranks: {refusal}")
+            return ActivePlaces(
+                (), f"{names} cannot be filled, and the program cannot go on with fewer ranks: {refusal}"
+            )
         if self.mode == "scale-lr":
-            return Choice(tuple(working))
+            return ActivePlaces(tuple(working))
         if not window:
             why = "its loop does not ask guard.accumulation(), so that its global batch would shrink"
-            return Choice((), f"{names} cannot be filled, and the program cannot go on with fewer ranks: {why}")
+            return ActivePlaces((), f"{names} cannot be filled, and the program cannot go on with fewer ranks: {why}")
         for size in range(len(working), self.least - 1, -1):
             if self.count * window % size == 0:
-                return Choice(tuple(working[:size]))
+                return ActivePlaces(tuple(working[:size]))
         sizes = f"{self.least} to {len(working)}" if self.least < len(working) else str(self.least)
         what = f"the {self.count * window} batches of an update"
         why = f"{what} cannot be shared out evenly among {sizes} ranks (--on-shrink keep)"
-        return Choice((), f"{names} cannot be filled, and {why}")
+        return ActivePlaces((), f"{names} cannot be filled, and {why}")
 
 
 def _names(places: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.core.values import real, text, whole
 
-__all__ = ["PROGRESS_FILE", "Piece", "ProgressLog", "read_pieces"]
+__all__ = ["PROGRESS_FILE", "ProgressLog", "ProgressPiece", "read_pieces"]
 
 PROGRESS_FILE = "mindx-progress.jsonl"
 _PARTS_OF_AGE, _MOST_A_LINE = 4096, 1 << 15
@@ -36,7 +36,7 @@ _NS = 1e9
 
 
 @dataclass
-class Piece:
+class ProgressPiece:
     """What one process of rank 0 has passed."""
 
     agent: str
@@ -51,10 +51,10 @@ class Piece:
         return self.agent, self.attempt, self.pid
 
 
-def read_pieces(path: Path) -> tuple[list[Piece], int]:
+def read_pieces(path: Path) -> tuple[list[ProgressPiece], int]:
     """The pieces in the order in which they began, and how many lines are none: those are left out, as are values that
     cannot be. Reads 8 MiB at most. Raises OSError."""
-    found: dict[tuple[str, int, int], Piece] = {}
+    found: dict[tuple[str, int, int], ProgressPiece] = {}
     torn = 0
     with open(open_regular(path, follow_link=True), "rb") as file:
         lines = file.read(_MOST_BYTES).split(b"\n")
@@ -74,7 +74,7 @@ def read_pieces(path: Path) -> tuple[list[Piece], int]:
     return sorted(pieces, key=lambda piece: piece.points[0][:2]), torn
 
 
-def _parse(data: bytes) -> Piece | None:
+def _parse(data: bytes) -> ProgressPiece | None:
     try:
         line = json.loads(data)
     except (ValueError, RecursionError):
@@ -85,7 +85,7 @@ def _parse(data: bytes) -> Piece | None:
     if not agent or attempt is None or pid is None:
         return None
     points = [point for each in line["points"][:_MOST_A_LINE] if (point := _point(each)) is not None]
-    return Piece(agent[:200], attempt, pid, points)
+    return ProgressPiece(agent[:200], attempt, pid, points)
 
 
 def _point(value: object) -> tuple[float, int, float | None] | None:
@@ -114,14 +114,14 @@ class ProgressLog:
         self._thread = ReadyThread("mindx-progress")
         self._writer = _Writer(self.path)
         self._wall_ns = time.time_ns() - time.monotonic_ns()
-        self._waiting: dict[int, Piece] = {}
+        self._waiting: dict[int, ProgressPiece] = {}
         self._next_s = 0.0
 
     def look(self, attempt: int, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """Take what is new, and now and then have it written. `at_end`: of an attempt."""
         status = statuses.get(0)
         if status is not None and (points := self._new_points(status, at_end=at_end)):
-            piece = self._waiting.setdefault(status.pid, Piece(self._agent, attempt, status.pid))
+            piece = self._waiting.setdefault(status.pid, ProgressPiece(self._agent, attempt, status.pid))
             piece.points += [self._as_known(*point) for point in points]
         now = time.monotonic()
         if not self._waiting or (now < self._next_s and not at_end) or (self._thread.busy and not at_end):
@@ -162,7 +162,7 @@ class _Writer:
         """The time of the newest point that was kept."""
         self._is_broken = False
 
-    def write(self, pieces: Sequence[Piece], *, at_end: bool) -> None:
+    def write(self, pieces: Sequence[ProgressPiece], *, at_end: bool) -> None:
         try:
             if self._began is None:
                 self._began = self._begin(pieces[0].points[0][0])
@@ -191,14 +191,14 @@ class _Writer:
             self._append(b"\n")  # half a line would spoil the next one
         return min(now, first.points[0][0]) if first is not None and first.points else now
 
-    def _choose(self, piece: Piece, began: float, *, at_end: bool) -> Piece:
+    def _choose(self, piece: ProgressPiece, began: float, *, at_end: bool) -> ProgressPiece:
         kept = []
         for point in piece.points:
             is_last = at_end and point is piece.points[-1]
             if is_last or point[0] - self._newest >= (point[0] - began) / _PARTS_OF_AGE:
                 self._newest = point[0]
                 kept.append(point)
-        return Piece(piece.agent, piece.attempt, piece.pid, kept)
+        return ProgressPiece(piece.agent, piece.attempt, piece.pid, kept)
 
     def _append(self, data: bytes) -> None:
         fd = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -209,13 +209,13 @@ class _Writer:
             os.close(fd)
 
 
-def _line(piece: Piece) -> bytes:
+def _line(piece: ProgressPiece) -> bytes:
     content: dict[str, Any] = {"agent": piece.agent, "attempt": piece.attempt, "pid": piece.pid}
     content["points"] = list(_points(piece))
     return (json.dumps(content, separators=(",", ":")) + "\n").encode()
 
 
-def _points(piece: Piece) -> Iterator[list[Any]]:
+def _points(piece: ProgressPiece) -> Iterator[list[Any]]:
     for at, step, loss in piece.points:
         if loss is not None:
             yield [at, step, float(f"{loss:.7g}") if math.isfinite(loss) else "not finite"]

@@ -19,7 +19,16 @@ from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
-from mindx_elastic.rejoin.record import FINISHED, FRESH, IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
+from mindx_elastic.rejoin.record import (
+    FINISHED,
+    FRESH,
+    IN_PLACE,
+    RESTART,
+    STOPPED,
+    RecoveryRecord,
+    Replacement,
+    stages_of,
+)
 from mindx_elastic.rejoin.spare import UNFIT
 
 __all__ = ["ERRORS", "LOOK_S", "NewProcess", "Recovery", "joining_command"]
@@ -38,7 +47,7 @@ class NewProcess:
 
     process: Process
     by: str
-    """How it was started; see `rejoin.record.StandIn`."""
+    """How it was started; see `rejoin.record.Replacement`."""
 
 
 @dataclass
@@ -53,7 +62,7 @@ class _Generation:
     deadline: float
     """`time.monotonic`."""
     ready: dict[int, dict[str, Any]] = field(default_factory=dict)
-    stood_in: dict[int, StandIn] = field(default_factory=dict)
+    stood_in: dict[int, Replacement] = field(default_factory=dict)
     told: bool = False
 
 
@@ -333,7 +342,7 @@ class Recovery:
         found = self._start(rank, self._machine.generation)
         self._workers.replace(rank, found.process)
         if self._now is not None:
-            self._now.stood_in[rank] = StandIn(rank=rank, pid=found.process.pid, by=found.by)
+            self._now.stood_in[rank] = Replacement(rank=rank, pid=found.process.pid, by=found.by)
         logger.info("a new process (pid %d) takes the place of rank %d", found.process.pid, rank)
 
     def _notes(self, what: str, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CrashLoop", "Failure", "Restarts", "Verdict", "advice", "same_cause"]
+__all__ = ["CrashLoop", "Failure", "RestartVerdict", "Restarts", "advice", "same_cause"]
 
 
 class Restarts:
@@ -97,7 +97,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartVerdict:
     """What to do about a failure."""
 
     action: Literal["restart", "stop"]
@@ -118,21 +118,21 @@ class CrashLoop:
         self._resumes: list[Failure] = []
         """The newest failures of any cause that went on from the same checkpoint and passed no boundary."""
 
-    def judge(self, failure: Failure) -> Verdict:
+    def judge(self, failure: Failure) -> RestartVerdict:
         """Take one more failure into account and say what to do. Failures only: a stop that was asked for is none."""
         if failure.is_refusal:
-            return Verdict("stop", _explain_refusal(failure))
+            return RestartVerdict("stop", _explain_refusal(failure))
         if failure.is_usage:
-            return Verdict("stop", "no restart: every attempt would end with this error")
+            return RestartVerdict("stop", "no restart: every attempt would end with this error")
         if not self._repeats or not failure.guarded:
-            return Verdict("restart", "")
+            return RestartVerdict("restart", "")
         self._row = [*self._row, failure] if self._row and _same(self._row[-1], failure) else [failure]
         self._count_resume(failure)
         if len(self._resumes) >= self._repeats:
-            return Verdict("stop", _explain_resumes(self._resumes))
+            return RestartVerdict("stop", _explain_resumes(self._resumes))
         if len(self._row) >= self._repeats:
-            return Verdict("stop", _explain_loop(self._row))
-        return Verdict("restart", "")
+            return RestartVerdict("stop", _explain_loop(self._row))
+        return RestartVerdict("restart", "")
 
     def _count_resume(self, failure: Failure) -> None:
         if failure.boundaries or failure.resumed_step < 0 or not failure.resumed_path:

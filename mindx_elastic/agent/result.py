@@ -48,7 +48,7 @@ from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.platforms.small_files import write_whole
 
-__all__ = ["FRUITLESS_MOST", "RESULT_FILE", "JobResult", "Progress", "ResultFile", "find_progress", "read_result"]
+__all__ = ["FRUITLESS_MOST", "RESULT_FILE", "JobResult", "ResultFile", "RunProgress", "find_progress", "read_result"]
 
 RESULT_FILE = "result.json"
 FRUITLESS_MOST = 3
@@ -88,7 +88,7 @@ class JobResult:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """What a run's attempts have come to."""
 
     saved_step: int | None = None
@@ -96,7 +96,7 @@ class Progress:
     attempts: int = 0
 
 
-def find_progress(records: Sequence[AttemptRecord], in_memory: int = -1) -> Progress:
+def find_progress(records: Sequence[AttemptRecord], in_memory: int = -1) -> RunProgress:
     """From the attempts of one agent, the oldest first. `in_memory`: the newest step of which the disk had no room."""
     began = next((r.resumed_step for r in records if r.resumed_step is not None), None)
     # Of the last attempt that knows one: a checkpoint may have been set aside meanwhile.
@@ -106,7 +106,7 @@ def find_progress(records: Sequence[AttemptRecord], in_memory: int = -1) -> Prog
     if records and records[-1].outcome == FINISHED:
         reached = max(newest, records[-1].step_reached or 0)
     progressed = None if began is None else reached > max(0, began)
-    return Progress(newest if newest >= 0 else None, progressed, len(records))
+    return RunProgress(newest if newest >= 0 else None, progressed, len(records))
 
 
 def _safe_steps(record: AttemptRecord) -> list[int]:
@@ -144,7 +144,13 @@ class ResultFile:
             logger.warning("%s of the run before cannot be removed (%s)", run_dir / RESULT_FILE, error.strerror)
 
     def write(
-        self, outcome: str, exit_code: int, reason: str = "", progress: Progress | None = None, *, final: bool = False
+        self,
+        outcome: str,
+        exit_code: int,
+        reason: str = "",
+        progress: RunProgress | None = None,
+        *,
+        final: bool = False,
     ) -> None:
         """The job has ended so. Only the first call counts; without a run directory none does. Any thread.
 
@@ -154,7 +160,7 @@ class ResultFile:
             if self._run_dir is None or self._written:
                 return
             self._written = True
-        progress = progress or Progress()
+        progress = progress or RunProgress()
         fruitless = self._before
         if outcome != "usage":
             fruitless = 0 if outcome == "finished" or progress.progressed else fruitless + 1

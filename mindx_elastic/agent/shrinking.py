@@ -17,7 +17,7 @@ import torch
 from mindx_elastic.agent.attempt import Attempt
 from mindx_elastic.agent.endings import Ending, Meaning, describe, meaning
 from mindx_elastic.agent.holder import seal
-from mindx_elastic.agent.places import Choice, PlaceEnd, Places, visible_devices
+from mindx_elastic.agent.places import ActivePlaces, NodePlaces, PlaceEnd, visible_devices
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status
 
@@ -30,7 +30,7 @@ _LONGEST_START = 3.0
 class Shrinking:
     """One per agent of a job with ``--min-nproc``."""
 
-    def __init__(self, places: Places, events: EventLog, *, patience_s: float, regrow_after_s: float) -> None:
+    def __init__(self, places: NodePlaces, events: EventLog, *, patience_s: float, regrow_after_s: float) -> None:
         """`patience_s`: how long a new process may take to its guard, beside what starts have taken so far.
         `regrow_after_s`: until lost places are tried again; twice as long each time that it was in vain. 0: never."""
         self.places, self._events, self._patience_s = places, events, patience_s
@@ -152,7 +152,7 @@ class Shrinking:
             )
         self._events.emit("shrink", reason=self.reason, world_size=self.size, places=sorted(places.lost))
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> ActivePlaces:
         return self.places.choose(refusal=self._refusal, window=self._window)
 
     def learn(self, statuses: Mapping[int, Status]) -> None:

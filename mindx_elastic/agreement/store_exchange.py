@@ -55,7 +55,7 @@ from mindx_elastic.agreement.store_gathering import Store, StoreGathering, is_mi
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.core.ready_thread import Job, ReadyThread
+from mindx_elastic.core.ready_thread import ReadyThread, ThreadTask
 
 __all__ = ["StoreExchange"]
 
@@ -104,7 +104,7 @@ class StoreExchange(StoreGathering, Exchange):
         self._waiter = connect()  # waits for decisions without the lock: the other thread must not wait with it
         self._closed = threading.Event()
         self._lost = False
-        self._late: Job[Any] | None = None
+        self._late: ThreadTask[Any] | None = None
         self._won: dict[str, Any] | None = None
         self._listener: threading.Thread | None = None
         self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's

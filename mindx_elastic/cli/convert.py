@@ -24,7 +24,7 @@ from mindx_elastic.cli.common import (
 from mindx_elastic.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
-    from mindx_elastic.convert.conversion import Request, Result
+    from mindx_elastic.convert.conversion import ConversionRequest, Converted
 
 __all__ = ["convert_command"]
 
@@ -112,9 +112,9 @@ def convert_command(
     mindx-elastic convert trained resnet.pt --from mindspore --strategy strategy.ckpt
     """
     is_folder(source)  # ends the command where it is neither that nor a file
-    from mindx_elastic.convert.conversion import Request
+    from mindx_elastic.convert.conversion import ConversionRequest
 
-    request = Request(
+    request = ConversionRequest(
         source=source,
         destination=destination,
         source_kind=source_kind,
@@ -130,7 +130,7 @@ def convert_command(
     show(_as_dict(request, result), as_json, lambda console, _: say(console, *_lines(request, result)))
 
 
-def _convert_or_exit(request: Request) -> Result:
+def _convert_or_exit(request: ConversionRequest) -> Converted:
     """Convert; an error of this package ends the command with its message and exit code."""
     from mindx_elastic.convert.conversion import convert
     from mindx_elastic.errors import CheckpointError, MindxError, NoUsableCheckpointError
@@ -162,7 +162,7 @@ def _written(path: Path) -> int:
         return 0
 
 
-def _as_dict(request: Request, result: Result) -> dict[str, Any]:
+def _as_dict(request: ConversionRequest, result: Converted) -> dict[str, Any]:
     return {
         "schema": JSON_SCHEMA,
         "source": str(request.source),
@@ -178,7 +178,7 @@ def _as_dict(request: Request, result: Result) -> dict[str, Any]:
     }
 
 
-def _lines(request: Request, result: Result) -> Iterator[str]:
+def _lines(request: ConversionRequest, result: Converted) -> Iterator[str]:
     tensors = "1 tensor" if result.num_tensors == 1 else f"{result.num_tensors} tensors"
     step = f", step {result.step}" if "mindx" in (result.source_kind, result.destination_kind) else ""
     yield (
@@ -193,7 +193,7 @@ def _lines(request: Request, result: Result) -> Iterator[str]:
         yield f"    {line}"
 
 
-def _how_to_load(request: Request, result: Result) -> list[str]:
+def _how_to_load(request: ConversionRequest, result: Converted) -> list[str]:
     """Python lines."""
     name, model = str(request.destination), '["model"]' if request.everything else ""
     if result.destination_kind == "torch":

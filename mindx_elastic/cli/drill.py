@@ -119,10 +119,10 @@ def _print_kinds(as_json: bool) -> None:
 
 def _drill(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, seed: int) -> None:
     from mindx_elastic.drill.drill import Driller
-    from mindx_elastic.drill.outside import Leftovers
+    from mindx_elastic.drill.outside import DrillLeftovers
     from mindx_elastic.prove.runs import Runs
 
-    leftovers = Leftovers()
+    leftovers = DrillLeftovers()
     with progress_of_runs() as bar:
         options: dict[str, Any] = {"fresh": asked.fresh, "keep": asked.keep, "timeout_s": asked.timeout}
         runs = Runs(asked.command, on_end=leftovers.after_run, **options)

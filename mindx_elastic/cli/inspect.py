@@ -36,7 +36,7 @@ from mindx_elastic.start.remains import find_remains, remarks
 if TYPE_CHECKING:
     from mindx_elastic.persist.catalog import CatalogEntry
     from mindx_elastic.persist.format import CheckpointInfo, Header
-    from mindx_elastic.start.inventory import Inventory, Step
+    from mindx_elastic.start.inventory import Inventory, SavedStep
 
 __all__ = ["inspect_command"]
 
@@ -133,7 +133,7 @@ def _report(directory: Path, inventory: Inventory, findings: _Findings | None, *
     }
 
 
-def _step(step: Step, findings: _Findings | None, now: float) -> dict[str, Any]:
+def _step(step: SavedStep, findings: _Findings | None, now: float) -> dict[str, Any]:
     run_id, attempt, number = step.moment
     files = [_file(entry, findings) for entry in step.entries]
     best: dict[int, CatalogEntry] = {}

@@ -28,7 +28,7 @@ from mindx_elastic.cli.common import (
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.pausing import Answer, PauseOrder
+    from mindx_elastic.agent.pausing import PauseAnswer, PauseOrder
     from mindx_elastic.agent.run_log import AgentRun
 
 __all__ = ["pause_command", "resume_command"]
@@ -130,9 +130,9 @@ def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
         typer.echo(printable(f"to go on: mindx-elastic resume {path}"))
 
 
-def _carry_out(order: PauseOrder, run: AgentRun, timeout_s: float) -> Answer:
+def _carry_out(order: PauseOrder, run: AgentRun, timeout_s: float) -> PauseAnswer:
     """Raises OSError where the agent or its folder is gone."""
-    from mindx_elastic.agent.pausing import Answer
+    from mindx_elastic.agent.pausing import PauseAnswer
 
     end = time.monotonic() + timeout_s
     order.give()
@@ -141,7 +141,7 @@ def _carry_out(order: PauseOrder, run: AgentRun, timeout_s: float) -> Answer:
             if not is_running(run):
                 raise ProcessLookupError(f"the agent {run.pid} is gone")
             time.sleep(_POLL_S)
-        return answer or Answer(False, order.why_late(timeout_s))
+        return answer or PauseAnswer(False, order.why_late(timeout_s))
     finally:
         order.withdraw()
 

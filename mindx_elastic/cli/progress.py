@@ -27,14 +27,14 @@ from rich.progress import (
 
 from mindx_elastic.cli.common import make_console
 
-__all__ = ["DELAY_S", "Bar", "progress_of_bytes", "progress_of_runs"]
+__all__ = ["DELAY_S", "ProgressBar", "progress_of_bytes", "progress_of_runs"]
 
 DELAY_S = 1.0
 """Work that is over by then shows nothing: a bar that comes and goes is only a flicker."""
 _POLL_S = 0.2
 
 
-class Bar:
+class ProgressBar:
     """One line of progress. Its methods do nothing where no bar is shown, and may be called in any thread."""
 
     def __init__(self, progress: Progress, description: str, total: float | None) -> None:
@@ -77,7 +77,7 @@ class Bar:
 
 
 @contextmanager
-def progress_of_bytes(description: str, total: float | None) -> Iterator[Bar]:
+def progress_of_bytes(description: str, total: float | None) -> Iterator[ProgressBar]:
     """A bar over `total` bytes; None: not known yet."""
     columns = (
         TextColumn("{task.description}"),
@@ -87,15 +87,15 @@ def progress_of_bytes(description: str, total: float | None) -> Iterator[Bar]:
         TimeRemainingColumn(),
     )
     with _shown(columns) as progress:
-        yield Bar(progress, description, total)
+        yield ProgressBar(progress, description, total)
 
 
 @contextmanager
-def progress_of_runs() -> Iterator[Bar]:
+def progress_of_runs() -> Iterator[ProgressBar]:
     """A bar over the runs of a script."""
     runs = TextColumn("run {task.completed} of {task.total}")
     with _shown((TextColumn("{task.description}"), BarColumn(), runs, TimeElapsedColumn())) as progress:
-        yield Bar(progress, "begins", None)
+        yield ProgressBar(progress, "begins", None)
 
 
 @contextmanager

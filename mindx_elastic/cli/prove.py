@@ -20,7 +20,7 @@ from mindx_elastic.cli.scripts import (
 )
 
 if TYPE_CHECKING:
-    from mindx_elastic.prove.baseline import Proof, Row
+    from mindx_elastic.prove.baseline import ProofReport, Row
 
 __all__ = ["prove_command"]
 
@@ -82,7 +82,7 @@ def _number_of(stops: str) -> int | None:
     return int(stops)
 
 
-def _prove(asked: Asked, stops: int | None, seed: int) -> Proof:
+def _prove(asked: Asked, stops: int | None, seed: int) -> ProofReport:
     from mindx_elastic.prove.proof import prove
     from mindx_elastic.prove.runs import Runs
 
@@ -91,14 +91,14 @@ def _prove(asked: Asked, stops: int | None, seed: int) -> Proof:
         return prove(runs, stops=stops, steps=asked.steps, seed=seed, show=bar.show_runs)
 
 
-def _tell(proof: Proof, asked: Asked, seconds: float) -> None:
+def _tell(proof: ProofReport, asked: Asked, seconds: float) -> None:
     from mindx_elastic.prove.report import to_json
 
     document = to_json(proof, command=asked.words, seconds=seconds)
     show(document, asked.as_json, lambda console, _: _print(console, proof, asked, seconds))
 
 
-def _print(console: Console, proof: Proof, asked: Asked, seconds: float) -> None:
+def _print(console: Console, proof: ProofReport, asked: Asked, seconds: float) -> None:
     rows = [_cells(row, proof) for row in proof.rows]
     print_table(console, _COLUMNS, rows, left="run|result", wraps="run|result")
     console.print()
@@ -106,7 +106,7 @@ def _print(console: Console, proof: Proof, asked: Asked, seconds: float) -> None
     asked.print_notes(console, proof.notes)
 
 
-def _print_result(console: Console, proof: Proof, seconds: float) -> None:
+def _print_result(console: Console, proof: ProofReport, seconds: float) -> None:
     from mindx_elastic.prove.baseline import steps_in_words
     from mindx_elastic.prove.causes import NOT_GOT_BACK, in_words
 
@@ -134,7 +134,7 @@ def _print_result(console: Console, proof: Proof, seconds: float) -> None:
     say(console, *(f"  | {line}" for line in first.verdict.lines), style="dim")
 
 
-def _cells(row: Row, proof: Proof) -> tuple[str, str, str, str]:
+def _cells(row: Row, proof: ProofReport) -> tuple[str, str, str, str]:
     from mindx_elastic.prove.baseline import steps_in_words
 
     is_first = row is proof.rows[0]

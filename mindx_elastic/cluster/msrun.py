@@ -28,7 +28,7 @@ from mindx_elastic.cluster.messages import MAX_WORKERS
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Plan", "Process", "main", "plan_of"]
+__all__ = ["MsrunProcess", "Plan", "main", "plan_of"]
 
 _IGNORED = ("bind_core", "sim_level", "sim_rank_id", "rank_table_file", "tail_worker_log", "worker_log_name")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -37,7 +37,7 @@ _LONELY_S = 10.0  # a worker that was started at once may take so long to hear o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
+class MsrunProcess:
     """One that is to be started."""
 
     name: str
@@ -51,7 +51,7 @@ class Plan:
     """What one call starts."""
 
     command: tuple[str, ...]
-    processes: tuple[Process, ...]
+    processes: tuple[MsrunProcess, ...]
     """The scheduler, if it is among them, comes first."""
     joins: bool
     notes: tuple[str, ...] = ()
@@ -132,12 +132,12 @@ def plan_of(arguments: Sequence[str], *, about: str = "") -> Plan:
     processes = []
     if args.node_rank == 0 or (args.node_rank < 0 and (is_whole or _is_here(args.master_addr))):
         env = {**common, "MS_ROLE": "MS_SCHED", "MS_NODE_ID": "sched"}
-        processes.append(Process(name="scheduler", log=args.log_dir / "scheduler.log", env=env))
+        processes.append(MsrunProcess(name="scheduler", log=args.log_dir / "scheduler.log", env=env))
     is_named = is_whole or args.node_rank >= 0
     for number in range(args.local_worker_num):
         rank = first + number if is_named else number
         env = {**common, "MS_ROLE": "MS_WORKER", "DEVICE_ID": str(number), "MS_NODE_ID": str(rank) if is_named else ""}
-        processes.append(Process(name=f"worker_{rank}", log=args.log_dir / f"worker_{rank}.log", env=env))
+        processes.append(MsrunProcess(name=f"worker_{rank}", log=args.log_dir / f"worker_{rank}.log", env=env))
     return Plan(
         command=_command(args.task_script, args.task_script_args),
         processes=tuple(processes),

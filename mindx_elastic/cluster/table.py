@@ -33,7 +33,7 @@ from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID, Farewell, Ident
 from mindx_elastic.core.fields import Between, read
 from mindx_elastic.core.printable import listed
 
-__all__ = ["Limits", "Outcome", "Place", "State", "Table", "Tell"]
+__all__ = ["JobOutcome", "Limits", "ProcessState", "RankPlace", "Table", "Tell"]
 
 _SCHEMA = 3
 _NUMBERS = re.compile(r"(\d+)")
@@ -41,7 +41,7 @@ _SHOWN = 8
 EXIT_ERROR = 1
 
 
-class State(enum.Enum):
+class ProcessState(enum.Enum):
     """What became of the process that has a place."""
 
     LIVING = "living"
@@ -71,7 +71,7 @@ class Limits:
 
 
 @dataclass(kw_only=True)
-class Place:
+class RankPlace:
     """One of the job's ranks, and its process."""
 
     node_id: messages.NodeId
@@ -81,7 +81,7 @@ class Place:
     incarnation: messages.Incarnation
     store: tuple[messages.Name, messages.Port]
     """That this process hosts, for the group in which it is rank 0."""
-    state: State = State.LIVING
+    state: ProcessState = ProcessState.LIVING
     rank: messages.Rank | None = None
     code: int = 0
     """Exit code of a process that has LEFT."""
@@ -109,7 +109,7 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How the job has ended."""
 
     code: int
@@ -134,10 +134,10 @@ class _OnDisk:
     schema: int
     job: messages.Name
     size: Annotated[int, Between(1, MAX_WORKERS)]
-    places: list[Place]
+    places: list[RankPlace]
     group: _Formed | None
     lost_why: messages.Why
-    outcome: Outcome | None
+    outcome: JobOutcome | None
 
 
 _VOLATILE = ("heard_at", "lost_at")
@@ -149,9 +149,9 @@ class Table:
 
     def __init__(self, size: int, *, job: str, recovery: bool, limits: Limits, now: float) -> None:
         self.size, self.job, self.recovery, self.limits = size, job, recovery, limits
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, RankPlace] = {}
         self.group: _Formed | None = None
-        self.outcome: Outcome | None = None
+        self.outcome: JobOutcome | None = None
         self.outbox: list[Tell] = []
         self.notes: list[str] = []
         """What is to be said of deaths."""
@@ -167,15 +167,15 @@ class Table:
         """Of the group that was formed last; -1: none."""
         return -1 if self.group is None else self.group.generation
 
-    def living(self) -> list[Place]:
-        return [place for place in self.places.values() if place.state is State.LIVING]
+    def living(self) -> list[RankPlace]:
+        return [place for place in self.places.values() if place.state is ProcessState.LIVING]
 
-    def find(self, incarnation: str) -> Place | None:
+    def find(self, incarnation: str) -> RankPlace | None:
         return next((m for m in self.places.values() if m.incarnation == incarnation), None)
 
     def missing(self) -> list[str]:
         """The places without a living process, for a message."""
-        named = [m for m in self.places.values() if m.state is not State.LIVING]
+        named = [m for m in self.places.values() if m.state is not ProcessState.LIVING]
         unknown = self.size - len(self.places)
         return [str(m) for m in named] + ([f"{unknown} that never registered"] if unknown > 0 else [])
 
@@ -188,17 +188,17 @@ class Table:
         if refused := self._refusal(who):
             return messages.Refused(refused, is_over=self.outcome is not None)
         known = self.find(who.incarnation)
-        if known is not None and known.state is State.LIVING:
+        if known is not None and known.state is ProcessState.LIVING:
             known.heard_at, known.lost_at = now, None
             return self._welcome(known)
         if known is not None or who.job:
             why = known.why if known is not None else "another process has taken its place"
             return messages.Dead(f"the scheduler holds this process for dead: {why}")
         place = self._place_for(who, now)
-        if not isinstance(place, Place):
+        if not isinstance(place, RankPlace):
             return place
         place.incarnation, place.process, place.store = who.incarnation, who.process, who.store
-        place.state, place.why, place.code = State.LIVING, "", 0
+        place.state, place.why, place.code = ProcessState.LIVING, "", 0
         place.heard_at, place.lost_at = now, None
         self.places[place.node_id], self.changed = place, True
         if self._waiting_since is None:
@@ -208,7 +208,7 @@ class Table:
     def hear(self, incarnation: str, now: float) -> bool:
         """A heartbeat, or any other message. False: the process does not count any more."""
         place = self.find(incarnation)
-        if place is None or place.state is not State.LIVING:
+        if place is None or place.state is not ProcessState.LIVING:
             return False
         place.heard_at, place.lost_at = now, None
         return True
@@ -216,20 +216,20 @@ class Table:
     def lose(self, incarnation: str, now: float) -> None:
         """Its connection has ended. It may connect again."""
         place = self.find(incarnation)
-        if place is not None and place.state is State.LIVING:
+        if place is not None and place.state is ProcessState.LIVING:
             place.lost_at = now
 
     def die(self, incarnation: str, why: str, now: float) -> None:
         """Its process is gone, or has failed."""
         place = self.find(incarnation)
-        if place is None or place.state is not State.LIVING:
+        if place is None or place.state is not ProcessState.LIVING:
             return
         self.changed = True
         if self.generation < 0:
             del self.places[place.node_id]  # nothing depends on it yet
             self.notes.append(f"{place} is gone before the group is formed: {why}")
             return
-        place.state, place.why = State.DEAD, why
+        place.state, place.why = ProcessState.DEAD, why
         text = f"{place} is dead: {why}"
         self._lost_why = text
         if not self.recovery:
@@ -249,15 +249,15 @@ class Table:
         """Its process says that it ends."""
         how, code, why = farewell.how, farewell.code, farewell.why
         place = self.find(incarnation)
-        if place is None or place.state is not State.LIVING:
+        if place is None or place.state is not ProcessState.LIVING:
             return
         if how == "failed" or self.generation < 0:
             self.die(incarnation, why or f"it has ended with exit code {code}", now)
             return
         self.changed = True
-        place.state = {"done": State.DONE, "left": State.LEFT, "away": State.AWAY}[how]
+        place.state = {"done": ProcessState.DONE, "left": ProcessState.LEFT, "away": ProcessState.AWAY}[how]
         place.code, place.why, place.heard_at = code, why, now
-        if place.state is State.AWAY and self._waiting_since is None:
+        if place.state is ProcessState.AWAY and self._waiting_since is None:
             self._waiting_since = now
         self._settle()
 
@@ -317,7 +317,7 @@ class Table:
             return f"MS_ENABLE_RECOVERY={here} here and {there} at the scheduler; give all processes the same"
         return ""
 
-    def _place_for(self, who: Register, now: float) -> Place | messages.Taken | messages.Refused:
+    def _place_for(self, who: Register, now: float) -> RankPlace | messages.Taken | messages.Refused:
         """The place that a new process takes; else why it gets none."""
         self.tick(now)
         if self.outcome is not None:
@@ -325,14 +325,14 @@ class Table:
         place = self.places.get(who.node_id) if who.node_id else self._nameless_place(who, now)
         if place is not None and (until := self._held_until(place, who)) > now:
             return messages.Taken(str(place.process), until - now)
-        over = [m for m in self.places.values() if m.state is State.DONE]
+        over = [m for m in self.places.values() if m.state is ProcessState.DONE]
         if over:
             return messages.Refused(f"{over[0]} has finished its training already: the job is at its end")
         if self.generation >= 0 and not self.recovery:
             return messages.Refused("the job runs already, and takes in no other process without MS_ENABLE_RECOVERY=1")
         if place is None and len(self.places) >= self.size:
             return messages.Refused(self._full(who))
-        return place or Place(
+        return place or RankPlace(
             node_id=who.node_id or self._new_name(who.process.host),
             named=bool(who.node_id),
             process=who.process,
@@ -340,26 +340,26 @@ class Table:
             store=who.store,
         )
 
-    def _held_until(self, place: Place, who: Register) -> float:
+    def _held_until(self, place: RankPlace, who: Register) -> float:
         """Until when the place is kept for the process that has it; 0: it is free for `who`."""
         if place.is_of(who):
             return 0.0
-        if place.state is State.AWAY and not who.node_id:
+        if place.state is ProcessState.AWAY and not who.node_id:
             return place.heard_at + self.limits.away_s
-        if place.state is not State.LIVING:
+        if place.state is not ProcessState.LIVING:
             return 0.0
         until = place.heard_at + self.limits.heartbeat_s
         return until if place.lost_at is None else min(until, place.lost_at + self.limits.reconnect_s)
 
-    def _nameless_place(self, who: Register, now: float) -> Place | None:
+    def _nameless_place(self, who: Register, now: float) -> RankPlace | None:
         """Where a process without a node id goes back to: its own place, else a free one, on its machine first."""
         found = [m for m in self.places.values() if not m.named and self._held_until(m, who) <= now]
-        found = [m for m in found if m.state is not State.LIVING or m.is_of(who)]
+        found = [m for m in found if m.state is not ProcessState.LIVING or m.is_of(who)]
         found.sort(key=lambda m: (not m.is_of(who), m.process.host != who.process.host, _natural(m.node_id)))
         return found[0] if found else None
 
     def _full(self, who: Register) -> str:
-        free = [m.node_id for m in self.places.values() if m.state is not State.LIVING]
+        free = [m.node_id for m in self.places.values() if m.state is not ProcessState.LIVING]
         name = f"node id {who.node_id}" if who.node_id else "a worker without MS_NODE_ID"
         if free:
             return (
@@ -372,7 +372,7 @@ class Table:
         base = host[:100] if re.fullmatch(NODE_ID, host[:100]) else "worker"
         return next(name for k in range(self.size + len(self.places) + 1) if (name := f"{base}-{k}") not in self.places)
 
-    def _welcome(self, place: Place) -> messages.Welcome:
+    def _welcome(self, place: RankPlace) -> messages.Welcome:
         if not self._is_new(place):
             self.outbox.append(Tell(place.incarnation, self._group_message(place)))
         self._form()
@@ -383,7 +383,7 @@ class Table:
         return (
             self.outcome is None
             and len(self.places) == self.size
-            and all(m.state is State.LIVING and self._is_new(m) for m in self.places.values())
+            and all(m.state is ProcessState.LIVING and self._is_new(m) for m in self.places.values())
         )
 
     def _form(self) -> None:
@@ -397,7 +397,7 @@ class Table:
         for place in places:
             self.outbox.append(Tell(place.incarnation, self._group_message(place)))
 
-    def _is_new(self, place: Place) -> bool:
+    def _is_new(self, place: RankPlace) -> bool:
         """Whether its process is in no group yet."""
         return self.group is None or place.incarnation not in self.group.incarnations
 
@@ -421,7 +421,7 @@ class Table:
             place.rank = rank
         self.changed = True
 
-    def _group_message(self, place: Place) -> messages.Group:
+    def _group_message(self, place: RankPlace) -> messages.Group:
         """What a process needs to enter the group that was formed last."""
         assert self.group is not None and place.rank is not None
         near = sorted(m.rank for m in self.places.values() if m.rank is not None and self._are_near(m, place))
@@ -437,14 +437,14 @@ class Table:
         )
 
     @staticmethod
-    def _are_near(one: Place, other: Place) -> bool:
+    def _are_near(one: RankPlace, other: RankPlace) -> bool:
         """Whether both are on one machine."""
         if one.process.space and other.process.space:
             return one.process.space == other.process.space
         return one.process.host == other.process.host
 
     def _fail(self, why: str, rank: int | None = None) -> None:
-        self.outcome, self.changed = Outcome(EXIT_ERROR, why), True
+        self.outcome, self.changed = JobOutcome(EXIT_ERROR, why), True
         for place in self.living():
             self.outbox.append(Tell(place.incarnation, messages.Fail(why, rank)))
 
@@ -456,19 +456,21 @@ class Table:
         states = {m.state for m in places}
         if living := self.living():
             # New processes for dead ones wait for a group that a finished rank will never be in.
-            is_over = State.DONE in states and State.AWAY not in states and all(map(self._is_new, living))
+            is_over = ProcessState.DONE in states and ProcessState.AWAY not in states and all(map(self._is_new, living))
             if self._lost_why and is_over:
                 self._fail(f"{self._lost_why}; the other ranks have finished")
             return
-        left = [m for m in places if m.state is State.LEFT]
+        left = [m for m in places if m.state is ProcessState.LEFT]
         self.changed = True
-        if states == {State.DONE}:
-            self.outcome = Outcome(0)
+        if states == {ProcessState.DONE}:
+            self.outcome = JobOutcome(0)
         elif left:
             codes = [m for m in left if m.code] or left
-            self.outcome = Outcome(codes[0].code, f"{codes[0]} has left with exit code {codes[0].code}: {codes[0].why}")
-        elif State.DONE in states:
-            self.outcome = Outcome(EXIT_ERROR, f"{self._lost_why}; the other ranks have finished")
+            self.outcome = JobOutcome(
+                codes[0].code, f"{codes[0]} has left with exit code {codes[0].code}: {codes[0].why}"
+            )
+        elif ProcessState.DONE in states:
+            self.outcome = JobOutcome(EXIT_ERROR, f"{self._lost_why}; the other ranks have finished")
         # else: all are dead, and any of them may be started again
 
     # --- on disk ---

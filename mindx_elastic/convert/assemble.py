@@ -1,7 +1,7 @@
 """One whole tensor from the parts that ranks hold.
 
-Two kinds of formats: those that say where each part lies in the whole (`Part`: DCP's chunks, Hugging Face's shards,
-DeepSpeed's partitions), and those with a `Layout` over ranks that may stand in for one another (`assemble`).
+Two kinds of formats: those that say where each part lies in the whole (`TensorPart`: DCP's chunks, Hugging Face's
+shards, DeepSpeed's partitions), and those with a `Layout` over ranks that may stand in for one another (`assemble`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mindx_elastic.core.layout import Box, Layout
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError, UsageError
 
-__all__ = ["Part", "ReadPart", "Size", "assemble", "check_parts", "first_healthy", "put_together"]
+__all__ = ["ReadPart", "Size", "TensorPart", "assemble", "check_parts", "first_healthy", "put_together"]
 
 Size = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of a tensor, and what reads it."""
 
     offsets: Size
@@ -31,7 +31,7 @@ class Part:
     read: Callable[[], torch.Tensor]
 
 
-def check_parts(name: str, shape: Size, parts: Sequence[Part]) -> None:
+def check_parts(name: str, shape: Size, parts: Sequence[TensorPart]) -> None:
     """Raise ValueError unless the parts fill the tensor, without overlap."""
     filled = [part for part in parts if math.prod(part.sizes)]
     for part in filled:
@@ -45,9 +45,9 @@ def check_parts(name: str, shape: Size, parts: Sequence[Part]) -> None:
         )
 
 
-def _disjoint(parts: Sequence[Part]) -> bool:
+def _disjoint(parts: Sequence[TensorPart]) -> bool:
     """Sorted along the first dimension, so that rows of an FSDP job are compared with their neighbours only."""
-    active: list[Part] = []
+    active: list[TensorPart] = []
     for part in sorted(parts, key=lambda p: p.offsets):
         if not part.offsets:
             return len(parts) == 1
@@ -60,8 +60,8 @@ def _disjoint(parts: Sequence[Part]) -> bool:
     return True
 
 
-def put_together(shape: Size, dtype: torch.dtype, parts: Sequence[Part], scratch: Scratch) -> torch.Tensor:
-    """The whole tensor of parts that `check_parts` has accepted, copied: what `Part.read` gives may go."""
+def put_together(shape: Size, dtype: torch.dtype, parts: Sequence[TensorPart], scratch: Scratch) -> torch.Tensor:
+    """The whole tensor of parts that `check_parts` has accepted, copied: what `TensorPart.read` gives may go."""
     whole = scratch.empty(shape, dtype)
     for part in parts:
         if math.prod(part.sizes):

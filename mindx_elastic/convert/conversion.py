@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from mindx_elastic.core.strategy import Strategy
     from mindx_elastic.persist.format import CheckpointInfo
 
-__all__ = ["Request", "Result", "convert"]
+__all__ = ["ConversionRequest", "Converted", "convert"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ConversionRequest:
     """The arguments of one conversion. Raises UsageError for wrong ones."""
 
     source: Path
@@ -65,7 +65,7 @@ class Request:
 
 
 @dataclass
-class Result:
+class Converted:
     """What a conversion did."""
 
     source_kind: str
@@ -88,7 +88,7 @@ class _Content:
     notes: list[str]
 
 
-def convert(request: Request) -> Result:
+def convert(request: ConversionRequest) -> Converted:
     """Convert a checkpoint.
 
     Raises UsageError, UnsupportedStateError or a CheckpointError; the destination is untouched then.
@@ -108,7 +108,7 @@ def convert(request: Request) -> Result:
     _check_destination(request.destination, source=request.source, folder=target == "dcp", force=request.force)
     content = _READERS[kind](request, Scratch(request.destination.absolute().parent))
     step, epoch = _step_and_epoch(request, content.info)
-    result = Result(kind, target, 0, 0, step, epoch, request.component or MODEL, content.notes)
+    result = Converted(kind, target, 0, 0, step, epoch, request.component or MODEL, content.notes)
     _write(request, target, content, result)
     return result
 
@@ -116,27 +116,27 @@ def convert(request: Request) -> Result:
 # --- reading ---
 
 
-def _read_ours(request: Request, scratch: Scratch) -> _Content:
+def _read_ours(request: ConversionRequest, scratch: Scratch) -> _Content:
     step = ours.find_step(request.source, request.step)
     state = ours.read_step(step, request.component, request.everything, scratch)
     return _Content(state, step.info, [step.note] if step.note else [])
 
 
-def _foreign(request: Request, content: Any) -> _Content:
+def _foreign(request: ConversionRequest, content: Any) -> _Content:
     found = components_of(content, str(request.source), request.component)
     of_optimizer = [str(name) for name in found[MODEL] if str(name).startswith("optimizer.")]
     told = f"{len(of_optimizer)} names begin with `optimizer.`, as in Megatron's folders; they are no weights"
     return _Content(found if request.everything else {MODEL: found[MODEL]}, None, [told] if of_optimizer else [])
 
 
-def _read_dcp(request: Request, scratch: Scratch) -> _Content:
+def _read_dcp(request: ConversionRequest, scratch: Scratch) -> _Content:
     if not request.source.is_dir():
         raise UsageError(f"{request.source} is no folder; a DCP checkpoint is one, with a {dcp.METADATA} in it")
     content = _foreign(request, dcp.read_dcp(request.source, scratch))
     return _Content(resolved(content.state), None, content.notes)
 
 
-def _read_torch(request: Request, scratch: Scratch) -> _Content:
+def _read_torch(request: ConversionRequest, scratch: Scratch) -> _Content:
     path = request.source
     if deepspeed.is_rank_file(path):
         raise UsageError(f"{path} holds one rank's part of a DeepSpeed checkpoint: give its folder")
@@ -149,7 +149,7 @@ def _read_torch(request: Request, scratch: Scratch) -> _Content:
     return _foreign(request, torch_file.read_torch_file(path))
 
 
-def _read_mindspore(request: Request, scratch: Scratch) -> _Content:
+def _read_mindspore(request: ConversionRequest, scratch: Scratch) -> _Content:
     if request.component is not None:
         raise UsageError("--component: a plain safetensors file has no components")
     path = request.source
@@ -164,7 +164,7 @@ def _read_mindspore(request: Request, scratch: Scratch) -> _Content:
     return _Content({MODEL: tensors}, None, notes)
 
 
-def _read_deepspeed(request: Request, scratch: Scratch) -> _Content:
+def _read_deepspeed(request: ConversionRequest, scratch: Scratch) -> _Content:
     if request.everything or request.component is not None:
         raise UsageError("--all, --component: of a DeepSpeed folder only the model's weights are read")
     tensors, notes = deepspeed.read_deepspeed(request.source, scratch)
@@ -178,7 +178,7 @@ def _load_strategy(path: Path) -> Strategy:
     return found
 
 
-_READERS: dict[str, Callable[[Request, Scratch], _Content]] = {
+_READERS: dict[str, Callable[[ConversionRequest, Scratch], _Content]] = {
     "dcp": _read_dcp,
     "torch": _read_torch,
     "mindspore": _read_mindspore,
@@ -190,13 +190,13 @@ _READERS: dict[str, Callable[[Request, Scratch], _Content]] = {
 # --- writing ---
 
 
-def _step_and_epoch(request: Request, info: CheckpointInfo | None) -> tuple[int, int]:
+def _step_and_epoch(request: ConversionRequest, info: CheckpointInfo | None) -> tuple[int, int]:
     if info is not None:
         return info.step, info.epoch if request.epoch is None else request.epoch
     return request.step or 0, request.epoch or 0
 
 
-def _write(request: Request, target: str, content: _Content, result: Result) -> None:
+def _write(request: ConversionRequest, target: str, content: _Content, result: Converted) -> None:
     path, state = request.destination, content.state
     result.num_tensors, result.nbytes = num_tensors(state, str(request.source))
     if target == "mindspore":
@@ -226,12 +226,12 @@ def _write(request: Request, target: str, content: _Content, result: Result) -> 
         dcp.write_dcp(temp, plain)
 
 
-def _tell(request: Request, temp: Path, result: Result) -> None:
+def _tell(request: ConversionRequest, temp: Path, result: Converted) -> None:
     if request.on_write is not None:
         request.on_write(temp, result.nbytes)
 
 
-def _info(request: Request, content: _Content, result: Result) -> CheckpointInfo:
+def _info(request: ConversionRequest, content: _Content, result: Converted) -> CheckpointInfo:
     info = ours.converted_info(
         f"{result.source_kind} {request.source.absolute().name}", step=result.step, epoch=result.epoch
     )

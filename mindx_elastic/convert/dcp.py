@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.convert.assemble import Part, Size, check_parts, put_together
+from mindx_elastic.convert.assemble import Size, TensorPart, check_parts, put_together
 from mindx_elastic.convert.inert_pickle import read_inert
 from mindx_elastic.convert.mapped import Scratch, open_source
 from mindx_elastic.convert.state import Later
-from mindx_elastic.convert.torch_file import StandIn, load_weights
+from mindx_elastic.convert.torch_file import PickledObject, load_weights
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError
 from mindx_elastic.persist.dtypes import parse_dtype
 
@@ -114,7 +114,7 @@ class _Reader:
         check_parts(name, shape, parts)
         return Later(lambda: put_together(shape, kind, parts, self.scratch))
 
-    def _part(self, name: str, value: Any, dtype: torch.dtype, places: Mapping[Size | None, _Place]) -> Part:
+    def _part(self, name: str, value: Any, dtype: torch.dtype, places: Mapping[Size | None, _Place]) -> TensorPart:
         fields = _fields(value, "ChunkStorageMetadata")
         offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
         place = places.get(offsets)
@@ -122,7 +122,7 @@ class _Reader:
             raise ValueError(f"{name!s:.80}: its chunk at {list(offsets)} is in no file")
         if math.prod(sizes) * dtype.itemsize > place.length:
             raise ValueError(f"{name!s:.80}: {place.length} bytes for a chunk of {list(sizes)}")
-        return Part(offsets, sizes, lambda: self._chunk(name, place, sizes, dtype))
+        return TensorPart(offsets, sizes, lambda: self._chunk(name, place, sizes, dtype))
 
     def _chunk(self, name: str, place: _Place, sizes: Size, dtype: torch.dtype) -> torch.Tensor:
         part = self._load(name, place)
@@ -193,8 +193,8 @@ def _optimizer_numbers(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _made(value: Any, name: str) -> StandIn:
-    if not isinstance(value, StandIn) or type(value).__name__ != name:
+def _made(value: Any, name: str) -> PickledObject:
+    if not isinstance(value, PickledObject) or type(value).__name__ != name:
         raise ValueError(f"a {type(value).__name__!s:.80} where a {name} should be")
     return value
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.convert.assemble import Part, Size, check_parts, put_together
+from mindx_elastic.convert.assemble import Size, TensorPart, check_parts, put_together
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.torch_file import read_torch_file
 from mindx_elastic.core.posix import read_small
@@ -139,7 +139,7 @@ class _Folder:
             )
         return [files[rank] for rank in range(count)]
 
-    def _stages_1_and_2(self, states: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[Part]]]:
+    def _stages_1_and_2(self, states: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[TensorPart]]]:
         paddings, align = states[0].get("param_alignment_paddings"), 2 * len(states)
         for number, shapes in enumerate(self.states["param_shapes"]):
             flats = [state["single_partition_of_fp32_groups"][number] for state in states]
@@ -152,7 +152,9 @@ class _Folder:
             if -(-held // align) != -(-start // align):
                 raise ValueError(f"the ranks hold {held} elements of group {number}, the names make it {start}")
 
-    def _stage_3(self, shapes: Mapping[str, Size], states: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[Part]]]:
+    def _stage_3(
+        self, shapes: Mapping[str, Size], states: list[Mapping[str, Any]]
+    ) -> Iterator[tuple[str, list[TensorPart]]]:
         world, start = len(states), 0
         for name, shape in shapes.items():
             total = math.prod(shape)
@@ -202,14 +204,14 @@ class _Folder:
         return found
 
 
-def _cut(flats: Sequence[torch.Tensor], start: int, length: int, place: int = 0) -> list[Part]:
+def _cut(flats: Sequence[torch.Tensor], start: int, length: int, place: int = 0) -> list[TensorPart]:
     """Elements [start, start + length) of vectors that follow one another, which begin at `place` in their tensor."""
     parts, at = [], 0
     for flat in flats:
         first, last = max(start, at), min(start + length, at + flat.numel())
         if first < last:
             piece = flat[first - at : last - at]
-            parts.append(Part((place + first - start,), (last - first,), partial(_same, piece)))
+            parts.append(TensorPart((place + first - start,), (last - first,), partial(_same, piece)))
         at += flat.numel()
     return parts
 

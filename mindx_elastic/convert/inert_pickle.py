@@ -13,7 +13,7 @@ import io
 import pickletools
 from typing import Any
 
-from mindx_elastic.convert.torch_file import StandIn, stand_in
+from mindx_elastic.convert.torch_file import PickledObject, stand_in
 
 __all__ = ["read_inert"]
 
@@ -27,7 +27,7 @@ _IGNORED = {"PROTO", "FRAME"}
 
 
 def read_inert(data: bytes) -> Any:
-    """The value that `data` describes, made of Python's plain values, lists, tuples, dictionaries and `StandIn`.
+    """The value that `data` describes, made of Python's plain values, lists, tuples, dictionaries and `PickledObject`.
 
     Raises ValueError for a malformed pickle, and for operations that DCP's metadata does not use.
     """
@@ -89,12 +89,12 @@ class _Reader:
             self.stack.append(stand_in(module, attribute))
         elif name in ("REDUCE", "NEWOBJ"):
             called, arguments = self._take(2)
-            if type(called) is not type or not issubclass(called, StandIn) or type(arguments) is not tuple:
+            if type(called) is not type or not issubclass(called, PickledObject) or type(arguments) is not tuple:
                 raise ValueError("malformed pickle: a call of something that is not a name")
             self.stack.append(called(*arguments))
         elif name == "BUILD":
             (state,) = self._take(1)
-            self._top(StandIn).state = state
+            self._top(PickledObject).state = state
         else:
             raise ValueError(f"a pickle with the operation {name}, which DCP does not write")
 

@@ -40,7 +40,7 @@ from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.unflatten import unflatten
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.start.findings import list_files, reader_trust, scan
-from mindx_elastic.start.inventory import Inventory, Step
+from mindx_elastic.start.inventory import Inventory, SavedStep
 
 __all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
 
@@ -98,14 +98,14 @@ def find_step(path: Path, step: int | None) -> OurStep:
     return OurStep(first.info, _files_of(chosen), _doubt(chosen, steps))
 
 
-def _is_whole(step: Step) -> bool:
+def _is_whole(step: SavedStep) -> bool:
     """Whether every part of every tensor is in some file, so that only what is a rank's own may be missing."""
     if step.world_size > 16 * max(len(step.ranks), _FEW_RANKS):
         return False  # said by a few small files: what they would cost the planner follows what they say
     return step.is_usable
 
 
-def _files_of(step: Step) -> dict[int, list[RankFile]]:
+def _files_of(step: SavedStep) -> dict[int, list[RankFile]]:
     found: dict[int, list[RankFile]] = {}
     for entry in step.entries:
         if entry.header is not None and entry.header.info.world_size == step.world_size:
@@ -113,7 +113,7 @@ def _files_of(step: Step) -> dict[int, list[RankFile]]:
     return found
 
 
-def _doubt(chosen: Step, steps: Sequence[Step]) -> str:
+def _doubt(chosen: SavedStep, steps: Sequence[SavedStep]) -> str:
     run_id, _, number = chosen.moment
     notes = [] if chosen.is_complete else [f"step {number} is not complete: {chosen.why_incomplete}"]
     same = [each for each in steps if each.moment[2] == number]

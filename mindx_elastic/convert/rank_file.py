@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from mindx_elastic.convert.mapped import MappedFile
-from mindx_elastic.core.division import Divided, Piece, piece_name
+from mindx_elastic.core.division import Divided, RowPiece, piece_name
 from mindx_elastic.core.strategy import LayoutRecord, TensorSpec
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError, UsageError
 from mindx_elastic.persist.format import Header
@@ -70,7 +70,7 @@ class RankFile:
         held = self.header.held
         return None if held is None else held.division.tensors.get(name)
 
-    def rows_of(self, name: str, piece: Piece, like: RankFile) -> torch.Tensor | None:
+    def rows_of(self, name: str, piece: RowPiece, like: RankFile) -> torch.Tensor | None:
         """The rows of `piece` of the tensor `name` that `like` has divided with its replicas; None: not in this file.
         Raises CorruptCheckpointError."""
         own, theirs = self.header.held, like.header.held

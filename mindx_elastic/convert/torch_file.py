@@ -16,7 +16,7 @@ import torch
 from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError, StrPath
 
-__all__ = ["StandIn", "is_torch_file", "load_weights", "read_torch_file", "stand_in", "write_torch_file"]
+__all__ = ["PickledObject", "is_torch_file", "load_weights", "read_torch_file", "stand_in", "write_torch_file"]
 
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80\x02"  # how files before torch 1.6 begin
@@ -30,7 +30,7 @@ def is_torch_file(start: bytes) -> bool:
 def read_torch_file(path: StrPath, *, stand_ins: bool = False) -> Any:
     """The content. Tensors are mapped, not read, except in files of torch 1.5 and older.
 
-    stand_ins: objects of classes that torch does not know become `StandIn` and are not refused. Raises
+    stand_ins: objects of classes that torch does not know become `PickledObject` and are not refused. Raises
     ForeignCheckpointError where the file holds anything but tensors and plain values, CorruptCheckpointError where it
     is damaged.
     """
@@ -47,7 +47,7 @@ def read_torch_file(path: StrPath, *, stand_ins: bool = False) -> Any:
         return load_weights(str(path), f"{path}", path, mmap=zipped)
 
 
-class StandIn:
+class PickledObject:
     """What a file calls an object of a class, or the result of a call: what it was made of, and nothing else."""
 
     arguments: tuple[Any, ...]
@@ -67,9 +67,9 @@ class StandIn:
         self.state = state
 
 
-def stand_in(module: str, name: str) -> type[StandIn]:
+def stand_in(module: str, name: str) -> type[PickledObject]:
     """In place of the class or function that a file names."""
-    return type(name, (StandIn,), {"__module__": module})
+    return type(name, (PickledObject,), {"__module__": module})
 
 
 def _check_zip(file: IO[bytes], path: Path) -> None:

@@ -25,8 +25,8 @@ __all__ = [
     "MOST_WITNESS_BYTES",
     "NOT_COMPARED",
     "WITNESS_SUFFIX",
-    "Entry",
-    "Proof",
+    "CertifiedResume",
+    "ResumeProof",
     "added",
     "date_of",
     "digest_of",
@@ -47,7 +47,7 @@ _MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CertifiedResume:
     """One resume of one rank."""
 
     after: int
@@ -97,10 +97,10 @@ def added(chain: Sequence[str], *, after: int, why: str = "", **facts: Any) -> t
     return tuple(texts)
 
 
-def read_chain(chain: Sequence[str]) -> tuple[list[Entry], int]:
+def read_chain(chain: Sequence[str]) -> tuple[list[CertifiedResume], int]:
     """The entries, the oldest first, and how many were left out in front of them. Raises ValueError where the chain is
     broken, with the place."""
-    entries: list[Entry] = []
+    entries: list[CertifiedResume] = []
     before, left_out, step = "", 0, 0
     for number, each in enumerate(chain):
         content = _object(each)
@@ -133,7 +133,7 @@ def _object(entry: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _entry(content: dict[str, Any]) -> Entry | None:
+def _entry(content: dict[str, Any]) -> CertifiedResume | None:
     numbers = {name: whole(content.get(name)) for name in ("after", "last", "ranks")}
     texts = {name: text(content.get(name)) for name in ("outcome", "why", "boundary", "witness", "version", "torch")}
     texts |= {name: text(content.get(name)) for name in ("device", "before")}
@@ -145,14 +145,14 @@ def _entry(content: dict[str, Any]) -> Entry | None:
         and all(_DIGEST.fullmatch(texts[name]) for name in ("boundary", "witness", "before"))
     )
     made: dict[str, Any] = {**numbers, **texts, "date": date}
-    return Entry(**made) if is_sound else None
+    return CertifiedResume(**made) if is_sound else None
 
 
 # --- what it says of a job ---
 
 
 @dataclass(frozen=True)
-class Proof:
+class ResumeProof:
     """What is known of resumes of a job."""
 
     exact: bool | None
@@ -161,14 +161,14 @@ class Proof:
     """``proved: ...``, ``not proved yet: ...`` or ``no: ...``."""
 
 
-def proof_of(chains: Sequence[Sequence[str]], against: Sequence[str]) -> Proof:
+def proof_of(chains: Sequence[Sequence[str]], against: Sequence[str]) -> ResumeProof:
     """`chains`: of the files of all ranks of a step. `against`: what is known against an exact resume."""
     if against:
-        return Proof(False, f"no: {against[0]}")
+        return ResumeProof(False, f"no: {against[0]}")
     try:
         ranks = [read_chain(chain)[0] for chain in chains]
     except ValueError as error:
-        return Proof(None, f"not proved yet: the certificate is broken: {error}")
+        return ResumeProof(None, f"not proved yet: the certificate is broken: {error}")
     joined, open_ends = [], []
     for after in sorted({entry.after for entries in ranks for entry in entries}):
         found = [entry for entries in ranks for entry in entries if entry.after == after]
@@ -178,16 +178,16 @@ def proof_of(chains: Sequence[Sequence[str]], against: Sequence[str]) -> Proof:
         else:
             open_ends.append(f"after step {after}: {'not on all ranks' if worst is None else said_of(worst)}")
     if not joined:
-        return Proof(None, f"not proved yet: {open_ends[-1] if open_ends else 'the job was not resumed yet'}")
+        return ResumeProof(None, f"not proved yet: {open_ends[-1] if open_ends else 'the job was not resumed yet'}")
     newest = joined[-1]
     spans = ", ".join(entry.span for entry in joined[-4:])
     earlier = f" and {len(joined) - 4} before" if len(joined) > 4 else ""
     rest = f"; {open_ends[-1]}" if open_ends else ""
     s = "s" * (newest.ranks != 1)
-    return Proof(True, f"proved: {spans}{earlier} ({newest.ranks} rank{s}, {date_of(newest.date)}){rest}")
+    return ResumeProof(True, f"proved: {spans}{earlier} ({newest.ranks} rank{s}, {date_of(newest.date)}){rest}")
 
 
-def said_of(entry: Entry) -> str:
+def said_of(entry: CertifiedResume) -> str:
     """Its outcome in words."""
     before = f"{entry.span} equal, and not got back" if entry.outcome == COMPARED[1] else entry.outcome
     return f"{before}: {entry.why}" if entry.why else before

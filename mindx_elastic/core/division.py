@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["MAX_PARTS", "Divided", "Division", "Piece", "parts_of_member", "piece_name"]
+__all__ = ["MAX_PARTS", "Divided", "Division", "RowPiece", "parts_of_member", "piece_name"]
 
 MAX_PARTS = 1024
 """A division is made for the ranks of one machine."""
@@ -25,7 +25,7 @@ _MAX_DIMS = 64
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Rows `start` to `stop` of a tensor."""
 
     part: int
@@ -41,14 +41,14 @@ class Divided:
     """The safetensors type name."""
     shape: tuple[int, ...]
     """Of the whole tensor; it has a first dimension, which is not 0."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowPiece, ...]
     """In the order of their rows; together they are the tensor."""
 
-    def shape_of(self, piece: Piece) -> tuple[int, ...]:
+    def shape_of(self, piece: RowPiece) -> tuple[int, ...]:
         return (piece.stop - piece.start, *self.shape[1:])
 
 
-def piece_name(name: str, tensor: Divided, piece: Piece) -> str:
+def piece_name(name: str, tensor: Divided, piece: RowPiece) -> str:
     """The name of a piece in a file; the tensor's own where the piece is all of it."""
     is_whole = (piece.start, piece.stop) == (0, tensor.shape[0])
     return name if is_whole else f"{name}[{piece.start}:{piece.stop}]"
@@ -76,12 +76,12 @@ class Division:
             bounds = [round((total * part / count - done) * rows / nbytes) for part in range(count + 1)]
             bounds = [min(max(bound, 0), rows) for bound in bounds]
             bounds[0], bounds[-1] = 0, rows
-            pieces = [Piece(part, bounds[part], bounds[part + 1]) for part in range(count)]
+            pieces = [RowPiece(part, bounds[part], bounds[part + 1]) for part in range(count)]
             made[name] = Divided(dtype, shape, tuple(piece for piece in pieces if piece.start < piece.stop))
             done += nbytes
         return cls(count, made)
 
-    def pieces(self, parts: Collection[int]) -> list[tuple[str, str, Piece]]:
+    def pieces(self, parts: Collection[int]) -> list[tuple[str, str, RowPiece]]:
         """The pieces of `parts`: name in the file, name of the tensor, piece."""
         return [
             (piece_name(name, tensor, piece), name, piece)
@@ -124,7 +124,7 @@ def _divided(content: Any, count: int) -> Divided:
         raise ValueError("a divided tensor without type or dimensions")
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or math.prod(shape) < 1:
         raise ValueError("a divided tensor of a shape that cannot be divided")
-    pieces = tuple(Piece(*row) for row in rows)
+    pieces = tuple(RowPiece(*row) for row in rows)
     end, last = 0, -1
     for piece in pieces:
         if not all(type(n) is int for n in (piece.part, piece.start, piece.stop)):

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Job", "ReadyThread"]
+__all__ = ["ReadyThread", "ThreadTask"]
 
 _T = TypeVar("_T")
 
 
-class Job(Generic[_T]):
+class ThreadTask(Generic[_T]):
     """One piece of work and its outcome. Made by `ReadyThread.submit`."""
 
     def __init__(self, work: Callable[[], _T]) -> None:
@@ -42,7 +42,7 @@ class _Line:
     """The queue of one thread."""
 
     def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[ThreadTask[Any] | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # over single assignments
         self.num_open = 0
 
@@ -90,18 +90,18 @@ class ReadyThread:
                 thread.start()
                 self._line, self._thread = line, thread
 
-    def submit(self, work: Callable[[], _T]) -> Job[_T]:
+    def submit(self, work: Callable[[], _T]) -> ThreadTask[_T]:
         """Run `work` in the thread, behind what was submitted before. Raises RuntimeError when it cannot be started."""
         if self._thread is None or self._pid != os.getpid():
             self.start()
-        job, line = Job(work), self._line
+        job, line = ThreadTask(work), self._line
         with line.lock:
             line.num_open += 1
         line.jobs.put(job)
         return job
 
     def call(self, work: Callable[[], _T], timeout_s: float) -> _T:
-        """`submit` and `Job.wait` in one; in the thread itself the work is simply done."""
+        """`submit` and `ThreadTask.wait` in one; in the thread itself the work is simply done."""
         if threading.current_thread() is self._thread:
             return work()
         return self.submit(work).wait(timeout_s)

@@ -12,7 +12,7 @@ from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import device_generators, preserved_streams, seed_streams
 from mindx_elastic.data.sampler import rank_and_world_size
-from mindx_elastic.data.track import Mark
+from mindx_elastic.data.track import LoaderMark
 from mindx_elastic.errors import UsageError
 
 __all__ = ["FunctionLoader", "from_function"]
@@ -78,7 +78,7 @@ class FunctionLoader(EngineLoader):
     def _seed_of(self, epoch: int, number: int) -> int:
         return mix(self.seed, epoch, number, rank_and_world_size(None, None)[0], _BATCH)
 
-    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
         return {
             "kind": _KIND,

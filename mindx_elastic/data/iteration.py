@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from mindx_elastic.data.position import Cursor
-from mindx_elastic.data.track import Mark, fetching
+from mindx_elastic.data.track import LoaderMark, fetching
 from mindx_elastic.data.workers import WorkerSet, open_iterator
 from mindx_elastic.errors import UsageError
 
@@ -239,7 +239,7 @@ class EngineLoader:
         again, about 10 KB of arrays, the dicts of one epoch share: do not change those in place."""
         return self.state_at(self._engine.cursor)
 
-    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         """The same for an earlier position. `later`: those after it, up to the present one."""
         raise NotImplementedError
 

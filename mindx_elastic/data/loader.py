@@ -35,7 +35,7 @@ from mindx_elastic.data.position import (
 from mindx_elastic.data.random_streams import VERSION, SeededDataset, StreamUse, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock, keeps_state
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
-from mindx_elastic.data.track import Mark
+from mindx_elastic.data.track import LoaderMark
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -166,7 +166,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             raise
         return self._engine.iterate(opened, loader=self, progress=partial(_progress, parts), announce=self._announce)
 
-    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()

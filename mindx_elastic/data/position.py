@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, length_of
 from mindx_elastic.data.random_streams import VERSION
-from mindx_elastic.data.track import Mark, Track
+from mindx_elastic.data.track import LoaderMark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
@@ -82,7 +82,7 @@ class Cursor:
     """Number of the newest iteration; older iterators no longer move the position."""
     requested: int | None = None
     """Epoch asked for by `set_epoch` while an iteration is live."""
-    loaded: Mark | None = None
+    loaded: LoaderMark | None = None
     """The position that the process began with, until its first step has ended."""
     size: int | None = None
     """Batches of the newest epoch, where only its end would tell."""
@@ -108,8 +108,8 @@ class Cursor:
         finally:
             vars(self).update(before)
 
-    def mark(self) -> Mark:
-        return Mark(self.epoch, self.batch, self.samples, self.finished, self.start, self.sizes)
+    def mark(self) -> LoaderMark:
+        return LoaderMark(self.epoch, self.batch, self.samples, self.finished, self.start, self.sizes)
 
     def size_of(self, batch: int, now: int) -> int:
         """The size of that batch of the epoch, which is asked for just now. `now`: what the program has set, whenever

@@ -39,7 +39,7 @@ from mindx_elastic.data.random_streams import (
     capture_streams,
 )
 from mindx_elastic.data.sampler import rank_and_world_size
-from mindx_elastic.data.track import Mark
+from mindx_elastic.data.track import LoaderMark
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -139,7 +139,7 @@ class ReplayLoader(EngineLoader):
             raise
         return self._engine.iterate(opened, loader=self, progress=lambda count: (0, False), announce=announce)
 
-    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()

@@ -12,7 +12,7 @@ import torch
 
 from mindx_elastic.data.look_ahead import Fetches
 
-__all__ = ["Mark", "Track", "fetching"]
+__all__ = ["LoaderMark", "Track", "fetching"]
 
 _FIRST = 3
 
@@ -20,7 +20,7 @@ fetching: set[int] = set()
 """Threads in which a followed loader is fetching: what a data set does with DataLoaders of its own is its business."""
 
 
-class Mark(NamedTuple):
+class LoaderMark(NamedTuple):
     """A position: what a loader's ``state_dict()`` holds beside its settings."""
 
     epoch: int
@@ -34,9 +34,9 @@ class Mark(NamedTuple):
 class Track:
     """One per loader while a guard is entered. Any one thread may fetch; the training thread asks."""
 
-    def __init__(self, now: Mark) -> None:
+    def __init__(self, now: LoaderMark) -> None:
         """`now`: the loader's position."""
-        self._marks: deque[Mark] = deque([now])  # after batch number `_oldest`, and after each one since
+        self._marks: deque[LoaderMark] = deque([now])  # after batch number `_oldest`, and after each one since
         self._oldest = 0
         self.keeps_marks = True
         """`use_all` has something to do."""
@@ -75,11 +75,11 @@ class Track:
     def fetches(self) -> Fetches:
         return Fetches(self.handed, self._asked, self.iterations, self._exhausted, self._dropped)
 
-    def mark_after(self, number: int) -> Mark:
+    def mark_after(self, number: int) -> LoaderMark:
         """The position after `number` batches, which are at least those of the last `forget_before`."""
         return self._marks[number - self._oldest]
 
-    def marks_from(self, number: int) -> list[Mark]:
+    def marks_from(self, number: int) -> list[LoaderMark]:
         """The same after that number of batches, and after each one since."""
         return list(self._marks)[number - self._oldest :]
 
@@ -146,7 +146,7 @@ class Track:
         if self.at_made is not None and threading.get_ident() == self._thread:
             self.at_made()
 
-    def hand_out(self, mark: Callable[[], Mark]) -> None:
+    def hand_out(self, mark: Callable[[], LoaderMark]) -> None:
         """`mark` gives the position after this batch."""
         if self.keeps_marks:
             self._marks.append(mark())

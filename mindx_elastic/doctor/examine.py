@@ -13,7 +13,7 @@ from mindx_elastic.doctor.container import look_at_container
 from mindx_elastic.doctor.finding import Finding, problem
 from mindx_elastic.doctor.machine import available_memory, look_at_open_files, memory_of_container
 from mindx_elastic.doctor.places import look_at_directory, look_at_memory
-from mindx_elastic.doctor.saving import State
+from mindx_elastic.doctor.saving import HeldState
 from mindx_elastic.doctor.software import look_at_software
 from mindx_elastic.doctor.state import read_directory
 from mindx_elastic.doctor.variables import judge_variables
@@ -39,7 +39,7 @@ class Wish:
 @dataclass(frozen=True, kw_only=True)
 class Examination:
     grace_s: float
-    state: State | None
+    state: HeldState | None
     """None: its size is not known."""
     findings: list[Finding]
 
@@ -88,8 +88,8 @@ def _settings(
     return grace_s, memory, sharing, saving
 
 
-def _state(wish: Wish) -> tuple[State | None, list[Finding]]:
-    state: State | None = None
+def _state(wish: Wish) -> tuple[HeldState | None, list[Finding]]:
+    state: HeldState | None = None
     findings: list[Finding] = []
     if wish.directory.is_dir():
         try:
@@ -102,5 +102,5 @@ def _state(wish: Wish) -> tuple[State | None, list[Finding]]:
     if wish.state_bytes is not None:
         replicated = state is None or state.is_replicated
         ranks = wish.ranks or (state.ranks if state is not None else 1)
-        state = State(nbytes=wish.state_bytes, ranks=ranks, is_replicated=replicated)
+        state = HeldState(nbytes=wish.state_bytes, ranks=ranks, is_replicated=replicated)
     return state, findings

@@ -12,7 +12,7 @@ from mindx_elastic.core.posix import is_private_folder
 from mindx_elastic.core.printable import printable
 from mindx_elastic.doctor.disk import existing_part, measure
 from mindx_elastic.doctor.finding import Finding, gib, good, problem, unknown, warning
-from mindx_elastic.doctor.saving import State, judge_room, judge_time
+from mindx_elastic.doctor.saving import HeldState, judge_room, judge_time
 from mindx_elastic.errors import UnsafeDirectoryError
 from mindx_elastic.memory.folders import user_folder
 from mindx_elastic.persist.storage import free_space, try_rename
@@ -65,7 +65,7 @@ def _mounts_here() -> list[Mount]:
 
 def look_at_directory(
     directory: Path,
-    state: State | None,
+    state: HeldState | None,
     grace_s: float,
     measure_s: float,
     *,
@@ -143,7 +143,7 @@ def _place(directory: Path, *, allow_shared: bool) -> Finding:
 # --- shared memory ---
 
 
-def look_at_memory(base: Path | None, state: State | None, limit_left: int | None) -> Iterator[Finding]:
+def look_at_memory(base: Path | None, state: HeldState | None, limit_left: int | None) -> Iterator[Finding]:
     """Shared memory at `base` (None: MINDX_ARENA_DIR=none). `limit_left`: bytes of memory that the machine has, or that
     the limit of its container leaves; None: it cannot be seen."""
     if base is None:
@@ -182,7 +182,7 @@ def look_at_memory(base: Path | None, state: State | None, limit_left: int | Non
     yield judge_memory(name, free_space(base), state, limit_left)
 
 
-def judge_memory(name: str, free_bytes: int, state: State | None, limit_left: int | None) -> Finding:
+def judge_memory(name: str, free_bytes: int, state: HeldState | None, limit_left: int | None) -> Finding:
     """Whether the snapshots of `state` fit. Pure."""
     room = free_bytes if limit_left is None else min(free_bytes, limit_left)
     bound = (

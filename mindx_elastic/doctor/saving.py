@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mindx_elastic.doctor.finding import Finding, gib, good, problem, seconds, unknown, warning
 
-__all__ = ["Disk", "State", "judge_room", "judge_time"]
+__all__ = ["Disk", "HeldState", "judge_room", "judge_time"]
 
 _AGREEMENT_S = 1.0
 """From the alarm to the agreed step, with room for a step that has begun, and for the file's name; steps take longer in
@@ -27,7 +27,7 @@ _KEPT_FREE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class HeldState:
     """What the ranks of this machine hold, what several hold alike counted once."""
 
     nbytes: int
@@ -64,7 +64,7 @@ class Disk:
     """The value of ``MINDX_PAGE_CACHE`` for that."""
 
 
-def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Finding]:
+def judge_time(disk: Disk, state: HeldState | None, grace_s: float) -> Iterator[Finding]:
     """Whether the grace period is long enough for the save."""
     speed = f"{gib(disk.bytes_per_s)}/s ({disk.way}, digests and flush included, {gib(disk.measured_bytes)} written)"
     if disk.other_bytes_per_s > _CLEARLY * disk.bytes_per_s:
@@ -101,7 +101,7 @@ def judge_time(disk: Disk, state: State | None, grace_s: float) -> Iterator[Find
         yield good("disk speed", text)
 
 
-def judge_room(free_bytes: int, state: State | None, where: str) -> Finding:
+def judge_room(free_bytes: int, state: HeldState | None, where: str) -> Finding:
     """Whether there is room for the next checkpoints. `where`: the file system, for a person."""
     if state is None:
         if free_bytes < 1 << 30:

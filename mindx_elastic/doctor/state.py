@@ -8,15 +8,15 @@ from pathlib import Path
 
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.doctor.finding import Finding, gib, good, problem
-from mindx_elastic.doctor.saving import State
+from mindx_elastic.doctor.saving import HeldState
 from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.start.findings import list_files, reader_trust, scan
-from mindx_elastic.start.inventory import Inventory, Step
+from mindx_elastic.start.inventory import Inventory, SavedStep
 
 __all__ = ["read_directory"]
 
 
-def read_directory(directory: Path, ranks: int) -> tuple[State | None, list[Finding]]:
+def read_directory(directory: Path, ranks: int) -> tuple[HeldState | None, list[Finding]]:
     """The state of the newest step in an existing `directory`, for `ranks` ranks on this machine (0: all of them), and
     what is to be said of the files. Reads headers only. Raises OSError, UsageError."""
     inventory = Inventory.merge([scan(list_files([directory]), trust=reader_trust(directory))])
@@ -26,7 +26,7 @@ def read_directory(directory: Path, ranks: int) -> tuple[State | None, list[Find
     return state, list(_remarks(directory, inventory, newest, state))
 
 
-def _state_of(step: Step, ranks: int) -> State:
+def _state_of(step: SavedStep, ranks: int) -> HeldState:
     """What the files of `step` hold, on a machine with `ranks` of its ranks."""
     sizes: dict[int, int] = {}
     is_replicated = True
@@ -41,10 +41,12 @@ def _state_of(step: Step, ranks: int) -> State:
     here = ranks or step.world_size
     source = f"step {step.moment[2]}, {step.world_size} rank{'s' * (step.world_size != 1)}"
     whole = max(sizes.values()) if is_replicated else sum(sizes.values()) * here // step.world_size
-    return State(nbytes=whole, ranks=here, is_replicated=is_replicated, source=source)
+    return HeldState(nbytes=whole, ranks=here, is_replicated=is_replicated, source=source)
 
 
-def _remarks(directory: Path, inventory: Inventory, newest: Step | None, state: State | None) -> Iterator[Finding]:
+def _remarks(
+    directory: Path, inventory: Inventory, newest: SavedStep | None, state: HeldState | None
+) -> Iterator[Finding]:
     if newest is not None and state is not None:
         kind = "complete" if newest.is_complete else f"not complete: {newest.why_incomplete}"
         yield good("checkpoints", printable(f"{state.source}: {kind}; a state of {gib(state.nbytes)}"))

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault
-from mindx_elastic.drill.outside import Leftovers, adopt_orphans, flip_bit, note_fired, read_notes
+from mindx_elastic.drill.outside import DrillLeftovers, adopt_orphans, flip_bit, note_fired, read_notes
 from mindx_elastic.drill.phases import Phases, all_events, find_phases
 from mindx_elastic.errors import UsageError
-from mindx_elastic.prove.baseline import Baseline, Proof, Show, count_steps, failure
+from mindx_elastic.prove.baseline import Baseline, ProofReport, Show, count_steps, failure
 from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import earliest
 from mindx_elastic.prove.records import Life
-from mindx_elastic.prove.runs import Chain, Command, Outcome, Runs
+from mindx_elastic.prove.runs import Chain, Command, RunOutcome, Runs
 
-__all__ = ["GOOD", "Drill", "Driller", "Result", "draw_faults"]
+__all__ = ["GOOD", "Drill", "DrillResult", "Driller", "draw_faults"]
 
 GOOD = ("exact", "inexact as said", "refused as said")
 """Outcomes after which the exit code is 0. The last one: the only checkpoint was damaged; it was found, put aside and
@@ -38,7 +38,7 @@ _MOST_REPLACED = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class DrillResult:
     """What became of one fault."""
 
     fault: Fault
@@ -70,9 +70,9 @@ class Result:
 class Drill:
     """Everything that is reported."""
 
-    proof: Proof = field(default_factory=Proof)
+    proof: ProofReport = field(default_factory=ProofReport)
     """Of the runs without a fault."""
-    results: list[Result] = field(default_factory=list)
+    results: list[DrillResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -107,7 +107,7 @@ class Driller(Baseline):
         self,
         command: Command,
         runs: Runs,
-        leftovers: Leftovers,
+        leftovers: DrillLeftovers,
         *,
         faults: Sequence[Fault],
         number: int = 0,
@@ -193,7 +193,7 @@ class Driller(Baseline):
             self._planned += 2
             self.result.results.append(result)
 
-    def _job(self, fault: Fault) -> Result:
+    def _job(self, fault: Fault) -> DrillResult:
         """One job with this fault, started again until it has come to its end."""
         fault = replace(fault, folder=str(self._make_folder()))
         config = Path(fault.folder) / "config"
@@ -243,11 +243,11 @@ class Driller(Baseline):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
 
-    def _judge(self, fault: Fault, chain: Chain, codes: Sequence[int], offset: float) -> Result:
+    def _judge(self, fault: Fault, chain: Chain, codes: Sequence[int], offset: float) -> DrillResult:
         """`codes`: of all starts from the one in which it happened."""
         notes = read_notes(Path(fault.folder))
         fired, hits = _fired(fault), [note for note in notes if note["what"] == "hit"]
-        result = Result(fault=fault, outcome="exact", calls=len(hits), codes=codes)
+        result = DrillResult(fault=fault, outcome="exact", calls=len(hits), codes=codes)
         if fired is None:
             missed = self._missed(result, None, hits, notes)
             assert missed is not None
@@ -269,7 +269,7 @@ class Driller(Baseline):
         )
         return wrong or result
 
-    def _with_loss(self, result: Result, lives: Sequence[Life], fired: float) -> Result:
+    def _with_loss(self, result: DrillResult, lives: Sequence[Life], fired: float) -> DrillResult:
         """`fired`: when. Guards before the fault's one have lost nothing, later ones have not begun."""
         guard, ranks = result.fault.guard, sorted(self.reference.by_rank)
         own = [life for life in lives if life.series == guard]
@@ -287,7 +287,7 @@ class Driller(Baseline):
 
     # --- what can be wrong; None: it is not ---
 
-    def _failed(self, result: Result, chain: Chain) -> Result | None:
+    def _failed(self, result: DrillResult, chain: Chain) -> DrillResult | None:
         last = chain.runs[-1]
         verdict = failure(last, "the run after the fault" if len(result.codes) > 1 else "the run")
         verdict = verdict or self.length(_together(chain))
@@ -304,11 +304,11 @@ class Driller(Baseline):
 
     def _missed(
         self,
-        result: Result,
+        result: DrillResult,
         fired: Mapping[str, Any] | None,
         hits: Sequence[object],
         notes: Sequence[Mapping[str, Any]],
-    ) -> Result | None:
+    ) -> DrillResult | None:
         kind, why = result.fault.kind, ""
         if fired is None:
             missed = [str(note["why"]) for note in notes if note["what"] == "missed"]
@@ -327,8 +327,8 @@ class Driller(Baseline):
         return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}"))
 
     def _differs(
-        self, result: Result, lives: Sequence[Life], chain: Chain, events: Sequence[Mapping[str, Any]]
-    ) -> Result | None:
+        self, result: DrillResult, lives: Sequence[Life], chain: Chain, events: Sequence[Mapping[str, Any]]
+    ) -> DrillResult | None:
         found = earliest(self.reference, lives)
         if found is None:
             return None
@@ -348,7 +348,7 @@ class Driller(Baseline):
             result, outcome="differs", explained=explained, rank=found.life.rank, step=found.step, lines=lines
         )
 
-    def _lost(self, result: Result, fired: Mapping[str, Any] | None) -> Result | None:
+    def _lost(self, result: DrillResult, fired: Mapping[str, Any] | None) -> DrillResult | None:
         allowed = self._may_lose(result.fault, updated=fired is not None and bool(fired.get("updated")))
         if allowed is None or result.lost is None or result.lost <= allowed:
             return None
@@ -358,7 +358,7 @@ class Driller(Baseline):
         what = f"{result.lost} steps were done again; of this fault {allowed} may be"
         return replace(result, outcome="lost", explained=Explained(what=what))
 
-    def _since_cut(self, result: Result) -> int:
+    def _since_cut(self, result: DrillResult) -> int:
         """Steps since the newest boundary at which a checkpoint can be taken: in the middle of an accumulation there
         is none."""
         known = self.reference.by_rank[result.fault.rank]
@@ -376,7 +376,7 @@ class Driller(Baseline):
             return int(every)
         return None
 
-    def _left(self, result: Result, chain: Chain, lives: Iterable[Life]) -> Result | None:
+    def _left(self, result: DrillResult, chain: Chain, lives: Iterable[Life]) -> DrillResult | None:
         pids = (life.pid for life in lives)
         found = [*result.leftovers, *self._leftovers.files(chain.directories, self.runs.memory, pids)]
         if not found:
@@ -391,12 +391,12 @@ def _fired(fault: Fault) -> Mapping[str, Any] | None:
     return next((note for note in read_notes(Path(fault.folder)) if note["what"] == "fired"), None)
 
 
-def _together(chain: Chain) -> Outcome:
+def _together(chain: Chain) -> RunOutcome:
     """All starts of a job as one run."""
     return replace(chain.runs[-1], lives=[life for run in chain.runs for life in run.lives])
 
 
-def _refused(result: Result, chain: Chain, events: Sequence[Mapping[str, Any]]) -> Result | None:
+def _refused(result: DrillResult, chain: Chain, events: Sequence[Mapping[str, Any]]) -> DrillResult | None:
     """After a damage to the only checkpoint: no start begins anew without a word."""
     line = _has_nothing_left(chain.runs[-1])
     if result.fault.kind != "bit-flip" or not line or any(event["event"] == "resume" for event in events):
@@ -406,7 +406,7 @@ def _refused(result: Result, chain: Chain, events: Sequence[Mapping[str, Any]]) 
     return replace(result, outcome="refused as said", explained=explained, resumed=None, lost=None)
 
 
-def _has_nothing_left(outcome: Outcome) -> str:
+def _has_nothing_left(outcome: RunOutcome) -> str:
     """The line of a start that was refused because no checkpoint can be used; empty: it was not."""
     text = outcome.log.read_text(encoding="utf-8", errors="replace")
     return next((line for line in text.splitlines() if _NOTHING_LEFT in line), "")

@@ -21,7 +21,7 @@ from mindx_elastic.memory.folders import MAKER_FILE
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.storage import QUARANTINE, TEMP_SUFFIX
 
-__all__ = ["Leftovers", "adopt_orphans", "flip_bit", "note_fired", "read_notes"]
+__all__ = ["DrillLeftovers", "adopt_orphans", "flip_bit", "note_fired", "read_notes"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _GONE_S = 60.0
@@ -80,7 +80,7 @@ def flip_bit(directories: Path, rank: int, seed: int) -> str:
 
 
 @dataclass
-class Leftovers:
+class DrillLeftovers:
     """Looks for what the runs of one fault have left behind. Main thread."""
 
     known: set[int] = field(default_factory=set)

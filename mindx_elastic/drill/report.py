@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from mindx_elastic.drill.drill import GOOD, Drill, Result
+from mindx_elastic.drill.drill import GOOD, Drill, DrillResult
 from mindx_elastic.prove.report import to_json as proof_to_json
 
 __all__ = ["COLUMNS", "SCHEMA", "cells", "describe", "summary", "to_json"]
@@ -15,7 +15,7 @@ SCHEMA = 2
 COLUMNS = ("fault", "exit codes", "reached", "resumed", "lost", "noticed s", "saved s", "1st step s", "result")
 
 
-def cells(result: Result) -> Sequence[str]:
+def cells(result: DrillResult) -> Sequence[str]:
     """One line of the table, as `COLUMNS`."""
     phases, outcome = result.phases, result.outcome
     if outcome == "differs" and result.step is not None:
@@ -33,7 +33,7 @@ def cells(result: Result) -> Sequence[str]:
     )
 
 
-def describe(result: Result) -> list[str]:
+def describe(result: DrillResult) -> list[str]:
     """What is to be said of a result beside its line."""
     return [] if result.explained is None else result.explained.lines
 
@@ -61,7 +61,7 @@ def to_json(drill: Drill, *, command: Sequence[str], seconds: float) -> dict[str
     }
 
 
-def _fault(result: Result) -> dict[str, Any]:
+def _fault(result: DrillResult) -> dict[str, Any]:
     found, phases = result.explained, result.phases
     return {
         "fault": str(result.fault),

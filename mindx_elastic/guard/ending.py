@@ -24,10 +24,10 @@ from mindx_elastic.guard.overlap import Overlap
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.stop_save import GATE_S
 
-__all__ = ["Ending"]
+__all__ = ["GuardEnding"]
 
 
-class Ending:
+class GuardEnding:
     """One per entered guard."""
 
     def __init__(

@@ -27,7 +27,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.active import active, check_that_it_is_not_active, entered, require_entered
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
-from mindx_elastic.guard.ending import Ending
+from mindx_elastic.guard.ending import GuardEnding
 from mindx_elastic.guard.fewer_ranks import FewerRanks
 from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.loops.evaluations import Evaluations
@@ -38,7 +38,7 @@ from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.overlap import open_overlap
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
+from mindx_elastic.guard.running import EnterAgain, InPlaceGuard, run_in_place, tell_of_block
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.platforms.launchers import current_ranks
 
@@ -312,7 +312,7 @@ class Guard(LayeredGuard):
             member=None if self._place is None else self._place.member,
         )
         self.stopper, self._step_gate, self._listeners = stages.stopper, stages.step_gate, stages.listeners
-        self._ending = Ending(stages, opening, self._loops, self._loaders)
+        self._ending = GuardEnding(stages, opening, self._loops, self._loaders)
         self._loops.enter(
             self._collector,
             self._unmanaged,
@@ -339,7 +339,7 @@ class Guard(LayeredGuard):
         all have agreed on. Make outside of it what must not be built twice; ask for the number of ranks in it.
         """
 
-        def block(place: Place | None) -> _T:
+        def block(place: InPlaceGuard | None) -> _T:
             self._place = place
             with self:
                 return train()

@@ -15,7 +15,7 @@ from mindx_elastic.data.position import whole_number
 from mindx_elastic.guard.fewer_ranks import FewerRanks
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.running import Place
+from mindx_elastic.guard.running import InPlaceGuard
 
 __all__ = ["LayeredGuard"]
 
@@ -34,7 +34,7 @@ class LayeredGuard:
         self._own: Mapping[str, object] = {}
         self._shared_exchange: Exchange | None = None
         self._last_parts: Sequence[Part] = ()
-        self._place: Place | None = None  # in recoveries in place
+        self._place: InPlaceGuard | None = None  # in recoveries in place
 
     def start_with(self, exchange: Exchange | None, parts: Sequence[Part]) -> None:
         """Meet over `exchange`, which its owner closes after the guard (None: one of the guard's own), and tell each
@@ -64,7 +64,7 @@ class LayeredGuard:
         self._own = dict(own or {})
         self._more, self._kept, self._loops.tail.layer_waits = {**variables, **self._own}, tuple(kept), has_tail
 
-    def take_place(self, place: Place | None) -> None:
+    def take_place(self, place: InPlaceGuard | None) -> None:
         """See `guard.running`."""
         self._place = place
 

@@ -32,13 +32,13 @@ from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.process_end import LogRelay
-from mindx_elastic.guard.running import Place
+from mindx_elastic.guard.running import InPlaceGuard
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.together import SavesPart, Together
 from mindx_elastic.guard.uneven_ranks import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.platforms.at_start import PlatformAtStart
-from mindx_elastic.rejoin.member import Entry
+from mindx_elastic.rejoin.member import GuardEntry
 from mindx_elastic.start.directories import (
     RankDirectories,
     check_state_and_space,
@@ -60,7 +60,7 @@ class Opening:
         ranks: RankInfo,
         targets: Mapping[str, Any],
         loaders: Loaders,
-        place: Place | None = None,
+        place: InPlaceGuard | None = None,
         *,
         is_ahead: bool = False,
     ) -> None:
@@ -70,7 +70,7 @@ class Opening:
         self._is_ahead = is_ahead
         self._problem: Exception | None = None
         self._place, self._is_again = place, place is not None and place.is_again
-        self._entry: Entry | None = None
+        self._entry: GuardEntry | None = None
         self.options, self._ranks, self.targets = options, ranks, targets
         try:
             self._prepare(stack, loaders)

@@ -1,8 +1,8 @@
 """Runs a block that may be entered again in the same process: after a recovery in place, see `rejoin`.
 
-`run_in_place` calls the block with its `Place`, which the guard is given before it is entered. When another rank has
-died, the guard is left with `EnterAgain`, and the block is called anew: in this process, and from the beginning in the
-new process of the dead rank.
+`run_in_place` calls the block with its `InPlaceGuard`, which the guard is given before it is entered. When another rank
+has died, the guard is left with `EnterAgain`, and the block is called anew: in this process, and from the beginning in
+the new process of the dead rank.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from mindx_elastic.rejoin import ahead, groups, nccl, spare
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
 from mindx_elastic.rejoin.host import PARTS_DIFFER, Host
-from mindx_elastic.rejoin.member import Entry, LeavesToRejoin, Member
+from mindx_elastic.rejoin.member import GuardEntry, LeavesToRejoin, Member
 from mindx_elastic.rejoin.own_member import find_member, join_job, tell_once
 from mindx_elastic.start.in_place import Boundary
 
-__all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
+__all__ = ["EnterAgain", "InPlaceGuard", "run_in_place", "tell_of_block"]
 
 _T = TypeVar("_T")
 _CARRIED = frozenset({"signal", "flag", "request", "fault"})  # not what a death or an error has brought
@@ -60,7 +60,7 @@ _is_running = False  # `run_in_place` has been called
 class EnterAgain(BaseException):
     """Leaves the block of a guard that is to be entered again."""
 
-    def __init__(self, entry: Entry, stopper: Stopper) -> None:
+    def __init__(self, entry: GuardEntry, stopper: Stopper) -> None:
         super().__init__("the guard is entered again")
         self.entry = entry
         self._stopper = stopper
@@ -72,17 +72,17 @@ class EnterAgain(BaseException):
         return alarm if alarm is not None and alarm.kind in _CARRIED else None
 
 
-class Place:
+class InPlaceGuard:
     """A guard's part in recoveries in place, for one entry. Training thread."""
 
     def __init__(
         self,
         member: Member,
-        entry: Entry | None,
+        entry: GuardEntry | None,
         objects: ObjectsBeforeCall,
         unanswered: Alarm | None = None,
         *,
-        join: Callable[[], Entry] | None = None,
+        join: Callable[[], GuardEntry] | None = None,
     ) -> None:
         """`entry`: what the last recovery has agreed on; None: there was none. `objects`: see `rejoin.before_call`.
         `unanswered`: see `EnterAgain`; the job stops for it as soon as the guard is open. `join`: gives the entry of a
@@ -91,7 +91,7 @@ class Place:
         self._join = join
 
     @property
-    def entry(self) -> Entry | None:
+    def entry(self) -> GuardEntry | None:
         """What the last recovery has agreed on; None: there was none. In a new process it is waited for, once."""
         if self._join is not None:
             join, self._join = self._join, None
@@ -240,7 +240,10 @@ def _end_if_broken(error: BaseException | None) -> None:
 
 
 def run_in_place(
-    block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]], *, enters_at_once: bool = False
+    block: Callable[[InPlaceGuard | None], _T],
+    targets: Callable[[], Mapping[str, Any]],
+    *,
+    enters_at_once: bool = False,
 ) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that.
     `enters_at_once`: the first that `block` does is to enter that guard."""
@@ -251,8 +254,8 @@ def run_in_place(
     _is_running = True
     if member is None:
         return block(None)
-    entry: Entry | None = None
-    join: Callable[[], Entry] | None = None
+    entry: GuardEntry | None = None
+    join: Callable[[], GuardEntry] | None = None
     if member.is_joiner and not member.has_entered:
         join = partial(join_job, member, ddp_modules(targets()))
         member.laid_out = {} if ahead_of_rank is None else ahead_of_rank.laid_out
@@ -266,7 +269,7 @@ def run_in_place(
     try:
         while True:
             try:
-                return block(Place(member, entry, objects, unanswered, join=join))
+                return block(InPlaceGuard(member, entry, objects, unanswered, join=join))
             except EnterAgain as again:
                 join = None
                 entry, unanswered = again.entry, again.unanswered

@@ -56,7 +56,7 @@ from mindx_elastic.persist.places import places_in
 
 _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
 
-__all__ = ["Agreed", "Group", "SavesPart", "Together", "neighbours"]
+__all__ = ["Agreed", "SavesPart", "SavingGroup", "Together", "neighbours"]
 
 NUM_NEIGHBOURS = 2
 """So many ranks' small states are in a file beside its own rank's."""
@@ -72,7 +72,7 @@ _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
 
 
 @dataclass(frozen=True)
-class Group:
+class SavingGroup:
     """The ranks that divide a state among them."""
 
     ranks: tuple[int, ...] = ()
@@ -109,9 +109,9 @@ class SavesPart(Part):
         """All ranks tell each other their small states when they save."""
         self.exchanges = False
         """They also save alike at a stop."""
-        self.group = Group()
+        self.group = SavingGroup()
         """The ranks with which this one divides what is saved at a stop."""
-        self.single = Group()
+        self.single = SavingGroup()
         """Those with which it divides other saves of policies that want no redundancy."""
         self.neighbours: tuple[int, ...] = ()
         """The ranks whose small states this one's file holds beside its own."""
@@ -150,7 +150,7 @@ class SavesPart(Part):
         replicas, alike = answer.common
         self.are_replicas = replicas is True
         group, once, self.neighbours = (tuple(int(rank) for rank in ranks) for ranks in answer.own)
-        self.exchanges, self.group, self.single = alike is True, Group(group), Group(once, 1)
+        self.exchanges, self.group, self.single = alike is True, SavingGroup(group), SavingGroup(once, 1)
 
 
 def neighbours(nodes: Sequence[str]) -> list[list[int]]:
@@ -293,7 +293,7 @@ class Together:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
-    def share(self, group: Group, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Held | None:
+    def share(self, group: SavingGroup, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Held | None:
         """What this rank of `group` writes of a state that was flattened to `tree` and `tensors`; None: all of it."""
         rank = self._ranks.rank
         if rank not in group.ranks:

@@ -99,7 +99,7 @@ class Unmanaged:
 
     def certify(self, after: int, outcome: str, *, ranks: int, last: int | None = None, **facts: str) -> None:
         """What the comparison of the resume from step `after` has shown. The other arguments: see
-        `core.certificate.Entry`."""
+        `core.certificate.CertifiedResume`."""
         known: dict[str, Any] = {
             "last": after if last is None else last,
             "outcome": outcome,

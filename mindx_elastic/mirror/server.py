@@ -21,7 +21,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import read
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError
-from mindx_elastic.mirror.wire import Channel, Endpoint, Incoming, Request, header_digest, rank_of
+from mindx_elastic.mirror.wire import Channel, Endpoint, Incoming, MirrorRequest, header_digest, rank_of
 from mindx_elastic.persist.format import open_checkpoint, read_header
 
 __all__ = ["Server"]
@@ -93,7 +93,7 @@ class Server:
                     return
                 channel.deadline = float("inf")  # its waits are bounded one by one
                 try:
-                    request = read(Request, content)
+                    request = read(MirrorRequest, content)
                     {"here": self._here, "put": self._put, "get": self._get, "drop": self._drop}[request.op](
                         channel, request
                     )
@@ -108,7 +108,7 @@ class Server:
                 self._channels.discard(channel)
                 self._changed.notify_all()
 
-    def _here(self, channel: Channel, request: Request) -> None:
+    def _here(self, channel: Channel, request: MirrorRequest) -> None:
         source = self._source(request)
         with self._changed:
             self._present[source] = channel
@@ -119,7 +119,7 @@ class Server:
                 del self._present[source]
             self._changed.notify_all()
 
-    def _put(self, channel: Channel, request: Request) -> None:
+    def _put(self, channel: Channel, request: MirrorRequest) -> None:
         path, source = self._path(request), self._source(request)
         if self._has(path, request):
             channel.send({"have": True})
@@ -137,20 +137,20 @@ class Server:
                 self._changed.notify_all()
         channel.send({})
 
-    def _has(self, path: Path, request: Request) -> bool:
+    def _has(self, path: Path, request: MirrorRequest) -> bool:
         """The very same file is there: sent before, or written by its owner to a disk that the nodes share."""
         with suppress(OSError, CheckpointError), open_checkpoint(path, self._trust.of(path)) as (fd, header):
             return (header.file_size, header_digest(fd, header)) == (request.size, request.header)
         return False
 
-    def _get(self, channel: Channel, request: Request) -> None:
+    def _get(self, channel: Channel, request: MirrorRequest) -> None:
         path = self._path(request)
         # The rank that fetches it writes it as its own file: a file of another user would become one of ours.
         with open_checkpoint(path, self._trust.of(path)) as (fd, header):
             channel.send({"size": header.file_size})
             channel.send_file(fd, header.file_size)
 
-    def _drop(self, channel: Channel, request: Request) -> None:
+    def _drop(self, channel: Channel, request: MirrorRequest) -> None:
         """Delete a copy of a periodic or final file of the same run, as its owner has done with its own."""
         path, source = self._path(request), self._source(request)
         with suppress(FileNotFoundError):
@@ -161,7 +161,7 @@ class Server:
             path.unlink()
         channel.send({})
 
-    def _path(self, request: Request) -> Path:
+    def _path(self, request: MirrorRequest) -> Path:
         rank = rank_of(request.name)
         if rank is None or rank >= self._ranks.world_size:
             raise OSError(f"{request.name!r} is no place for a checkpoint file")
@@ -169,7 +169,7 @@ class Server:
             raise OSError(f"there is no directory {request.root}")
         return self._roots[request.root] / request.name
 
-    def _source(self, request: Request) -> int:
+    def _source(self, request: MirrorRequest) -> int:
         """The rank that asks. Its files must be kept here, and a path must be its own."""
         if request.rank not in self._sources:
             raise OSError(f"rank {request.rank} has its copies elsewhere")

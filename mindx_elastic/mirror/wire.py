@@ -11,8 +11,8 @@ Every connection carries one request and its answers, each a JSON object in a fr
 ``drop``   ``root, name, run_id``                     ``{}``
 =========  =========================================  ============================================================
 
-A file is its bytes and the 16 bytes of their xxh3-128. An answer with ``error`` is the end. No object but `Request` is
-ever built from a message.
+A file is its bytes and the 16 bytes of their xxh3-128. An answer with ``error`` is the end. No object but
+`MirrorRequest` is ever built from a message.
 
 Where the job has a key, the store does not hold the token itself: only what the ranks derive it from
 (`Exchange.derive`).
@@ -57,7 +57,7 @@ __all__ = [
     "Channel",
     "Endpoint",
     "Incoming",
-    "Request",
+    "MirrorRequest",
     "ask",
     "header_digest",
     "rank_of",
@@ -113,7 +113,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class MirrorRequest:
     """What a rank asks for."""
 
     op: Literal["here", "put", "get", "drop"]
@@ -247,7 +247,7 @@ class Channel:
 
 
 def ask(endpoint: Endpoint, rank: int, op: str, *, deadline: float = math.inf, **fields: Any) -> Channel:
-    """Connect and send a `Request`; the caller reads the answer and closes. Raises OSError."""
+    """Connect and send a `MirrorRequest`; the caller reads the answer and closes. Raises OSError."""
     connect_s = min(CONNECT_S, deadline - time.monotonic())
     if connect_s <= 0:
         raise TimeoutError("no time is left")

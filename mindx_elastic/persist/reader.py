@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from mindx_elastic.core.division import Piece, piece_name
+from mindx_elastic.core.division import RowPiece, piece_name
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.errors import (
@@ -106,8 +106,8 @@ class Pieces:
         self._header, self._path, held = header, path, header.held
         self._division = None if held is None else held.division
         self._tensors: dict[str, torch.Tensor] = {}
-        self._own: dict[str, tuple[str, Piece]] = {}
-        self._missing: dict[tuple[str, int], Piece] = {}
+        self._own: dict[str, tuple[str, RowPiece]] = {}
+        self._missing: dict[tuple[str, int], RowPiece] = {}
         if held is None:
             return
         for name, tensor in held.division.tensors.items():
@@ -120,7 +120,7 @@ class Pieces:
         found = self._own.get(entry.name)
         return None if found is None else self._rows(*found)
 
-    def _rows(self, name: str, piece: Piece) -> torch.Tensor:
+    def _rows(self, name: str, piece: RowPiece) -> torch.Tensor:
         return self._tensors[name][piece.start : piece.stop]
 
     def add(self, path: Path, owners: Owners | None, *, verify: bool) -> None:
@@ -128,7 +128,7 @@ class Pieces:
         with open_checkpoint(path, owners) as (fd, header):
             if header.info.moment != self._header.info.moment:
                 raise MismatchError(f"{path} is of another step by now", path=path)
-            wanted: dict[str, list[tuple[str, Piece]]] = {}
+            wanted: dict[str, list[tuple[str, RowPiece]]] = {}
             for (name, part), piece in list(self._missing.items()):
                 entry = self._entry_with(header, name, piece)
                 if entry is not None:
@@ -147,7 +147,7 @@ class Pieces:
 
             _for_each([header.entries[name] for name in wanted], load)
 
-    def _entry_with(self, header: Header, name: str, piece: Piece) -> TensorEntry | None:
+    def _entry_with(self, header: Header, name: str, piece: RowPiece) -> TensorEntry | None:
         assert self._division is not None
         tensor, held = self._division.tensors[name], header.held
         if held is None:  # a whole file, of a rank that has saved alone

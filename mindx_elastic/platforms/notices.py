@@ -39,7 +39,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.flag_file import process_started_at
 from mindx_elastic.platforms.small_files import read_regular
 
-__all__ = ["CLOUDS", "Answer", "Notice", "NoticeWatch", "Source", "StopNotice", "ask", "open_source"]
+__all__ = ["CLOUDS", "Notice", "NoticeAnswer", "NoticeWatch", "Source", "StopNotice", "ask", "open_source"]
 
 _METADATA = "http://169.254.169.254"
 _TIMEOUT_S = 2.0
@@ -67,7 +67,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Answer:
+class NoticeAnswer:
     """Of an HTTP server."""
 
     status: int
@@ -87,7 +87,7 @@ class Source(Protocol):
         ...
 
 
-def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
+def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> NoticeAnswer:
     """Send one request, without proxies (they have metadata of their own machine) and redirects (a metadata service
     does not redirect); at most `_MAX_BYTES` are read. Any status is an answer. Raises OSError or ValueError."""
     parts = urlsplit(url)
@@ -104,10 +104,10 @@ def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
             raise ValueError(f"no HTTP ({type(error).__name__})") from None
     if len(body) > _MAX_BYTES:
         raise ValueError(f"an answer of more than {_MAX_BYTES >> 10} KiB")
-    return Answer(response.status, body, {name.lower(): value for name, value in response.headers.items()})
+    return NoticeAnswer(response.status, body, {name.lower(): value for name, value in response.headers.items()})
 
 
-def _expect(answer: Answer, what: str, *none: int) -> bytes | None:
+def _expect(answer: NoticeAnswer, what: str, *none: int) -> bytes | None:
     """The body of a good answer; None for a status that says that there is nothing. Raises ValueError for others."""
     if answer.status in none:
         return None

@@ -13,15 +13,15 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain_chance
 from mindx_elastic.prove.compare import Lost, Reference, earliest
 from mindx_elastic.prove.records import Life, Sample, of_kinds, split_kind
-from mindx_elastic.prove.runs import Chain, Outcome, Runs
+from mindx_elastic.prove.runs import Chain, RunOutcome, Runs
 
 __all__ = [
     "EXIT_CODES",
     "Baseline",
-    "Proof",
+    "ComparisonVerdict",
+    "ProofReport",
     "Row",
     "Show",
-    "Verdict",
     "count_steps",
     "failure",
     "resumed_failure",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
-"""By `Verdict.outcome` of the whole proof."""
+"""By `ComparisonVerdict.outcome` of the whole proof."""
 _TOO_MANY = 8
 _TOLD = ("scalar", "stateful", "exit")
 Show = Callable[[int, int, str], None]
@@ -37,7 +37,7 @@ Show = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ComparisonVerdict:
     """What one comparison has shown."""
 
     outcome: str = "equal"
@@ -56,7 +56,7 @@ class Row:
 
     name: str
     """``uninterrupted, again``, ``stopped after step 7``."""
-    verdict: Verdict
+    verdict: ComparisonVerdict
     resumed: int | None = None
     """The step that it went on from."""
     compared: int = 0
@@ -66,7 +66,7 @@ class Row:
 
 
 @dataclass
-class Proof:
+class ProofReport:
     """Everything that is reported."""
 
     steps: int = 0
@@ -79,9 +79,9 @@ class Proof:
     """What a user should know besides."""
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ComparisonVerdict:
         """Of the whole: the first that is not equal."""
-        return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), Verdict())
+        return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), ComparisonVerdict())
 
     @property
     def lost(self) -> list[Lost]:
@@ -102,11 +102,11 @@ class Baseline:
 
     def __init__(self, runs: Runs, *, steps: int, show: Show, planned: int) -> None:
         """`steps`: of the run; 0: as many as suit it. `planned`: how many runs there will be, about."""
-        self.runs, self.proof = runs, Proof()
+        self.runs, self.proof = runs, ProofReport()
         self._steps, self._show = steps, show
         self._done, self._planned = 0, planned
 
-    def run(self, chain: Chain, what: str, **told: Any) -> Outcome:
+    def run(self, chain: Chain, what: str, **told: Any) -> RunOutcome:
         """See `Runs.run`."""
         self._show(self._done, self._planned, what)
         outcome = self.runs.run(chain, **told)
@@ -116,7 +116,7 @@ class Baseline:
 
     # --- without a stop ---
 
-    def first_run(self) -> Outcome | None:
+    def first_run(self) -> RunOutcome | None:
         """The reference. None: it cannot be one, and the proof says why."""
         proof, chain = self.proof, self.runs.chain()
         outcome = self.run(chain, "uninterrupted", steps=self._steps or -1)
@@ -133,10 +133,10 @@ class Baseline:
             what = "the script has passed no step_end()" if outcome.lives else "the script has entered no guard"
             remedy = "Write `with guard:` around the loop and guard.step_end() at the end of each step"
             verdict = _fails(Explained(what=f"{what}, so there is nothing to prove", remedy=remedy), outcome)
-        proof.rows.append(Row(name="uninterrupted", verdict=verdict or Verdict()))
+        proof.rows.append(Row(name="uninterrupted", verdict=verdict or ComparisonVerdict()))
         return outcome if verdict is None else None
 
-    def is_deterministic(self, first: Outcome) -> bool:
+    def is_deterministic(self, first: RunOutcome) -> bool:
         """Whether a second run is as the `first` one. What differs in each run and decides nothing is left out."""
         chain, last = self.runs.chain(), self.steps[-1].place
         self.last = (last[0], 2 * last[1] + _TOO_MANY) if self.reference.has_ended else last
@@ -154,15 +154,17 @@ class Baseline:
 
     # --- comparing ---
 
-    def chance(self, other: Outcome) -> Verdict:
+    def chance(self, other: RunOutcome) -> ComparisonVerdict:
         """Whether `other`, a run that nothing has stopped, is as the reference."""
         found = earliest(self.reference, other.lives)
         if found is None:
-            return self.length(other) or Verdict()
+            return self.length(other) or ComparisonVerdict()
         explained = explain_chance(self.reference, found)
-        return Verdict(outcome="not deterministic", explained=explained, rank=found.life.rank, step=found.step)
+        return ComparisonVerdict(
+            outcome="not deterministic", explained=explained, rank=found.life.rank, step=found.step
+        )
 
-    def length(self, outcome: Outcome) -> Verdict | None:
+    def length(self, outcome: RunOutcome) -> ComparisonVerdict | None:
         """A run that has neither been stopped nor reached the reference's last step."""
         if any(life.alarm is not None for life in outcome.lives):
             return None
@@ -179,7 +181,9 @@ class Baseline:
                 remedy = "Let guard.epochs(n) or guard.position decide where it begins and ends"
                 explained = Explained(what=what, cause=cause, remedy=remedy)
                 lines = outcome.last_lines
-                return Verdict(outcome="differs", explained=explained, rank=rank, step=reached[1], lines=lines)
+                return ComparisonVerdict(
+                    outcome="differs", explained=explained, rank=rank, step=reached[1], lines=lines
+                )
         return None
 
 
@@ -208,10 +212,10 @@ def _unequal(one: Sample, other: Sample) -> dict[str, str]:
     return {key: "" for key in {**one, **other} if one.get(key) != other.get(key)}
 
 
-def failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | None:
+def failure(outcome: RunOutcome, run: str, *, stopped: bool = False) -> ComparisonVerdict | None:
     """Why the run did not come to its end; None: it did. `stopped`: a stop may be its end."""
     if outcome.refusal:
-        return Verdict(outcome="refused", explained=Explained(what=f"{run} is refused: {outcome.refusal}"))
+        return ComparisonVerdict(outcome="refused", explained=Explained(what=f"{run} is refused: {outcome.refusal}"))
     if outcome.hung_s:
         what = f"{run} hangs: no step and no output for {outcome.hung_s:g} s"
         return _fails(Explained(what=what, remedy="Give it more time (--timeout), or look at its log"), outcome)
@@ -222,11 +226,11 @@ def failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | N
     return _fails(Explained(what=f"{run} fails {how}{said}"), outcome)
 
 
-def resumed_failure(outcome: Outcome, *, stopped: bool = False) -> Verdict | None:
+def resumed_failure(outcome: RunOutcome, *, stopped: bool = False) -> ComparisonVerdict | None:
     """As `_failure`. The uninterrupted run has passed there, so this is a difference."""
     failed = failure(outcome, "the resumed run", stopped=stopped)
     return None if failed is None else replace(failed, outcome="differs")
 
 
-def _fails(explained: Explained, outcome: Outcome) -> Verdict:
-    return Verdict(outcome="fails", explained=explained, lines=outcome.last_lines)
+def _fails(explained: Explained, outcome: RunOutcome) -> ComparisonVerdict:
+    return ComparisonVerdict(outcome="fails", explained=explained, lines=outcome.last_lines)

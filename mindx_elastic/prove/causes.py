@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mindx_elastic.core.printable import listed
-from mindx_elastic.prove.compare import Difference, Lost, Part, Reference, is_digest
+from mindx_elastic.prove.compare import Difference, DifferingPart, Lost, Reference, is_digest
 from mindx_elastic.prove.records import MOST_FORWARDS, Sample
 
 __all__ = ["NOT_GOT_BACK", "Explained", "explain", "explain_chance", "in_words"]
@@ -150,7 +150,7 @@ def explain_chance(reference: Reference, difference: Difference) -> Explained:
     return Explained(what=f"{what}in {thing}", cause=_DRAWN, remedy=remedy)
 
 
-def _in_words(reference: Reference, difference: Difference, part: Part) -> str:
+def _in_words(reference: Reference, difference: Difference, part: DifferingPart) -> str:
     """What differs."""
     step, kind, first = difference.step, part.kind, "".join(part.names[:1])
     more = f" (and {len(part.names) - 1} more)" if len(part.names) > 1 else ""
@@ -181,7 +181,7 @@ def _in_words(reference: Reference, difference: Difference, part: Part) -> str:
     return f"{first}{more} differs at step {step}" + ("" if is_digest(part.first, part.second) else f": {both}")
 
 
-def _stream_in_words(reference: Reference, difference: Difference, part: Part) -> str:
+def _stream_in_words(reference: Reference, difference: Difference, part: DifferingPart) -> str:
     name, step = part.names[0], difference.step
     if part.where == "end":
         return f"step {step} ended with another {name} stream, and had begun with the same one"
@@ -207,7 +207,7 @@ def _batch_in_words(difference: Difference, number: int | None) -> tuple[str, tu
     return f"the batch of step {step} is that of step {number}{anew}", _USUAL["data began anew"]
 
 
-def _same_batches(reference: Reference, difference: Difference, part: Part) -> Iterator[int]:
+def _same_batches(reference: Reference, difference: Difference, part: DifferingPart) -> Iterator[int]:
     """The reference's steps that were given what the other run was given here, the likeliest explanation first: the
     next step, the first ones, those a little ahead, earlier ones. (Without a shuffle each epoch has the same batches.)
     """

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindx_elastic.core.printable import printable
-from mindx_elastic.prove.records import Life, Sample, Step, split_kind
+from mindx_elastic.prove.records import Life, Sample, WitnessedStep, split_kind
 
 __all__ = [
     "Difference",
+    "DifferingPart",
     "Lost",
-    "Part",
     "Reference",
     "compare_life",
     "compare_steps",
@@ -41,7 +41,7 @@ _ORDER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class DifferingPart:
     """One kind of thing that differs at one place of a step."""
 
     where: str
@@ -121,9 +121,9 @@ class Difference:
 
     life: Life
     step: int
-    parts: tuple[Part, ...]
+    parts: tuple[DifferingPart, ...]
     """In causal order; never empty."""
-    one: Step | None = None
+    one: WitnessedStep | None = None
     """The step in the reference; None: it does not exist there."""
     lost: tuple[Lost, ...] = ()
     """Variables that the process did not get back."""
@@ -142,11 +142,11 @@ class Reference:
     lives: Sequence[Life]
     varying: frozenset[str] = frozenset()
     """``kind|name`` of what differs in each run, such as times, and of streams that begin at random."""
-    by_rank: Mapping[int, Mapping[tuple[int, int], Step]] = field(init=False)
+    by_rank: Mapping[int, Mapping[tuple[int, int], WitnessedStep]] = field(init=False)
     """The steps, by series and number."""
 
     def __post_init__(self) -> None:
-        by_rank: dict[int, dict[tuple[int, int], Step]] = {}
+        by_rank: dict[int, dict[tuple[int, int], WitnessedStep]] = {}
         for life in self.lives:
             by_rank.setdefault(life.rank, {}).update({step.place: step for step in life.steps})
         object.__setattr__(self, "by_rank", by_rank)
@@ -158,7 +158,7 @@ class Reference:
         return bool(self.lives) and all(life.outcome not in ("", "ended") for life in self.lives)
 
     @property
-    def common_steps(self) -> list[Step]:
+    def common_steps(self) -> list[WitnessedStep]:
         """The steps that all ranks have done, in order, as one of them has seen them."""
         done = [set(steps) for steps in self.by_rank.values()]
         return [self.by_rank[min(self.by_rank)][place] for place in sorted(set.intersection(*done))] if done else []
@@ -167,7 +167,7 @@ class Reference:
         """Series and number of each step, in order."""
         return sorted(self.by_rank.get(rank, {}))
 
-    def step(self, life: Life, number: int | None) -> Step | None:
+    def step(self, life: Life, number: int | None) -> WitnessedStep | None:
         """The step with this number, of the rank and guard of `life`."""
         return None if number is None else self.by_rank.get(life.rank, {}).get((life.series, number))
 
@@ -190,12 +190,14 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
     lost = lost_variables(reference, life)
     for step in life.steps:
         one = reference.step(life, step.number)
-        parts: list[Part] = entry if step is life.steps[0] and one is not None else []
+        parts: list[DifferingPart] = entry if step is life.steps[0] and one is not None else []
         if one is not None:
             parts = sorted([*parts, *compare_steps(one, step, reference.varying)], key=lambda part: part.rank)
         elif reference.has_ended and step.number > last:
             more = "and more" * (life.outcome != "finished")
-            parts = [Part(where="place", kind="too many", first=str(life.steps[-1].number - last), second=more)]
+            parts = [
+                DifferingPart(where="place", kind="too many", first=str(life.steps[-1].number - last), second=more)
+            ]
         if parts:
             return Difference(life=life, step=step.number, parts=tuple(parts), one=one, lost=lost)
     parts = [] if life.steps else entry  # resumed at the very end: no step shows it
@@ -204,17 +206,17 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
     return Difference(life=life, step=number, parts=tuple(parts), lost=lost) if parts else None
 
 
-def compare_steps(one: Step, other: Step, varying: Collection[str] = ()) -> Iterator[Part]:
+def compare_steps(one: WitnessedStep, other: WitnessedStep, varying: Collection[str] = ()) -> Iterator[DifferingPart]:
     """What differs between the same step of two runs."""
     if (one.epoch, one.step_in_epoch) != (other.epoch, other.step_in_epoch):
         places = [f"step {each.step_in_epoch} of epoch {each.epoch}" for each in (one, other)]
-        yield Part(where="place", kind="position", first=places[0], second=places[1])
+        yield DifferingPart(where="place", kind="position", first=places[0], second=places[1])
     if one.begin is not None and other.begin is not None:
         yield from _unequal("begin", one.begin, other.begin, varying)
     yield from _unequal("end", one.end, other.end, varying)
 
 
-def _at_entry(reference: Reference, life: Life) -> Iterator[Part]:
+def _at_entry(reference: Reference, life: Life) -> Iterator[DifferingPart]:
     """What the process had not as it must, when it entered the guard."""
     if life.resumed is None:
         wanted = [one.entered for one in reference.same(life) if one.resumed is None][:1]
@@ -225,14 +227,14 @@ def _at_entry(reference: Reference, life: Life) -> Iterator[Part]:
     yield from found[0] if found and all(found) else ()
 
 
-def _at_exit(reference: Reference, life: Life) -> Iterator[Part]:
+def _at_exit(reference: Reference, life: Life) -> Iterator[DifferingPart]:
     """The weights that the scripts end with, where both have come to their own end."""
     known = [one.exit for one in reference.same(life) if one.exit]
     if known and life.exit:
         yield from _unequal("exit", known[-1], life.exit, reference.varying)
 
 
-def _unequal(where: str, one: Sample, other: Sample, varying: Collection[str]) -> Iterator[Part]:
+def _unequal(where: str, one: Sample, other: Sample, varying: Collection[str]) -> Iterator[DifferingPart]:
     by_kind: dict[str, list[str]] = {}
     for key in {**one, **other}:
         if one.get(key) != other.get(key) and key not in varying:
@@ -243,7 +245,7 @@ def _unequal(where: str, one: Sample, other: Sample, varying: Collection[str]) -
         if keys := by_kind.get(kind):
             names = tuple(split_kind(key)[1] for key in keys)
             first, second = (sample.get(keys[0], "nothing") for sample in (one, other))
-            yield Part(where=where, kind=kind, names=names, first=first, second=second)
+            yield DifferingPart(where=where, kind=kind, names=names, first=first, second=second)
 
 
 # --- variables of the program ---
@@ -268,7 +270,7 @@ def lost_variables(reference: Reference, life: Life) -> tuple[Lost, ...]:
     return tuple(lost for lost in compare_variables(ours, theirs)[0] if f"variable|{lost.name}" not in left_out)
 
 
-def pair_of(one: Step, other: Step) -> tuple[Sample, Sample]:
+def pair_of(one: WitnessedStep, other: WitnessedStep) -> tuple[Sample, Sample]:
     """Two steps as they begin, or as they end where one of them has had no forward: what differs there may be an
     effect."""
     if one.begin is not None and other.begin is not None:

@@ -13,13 +13,13 @@ from typing import Any
 
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Alarm", "Control", "read_control"]
+__all__ = ["Control", "PlannedStop", "read_control"]
 
 _STEPS, _MOST_STEPS, _INTO_THE_NEXT_EPOCH = 30, 100, 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alarm:
+class PlannedStop:
     """A stop at one boundary."""
 
     series: int
@@ -45,7 +45,7 @@ class Control:
     as many as reach into the second epoch, if these are at most 100."""
     last: tuple[int, int] | None = None
     """Series and step of the last boundary; None: see `steps`."""
-    alarm: Alarm | None = None
+    alarm: PlannedStop | None = None
     fault: Mapping[str, Any] | None = None
     """What `drill` breaks; see `drill.faults`."""
 
@@ -71,7 +71,7 @@ def read_control(path: Path) -> Control:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         content |= {name: Path(content[name]) for name in ("folder", "directories")}
         alarm, last = content.pop("alarm"), content.pop("last")
-        return Control(**content, last=last and (last[0], last[1]), alarm=alarm and Alarm(**alarm))
+        return Control(**content, last=last and (last[0], last[1]), alarm=alarm and PlannedStop(**alarm))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(
             f"environment variable MINDX_PROVE={path} names no control file of mindx-elastic prove, which sets it by "

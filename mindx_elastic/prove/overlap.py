@@ -5,7 +5,8 @@ and made (`witness`), and with the program's variables at its first forward. The
 looks at the same, and says whether both are equal. The file, one JSON object a line:
 
 1. version, run, rank, number of ranks, step k, software and device;
-2. a line for each `records.Step`: k, then the one that was played on, or all to the end of an accumulation window;
+2. a line for each `records.WitnessedStep`: k, then the one that was played on, or all to the end of an accumulation
+   window;
 3. xxh3-64 of all that comes before it.
 """
 
@@ -37,7 +38,7 @@ from mindx_elastic.prove.carried import carried, loops_around
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
 from mindx_elastic.prove.observed import Observed
-from mindx_elastic.prove.records import Life, Step
+from mindx_elastic.prove.records import Life, WitnessedStep
 from mindx_elastic.prove.variables import KEPT
 from mindx_elastic.prove.witness import Witness
 
@@ -147,7 +148,7 @@ class Comparison(_Notes):
             raise ValueError("it is torn, or was changed")
         self._software = {str(key): str(value) for key, value in json.loads(lines[0])["software"].items()}
         """Of the stopped process."""
-        self._steps = [Step(**json.loads(line)) for line in lines[1:-1]]
+        self._steps = [WitnessedStep(**json.loads(line)) for line in lines[1:-1]]
         """The stop's boundary, and the steps behind it."""
         if len(self._steps) < 2:
             raise ValueError("it has no whole step")

@@ -19,12 +19,12 @@ from mindx_elastic.agent import child
 from mindx_elastic.agent.zygote import ForkedWorker, Zygote
 from mindx_elastic.core.posix import members_of
 
-__all__ = ["Process", "start_forked", "start_fresh"]
+__all__ = ["ProvedProcess", "start_forked", "start_fresh"]
 
 _END_S = 10.0
 
 
-class Process:
+class ProvedProcess:
     """A started run. Main thread."""
 
     def __init__(self, worker: ForkedWorker | subprocess.Popen[bytes]) -> None:
@@ -53,13 +53,13 @@ class Process:
             time.sleep(0.01)
 
 
-def start_forked(zygote: Zygote, command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+def start_forked(zygote: Zygote, command: Sequence[str], env: Mapping[str, str], log: Path) -> ProvedProcess:
     """`command`: the script, or ``-m`` and a module, and the arguments. `log`: for what it prints. Raises ZygoteError:
     a fork would not be as good as a fresh interpreter."""
-    return Process(zygote.fork(env, command=[sys.executable, *command], stdout=str(log), stderr=str(log)))
+    return ProvedProcess(zygote.fork(env, command=[sys.executable, *command], stdout=str(log), stderr=str(log)))
 
 
-def start_fresh(command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+def start_fresh(command: Sequence[str], env: Mapping[str, str], log: Path) -> ProvedProcess:
     """As `start_forked`."""
     shim = [sys.executable, "-I", "-S", str(Path(child.__file__).resolve()), str(os.getpid())]
     with open(log, "ab") as file:
@@ -71,4 +71,4 @@ def start_fresh(command: Sequence[str], env: Mapping[str, str], log: Path) -> Pr
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Process(popen)
+    return ProvedProcess(popen)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from mindx_elastic.prove.baseline import (
     Baseline,
-    Proof,
+    ComparisonVerdict,
+    ProofReport,
     Row,
     Show,
-    Verdict,
     count_steps,
     failure,
     resumed_failure,
@@ -24,21 +24,23 @@ from mindx_elastic.prove.baseline import (
 )
 from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import earliest, lost_variables
-from mindx_elastic.prove.control import Alarm
-from mindx_elastic.prove.records import Step
-from mindx_elastic.prove.runs import Chain, Outcome, Runs
+from mindx_elastic.prove.control import PlannedStop
+from mindx_elastic.prove.records import WitnessedStep
+from mindx_elastic.prove.runs import Chain, RunOutcome, Runs
 
 __all__ = ["choose_stops", "prove"]
 
 
 def prove(
     runs: Runs, *, stops: int | None, steps: int, seed: int, show: Show = lambda done, planned, what: None
-) -> Proof:
+) -> ProofReport:
     """Make all runs. `stops`: how many boundaries; None: each one. `steps`: of the run; 0: as many as suit it."""
     return _Prover(runs, stops=stops, steps=steps, seed=seed, show=show).prove()
 
 
-def choose_stops(places: Sequence[Step], stops: int | None, *, seed: int, has_ended: bool) -> list[tuple[int, int]]:
+def choose_stops(
+    places: Sequence[WitnessedStep], stops: int | None, *, seed: int, has_ended: bool
+) -> list[tuple[int, int]]:
     """Series and number of the boundaries to stop at, in order: the training's end, an epoch's and the first one, where
     there are any, and others by `seed`, at least one. Where the training goes on after `places`, a stop is carried out
     before the last of them: at its own boundary or, within an accumulation window, at the end of that."""
@@ -59,7 +61,7 @@ class _Prover(Baseline):
         super().__init__(runs, steps=steps, show=show, planned=2 + (stops or 10) + 1)
         self._stops, self._seed = stops, seed
 
-    def prove(self) -> Proof:
+    def prove(self) -> ProofReport:
         first = self.first_run()
         if first is None or not self.is_deterministic(first):
             return self.proof
@@ -67,17 +69,17 @@ class _Prover(Baseline):
         if not stops:
             what = f"the runs have no boundary to stop at: the proof is {steps_in_words(self.proof.steps)} long"
             explained = Explained(what=what, remedy="Give --steps 2 or more")
-            self.proof.rows.append(Row(name="no stop", verdict=Verdict(outcome="fails", explained=explained)))
+            self.proof.rows.append(Row(name="no stop", verdict=ComparisonVerdict(outcome="fails", explained=explained)))
             return self.proof
         self._planned = 2 + len(stops) + 1
         ranks = sorted(self.reference.by_rank)
         choice = random.Random(self._seed)
-        self._stop_in_chains([Alarm(series=s, step=n, rank=choice.choice(ranks)) for s, n in stops])
+        self._stop_in_chains([PlannedStop(series=s, step=n, rank=choice.choice(ranks)) for s, n in stops])
         return self.proof
 
     # --- with stops ---
 
-    def _stop_in_chains(self, alarms: Sequence[Alarm]) -> None:
+    def _stop_in_chains(self, alarms: Sequence[PlannedStop]) -> None:
         chain: Chain | None = None
         for index, alarm in enumerate(alarms):
             if chain is None:
@@ -100,24 +102,24 @@ class _Prover(Baseline):
         if chain is not None:
             self.runs.drop(chain)
 
-    def _row(self, name: str, stopped: Outcome, resumed: Outcome, *, is_stopped: bool = False) -> Row:
+    def _row(self, name: str, stopped: RunOutcome, resumed: RunOutcome, *, is_stopped: bool = False) -> Row:
         verdict = self._never_resumed(stopped, resumed)
         if verdict is None and resumed.refusal:
             verdict = resumed_failure(resumed)
         if verdict is None and (found := earliest(self.reference, resumed.lives)) is not None:
             explained = explain(self.reference, found)
-            verdict = Verdict(outcome="differs", explained=explained, rank=found.life.rank, step=found.step)
+            verdict = ComparisonVerdict(outcome="differs", explained=explained, rank=found.life.rank, step=found.step)
         verdict = verdict or resumed_failure(resumed, stopped=is_stopped) or self.length(resumed)
         lost = (each for life in resumed.lives for each in lost_variables(self.reference, life))
         return Row(
             name=name,
-            verdict=verdict or Verdict(),
+            verdict=verdict or ComparisonVerdict(),
             resumed=max((life.resumed for life in resumed.lives if life.resumed is not None), default=None),
             compared=count_steps(resumed.lives),
             lost=list({each.name: each for each in lost}.values()) if verdict is None else (),
         )
 
-    def _never_resumed(self, stopped: Outcome, resumed: Outcome) -> Verdict | None:
+    def _never_resumed(self, stopped: RunOutcome, resumed: RunOutcome) -> ComparisonVerdict | None:
         anew = next((life for life in resumed.lives if life.resumed is None), None)
         if anew is None:
             return None
@@ -135,4 +137,6 @@ class _Prover(Baseline):
             cause = "the stop saved nothing: no callback of the guard answers the signal"
             remedy = "Add ExceptionCheckpoint to the callbacks, or do not leave the signal out of Guard(signals=...)"
         explained = Explained(what=what, cause=cause, remedy=remedy)
-        return Verdict(outcome="differs", explained=explained, rank=anew.rank, step=step + 1, lines=resumed.last_lines)
+        return ComparisonVerdict(
+            outcome="differs", explained=explained, rank=anew.rank, step=step + 1, lines=resumed.last_lines
+        )

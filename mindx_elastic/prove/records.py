@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MOST_FORWARDS", "Life", "Sample", "Step", "of_kinds", "parse_life", "read_lives", "split_kind"]
+__all__ = ["MOST_FORWARDS", "Life", "Sample", "WitnessedStep", "of_kinds", "parse_life", "read_lives", "split_kind"]
 
 Sample = Mapping[str, str]
 """``kind|name`` -> the value where it is short, else a digest. Kinds: stream, calls, batch, weights, option, flag,
@@ -31,7 +31,7 @@ def of_kinds(sample: Sample, *kinds: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class WitnessedStep:
     """One step of one rank."""
 
     series: int = 0
@@ -67,7 +67,7 @@ class Life:
     """Step of the checkpoint that it went on from."""
     entered: Sample = field(default_factory=dict)
     """Everything, once the state was back."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[WitnessedStep] = field(default_factory=list)
     outcome: str = ""
     """``finished``, ``ended`` by the proof, or the exception that left the block; empty: it was killed."""
     notes: Sequence[str] = ()
@@ -89,9 +89,9 @@ def read_lives(folder: Path) -> list[Life]:
 
 
 def parse_life(lines: Iterable[str]) -> Life | None:
-    """What one file says: ``enter`` with the fields of `Life`, each ``step`` with those of `Step`, ``tail`` with what
-    is behind the last one, ``now`` with fields of `Life` that are known later. A last line that was cut off is left
-    out; None: there is not even a first one."""
+    """What one file says: ``enter`` with the fields of `Life`, each ``step`` with those of `WitnessedStep`, ``tail``
+    with what is behind the last one, ``now`` with fields of `Life` that are known later. A last line that was cut off
+    is left out; None: there is not even a first one."""
     life: Life | None = None
     for line in lines:
         if not line.endswith("\n"):
@@ -103,7 +103,7 @@ def parse_life(lines: Iterable[str]) -> Life | None:
         elif life is None:
             return None
         elif event == "step":
-            life.steps.append(Step(**content))
+            life.steps.append(WitnessedStep(**content))
         elif event == "tail":
             life.steps[-1:] = [replace(step, behind=content["behind"]) for step in life.steps[-1:]]
         else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mindx_elastic.prove.baseline import Proof, Row
+from mindx_elastic.prove.baseline import ProofReport, Row
 
 __all__ = ["SCHEMA", "describe", "to_json"]
 
@@ -18,7 +18,7 @@ def describe(row: Row) -> list[str]:
     return [*([] if row.verdict.explained is None else row.verdict.explained.lines), *row.verdict.lines]
 
 
-def to_json(proof: Proof, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
+def to_json(proof: ProofReport, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
     """The document of ``--json``."""
     return {
         "schema": SCHEMA,

@@ -20,10 +20,10 @@ from mindx_elastic.config import MemorySettings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_own_folder, make_user_folder, remove_dead, remove_own
 from mindx_elastic.prove.control import Control
-from mindx_elastic.prove.processes import Process, start_forked, start_fresh
+from mindx_elastic.prove.processes import ProvedProcess, start_forked, start_fresh
 from mindx_elastic.prove.records import Life, read_lives
 
-__all__ = ["Chain", "Command", "Outcome", "Runs"]
+__all__ = ["Chain", "Command", "RunOutcome", "Runs"]
 
 _LOOK_S = 0.02
 _LAST_LINES = 12
@@ -46,7 +46,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """One run, from the start of its process to the end."""
 
     code: int
@@ -79,7 +79,7 @@ class Chain:
     """Runs that go on from each other, in checkpoint directories of their own."""
 
     directories: Path
-    runs: list[Outcome] = field(default_factory=list)
+    runs: list[RunOutcome] = field(default_factory=list)
 
 
 class Runs:
@@ -136,7 +136,7 @@ class Runs:
         if self._keep is None:
             shutil.rmtree(chain.directories, ignore_errors=True)
 
-    def run(self, chain: Chain, *, hashes: int = 0, env: Mapping[str, str] | None = None, **told: Any) -> Outcome:
+    def run(self, chain: Chain, *, hashes: int = 0, env: Mapping[str, str] | None = None, **told: Any) -> RunOutcome:
         """Start the script and wait for its end. `hashes`: which of two seeds of Python's hashes (0 or 1) it gets,
         where the environment names none. `env`: further variables. `told`: see `Control`."""
         self._number += 1
@@ -162,11 +162,11 @@ class Runs:
         finally:
             process.end(gently=self.command.agent is not None)
         lives = read_lives(folder)
-        outcome = Outcome(code=1 if code is None else code, lives=lives, log=log, folder=folder, hung_s=hung_s)
+        outcome = RunOutcome(code=1 if code is None else code, lives=lives, log=log, folder=folder, hung_s=hung_s)
         chain.runs.append(outcome)
         return outcome
 
-    def _start(self, command: Sequence[str], env: Mapping[str, str], log: Path, hashes: int) -> Process:
+    def _start(self, command: Sequence[str], env: Mapping[str, str], log: Path, hashes: int) -> ProvedProcess:
         if not self.is_fresh:
             zygote = self._zygotes[hashes % len(self._zygotes)]
             try:
@@ -184,7 +184,7 @@ class Runs:
             zygote.start()
             self._zygotes.append(zygote)
 
-    def _wait(self, process: Process, folder: Path, log: Path) -> float:
+    def _wait(self, process: ProvedProcess, folder: Path, log: Path) -> float:
         """Until its end; the seconds after which it counts as stuck, 0 if it does not."""
         seen, since = -1, time.monotonic()
         while process.poll() is None:

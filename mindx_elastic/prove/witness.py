@@ -36,7 +36,7 @@ from mindx_elastic.prove.carried import rebound_in
 from mindx_elastic.prove.compare import root_of
 from mindx_elastic.prove.digests import digest, leaves, stream_digest
 from mindx_elastic.prove.observed import Observed
-from mindx_elastic.prove.records import MOST_FORWARDS, Step
+from mindx_elastic.prove.records import MOST_FORWARDS, WitnessedStep
 from mindx_elastic.prove.variables import attributes_of_kept, own_variables
 
 __all__ = ["Witness", "kept_of"]
@@ -95,13 +95,13 @@ class Witness:
         if len(given) < MOST_FORWARDS:
             given.append(_parts({"args": args, "kwargs": kwargs}).replace(" ", "_"))
 
-    def made_step(self, position: Position, *, is_cut: bool, series: int = 0) -> Step:
+    def made_step(self, position: Position, *, is_cut: bool, series: int = 0) -> WitnessedStep:
         """The step is over: what was seen of it."""
         end = self._streams() | self.state()
         end.update({f"scalar|{name}": digest(value) for name, value in self.scalars.items()})
         end.update({f"calls|{name}": str(len(given)) for name, given in self._inputs.items()})
         end.update({f"batch|{name}": " ".join(given) for name, given in self._inputs.items()})
-        step = Step(
+        step = WitnessedStep(
             series=series,
             number=position.step,
             epoch=position.epoch,

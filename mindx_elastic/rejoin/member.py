@@ -2,8 +2,8 @@
 
 One per process. Two threads use it: the watcher hears of a death and cuts the connections; the training thread comes
 out and does the rest (`Member.leave`), with the guard still open: as long as the donor's state is not in shared memory,
-this rank can still save its own boundary. After that it leaves its guard and enters it again, with an `Entry` in place
-of files. The new process begins there (`Member.join`).
+this rank can still save its own boundary. After that it leaves its guard and enters it again, with a `GuardEntry` in
+place of files. The new process begins there (`Member.join`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.failures import Failures, RejoinFailed
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.host import Host
-from mindx_elastic.rejoin.protocol import Report, Verdict, decide
+from mindx_elastic.rejoin.protocol import RecoveryVerdict, Report, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
 
-__all__ = ["Entry", "LeavesToRejoin", "Member", "UnfitSpareError"]
+__all__ = ["GuardEntry", "LeavesToRejoin", "Member", "UnfitSpareError"]
 
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
@@ -48,11 +48,11 @@ class UnfitSpareError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class GuardEntry:
     """What a rank enters its guard again with."""
 
     generation: int
-    verdict: Verdict
+    verdict: RecoveryVerdict
     where: Callable[[], Path]
     """The donor's snapshot in shared memory. In a new process it waits until the donor has put it there, and raises
     RejoinFailed where that does not come about: so it is asked for when the state is to be loaded, not before."""
@@ -209,7 +209,7 @@ class Member:
     def _hears_soon(self) -> bool:
         return self._host is not None and self._host.peers_gone_soon() and self.comes_out_soon()
 
-    def leave(self) -> Entry:
+    def leave(self) -> GuardEntry:
         """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next
         entry needs. Raises RejoinFailed where there is none: the rank stops as without recovery in place."""
         self._is_out.set()
@@ -237,7 +237,7 @@ class Member:
         except Exception as error:
             logger.debug("the store does not take the reason: %s", error)
 
-    def _agree(self, board: Board, host: Host, generation: int) -> Entry:
+    def _agree(self, board: Board, host: Host, generation: int) -> GuardEntry:
         plan = self._wait(board, [f"{generation}/plan"], host)[f"{generation}/plan"]
         if plan.get("refusal"):
             raise RejoinFailed(str(plan["refusal"])[:_LONGEST])
@@ -258,7 +258,7 @@ class Member:
             live, info = host.live()
         found = self._get_state(board, host, generation)
         self.generation = generation
-        return Entry(generation=generation, verdict=verdict, where=lambda: found, live=live, info=info)
+        return GuardEntry(generation=generation, verdict=verdict, where=lambda: found, live=live, info=info)
 
     # --- the boundary in memory ---------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Member:
 
     # --- what is agreed on --------------------------------------------------------------------------------------------
 
-    def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
+    def _verdict(self, board: Board, host: Host | None, generation: int) -> RecoveryVerdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
         notes = self._wait(board, list(keys.values()), host)
         for note in notes.values():
@@ -320,7 +320,7 @@ class Member:
         raises."""
         return self._board(self.generation).has(f"{self.generation}/out/{r}" for r in range(self.ranks.world_size))
 
-    def join(self, ddp: DdpModules, end_setup: Callable[[], None]) -> Entry:
+    def join(self, ddp: DdpModules, end_setup: Callable[[], None]) -> GuardEntry:
         """Training thread of a new process, before it enters its guard. `end_setup`: makes groups real ones again, see
         `joiner`. Raises RejoinFailed and UnfitSpareError."""
         generation = self.generation
@@ -346,7 +346,7 @@ class Member:
                 self.refuse(generation, str(error))
                 raise
 
-        return Entry(generation=generation, verdict=verdict, where=where, live=None)
+        return GuardEntry(generation=generation, verdict=verdict, where=where, live=None)
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""

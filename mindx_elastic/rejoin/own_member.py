@@ -14,7 +14,7 @@ from mindx_elastic.errors import MismatchError
 from mindx_elastic.rejoin import groups, joiner, spare
 from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.host import HAS_HOOK, PARTS_DIFFER
-from mindx_elastic.rejoin.member import Entry, Member, UnfitSpareError
+from mindx_elastic.rejoin.member import GuardEntry, Member, UnfitSpareError
 
 __all__ = ["find_member", "join_job", "tell_once"]
 
@@ -52,7 +52,7 @@ def tell_once(ranks: RankInfo, text: str) -> None:
         logger.warning("--recover in-place: %s", text)
 
 
-def join_job(member: Member, ddp: groups.DdpModules) -> Entry:
+def join_job(member: Member, ddp: groups.DdpModules) -> GuardEntry:
     """In a new process: wait for the other ranks, and connect. Raises MismatchError."""
     try:
         return member.join(ddp, joiner.end_setup)

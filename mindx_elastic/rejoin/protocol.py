@@ -7,10 +7,10 @@
                     +------ anything that does not fit ------> FALLBACK (save and restart)
 
 A recovery has a number, its *generation*. The survivors of a death leave their collectives and report where they
-stand. All of them read the same reports, so each works out the same `Verdict` by itself (`decide`): they go on from the
-most advanced boundary at which a survivor is whole, and each rank that is not takes its state. A report is written
-once: if a rank dies before it has reported, the coordinator writes its death in that place. Only ranks that all hold
-the whole state take part: another one's report says so, and the job is restarted.
+stand. All of them read the same reports, so each works out the same `RecoveryVerdict` by itself (`decide`): they go on
+from the most advanced boundary at which a survivor is whole, and each rank that is not takes its state. A report is
+written once: if a rank dies before it has reported, the coordinator writes its death in that place. Only ranks that all
+hold the whole state take part: another one's report says so, and the job is restarted.
 
 The coordinator (`Coordinator`: the agent) only starts a generation, notes deaths and watches the clock. It cannot
 change a verdict; it can end the recovery. Up to the donor's word that its state lies in shared memory, the survivors'
@@ -28,7 +28,7 @@ from typing import Annotated, Any
 from mindx_elastic.core.fields import Words, read
 from mindx_elastic.core.rank_lists import rank_list
 
-__all__ = ["Coordinator", "Fallback", "Phase", "Report", "Verdict", "decide"]
+__all__ = ["Coordinator", "Fallback", "Phase", "RecoveryVerdict", "Report", "decide"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RecoveryVerdict:
     """What all ranks do next."""
 
     refusal: str = ""
@@ -84,34 +84,34 @@ class Verdict:
         return tuple(sorted({*self.dead, *self.behind}))
 
 
-def decide(reports: Mapping[int, Report | None], *, world_size: int) -> Verdict:
+def decide(reports: Mapping[int, Report | None], *, world_size: int) -> RecoveryVerdict:
     """The verdict on the reports of all ranks of a world; None: that rank is dead. A boundary below step 1 is not
     taken."""
     dead = tuple(rank for rank in range(world_size) if reports.get(rank) is None)
     alive = [report for rank in range(world_size) if (report := reports.get(rank)) is not None]
     if not dead:
-        return Verdict(refusal="every rank has reported, and none is dead")
+        return RecoveryVerdict(refusal="every rank has reported, and none is dead")
     if not alive:
-        return Verdict(refusal="no rank is left")
+        return RecoveryVerdict(refusal="no rank is left")
     for report in alive:
         if report.problem:
-            return Verdict(refusal=f"rank {report.rank}: {report.problem}")
+            return RecoveryVerdict(refusal=f"rank {report.rank}: {report.problem}")
     if len({(report.run_id, report.attempt) for report in alive}) > 1:
-        return Verdict(refusal="the ranks are in different attempts of the run")
+        return RecoveryVerdict(refusal="the ranks are in different attempts of the run")
     if len({report.groups for report in alive}) > 1:
-        return Verdict(refusal="the ranks have made different process groups")
+        return RecoveryVerdict(refusal="the ranks have made different process groups")
     clean = [report for report in alive if report.clean]
     if not clean:
         ranks = rank_list(report.rank for report in alive)
         were = "was" if len(alive) == 1 else "were all"
-        return Verdict(refusal=f"{ranks} {were} cut off in an update: none has the state of a boundary")
+        return RecoveryVerdict(refusal=f"{ranks} {were} cut off in an update: none has the state of a boundary")
     step = max(report.step for report in clean)
     if max(report.step for report in alive) > step:
-        return Verdict(refusal="the rank that was furthest was cut off in an update")
+        return RecoveryVerdict(refusal="the rank that was furthest was cut off in an update")
     if step < 1:
-        return Verdict(refusal=f"the ranks stand at step {step}, which is too early")
+        return RecoveryVerdict(refusal=f"the ranks stand at step {step}, which is too early")
     whole = [report for report in clean if report.step == step]
-    return Verdict(
+    return RecoveryVerdict(
         run_id=alive[0].run_id,
         attempt=alive[0].attempt,
         next_attempt=alive[0].attempt + 1,
@@ -150,7 +150,7 @@ class Coordinator:
         self.dead: set[int] = set()
         """In this generation, as known before the verdict."""
         self.reports: dict[int, Report | None] = {}
-        self.verdict: Verdict | None = None
+        self.verdict: RecoveryVerdict | None = None
         self.has_state = False
         """The donor's state lies in shared memory."""
         self.ready: set[int] = set()

@@ -23,7 +23,7 @@ __all__ = [
     "STAGES",
     "STOPPED",
     "RecoveryRecord",
-    "StandIn",
+    "Replacement",
     "as_event",
     "as_lines",
     "from_event",
@@ -36,7 +36,7 @@ IN_PLACE, RESTART, STOPPED, FINISHED = "in place", "restart", "stopped", "finish
 """Values of `RecoveryRecord.outcome`: it has succeeded; the job is restarted; the job was stopped meanwhile; a rank had
 finished its training meanwhile, so that there is a restart only if another one of that node has not."""
 SPARE, FORKED, FRESH = "spare", "zygote", "fresh"
-"""Values of `StandIn.by`: a warm spare, a fork of the zygote, a new interpreter."""
+"""Values of `Replacement.by`: a warm spare, a fork of the zygote, a new interpreter."""
 STAGES = ("detect", "heard", "out", "agreed", "connected", "donated", "state", "ready", "first_step")
 """Names in `RecoveryRecord.stages`, in the order of events."""
 _SHOWN = tuple(name for name in STAGES if name not in ("heard", "donated"))
@@ -46,7 +46,7 @@ _Words = Annotated[str, Text(1 << 16)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandIn:
+class Replacement:
     """The new process in the place of a dead one."""
 
     rank: int
@@ -69,7 +69,7 @@ class RecoveryRecord:
     """Why it was not in place; empty: it was."""
     ranks: tuple[int, ...] = ()
     """Whose processes were gone."""
-    stood_in: tuple[StandIn, ...] = ()
+    stood_in: tuple[Replacement, ...] = ()
     behind: tuple[int, ...] = ()
     """Survivors that took the donor's state as well."""
     donor: Annotated[int, Between(-1, 1 << 60)] | None = None
@@ -164,7 +164,7 @@ def _what(record: RecoveryRecord) -> str:
     return "; ".join(words)
 
 
-def _stand_in(each: StandIn, *, alone: bool) -> str:
+def _stand_in(each: Replacement, *, alone: bool) -> str:
     how = {SPARE: "a spare", FORKED: "a fork of the zygote", FRESH: "a fresh process"}
     text = f"{how.get(each.by, 'a new process')} (pid {each.pid}) stands in"
     return text if alone else f"{text} for rank {each.rank}"

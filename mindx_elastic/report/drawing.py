@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from mindx_elastic.core.printable import printable
 from mindx_elastic.report.losses import Losses
-from mindx_elastic.report.story import Bar, Mark, Share, Story
+from mindx_elastic.report.story import Bar, Mark, Story, TimeShare
 
 __all__ = ["escape", "goodput", "loss_line", "span", "step_line", "thin", "timeline"]
 
@@ -120,7 +120,7 @@ class _Figure:
         return f"{head}{''.join(self.parts)}</svg>"
 
 
-def goodput(shares: Sequence[Share], total_s: float) -> str:
+def goodput(shares: Sequence[TimeShare], total_s: float) -> str:
     """One bar of all parts of the time."""
     figure, at = _Figure(0.0, total_s, 34), 0.0
     for share in shares:

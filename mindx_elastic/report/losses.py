@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mindx_elastic.agent.progress_log import Piece
+from mindx_elastic.agent.progress_log import ProgressPiece
 
 __all__ = ["Losses", "find_losses"]
 
@@ -20,7 +20,7 @@ class Losses:
     num_not_finite: int
 
 
-def find_losses(pieces: Iterable[Piece]) -> Losses:
+def find_losses(pieces: Iterable[ProgressPiece]) -> Losses:
     """`pieces`: in the order in which they began. Those of another agent are left out where a later one has begun anew:
     another run, in the same folder."""
     found: dict[int, float] = {}

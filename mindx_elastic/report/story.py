@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.ledger import FINISHED, STOPPED, AttemptRecord
-from mindx_elastic.agent.progress_log import PROGRESS_FILE, Piece, read_pieces
+from mindx_elastic.agent.progress_log import PROGRESS_FILE, ProgressPiece, read_pieces
 from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs, read_last_lines, runs_of_ranks
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
@@ -24,7 +24,7 @@ from mindx_elastic.rejoin.record import IN_PLACE
 from mindx_elastic.report.losses import Losses, find_losses
 from mindx_elastic.start.remains import find_remains, proof_in_events, remarks
 
-__all__ = ["Bar", "Mark", "Share", "Story", "remarks_of_run", "shares_of", "tell"]
+__all__ = ["Bar", "Mark", "Story", "TimeShare", "remarks_of_run", "shares_of", "tell"]
 
 _ALARMS = (*NOTABLE, "pause")
 _MOST, _MOST_S = 1 << 62, 1e11
@@ -59,7 +59,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Share:
+class TimeShare:
     """A part of the run's time."""
 
     name: str
@@ -77,7 +77,7 @@ class Story:
     marks: list[Mark] = field(default_factory=list)
     steps: list[list[tuple[float, int]]] = field(default_factory=list)
     """For each attempt the moments at which a step is known to have been passed."""
-    shares: list[Share] = field(default_factory=list)
+    shares: list[TimeShare] = field(default_factory=list)
     losses: Losses = field(default_factory=lambda: find_losses(()))
     sources: list[Path] = field(default_factory=list)
     """The logs that were read."""
@@ -111,7 +111,7 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
     began = run.started
     if began is None:
         began = min((line["time"] for line in lines), default=0.0)
-    pieces: list[Piece] = []
+    pieces: list[ProgressPiece] = []
     progress = log.with_name(PROGRESS_FILE)
     if progress.is_file():
         pieces, more_torn = read_pieces(progress)
@@ -290,7 +290,7 @@ def _durations(
 
 def shares_of(
     records: Sequence[AttemptRecord], durations: Mapping[int, float], total_s: float, first_start_s: float
-) -> list[Share]:
+) -> list[TimeShare]:
     """Where the time of a run went; the parts are never more than `total_s` together. Pure.
 
     durations: seconds from the begin of an attempt's training to its end, by its number.
@@ -311,21 +311,21 @@ def shares_of(
     paused = sum(max(0.0, record.paused_s or 0.0) for record in records)
     stall = sum(max(0.0, record.stall_s or 0.0) for record in records)
     lost = [
-        Share("stall", stall, "periodic saves, while they held up the training"),
-        Share("redone", redone, "steps that were done again, at the speed of their attempt"),
-        Share("detect", detect, "from a failure until it was noticed"),
-        Share("save", save, "until the newest step was safe"),
-        Share("restart", restart, "until new processes ran"),
-        Share("resume", load, "until every rank had passed a step again"),
-        Share("in place", in_place, "recoveries without a restart"),
-        Share("first start", first_start_s, "until the first guard was entered, or the first step known"),
-        Share("paused", paused, "by command"),
+        TimeShare("stall", stall, "periodic saves, while they held up the training"),
+        TimeShare("redone", redone, "steps that were done again, at the speed of their attempt"),
+        TimeShare("detect", detect, "from a failure until it was noticed"),
+        TimeShare("save", save, "until the newest step was safe"),
+        TimeShare("restart", restart, "until new processes ran"),
+        TimeShare("resume", load, "until every rank had passed a step again"),
+        TimeShare("in place", in_place, "recoveries without a restart"),
+        TimeShare("first start", first_start_s, "until the first guard was entered, or the first step known"),
+        TimeShare("paused", paused, "by command"),
     ]
     over = sum(share.seconds for share in lost)
     factor = total_s / over if over > total_s > 0 else 1.0
-    lost = [Share(share.name, share.seconds * factor, share.meaning) for share in lost if share.seconds > 0]
+    lost = [TimeShare(share.name, share.seconds * factor, share.meaning) for share in lost if share.seconds > 0]
     productive = max(0.0, total_s - sum(share.seconds for share in lost))
-    return [Share("productive", productive, "all the rest: training, evaluations"), *lost]
+    return [TimeShare("productive", productive, "all the rest: training, evaluations"), *lost]
 
 
 def _redone(record: AttemptRecord, duration_s: float | None) -> float:

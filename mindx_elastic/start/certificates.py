@@ -11,7 +11,7 @@ from mindx_elastic.core.certificate import (
     COMPARED,
     MOST_WITNESS_BYTES,
     WITNESS_SUFFIX,
-    Entry,
+    CertifiedResume,
     date_of,
     digest_of,
     proof_of,
@@ -47,7 +47,7 @@ def certificate_in(directory: Path) -> dict[str, Any]:
         entry = inventory.entries.get(share.file.path)
         if entry is not None and entry.info is not None:
             chains[entry.info.rank] = entry.info.certificate
-    problems, read, left_out = [], dict[int, list[Entry]](), 0
+    problems, read, left_out = [], dict[int, list[CertifiedResume]](), 0
     for rank, chain in chains.items():
         try:
             read[rank], left_out = read_chain(chain)
@@ -72,7 +72,7 @@ def certificate_in(directory: Path) -> dict[str, Any]:
     }
 
 
-def _spans(read: dict[int, list[Entry]]) -> tuple[list[str], int]:
+def _spans(read: dict[int, list[CertifiedResume]]) -> tuple[list[str], int]:
     """A line for each resume, and how many of them are joined on all ranks."""
     lines, num_joined = [], 0
     for after in sorted({entry.after for entries in read.values() for entry in entries}):
@@ -95,7 +95,9 @@ def _spans(read: dict[int, list[Entry]]) -> tuple[list[str], int]:
     return lines, num_joined
 
 
-def _changed_witnesses(files: Sequence[CatalogEntry], read: dict[int, list[Entry]], owners: Owners) -> Iterator[str]:
+def _changed_witnesses(
+    files: Sequence[CatalogEntry], read: dict[int, list[CertifiedResume]], owners: Owners
+) -> Iterator[str]:
     """Those that are still there and are not those that were compared."""
     claimed = {entry.boundary: entry for entries in read.values() for entry in entries if entry.boundary}
     for file in files:

@@ -29,7 +29,7 @@ from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.findings import Findings, Place, Share
 from mindx_elastic.start.planner import never_complete, order_of_moments, plan_resume
 
-__all__ = ["Inventory", "Step", "newest_complete", "until_sound"]
+__all__ = ["Inventory", "SavedStep", "newest_complete", "until_sound"]
 
 T = TypeVar("T")
 Key = tuple[str, str, int, Moment, str, float, int]
@@ -61,7 +61,7 @@ class _Damage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class SavedStep:
     """One step of one attempt of one run, and whether a start of the same world size can resume from it.
 
     It asks the planner only when the files alone do not decide, so that a few small files that claim a huge world size
@@ -360,17 +360,17 @@ class Inventory:
         return order_of_moments(self.facts)
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[SavedStep]:
         """Every step, the newest run, attempt and step first; also steps that are not for resuming."""
         useless = [entry.info for entry in self.entries.values() if entry.info is not None and not entry.info.resumable]
         return [self.judge(moment) for moment in order_of_moments([*self.facts, *useless])]
 
-    def newest_complete(self, run_id: str | None = None) -> Step | None:
+    def newest_complete(self, run_id: str | None = None) -> SavedStep | None:
         """The first complete step that a start can try, of any run or of `run_id`."""
         moments = (moment for moment in self.moments if run_id in (None, moment[0]))
         return next((step for moment in moments if (step := self.judge(moment)).is_complete), None)
 
-    def judge(self, moment: Moment) -> Step:
+    def judge(self, moment: Moment) -> SavedStep:
         """The step of `moment`, judged for a start of the same world size."""
         facts = self._by_moment().get(moment, [])
         entries = sorted(self._entries().get(moment, ()), key=preference)
@@ -382,7 +382,7 @@ class Inventory:
             settled = self._settle().get(moment, [])
             return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states, self.recorded))
 
-        return Step(
+        return SavedStep(
             moment=moment,
             world_size=world_size,
             facts=tuple(facts),

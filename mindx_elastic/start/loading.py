@@ -45,7 +45,7 @@ from mindx_elastic.persist.reader import map_checkpoint
 from mindx_elastic.start.restore import Resumed
 from mindx_elastic.start.tail_side import TailSide
 
-__all__ = ["Choice", "RingStates", "choose", "choose_of_loader", "choose_parts", "load", "on_one_side"]
+__all__ = ["ChosenState", "RingStates", "choose", "choose_of_loader", "choose_parts", "load", "on_one_side"]
 
 MISSING: Any = object()
 _THEIRS = object()
@@ -204,39 +204,41 @@ class RingStates:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenState:
     """The state to use, and what speaks against it; empty: nothing does. MISSING: as the program has built it."""
 
     value: Any
     doubt: str = ""
 
 
-def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = False) -> Choice:
+def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = False) -> ChosenState:
     """The state of one object at the step. `donated`: in the donor's file, or MISSING.
 
     is_alike: replicas move it alike, if nothing is known against it. is_stream: a random generator, whose numbers two
     ranks should not share. Pure.
     """
     if kept.foreseen is not MISSING and not kept.was_wrong:
-        return Choice(kept.foreseen)
+        return ChosenState(kept.foreseen)
     mine, theirs = kept.mine, kept.theirs
     own = mine[0] if mine else kept.newest
     if donated is MISSING:
-        return Choice(own, "held by this rank only")
+        return ChosenState(own, "held by this rank only")
     if not mine and is_alike:
-        return Choice(donated)
+        return ChosenState(donated)
     if not mine:
         instead = own if is_stream and own is not MISSING else donated
-        return Choice(instead, "not known to be the same on all ranks")
+        return ChosenState(instead, "not known to be the same on all ranks")
     if not all(map(same_tree, mine, theirs)):
-        return Choice(donated if is_alike else own, "differs from rank to rank")
+        return ChosenState(donated if is_alike else own, "differs from rank to rank")
     if not is_alike and len({*map(_num_tensors, theirs)}) == 1 and _num_tensors(donated) > _num_tensors(theirs[0]):
-        return Choice(donated, "has got tensors in this step, perhaps others on each rank")  # PowerSGD's first errors
+        return ChosenState(
+            donated, "has got tensors in this step, perhaps others on each rank"
+        )  # PowerSGD's first errors
     moves = [donated, *theirs]
     moved_alike = not all(map(same_tree, theirs[1:], theirs))
     if is_alike or moved_alike or same_tree(moves[0], moves[1]):
-        return Choice(donated)
-    return Choice(donated, "changed in this step for the first time in a while")
+        return ChosenState(donated)
+    return ChosenState(donated, "changed in this step for the first time in a while")
 
 
 def _num_tensors(state: Any) -> int:
@@ -252,7 +254,7 @@ def _num_tensors(state: Any) -> int:
 
 def choose_parts(
     donated: Mapping[str, Any], kept: Callable[[str], RingStates], follow_the_steps: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Choice]]:
+) -> tuple[dict[str, Any], dict[str, ChosenState]]:
     """The state of an object whose entries are chosen one by one, and the choices that something speaks against.
     `kept`: of an entry. `follow_the_steps`: those that replicas move alike. Pure."""
     chosen = {key: choose(value, kept(key), is_alike=key in follow_the_steps) for key, value in donated.items()}
@@ -307,7 +309,7 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
             continue
         own_way = choose_of_loader(donated, rings.of(name), rings.of(name, "epochs").foreseen)
         if own_way is not MISSING:
-            choice = Choice(own_way)
+            choice = ChosenState(own_way)
         value = choice.value
         doubt = "takes too long to copy at every boundary" if is_whole else choice.doubt
         used = _whose(value is donated, found)
@@ -348,18 +350,20 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
     return made
 
 
-def _weights_of(name: str, donated: Mapping[str, Any], rings: _Rings, *, is_whole: bool) -> Choice:
+def _weights_of(name: str, donated: Mapping[str, Any], rings: _Rings, *, is_whole: bool) -> ChosenState:
     """Those of the weights of `name` that this rank has kept by itself, where no optimizer updates them, and what
     speaks against what is used. `is_whole`: this boundary's are in `donated` already."""
     moves = rings.of(name, "moves")
     if (len({*moves.mine}) > 1) != (len({*moves.theirs}) > 1):
-        return Choice({}, "only some ranks change them, and they are too large to be kept at each step; another rank's")
+        return ChosenState(
+            {}, "only some ranks change them, and they are too large to be kept at each step; another rank's"
+        )
     kept = rings.of(name, "weights")
     if is_whole or kept.newest is MISSING:
-        return Choice({})
+        return ChosenState({})
     theirs = {place: donated[place] for place in kept.newest if place in donated}
     choice = choose(theirs, kept, is_alike=False)
-    return Choice(choice.value, choice.doubt and f"{choice.doubt}; this rank's last known ones")
+    return ChosenState(choice.value, choice.doubt and f"{choice.doubt}; this rank's last known ones")
 
 
 def _whose(is_donated: bool, found: Resumed) -> str:

@@ -33,8 +33,8 @@ def remarks(remains: dict[str, Any], complete_step: int | None) -> list[str]:
 
 
 def proof_in_events(directory: Path) -> str:
-    """What comparisons of the newest run's resumes have shown, in words as `core.certificate.Proof`; empty: the event
-    log says of no run. Raises nothing."""
+    """What comparisons of the newest run's resumes have shown, in words as `core.certificate.ResumeProof`; empty: the
+    event log says of no run. Raises nothing."""
     from mindx_elastic.core.certificate import COMPARED, date_of
     from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, parse_event
     from mindx_elastic.core.values import real, text, whole

@@ -21,7 +21,7 @@ import torch
 
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.capture.parameter_names import grouped
-from mindx_elastic.core.division import Divided, Piece, piece_name
+from mindx_elastic.core.division import Divided, RowPiece, piece_name
 from mindx_elastic.core.layout import REPLICATE, Box, Layout, overlap
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.printable import listed
@@ -227,7 +227,7 @@ class _PartFile:
         """Of the tensor in the file. Raises MismatchError."""
         return str(self._node(spec)["$tensor"])
 
-    def read_piece(self, name: str, divided: Divided, piece: Piece, box: Box, out: torch.Tensor) -> None:
+    def read_piece(self, name: str, divided: Divided, piece: RowPiece, box: Box, out: torch.Tensor) -> None:
         """Read `box`, rows of `piece` of a divided tensor; the file holds the piece, or the whole tensor."""
         is_whole = self.header.held is None
         entry = self.header.entries.get(name if is_whole else piece_name(name, divided, piece))

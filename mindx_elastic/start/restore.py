@@ -63,9 +63,9 @@ from mindx_elastic.start.shares import share_in, tell_shares
 __all__ = [
     "Disks",
     "FollowedPart",
-    "Places",
     "PlanPart",
     "Resumed",
+    "SearchPlaces",
     "Target",
     "places_of",
     "put_strategy",
@@ -125,7 +125,7 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class Places:
+class SearchPlaces:
     """Where a start looks for checkpoints."""
 
     directories: Sequence[Path]
@@ -143,7 +143,7 @@ class Places:
 
 def places_of(
     directories: Sequence[Path], resume: str | Path, *, arenas: Path | None = None, trust: Trust | None = None
-) -> Places:
+) -> SearchPlaces:
     """Where a start with this `resume` argument looks.
 
     Raises UsageError for a path that does not exist or is a link to a file, CorruptCheckpointError and
@@ -151,10 +151,10 @@ def places_of(
     """
     trust = trust or Trust()
     if resume in ("auto", "never"):
-        return Places(directories, resume, None, arenas, trust, () if resume == "auto" else directories)
+        return SearchPlaces(directories, resume, None, arenas, trust, () if resume == "auto" else directories)
     root, only = _resolve(resume)
     trust.add(root)
-    return Places([root], resume, only, arenas, trust, directories)
+    return SearchPlaces([root], resume, only, arenas, trust, directories)
 
 
 def _resolve(resume: str | Path) -> tuple[Path, Moment | None]:
@@ -190,7 +190,7 @@ class Disks(Part):
 
     name = "disks"
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: SearchPlaces) -> None:
         """Call it after the arena is made: the other ranks may read the arena after the meeting."""
         self._places = places
         self._told = self._list()
@@ -306,7 +306,7 @@ class PlanPart(FollowedPart):
         self,
         exchange: Exchange,
         ranks: RankInfo,
-        places: Places,
+        places: SearchPlaces,
         disks: Disks,
         *,
         transport: Transport | None = None,

@@ -21,7 +21,7 @@ from mindx_elastic.data import from_loader
 from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.guard.running import Place, run_in_place
+from mindx_elastic.guard.running import InPlaceGuard, run_in_place
 from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.train.callbacks import (
     Callback,
@@ -132,7 +132,7 @@ class Model(ModelParts):
         loader = from_loader(loader)
         self._prepare(train=True)
 
-        def block(place: Place | None) -> None:
+        def block(place: InPlaceGuard | None) -> None:
             self.ranks = RankInfo.from_env()  # of a smaller job, when it is called again in one
             self._train(arguments, loader, dict(extra), place, progress=progress)
 
@@ -143,7 +143,7 @@ class Model(ModelParts):
         arguments: _Arguments,
         loader: Any,
         extra: dict[str, Any],
-        place: Place | None,
+        place: InPlaceGuard | None,
         *,
         progress: bool | None,
     ) -> None:
@@ -260,7 +260,7 @@ class Model(ModelParts):
             self.network = wrap_network(self.network, self.device, world_size)
         return world_size
 
-    def _open_exchange(self, stack: ExitStack, place: Place | None) -> Exchange | None:
+    def _open_exchange(self, stack: ExitStack, place: InPlaceGuard | None) -> Exchange | None:
         ranks = current_ranks(self.ranks)
         if ranks.world_size == 1:
             return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.pausing import Answer, PauseOrder, who_waits, why_gone_on
+from mindx_elastic.agent.pausing import PauseAnswer, PauseOrder, who_waits, why_gone_on
 from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.core.status_page import Status, StatusPage, WorkerPhase, page_path, read_page
 from mindx_elastic.memory.agent_folder import PAUSE, PAUSE_FILE, RESUME
@@ -59,7 +59,7 @@ def test_a_pause_is_there_when_every_rank_waits_and_over_when_all_go_on(node: No
     node.hear(1, (0,))
     assert pause.look() is None and node.lies_there() == PAUSE
     node.all_wait()
-    assert pause.look() == Answer(True, "paused at step 4: every rank waits", 4)
+    assert pause.look() == PauseAnswer(True, "paused at step 4: every rank waits", 4)
     resume = node.order(RESUME)
     assert resume.answer_at_once() is None
     resume.give()
@@ -67,10 +67,10 @@ def test_a_pause_is_there_when_every_rank_waits_and_over_when_all_go_on(node: No
     again = node.order().answer_at_once()
     assert again is not None and again.good and again.text.startswith("paused at step 4 already, for ")
     node.all_go()
-    assert resume.look() == Answer(True, "training goes on from step 4", 4)
+    assert resume.look() == PauseAnswer(True, "training goes on from step 4", 4)
     resume.withdraw()
     assert not (node.folder / PAUSE_FILE).exists()
-    assert node.order(RESUME).answer_at_once() == Answer(True, "the run is not paused; nothing to do")
+    assert node.order(RESUME).answer_at_once() == PauseAnswer(True, "the run is not paused; nothing to do")
 
 
 def test_a_resume_is_answered_when_no_rank_can_still_pass_on_the_pause(node: Node) -> None:
@@ -79,14 +79,14 @@ def test_a_resume_is_answered_when_no_rank_can_still_pass_on_the_pause(node: Nod
     pause.give()
     assert resume.answer_at_once() is None
     resume.give()
-    assert pause.look() == Answer(False, "another command was given meanwhile")
+    assert pause.look() == PauseAnswer(False, "another command was given meanwhile")
     assert resume.look() is None, "no page says so, and yet"
     pause.withdraw()
     assert node.lies_there() == RESUME, "not its own"
     node.hear(2, (0,))
     assert resume.look() is None
     node.hear(2)
-    assert resume.look() == Answer(True, "training goes on")
+    assert resume.look() == PauseAnswer(True, "training goes on")
 
 
 @pytest.mark.parametrize(

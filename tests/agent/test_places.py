@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.agent.places import PlaceEnd, Places, visible_devices
+from mindx_elastic.agent.places import NodePlaces, PlaceEnd, visible_devices
 
 
 def failed(place: int, *, passed: bool = False) -> PlaceEnd:
@@ -13,14 +13,14 @@ def failed(place: int, *, passed: bool = False) -> PlaceEnd:
 
 
 def test_a_place_is_lost_when_its_new_process_fails_too() -> None:
-    places = Places(4, 1)
+    places = NodePlaces(4, 1)
     assert not places.note_ends([failed(3, passed=True)])  # a rank has died
     assert places.note_ends([failed(3)]) == [3]  # and so has the one in its place
     assert places.choose().active == (0, 1)
 
 
 def test_a_place_that_is_tried_again_and_fails_is_lost_at_once() -> None:
-    places = Places(2, 1)
+    places = NodePlaces(2, 1)
     places.note_ends([failed(1)])
     places.note_ends([failed(1)])
     places.active = places.choose().active
@@ -31,7 +31,7 @@ def test_a_place_that_is_tried_again_and_fails_is_lost_at_once() -> None:
 
 def test_a_place_in_which_a_later_process_of_the_attempt_got_on_is_not_lost() -> None:
     """Two were replaced in place, the second one before it passed a boundary, and the third one has trained."""
-    places = Places(2, 1)
+    places = NodePlaces(2, 1)
     assert not places.note_ends([failed(1, passed=True), failed(1), PlaceEnd(1, failed=False, passed=True)])
     assert not places.suspects
     assert not places.note_ends([failed(1), PlaceEnd(0, failed=False, passed=True)])
@@ -40,7 +40,7 @@ def test_a_place_in_which_a_later_process_of_the_attempt_got_on_is_not_lost() ->
 
 def test_how_many_go_on() -> None:
     def after(count: int, *lost: int, least: int = 1, mode: str = "keep", window: int = 1) -> tuple[int, ...]:
-        places = Places(count, least, mode, dict.fromkeys(lost, "gone"))
+        places = NodePlaces(count, least, mode, dict.fromkeys(lost, "gone"))
         return places.choose(window=window).active
 
     assert after(4, 3) == (0, 1)
@@ -68,7 +68,7 @@ def test_a_choice_is_right_or_says_why_not(
     count: int, least: int, lost: set[int], window: int, mode: str, refusal: str
 ) -> None:
     least, lost = min(least, count), {place for place in lost if place < count}
-    places = Places(count, least, mode, dict.fromkeys(lost, "gone"))
+    places = NodePlaces(count, least, mode, dict.fromkeys(lost, "gone"))
     choice = places.choose(refusal=refusal, window=window)
     assert bool(choice.active) != bool(choice.why_not)
     assert not set(choice.active) & lost
@@ -90,7 +90,7 @@ def test_a_choice_is_right_or_says_why_not(
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), max_size=30))
 def test_only_a_place_that_failed_twice_in_a_row_is_lost(ends: list[tuple[int, bool, bool]]) -> None:
-    places = Places(4, 1)
+    places = NodePlaces(4, 1)
     before: dict[int, bool] = {}
     for place, has_failed, passed in ends:
         found = places.note_ends([PlaceEnd(place, has_failed, passed)])

@@ -15,7 +15,7 @@ from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Phase, Report
-from mindx_elastic.rejoin.record import FORKED, SPARE, STAGES, RecoveryRecord, StandIn
+from mindx_elastic.rejoin.record import FORKED, SPARE, STAGES, RecoveryRecord, Replacement
 from mindx_elastic.rejoin.spare import UNFIT
 
 KILLED = "killed by SIGKILL"
@@ -202,7 +202,7 @@ def test_a_spare_that_cannot_be_this_rank_is_followed_by_another_process(node: N
     assert node.recovery.look() is Phase.RUN
     node.recovery.close()
     (record,) = node.told
-    assert record.stood_in == (StandIn(rank=1, pid=301, by=FORKED),)
+    assert record.stood_in == (Replacement(rank=1, pid=301, by=FORKED),)
 
 
 # --- what is told of it ---
@@ -235,7 +235,7 @@ def test_what_a_recovery_was(node: Node) -> None:
     (record,) = node.told
     assert (record.generation, record.outcome, record.cause, record.reason) == (1, "in place", KILLED, "")
     assert (record.ranks, record.behind, record.donor, record.step, record.steps_lost) == ((1,), (0,), 2, 8, 0)
-    assert record.stood_in == (StandIn(rank=1, pid=201, by=SPARE),)
+    assert record.stood_in == (Replacement(rank=1, pid=201, by=SPARE),)
     assert list(record.stages) == list(STAGES)
     assert record.stages["out"] == pytest.approx(0.5 + 0.1 + 0.02, abs=1e-3), "since a survivor heard of it"
     assert 0.5 <= record.stages["detect"] < 300

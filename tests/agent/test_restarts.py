@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.agent.restarts import CrashLoop, Failure, Restarts, Verdict, same_cause
+from mindx_elastic.agent.restarts import CrashLoop, Failure, Restarts, RestartVerdict, same_cause
 
 
 def test_none() -> None:
@@ -22,7 +22,7 @@ KILL = Failure(cause="killed by SIGKILL", rank=0, step=7, resumed_step=5, resume
 BAD_FILE = Failure(cause="killed by SIGSEGV", rank=1, step=100, resumed_step=100, resumed_path="ckpt/rank_1/n-2_40.st")
 
 
-def judge_all(failures: list[Failure], repeats: int = 3) -> list[Verdict]:
+def judge_all(failures: list[Failure], repeats: int = 3) -> list[RestartVerdict]:
     loop = CrashLoop(repeats)
     return [loop.judge(failure) for failure in failures]
 

@@ -15,8 +15,8 @@ from mindx_elastic.agent.result import (
     FRUITLESS_MOST,
     RESULT_FILE,
     JobResult,
-    Progress,
     ResultFile,
+    RunProgress,
     find_progress,
     read_result,
 )
@@ -47,22 +47,22 @@ def end(run_dir: Path, *args: Any, **more: Any) -> JobResult:
     ],
 )
 def test_what_is_worth_another_start(tmp_path: Path, outcome: str, code: int, retry: bool) -> None:
-    result = end(tmp_path, outcome, code, "why", Progress(saved_step=7, progressed=True, attempts=2))
+    result = end(tmp_path, outcome, code, "why", RunProgress(saved_step=7, progressed=True, attempts=2))
     assert (result.retry, result.exit_code, result.saved_step, result.attempts) == (retry, code, 7, 2)
     assert ('"retry": true' in (tmp_path / RESULT_FILE).read_text()) is retry, "for grep"
 
 
 def test_a_crash_loop_is_not_worth_it(tmp_path: Path) -> None:
-    assert not end(tmp_path, "failed", 137, "why", Progress(7, True), final=True).retry
+    assert not end(tmp_path, "failed", 137, "why", RunProgress(7, True), final=True).retry
 
 
 def test_stops_before_the_first_step_come_to_an_end(tmp_path: Path) -> None:
-    none = Progress(saved_step=None, progressed=False)
+    none = RunProgress(saved_step=None, progressed=False)
     assert [end(tmp_path, "stopped", 143, "SIGTERM", none).retry for _ in range(FRUITLESS_MOST + 1)] == [
         *[True] * (FRUITLESS_MOST - 1),
         *[False] * 2,
     ]
-    assert end(tmp_path, "stopped", 143, "SIGTERM", Progress(3, True)).fruitless == 0
+    assert end(tmp_path, "stopped", 143, "SIGTERM", RunProgress(3, True)).fruitless == 0
     assert end(tmp_path, "stopped", 143, "SIGTERM", none).retry
 
 
@@ -145,16 +145,16 @@ def record(attempt: int, **more: Any) -> AttemptRecord:
 @pytest.mark.parametrize(
     ("records", "progress"),
     [
-        ([], Progress()),
-        ([record(0, step_reached=-1)], Progress(None, None, 1)),
-        ([record(0, resumed_step=-1, step_reached=0, saved_step=0)], Progress(0, False, 1)),
-        ([record(0, resumed_step=-1, step_reached=4, saved_step=4)], Progress(4, True, 1)),
-        ([record(0, resumed_step=7, step_reached=7, saved_step=7)], Progress(7, False, 1)),
-        ([record(0, resumed_step=7, step_reached=9)], Progress(7, False, 1)),
-        ([record(0, resumed_step=-1, saved_step=9), record(1, resumed_step=5)], Progress(5, True, 2)),
-        ([record(0, resumed_step=-1), record(1, resumed_step=6), record(2)], Progress(6, True, 3)),
-        ([record(0, resumed_step=-1, step_reached=9, outcome="finished")], Progress(None, True, 1)),
+        ([], RunProgress()),
+        ([record(0, step_reached=-1)], RunProgress(None, None, 1)),
+        ([record(0, resumed_step=-1, step_reached=0, saved_step=0)], RunProgress(0, False, 1)),
+        ([record(0, resumed_step=-1, step_reached=4, saved_step=4)], RunProgress(4, True, 1)),
+        ([record(0, resumed_step=7, step_reached=7, saved_step=7)], RunProgress(7, False, 1)),
+        ([record(0, resumed_step=7, step_reached=9)], RunProgress(7, False, 1)),
+        ([record(0, resumed_step=-1, saved_step=9), record(1, resumed_step=5)], RunProgress(5, True, 2)),
+        ([record(0, resumed_step=-1), record(1, resumed_step=6), record(2)], RunProgress(6, True, 3)),
+        ([record(0, resumed_step=-1, step_reached=9, outcome="finished")], RunProgress(None, True, 1)),
     ],
 )
-def test_what_attempts_have_come_to(records: list[AttemptRecord], progress: Progress) -> None:
+def test_what_attempts_have_come_to(records: list[AttemptRecord], progress: RunProgress) -> None:
     assert find_progress(records) == progress

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mindx_elastic.agent.endings import StopKind, conclude
-from mindx_elastic.agent.places import Places
+from mindx_elastic.agent.places import NodePlaces
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import EventLog
@@ -53,7 +53,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         if devices is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
         events = EventLog(tmp_path / "events.jsonl")
-        return Shrinking(Places(count, 1), events, patience_s=patience_s, regrow_after_s=regrow_after_s)
+        return Shrinking(NodePlaces(count, 1), events, patience_s=patience_s, regrow_after_s=regrow_after_s)
 
     return make
 

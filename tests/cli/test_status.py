@@ -15,7 +15,7 @@ import pytest
 from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
-from mindx_elastic.rejoin.record import SPARE, RecoveryRecord, StandIn
+from mindx_elastic.rejoin.record import SPARE, RecoveryRecord, Replacement
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def record_recoveries(run_dir: Path) -> None:
     log = start_agent(run_dir, os.getpid())
     ledger = Ledger(log)
     ledger.start_attempt(0, world_size=2, num_workers=2, node=0, restarts=0)
-    stand_in = StandIn(rank=1, pid=4711, by=SPARE)
+    stand_in = Replacement(rank=1, pid=4711, by=SPARE)
     stages = {"detect": 0.001, "out": 0.002, "ready": 0.07, "first_step": 0.12}
     done = RecoveryRecord(
         generation=1, outcome="in place", cause="killed by SIGKILL", ranks=(1,), stood_in=(stand_in,), donor=0, step=3

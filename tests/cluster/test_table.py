@@ -21,7 +21,7 @@ from mindx_elastic.cluster.messages import (
     Welcome,
     as_json,
 )
-from mindx_elastic.cluster.table import Limits, State, Table
+from mindx_elastic.cluster.table import Limits, ProcessState, Table
 from mindx_elastic.core.fields import read
 
 LIMITS = Limits(heartbeat_s=5.0, reconnect_s=1.0, formation_s=100.0)
@@ -395,7 +395,7 @@ class Cluster(RuleBasedStateMachine):
             if process.alive and process.admitted and process.silent_since is None and not process.told_dead:
                 member = self.table.find(process.who.incarnation)
                 if member is not None:
-                    assert member.state is State.LIVING
+                    assert member.state is ProcessState.LIVING
 
 
 Cluster.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

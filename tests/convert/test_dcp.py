@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mindx_elastic.convert.conversion import Request, convert
+from mindx_elastic.convert.conversion import ConversionRequest, convert
 from mindx_elastic.convert.dcp import METADATA, read_dcp, write_dcp
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.state import resolved
@@ -178,7 +178,7 @@ def test_what_is_not_wanted_is_not_read(tmp_path: Path, folder: Folder) -> None:
     folder.add("model.w", WHOLE, QUARTERS).add_value("extra", saved(Marker(tmp_path / "mark")))
     folder.metadata.planner_data = {"model.w": ("model", "w"), "extra": ("extra",)}
     folder.finish()
-    convert(Request(source=folder.path, destination=tmp_path / "m.pt"))
+    convert(ConversionRequest(source=folder.path, destination=tmp_path / "m.pt"))
     assert torch.equal(torch.load(tmp_path / "m.pt", weights_only=True)["w"], WHOLE)
 
 
@@ -209,7 +209,7 @@ def test_the_optimizer_in_a_folder_of_torchtitan_is_not_the_model(tmp_path: Path
     }
     write_dcp(tmp_path / "step-3", state)
     made = tmp_path / "w.pt"
-    convert(Request(source=tmp_path / "step-3", destination=made))
+    convert(ConversionRequest(source=tmp_path / "step-3", destination=made))
     assert list(torch.load(made, weights_only=True)) == ["layers.0.weight"]
-    convert(Request(source=tmp_path / "step-3", destination=made, everything=True, force=True))
+    convert(ConversionRequest(source=tmp_path / "step-3", destination=made, everything=True, force=True))
     assert set(torch.load(made, weights_only=True)) == {"model", "optimizer", "train_state"}

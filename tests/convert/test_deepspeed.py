@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindx_elastic.convert.conversion import Request, convert
+from mindx_elastic.convert.conversion import ConversionRequest, convert
 from mindx_elastic.errors import CorruptCheckpointError, ForeignCheckpointError, UsageError
 from tests.convert.samples import Marker, assert_same_model
 
@@ -137,7 +137,7 @@ def stages_1_and_2(rank: int, world: int) -> dict[str, Any]:
 
 
 def converted(source: Path, to: Path) -> Any:
-    result = convert(Request(source=source, destination=to / "weights.pt", force=True))
+    result = convert(ConversionRequest(source=source, destination=to / "weights.pt", force=True))
     assert result.source_kind == "deepspeed" and not result.notes
     return torch.load(to / "weights.pt", weights_only=True)
 
@@ -156,7 +156,7 @@ def test_without_zero_the_module_is_whole(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "ds", 1, 0, param_shapes=None)
     found = converted(folder, tmp_path)
     assert found["l1.weight"].dtype == torch.bfloat16 and len(found) == 8
-    named = Request(source=folder / "mp_rank_00_model_states.pt", destination=tmp_path / "named.pt")
+    named = ConversionRequest(source=folder / "mp_rank_00_model_states.pt", destination=tmp_path / "named.pt")
     assert convert(named).source_kind == "torch"
 
 
@@ -165,11 +165,11 @@ def test_a_missing_rank_is_named_and_one_alone_is_refused(tmp_path: Path, stage:
     folder = write_folder(tmp_path / "ds", stage, 3)
     for path in folder.glob("*zero_pp_rank_*"):
         with pytest.raises(UsageError, match="holds one rank's part of a DeepSpeed checkpoint: give its folder"):
-            convert(Request(source=path, destination=tmp_path / "w.pt"))
+            convert(ConversionRequest(source=path, destination=tmp_path / "w.pt"))
     for rank in (1, 2):  # in the middle, and the last
         (folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").rename(tmp_path / "away")
         with pytest.raises(CorruptCheckpointError, match=rf"optim_states.pt of rank {rank} of 3 is missing"):
-            convert(Request(source=folder, destination=tmp_path / "w.pt"))
+            convert(ConversionRequest(source=folder, destination=tmp_path / "w.pt"))
         (tmp_path / "away").rename(folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     assert not (tmp_path / "w.pt").exists()
 
@@ -177,7 +177,7 @@ def test_a_missing_rank_is_named_and_one_alone_is_refused(tmp_path: Path, stage:
 def test_weights_that_are_not_those_of_the_module_are_told(tmp_path: Path) -> None:
     other = {name: value.bfloat16() for name, value in weights().items()}
     folder = write_folder(tmp_path / "ds", 1, 2, module=OrderedDict(other | {"norm": torch.zeros(1)}), shared_params={})
-    result = convert(Request(source=folder, destination=tmp_path / "w.pt"))
+    result = convert(ConversionRequest(source=folder, destination=tmp_path / "w.pt"))
     assert result.notes == ["other values than in the module that was saved with them: norm"]
 
 
@@ -186,12 +186,12 @@ def test_files_of_an_older_job_with_more_ranks(tmp_path: Path) -> None:
     older = write_folder(tmp_path / "older", 2, 3) / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
     older.rename(folder / older.name)
     with pytest.raises(CorruptCheckpointError, match="2 ranks have written it, and there is a file of rank 2"):
-        convert(Request(source=folder, destination=tmp_path / "w.pt"))
+        convert(ConversionRequest(source=folder, destination=tmp_path / "w.pt"))
 
 
 def test_a_name_whose_tensor_is_nowhere_is_told(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "ds", 3, 2, shared_params={})
-    result = convert(Request(source=folder, destination=tmp_path / "w.pt"))
+    result = convert(ConversionRequest(source=folder, destination=tmp_path / "w.pt"))
     assert result.notes == ["in the module and in no file, left out: head.weight"]
 
 
@@ -200,7 +200,7 @@ def test_other_kinds_of_parallelism_are_refused(tmp_path: Path, name: str) -> No
     folder = write_folder(tmp_path / "ds", 1, 2)
     (folder / name).write_bytes(b"")
     with pytest.raises(UsageError, match=f"{name}: pipeline, tensor and expert parallel .*ds_to_universal.py"):
-        convert(Request(source=folder, destination=tmp_path / "w.pt"))
+        convert(ConversionRequest(source=folder, destination=tmp_path / "w.pt"))
 
 
 def test_contradictions_are_damage(tmp_path: Path) -> None:
@@ -208,13 +208,13 @@ def test_contradictions_are_damage(tmp_path: Path) -> None:
     for stage in (2, 3):
         folder = write_folder(tmp_path / f"ds{stage}", stage, 2, param_shapes=other)
         with pytest.raises(CorruptCheckpointError, match="no sound DeepSpeed checkpoint"):
-            convert(Request(source=folder, destination=tmp_path / "w.pt"))
+            convert(ConversionRequest(source=folder, destination=tmp_path / "w.pt"))
 
 
 def test_nothing_of_a_file_runs(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "ds", 2, 1, client=Marker(tmp_path / "ran"))
     with pytest.raises(ForeignCheckpointError, match="Nothing of it was run"):
-        convert(Request(source=folder, destination=tmp_path / "w.pt"))
+        convert(ConversionRequest(source=folder, destination=tmp_path / "w.pt"))
     assert not (tmp_path / "ran").exists()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindx_elastic.convert.conversion import Request, convert
+from mindx_elastic.convert.conversion import ConversionRequest, convert
 from mindx_elastic.errors import CheckpointError, UsageError
 from mindx_elastic.persist.flatten import flatten
 from tests.checkpoint_files import flip_bit_in_data
@@ -21,8 +21,8 @@ def test_to_every_format(tmp_path: Path, form: str, copies: int) -> None:
     for rank in range(3):
         job.write_share(rank, copies)
     first, again = tmp_path / "first", tmp_path / "again.pt"
-    convert(Request(source=job.root, destination=first, destination_kind=form))
-    convert(Request(source=first, destination=again, destination_kind="torch"))
+    convert(ConversionRequest(source=job.root, destination=first, destination_kind=form))
+    convert(ConversionRequest(source=first, destination=again, destination_kind="torch"))
     found, wanted = torch.load(again, weights_only=True), job.state(0)["model"]
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -33,7 +33,7 @@ def test_a_lost_file_of_two_copies_and_a_damaged_one(tmp_path: Path) -> None:
     files = [job.write_share(rank, 2) for rank in range(4)]
     files[1].unlink()
     flip_bit_in_data(files[3])
-    convert(Request(source=job.root, destination=tmp_path / "m.pt"))
+    convert(ConversionRequest(source=job.root, destination=tmp_path / "m.pt"))
     found, wanted = torch.load(tmp_path / "m.pt", weights_only=True), job.state(0)["model"]
     assert flatten(found)[1].keys() == flatten(wanted)[1].keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -44,7 +44,7 @@ def test_without_a_part_nothing_is_written(tmp_path: Path) -> None:
     files = [job.write_share(rank, 1) for rank in range(3)]
     files[2].unlink()
     with pytest.raises(CheckpointError):
-        convert(Request(source=job.root, destination=tmp_path / "m.pt"))
+        convert(ConversionRequest(source=job.root, destination=tmp_path / "m.pt"))
     with pytest.raises((CheckpointError, UsageError), match="divided"):
-        convert(Request(source=files[0], destination=tmp_path / "m.pt"))
+        convert(ConversionRequest(source=files[0], destination=tmp_path / "m.pt"))
     assert not (tmp_path / "m.pt").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mindx_elastic.convert.conversion import Request, Result, convert
+from mindx_elastic.convert.conversion import ConversionRequest, Converted, convert
 from mindx_elastic.errors import CorruptCheckpointError, UsageError
 
 LAYERS = {f"layer.{number}": torch.arange(6.0).reshape(3, 2) + number for number in range(3)}
@@ -34,9 +34,9 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def converted(source: Path, **options: Any) -> tuple[dict[str, torch.Tensor], Result]:
+def converted(source: Path, **options: Any) -> tuple[dict[str, torch.Tensor], Converted]:
     made = source.parent / "w.pt"
-    result = convert(Request(source=source, destination=made, force=True, **options))
+    result = convert(ConversionRequest(source=source, destination=made, force=True, **options))
     return torch.load(made, weights_only=True), result
 
 

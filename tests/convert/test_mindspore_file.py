@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindx_elastic.convert.conversion import Request, convert
+from mindx_elastic.convert.conversion import ConversionRequest, convert
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.mindspore_file import read_plain, read_shards
 from mindx_elastic.convert.plain_file import write_plain
@@ -67,14 +67,14 @@ def test_a_strategy_file(tmp_path: Path) -> None:
     write_shards(tmp_path / "ms", SPLIT)
     file = save_strategy(tmp_path / "strategy.ckpt", STRATEGY)
     options: dict[str, Any] = {"source": tmp_path / "ms", "destination": tmp_path / "m.pt"}
-    result = convert(Request(**options, strategy=file))
+    result = convert(ConversionRequest(**options, strategy=file))
     assert result.source_kind == "mindspore"
     assert torch.equal(torch.load(tmp_path / "m.pt", weights_only=True)["w"], WEIGHT)
     with pytest.raises(UsageError, match="say with --strategy"):
-        convert(Request(**options, force=True))
+        convert(ConversionRequest(**options, force=True))
     (tmp_path / "bad.ckpt").write_bytes(b"\xff" * 50)
     with pytest.raises(UsageError, match=r"bad\.ckpt"):
-        convert(Request(**options, force=True, strategy=tmp_path / "bad.ckpt"))
+        convert(ConversionRequest(**options, force=True, strategy=tmp_path / "bad.ckpt"))
 
 
 def test_a_replica_stands_in_and_a_missing_part_is_named(tmp_path: Path) -> None:
@@ -150,10 +150,12 @@ def test_ckpt_files_of_mindspore_are_told_from_damage(tmp_path: Path) -> None:
         (tmp_path / "ms" / "rank_0", "mindspore", None),
     ]:
         with pytest.raises(UsageError, match=r"net-1_5.ckpt is a MindSpore .ckpt .*save it as safetensors"):
-            convert(Request(source=source, source_kind=kind, destination=tmp_path / "m.pt", strategy=layouts))
+            convert(ConversionRequest(source=source, source_kind=kind, destination=tmp_path / "m.pt", strategy=layouts))
     (tmp_path / "net-1_5.ckpt").write_bytes(b"something else")
     with pytest.raises(CorruptCheckpointError, match="no sound safetensors file"):
-        convert(Request(source=tmp_path / "net-1_5.ckpt", source_kind="mindspore", destination=tmp_path / "m.pt"))
+        convert(
+            ConversionRequest(source=tmp_path / "net-1_5.ckpt", source_kind="mindspore", destination=tmp_path / "m.pt")
+        )
 
 
 def test_complex_tensors_go_both_ways(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.convert.conversion import Request, Result, convert
+from mindx_elastic.convert.conversion import ConversionRequest, Converted, convert
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.errors import (
     CheckpointError,
@@ -46,10 +46,10 @@ def write_job(root: Path, layout: Layout, **fields: Any) -> None:
         write_rank(root, rank, 4, state, layouts=[layout, ALL], tensors=named, default=1, record=record, **fields)
 
 
-def run(source: Path, **options: Any) -> tuple[Any, Result]:
+def run(source: Path, **options: Any) -> tuple[Any, Converted]:
     """To a torch file; its content."""
     made = source.parent / "made.pt"
-    result = convert(Request(source=source, destination=made, force=True, **options))
+    result = convert(ConversionRequest(source=source, destination=made, force=True, **options))
     return torch.load(made, weights_only=True), result
 
 

@@ -8,15 +8,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from mindx_elastic.convert.conversion import Request, Result, convert
+from mindx_elastic.convert.conversion import ConversionRequest, Converted, convert
 from mindx_elastic.persist.reader import read_checkpoint, verify_file
 from tests.convert.samples import assert_same_model, job_state, model_state, write_rank
 
 NAMES = {"torch": "x.pt", "dcp": "folder", "mindspore": "x.safetensors", "mindx": "y.safetensors"}
 
 
-def run(source: Path, destination: Path, **options: Any) -> Result:
-    return convert(Request(source=source, destination=destination, **options))
+def run(source: Path, destination: Path, **options: Any) -> Converted:
+    return convert(ConversionRequest(source=source, destination=destination, **options))
 
 
 @pytest.fixture

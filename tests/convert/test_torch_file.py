@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindx_elastic.convert.conversion import Request, convert
+from mindx_elastic.convert.conversion import ConversionRequest, convert
 from mindx_elastic.convert.kinds import find_kind
 from mindx_elastic.convert.torch_file import read_torch_file
 from mindx_elastic.errors import (
@@ -36,7 +36,7 @@ def test_a_program_in_it_is_not_run(tmp_path: Path, zipped: bool, deep: bool, mo
     value: Any = {"w": torch.ones(1), "x": [Marker(mark)]} if deep else Marker(mark)
     torch.save(value, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(ForeignCheckpointError, match=r"posix.mkdir.*Nothing of it was run"):
-        convert(Request(source=path, destination=tmp_path / "m.safetensors", destination_kind="mindx"))
+        convert(ConversionRequest(source=path, destination=tmp_path / "m.safetensors", destination_kind="mindx"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.pt"]
 
 
@@ -54,7 +54,9 @@ def test_cut_off_anywhere(tmp_path: Path, zipped: bool) -> None:
 def to_ours(tmp_path: Path, content: Any, **options: Any) -> dict[str, Any]:
     torch.save(content, tmp_path / "m.pt")
     made = tmp_path / "m.safetensors"
-    convert(Request(source=tmp_path / "m.pt", destination=made, destination_kind="mindx", force=True, **options))
+    convert(
+        ConversionRequest(source=tmp_path / "m.pt", destination=made, destination_kind="mindx", force=True, **options)
+    )
     state: dict[str, Any] = read_checkpoint(made).state
     return state
 
@@ -87,7 +89,11 @@ def test_sparse_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedStateError, match=r"model.w: sparse"):
         to_ours(tmp_path, {"w": torch.eye(3).to_sparse()})
     with pytest.raises(UnsupportedStateError, match=r"w: .*sparse"):
-        convert(Request(source=tmp_path / "m.pt", destination=tmp_path / "p.safetensors", destination_kind="mindspore"))
+        convert(
+            ConversionRequest(
+                source=tmp_path / "m.pt", destination=tmp_path / "p.safetensors", destination_kind="mindspore"
+            )
+        )
 
 
 def too_deep() -> Any:
@@ -110,7 +116,7 @@ def endless() -> Any:
 def test_a_small_file_with_endless_content(tmp_path: Path, kind: str, content: Any) -> None:
     torch.save({"w": torch.ones(1), "x": content}, tmp_path / "m.pt")
     with pytest.raises(ForeignCheckpointError, match=r"m\.pt holds"):
-        convert(Request(source=tmp_path / "m.pt", destination=tmp_path / "x", destination_kind=kind))
+        convert(ConversionRequest(source=tmp_path / "m.pt", destination=tmp_path / "x", destination_kind=kind))
     assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
 
 
@@ -119,4 +125,4 @@ def test_no_checkpoint_at_all(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "m.pt"
     path.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match=str(path)):
-        convert(Request(source=path, destination=tmp_path / "x.pt"))
+        convert(ConversionRequest(source=path, destination=tmp_path / "x.pt"))

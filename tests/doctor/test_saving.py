@@ -6,7 +6,7 @@ import pytest
 
 from mindx_elastic.doctor.finding import Level
 from mindx_elastic.doctor.places import judge_memory
-from mindx_elastic.doctor.saving import Disk, State, judge_room, judge_time
+from mindx_elastic.doctor.saving import Disk, HeldState, judge_room, judge_time
 
 GIB = 1 << 30
 
@@ -15,8 +15,8 @@ def disk(gib_per_s: float) -> Disk:
     return Disk(bytes_per_s=gib_per_s * GIB, measured_bytes=GIB, way="direct I/O")
 
 
-def state(size_gib: float, ranks: int = 1, *, replicated: bool = True) -> State:
-    return State(nbytes=int(size_gib * GIB), ranks=ranks, is_replicated=replicated)
+def state(size_gib: float, ranks: int = 1, *, replicated: bool = True) -> HeldState:
+    return HeldState(nbytes=int(size_gib * GIB), ranks=ranks, is_replicated=replicated)
 
 
 @pytest.mark.parametrize(

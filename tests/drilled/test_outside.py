@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mindx_elastic.drill.inject import NOTES
-from mindx_elastic.drill.outside import Leftovers, flip_bit, note_fired, read_notes
+from mindx_elastic.drill.outside import DrillLeftovers, flip_bit, note_fired, read_notes
 from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.memory.folders import MAKER_FILE
 from mindx_elastic.persist.reader import read_checkpoint
@@ -19,7 +19,7 @@ from tests.checkpoint_files import write_step
 
 ORPHAN = """
 import json, os, subprocess, sys
-from mindx_elastic.drill.outside import Leftovers, adopt_orphans
+from mindx_elastic.drill.outside import DrillLeftovers, adopt_orphans
 from mindx_elastic.core.posix import has_ended, start_ticks
 assert adopt_orphans()
 ours = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -27,12 +27,12 @@ run = "import subprocess as s; print(s.Popen(['sleep', '600'], start_new_session
 first = subprocess.run([sys.executable, "-c", run], stdout=subprocess.PIPE, text=True, check=True)
 orphan = int(first.stdout)
 started = start_ticks(orphan)
-found = Leftovers(known={ours.pid}, waits_s=0.2)
+found = DrillLeftovers(known={ours.pid}, waits_s=0.2)
 found.after_run(10**9)
 os.waitpid(orphan, 0)
-again = Leftovers(known={ours.pid}, waits_s=0.2)
+again = DrillLeftovers(known={ours.pid}, waits_s=0.2)
 again.after_run(10**9)
-hangs = Leftovers(waits_s=0.2)
+hangs = DrillLeftovers(waits_s=0.2)
 hangs.after_run(ours.pid)
 print(json.dumps([orphan, found.processes, again.processes, hangs.processes, ours.poll()]))
 ours.kill()
@@ -54,10 +54,10 @@ def test_files_that_a_finished_job_must_not_leave(tmp_path: Path) -> None:
         path.mkdir(parents=True)
     (directories / "rank_0" / "a.safetensors").write_text("")
     (memory / MAKER_FILE).write_text("")
-    assert Leftovers().files(directories, memory, []) == []
+    assert DrillLeftovers().files(directories, memory, []) == []
     (directories / "rank_0" / ".a.012345.mindx-tmp").write_text("")
     (memory / "agent-1-x" / "slot_0").write_text("")
-    assert Leftovers().files(directories, memory, []) == [
+    assert DrillLeftovers().files(directories, memory, []) == [
         "rank_0/.a.012345.mindx-tmp",
         str(memory / "agent-1-x" / "slot_0"),
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.drill.phases import Phases, all_events, find_phases
-from mindx_elastic.prove.records import Life, Step
+from mindx_elastic.prove.records import Life, WitnessedStep
 
 FIRED, OFFSET = 100.0, 5000.0
 
@@ -18,7 +18,7 @@ def event(seconds: float, name: str, outcome: str | None = None) -> dict[str, An
 
 
 def life(rank: int, seconds: float, *steps: float) -> Life:
-    made = [Step(series=0, number=5 + index, clock=FIRED + each) for index, each in enumerate(steps)]
+    made = [WitnessedStep(series=0, number=5 + index, clock=FIRED + each) for index, each in enumerate(steps)]
     return Life(rank=rank, series=0, clock=FIRED + seconds, steps=made)
 
 

@@ -16,7 +16,7 @@ import torch
 from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit, MismatchError, SaveError, UsageError
 from mindx_elastic.guard import saver as saving
-from mindx_elastic.guard.ending import Ending
+from mindx_elastic.guard.ending import GuardEnding
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
@@ -231,7 +231,7 @@ def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str,
     opening: Any = SimpleNamespace(around=around, saver=saver, unmanaged=None, policies=(), periodic=())
     opening.settings, opening.start = SimpleNamespace(final_save=False), SimpleNamespace(step=None)
     loop: Any = None
-    ending = Ending(stages, opening, loop, loop)
+    ending = GuardEnding(stages, opening, loop, loop)
     if kind == "peer" and on_device:
         with pytest.raises(Left, match="may wait for a rank that is gone"):
             ending.leave()

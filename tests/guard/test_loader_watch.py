@@ -416,7 +416,7 @@ def test_a_loader_with_workers_and_a_state_of_its_own(
 def test_a_file_of_an_earlier_version_or_of_another_loader() -> None:
     """The first had the library's state as it is."""
     loader = Streaming(0)
-    own = followed_loader.OwnState(loader)
+    own = followed_loader.SelfPositionedLoader(loader)
     own.load_state_dict({"epoch": 1, "given": 2})
     assert own.state_dict() == {"own": {"epoch": 1, "given": 2}, "batches": 0}
     assert next(iter(loader)).tolist() == [108.0, 109.0, 110.0, 111.0]

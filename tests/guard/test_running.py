@@ -12,10 +12,10 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard import running
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.guard.running import Place, tell_of_block
+from mindx_elastic.guard.running import InPlaceGuard, tell_of_block
 from mindx_elastic.rejoin import own_member
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall
-from mindx_elastic.rejoin.member import Entry, Member
+from mindx_elastic.rejoin.member import GuardEntry, Member
 
 
 class Others:
@@ -35,12 +35,12 @@ class NewProcess:
         self.directory = directory
         self.found: list[bool] = []
         """At each meeting: whether the guard's directory was there."""
-        self.place = Place(cast("Member", Others(are_out=are_out)), None, ObjectsBeforeCall({}), join=self.join)
+        self.place = InPlaceGuard(cast("Member", Others(are_out=are_out)), None, ObjectsBeforeCall({}), join=self.join)
 
-    def join(self) -> Entry:
+    def join(self) -> GuardEntry:
         self.found.append(self.directory.exists())
         nothing: Any = None
-        return Entry(generation=1, verdict=nothing, where=nothing, live=None)
+        return GuardEntry(generation=1, verdict=nothing, where=nothing, live=None)
 
 
 def guard_in(directory: Path, new: NewProcess) -> Guard:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mindx_elastic.prove.causes import explain
 from mindx_elastic.prove.compare import Difference, Reference, compare_life
-from mindx_elastic.prove.records import Life, Step
+from mindx_elastic.prove.records import Life, WitnessedStep
 
 __all__ = ["PER_EPOCH", "REFERENCE", "begin", "difference", "end", "life", "step", "weights", "words"]
 
@@ -22,9 +22,9 @@ def weights(number: int) -> dict[str, str]:
     }
 
 
-def step(number: int, **changes: object) -> Step:
+def step(number: int, **changes: object) -> WitnessedStep:
     """Step `number` of an exact run: a stream's digest is the count of its numbers, 4 a step."""
-    made = Step(
+    made = WitnessedStep(
         series=0,
         number=number,
         epoch=1 + (number - 1) // PER_EPOCH,
@@ -51,7 +51,9 @@ def _changed(sample: dict[str, str], changes: Mapping[str, str]) -> dict[str, st
     return {key: changes.get(key.partition("|")[0], value) for key, value in sample.items()}
 
 
-def life(steps: Sequence[Step], *, resumed: int | None = None, outcome: str = "finished", rank: int = 0) -> Life:
+def life(
+    steps: Sequence[WitnessedStep], *, resumed: int | None = None, outcome: str = "finished", rank: int = 0
+) -> Life:
     entered = weights(resumed or 0)
     return Life(rank=rank, series=0, resumed=resumed, entered=entered, steps=list(steps), outcome=outcome)
 
@@ -59,7 +61,7 @@ def life(steps: Sequence[Step], *, resumed: int | None = None, outcome: str = "f
 REFERENCE = Reference(lives=[life([step(n) for n in range(1, 21)])])
 
 
-def difference(*changed: Step, resumed: int = 14, reference: Reference = REFERENCE) -> Difference:
+def difference(*changed: WitnessedStep, resumed: int = 14, reference: Reference = REFERENCE) -> Difference:
     known = {each.number: each for each in changed}
     steps = [known.pop(n, step(n)) for n in range(resumed + 1, 21)]
     found = compare_life(reference, life([*steps, *known.values()], resumed=resumed))
@@ -67,5 +69,5 @@ def difference(*changed: Step, resumed: int = 14, reference: Reference = REFEREN
     return found
 
 
-def words(*changed: Step, resumed: int = 14, reference: Reference = REFERENCE) -> str:
+def words(*changed: WitnessedStep, resumed: int = 14, reference: Reference = REFERENCE) -> str:
     return explain(reference, difference(*changed, resumed=resumed, reference=reference)).what

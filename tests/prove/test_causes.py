@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mindx_elastic.prove.causes import explain, explain_chance
 from mindx_elastic.prove.compare import Reference, compare_life, lost_variables
-from mindx_elastic.prove.records import Life, Step
+from mindx_elastic.prove.records import Life, WitnessedStep
 from tests.prove.made import REFERENCE, begin, difference, end, life, step, weights, words
 
 
@@ -135,10 +135,10 @@ def test_chance_is_told_with_missing_seeds() -> None:
     assert "before any step was done, in model.w" in explain_chance(REFERENCE, early).what
 
 
-def short_step(number: int, passed: int, **ends: str) -> Step:
+def short_step(number: int, passed: int, **ends: str) -> WitnessedStep:
     end = {"weights|w": str(number), "variable|passed": str(passed + 1), "variable|clock": "1.5"}
     given = {"weights|w": str(number - 1), "variable|passed": str(passed), "variable|clock": "1.5", "variable|k": "f"}
-    return Step(series=0, number=number, epoch=1, step_in_epoch=number, begin=given, end={**end, **ends})
+    return WitnessedStep(series=0, number=number, epoch=1, step_in_epoch=number, begin=given, end={**end, **ends})
 
 
 SHORT = Reference(
@@ -147,7 +147,7 @@ SHORT = Reference(
 )
 
 
-def short_life(*steps: Step) -> Life:
+def short_life(*steps: WitnessedStep) -> Life:
     return Life(rank=0, series=0, resumed=2, entered={"weights|w": "2"}, steps=[*steps], outcome="finished")
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.prove.baseline import Proof
+from mindx_elastic.prove.baseline import ProofReport
 from mindx_elastic.prove.proof import choose_stops, prove
-from mindx_elastic.prove.records import Step
+from mindx_elastic.prove.records import WitnessedStep
 from mindx_elastic.prove.report import describe
 from mindx_elastic.prove.runs import Command, Runs
 from tests.harness import JOBS, unignore_signals
@@ -32,18 +32,18 @@ def runs() -> Iterator[Runs]:
             yield made
 
 
-def prove_job(runs: Runs, *words: object, stops: int | None = 4, steps: int = 0, seed: int = 0) -> Proof:
+def prove_job(runs: Runs, *words: object, stops: int | None = 4, steps: int = 0, seed: int = 0) -> ProofReport:
     runs.command = Command(script=tuple(map(str, words)))
     return prove(runs, stops=stops, steps=steps, seed=seed)
 
 
-def prove_fault(runs: Runs, tmp_path: Path, fault: str, **more: int) -> Proof:
+def prove_fault(runs: Runs, tmp_path: Path, fault: str, **more: int) -> ProofReport:
     proof = prove_job(runs, JOBS / "proved.py", fault, tmp_path / "ckpt", **more)
     assert not list(tmp_path.iterdir()), "the user's directory is left alone"
     return proof
 
 
-def text_of(proof: Proof) -> str:
+def text_of(proof: ProofReport) -> str:
     """The first difference, with its cause and remedy."""
     row = next(row for row in proof.rows if row.verdict.outcome != "equal")
     return "\n".join([*describe(row), *row.verdict.lines])
@@ -93,7 +93,7 @@ with mx.Guard(model=model, optimizer=optimizer, loader=loader, directory=sys.arg
 """
 
 
-def prove_epochs(runs: Runs, tmp_path: Path, *, step: str = "pass", behind: str = "pass") -> Proof:
+def prove_epochs(runs: Runs, tmp_path: Path, *, step: str = "pass", behind: str = "pass") -> ProofReport:
     script = tmp_path / "train.py"
     script.write_text(EPOCHS.replace("IN_THE_STEP", step).replace("BEHIND_THE_EPOCH", behind))
     return prove_job(runs, script, tmp_path / "ckpt", stops=4)
@@ -213,7 +213,9 @@ def test_a_proof_without_a_stop_is_not_equal(runs: Runs, tmp_path: Path) -> None
 
 
 def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:
-    places = [Step(series=0, number=n, epoch=1 + (n - 1) // 8, step_in_epoch=1 + (n - 1) % 8) for n in range(1, 21)]
+    places = [
+        WitnessedStep(series=0, number=n, epoch=1 + (n - 1) // 8, step_in_epoch=1 + (n - 1) % 8) for n in range(1, 21)
+    ]
     numbers = [number for _, number in choose_stops(places, 5, seed=0, has_ended=True)]
     assert len(numbers) == 5 and {1, 8, 20} <= set(numbers)
     assert numbers == sorted(numbers)

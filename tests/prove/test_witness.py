@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mindx_elastic.prove import proof_witness
-from mindx_elastic.prove.control import Alarm, Control
+from mindx_elastic.prove.control import Control, PlannedStop
 from mindx_elastic.prove.records import Life, of_kinds, read_lives
 from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, weights_of_uninterrupted
 
@@ -123,7 +123,7 @@ def test_the_run_ends_where_it_is_told_to_and_saves_nothing(tmp_path: Path, begi
 
 
 def test_a_stop_comes_at_its_boundary_and_the_next_run_goes_on(tmp_path: Path, begin: Begin) -> None:
-    folder = begin(alarm=Alarm(series=0, step=6, rank=0), last=(0, 9))
+    folder = begin(alarm=PlannedStop(series=0, step=6, rank=0), last=(0, 9))
     with pytest.raises(SystemExit):
         Job(tmp_path / "ckpt").run()
     stopped = life_of(folder)

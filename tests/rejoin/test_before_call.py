@@ -50,7 +50,7 @@ def apart(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def part_of(objects: ObjectsBeforeCall, kept: Collection[Any], rank: int, *, is_new: bool) -> VariablesPart:
-    """As `guard.running.Place` makes it, of the caller's variables."""
+    """As `guard.running.InPlaceGuard` makes it, of the caller's variables."""
     without_epoch = with_epochs_put_back(kept)
     own_variables = observers().own_variables
     now = own_variables(sys._getframe(1), {*map(id, kept)}, positions=True, without_epoch=without_epoch)

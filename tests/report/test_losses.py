@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.agent.progress_log import Piece
+from mindx_elastic.agent.progress_log import ProgressPiece
 from mindx_elastic.report.drawing import loss_line
 from mindx_elastic.report.losses import Losses, find_losses
 from mindx_elastic.report.page import make_page
@@ -14,11 +14,11 @@ from mindx_elastic.report.story import tell
 from tests.harness import start_agent
 
 
-def piece(*steps: int, agent: str = "a", loss: float | None = None) -> Piece:
+def piece(*steps: int, agent: str = "a", loss: float | None = None) -> ProgressPiece:
     points: list[tuple[float, int, float | None]] = [
         (float(number), step, step / 10 if loss is None else loss) for number, step in enumerate(steps)
     ]
-    return Piece(agent, 0, 1, points)
+    return ProgressPiece(agent, 0, 1, points)
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,10 @@ def piece(*steps: int, agent: str = "a", loss: float | None = None) -> Piece:
         ([piece(1, 2, 3, 4, 5), piece(5, 6), piece(3, 4, 5, 6, 7)], [1, 2, 3, 4, 5, 6, 7], [4, 2]),
         ([piece(1, 2, agent="old"), piece(1, 2, 3, agent="new")], [1, 2, 3], []),
         ([piece(1, 2, agent="old"), piece(3, 4, agent="new")], [1, 2, 3, 4], [2]),
-        ([Piece("a", 0, 1, [(0.0, 1, None)])], [], []),
+        ([ProgressPiece("a", 0, 1, [(0.0, 1, None)])], [], []),
     ],
 )
-def test_each_step_is_there_once_and_each_seam(pieces: list[Piece], steps: list[int], seams: list[int]) -> None:
+def test_each_step_is_there_once_and_each_seam(pieces: list[ProgressPiece], steps: list[int], seams: list[int]) -> None:
     found = find_losses(pieces)
     assert ([step for step, _ in found.points], found.seams) == (steps, seams)
 

@@ -13,7 +13,7 @@ from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.start import inventory as module
 from mindx_elastic.start.facts import FileFact, Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
-from mindx_elastic.start.inventory import Inventory, Step, newest_complete, until_sound
+from mindx_elastic.start.inventory import Inventory, SavedStep, newest_complete, until_sound
 from tests.checkpoint_files import cut_off_end, write, write_step
 from tests.start.arenas import Machine
 from tests.start.looks import Carrier, look, look_alone, sent
@@ -155,7 +155,7 @@ def test_a_first_save_that_was_cut_off(tmp_path: Path) -> None:
 # --- a step is judged once ---
 
 
-def only_step(inventory: Inventory) -> Step:
+def only_step(inventory: Inventory) -> SavedStep:
     (step,) = inventory.steps
     return step
 

@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.start.loading import MISSING, Choice, RingStates, choose, choose_of_loader, choose_parts, on_one_side
+from mindx_elastic.start.loading import (
+    MISSING,
+    ChosenState,
+    RingStates,
+    choose,
+    choose_of_loader,
+    choose_parts,
+    on_one_side,
+)
 
 
 def chosen(donated: Any, kept: RingStates, *, is_alike: bool = False, is_stream: bool = False) -> tuple[Any, bool]:
     """The state, and whether there is a doubt."""
-    choice: Choice = choose(donated, kept, is_alike=is_alike, is_stream=is_stream)
+    choice: ChosenState = choose(donated, kept, is_alike=is_alike, is_stream=is_stream)
     return choice.value, bool(choice.doubt)
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from mindx_elastic.persist.format import Header, read_header
 from mindx_elastic.persist.places import neighbours_in
 from mindx_elastic.start.findings import list_files, reader_trust, scan
-from mindx_elastic.start.inventory import Inventory, Step
+from mindx_elastic.start.inventory import Inventory, SavedStep
 from tests.harness import Job, events, run_job, start_job
 from tests.system.conftest import Reference
 
@@ -49,7 +49,7 @@ def headers(directory: Path) -> dict[str, Header]:
     }
 
 
-def newest(directory: Path) -> Step:
+def newest(directory: Path) -> SavedStep:
     inventory = Inventory.merge([scan(list_files([directory]), trust=reader_trust(directory))])
     return inventory.steps[0]
 

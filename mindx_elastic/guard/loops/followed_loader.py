@@ -23,13 +23,13 @@ from mindx_elastic.data.track import Track
 from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["FollowedLoader", "OwnState", "with_epochs_put_back"]
+__all__ = ["FollowedLoader", "SelfPositionedLoader", "with_epochs_put_back"]
 
 _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP, _OVER = "ahead", "per_step", "over"  # in the state of a loader, beside its position
 
 
-class OwnState:
+class SelfPositionedLoader:
     """A DataLoader that keeps its position by itself, with workers that look after themselves (streams of litdata and
     mosaicml-streaming).
 

@@ -28,7 +28,7 @@ from mindx_elastic.data import FunctionLoader, ReplayLoader
 from mindx_elastic.data.iteration import Iteration, at_unfollowed
 from mindx_elastic.data.random_streams import SeededDataset
 from mindx_elastic.data.track import fetching
-from mindx_elastic.guard.loops.followed_loader import OwnState
+from mindx_elastic.guard.loops.followed_loader import SelfPositionedLoader
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["LoaderWatch"]
@@ -50,7 +50,7 @@ class LoaderWatch:
         now: Callable[[], int | None],
         *,
         adopted: dict[str, DataLoader[Any]],
-        kept: Sequence[OwnState],
+        kept: Sequence[SelfPositionedLoader],
         has_named: bool,
     ) -> None:
         """`now`: how many batches the first named loader has handed out, or None between its epochs and without one.

@@ -25,7 +25,7 @@ from mindx_elastic.data.replay import is_stream, is_torchdata, keeps_state
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.surroundings import program_frames
-from mindx_elastic.guard.loops.followed_loader import FollowedLoader, OwnState
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader, SelfPositionedLoader
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -39,7 +39,7 @@ class Loaders:
         """`loader`, `stateful`: as the guard was given them. Raises UsageError for what could not be resumed."""
         several = isinstance(loader, (list, tuple)) and bool(loader) and all(map(_is_loader, loader))
         self._followed: list[FollowedLoader] = []
-        self.own: list[OwnState] = []
+        self.own: list[SelfPositionedLoader] = []
         """DataLoaders that are kept by their own state."""
         self.named: list[Any] = []
         """Every loader, the resumable one in place of an adopted one."""
@@ -95,7 +95,7 @@ class Loaders:
         self.named.append(loader)
         if not isinstance(loader, DataLoader):
             return loader
-        self.own.append(own := OwnState(loader))
+        self.own.append(own := SelfPositionedLoader(loader))
         return own
 
     # --- life ---
