@@ -10,7 +10,7 @@ from types import MappingProxyType
 import pytest
 
 from mindx_elastic.rejoin.record import STAGES
-from tests.harness import JOBS, Job, events, job_status, start_agent
+from tests.harness import JOBS, Job, events, free_port, job_status, start_agent
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -332,6 +332,13 @@ def test_a_death_in_the_first_step_after_a_start_from_files(runs: Runs, where: s
     assert job.matches(f"FAULT 1 {saved + 1} {where}") and job.matches(IN_PLACE), job.report()
     assert job.hashes() == runs.undisturbed(2, words)[0], job.report()
     assert not job.matches("not bit for bit"), job.report()
+
+
+@drill
+def test_a_job_of_one_node_needs_no_endpoint_and_may_have_one(runs: Runs) -> None:
+    options = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    job, _ = runs.run(2, "--epochs", 1, *faults("1:6:mid"), options=options)
+    check_in_place(job, [1])
 
 
 @drill

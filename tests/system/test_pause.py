@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -133,6 +134,23 @@ def test_an_interrupted_command_takes_its_pause_back() -> None:
         wait_until(lambda: all(page.pause_order == 2 for page in pages()), "both ranks have gone on")
         Path("go").touch()
         job.expect(0)
+
+
+@pytest.mark.drill
+def test_a_command_whose_job_is_killed_ends_at_once() -> None:
+    with agent("--wait-for", "4:1:go", ranks=2) as job:
+        job.wait_for("^WAITS 1 4$")
+        with start_command("pause", RUN, "--timeout", "100000") as pause:
+            wait_until(lambda: all(page.pause_order == 1 for page in pages()), "both ranks have heard of the pause")
+            ranks = [page.pid for page in pages()]
+            for pid in ranks:  # their pages stay as they are
+                os.kill(pid, signal.SIGSTOP)
+            job.process.kill()
+            for pid in ranks:
+                os.kill(pid, signal.SIGKILL)
+            job.wait()
+            pause.expect(1)
+            assert pause.matches("not paused: .*was killed"), pause.report()
 
 
 # --- where a pause comes ----------------------------------------------------------------------------------------------
