@@ -26,7 +26,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("list.jsonl")
-ROOMS = ("agreement", "alarm", "capture", "guard", "memory", "persist", "start")
+ROOMS = (
+    *("agent", "agreement", "alarm", "capture", "cluster", "convert", "core", "data", "guard", "memory", "persist"),
+    *("platforms", "prove", "rejoin", "start", "train"),
+)
 _FLIPPED = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),
