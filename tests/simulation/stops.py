@@ -22,16 +22,11 @@ and where no more happens than signals, pauses, a slow store and slow steps (`Fa
 
 from __future__ import annotations
 
-import argparse
-import logging
-import multiprocessing
 import signal
 import sys
-import time as real_time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -43,7 +38,6 @@ from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo, Settings
-from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.errors import GracefulExit, SaveError
@@ -52,10 +46,11 @@ from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.agent_folder import PAUSE, RESUME
+from tests.simulation.schedules import main, quiet
 from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.world import Process, Stuck, World
 
-__all__ = ["KINDS", "Fault", "Outcome", "Plan", "faults_of", "plan_of", "play", "shrink"]
+__all__ = ["KINDS", "Fault", "Outcome", "Plan", "faults_of", "plan_of", "play"]
 
 GRACE_S = 30.0
 LATE_S = 1.0
@@ -463,7 +458,7 @@ def play(plan: Plan) -> Outcome:
     """Play one schedule to its end. Any number, one after the other."""
     world = World(plan.seed)
     outcome = Outcome(plan, [])
-    with world.replaced(), _quiet():
+    with world.replaced(), quiet():
         collectives = _Collectives(world, plan)
         ranks = outcome.ranks = [_Rank(number, world, plan, collectives) for number in range(plan.world_size)]
         collectives.processes = [rank.process for rank in ranks]
@@ -508,17 +503,6 @@ def _tell(world: World, ranks: Sequence[_Rank], dead: int) -> None:
     for rank in ranks:
         if rank.number != dead:
             world.at(world.now + _NOTICE_S, lambda rank=rank: rank.hear_death(dead))  # type: ignore[misc]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Thousands of stops would be logged."""
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def faults_of(outcome: Outcome) -> list[str]:
@@ -569,72 +553,18 @@ def _faults_of_gentle(plan: Plan, ranks: Sequence[_Rank]) -> list[str]:
 # --- many schedules ---
 
 
-def shrink(plan: Plan, is_wrong: Callable[[Plan], bool]) -> Plan:
-    """The same failure with the fewest faults that still show it."""
-    found = True
-    while found:
-        found = False
-        for number in range(len(plan.faults)):
-            smaller = replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
-            if is_wrong(smaller):
-                plan, found = smaller, True
-                break
-    return plan
-
-
-def _count(seeds: range) -> tuple[Counter[str], list[tuple[int, list[str]]]]:
-    counts: Counter[str] = Counter()
-    failed = []
-    for seed in seeds:
-        outcome = play(plan_of(seed))
-        counts["schedules"] += 1
-        counts["switches"] += outcome.switches
-        counts["messages to the store"] += outcome.messages
-        counts["simulated seconds"] += round(outcome.seconds)
-        counts["files"] += sum(len(rank.saved) for rank in outcome.ranks)
-        counts.update(f"fault: {fault.kind}" for fault in outcome.plan.faults)
-        if outcome.wrong:
-            failed.append((seed, outcome.wrong))
-    return counts, failed
-
-
-def tell(plan: Plan) -> str:
-    """The story of one schedule."""
-    outcome = play(plan)
-    lines = [f"{when - 1000:9.4f} s  {text}" for when, text in outcome.story]
-    return "\n".join([str(plan), *lines, *(f"WRONG: {text}" for text in outcome.wrong)])
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", type=int, default=2000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seed", type=int, help="tell the story of this one, with the fewest faults that show it")
-    options = parser.parse_args(arguments)
-    if options.seed is not None:
-        plan = plan_of(options.seed)
-        if play(plan).wrong:
-            plan = shrink(plan, lambda smaller: bool(play(smaller).wrong))
-        print(tell(plan))
-        return 0
-    began = real_time.monotonic()
-    seeds = range(options.first, options.first + options.schedules)
-    parts = [seeds[start : start + 250] for start in range(0, len(seeds), 250)]
-    total: Counter[str] = Counter()
-    failed = []
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for counts, wrong in pool.imap_unordered(_count, parts):
-            total += counts
-            failed += wrong
-            for seed, texts in wrong:
-                print(f"seed {seed}: {'; '.join(texts)}", flush=True)
-    took = real_time.monotonic() - began
-    for name, count in sorted(total.items()):
-        print(f"{name}: {count:,}")
-    print(f"{total['schedules'] / took:.0f} schedules a second, {len(failed)} wrong")
-    return 1 if failed else 0
+def _count(outcome: Outcome) -> Counter[str]:
+    counts = Counter(
+        {
+            "switches": outcome.switches,
+            "messages to the store": outcome.messages,
+            "simulated seconds": round(outcome.seconds),
+            "files": sum(len(rank.saved) for rank in outcome.ranks),
+        }
+    )
+    counts.update(f"fault: {fault.kind}" for fault in outcome.plan.faults)
+    return counts
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], about=__doc__, plan_of=plan_of, play=play, count=_count))

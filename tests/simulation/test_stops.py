@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mindx_elastic.guard import last_resort
-from tests.simulation.stops import Fault, Plan, plan_of, play, shrink
+from tests.simulation.schedules import shrink
+from tests.simulation.stops import Fault, Plan, plan_of, play
 from tests.simulation.world import World
 
 EACH = 100
