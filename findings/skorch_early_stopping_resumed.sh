@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Finding: skorch's way to resume (TrainEndCheckpoint and LoadInitState) starts the patience of EarlyStopping anew.
+# Finding: skorch's way to resume (TrainEndCheckpoint and LoadInitState) starts the patience of EarlyStopping over.
 # skorch 1.4.0, torch 2.13.0, CPU. A regressor that never improves (lr 0) stops after 6 epochs with a patience of 5. The same training, ended after 4
 # epochs and resumed, makes 10: the history comes back, what EarlyStopping has counted does not, and it does not read the history. A job that is
 # stopped more often than its patience lasts never stops early. Exits with 0 if so.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Finding: an epoch over a sampler that is its own iterator never ends with torch 2.13, and gives the first batch's places again and again.
 # torch 2.13.0, pytorch-multilabel-balanced-sampler 0.1.3, CPU. BatchSampler takes each batch by itertools.islice(iterator, batch_size), and islice asks
-# iter() of it once more: a sampler whose __iter__ sets its count to 0 and returns itself (all three of that package) begins anew at each batch.
+# iter() of it once more: a sampler whose __iter__ sets its count to 0 and returns itself (all three of that package) starts over at each batch.
 # 64 samples in batches of 8 are 8 batches; the loop is left after 30. With drop_last=True (another code path) there are 8. Exits with 0 if so.
 set -euo pipefail
 folder=$(mktemp -d)

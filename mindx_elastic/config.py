@@ -234,7 +234,7 @@ class RejoinSettings:
     """``MINDX_REJOIN_TIMEOUT_S``: longest wait for the others in a recovery, before the job is restarted."""
     most: int = 100
     """``MINDX_REJOIN_MOST``: after so many recoveries in one attempt the next death restarts the job: each leaves a
-    little behind in the survivors."""
+    little memory in the survivors."""
     job: str = ""
     """``MINDX_JOB_ID``: name of the job that no other one has, the same on all nodes and after restarts; empty: it has
     none."""

@@ -42,7 +42,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", 
 
 
 class Points(Dataset[Any]):
-    """Noise drawn anew for each sample, from every random stream."""
+    """Noise drawn again for each sample, from every random stream."""
 
     def __len__(self) -> int:
         return 4 * STEPS_PER_EPOCH

@@ -1,4 +1,4 @@
-"""The handwritten digits that scikit-learn brings along, with noise drawn anew for each sample and epoch."""
+"""The handwritten digits that scikit-learn brings along, with noise drawn again for each sample and epoch."""
 
 from __future__ import annotations
 

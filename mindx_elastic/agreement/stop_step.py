@@ -1,7 +1,7 @@
 """The protocol by which the ranks agree on one stop step. Pure: no threads, no clock, no network.
 
 Every rank makes one *offer* a round: the boundary that it can stop at, or `CANNOT` (its state is torn), or `LEFT` (it
-has finished training). Once all offers are in, the stop step is the largest one: ranks that are behind run up to it.
+has finished training). Once all offers are in, the stop step is the largest one: slower ranks run up to it.
 The first rank to conclude writes the decision into a cell by compare-and-set, and all ranks do what the cell says, so
 two ranks never commit to different steps. A rank that waits too long proposes `alone` for the same cell: if it wins,
 every rank acts alone (each saves its own last boundary, the planner decides at the next start); if it loses, it obeys

@@ -163,7 +163,7 @@ class StoreExchange(StoreGathering, Exchange):
                     self._closed.wait(pause_s)
                     pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
                 self._bell.delete_key(bell)
-                if not self._closed.is_set():  # what is written from now on rings anew; this has come meanwhile
+                if not self._closed.is_set():  # what is written from now on rings again; this has come meanwhile
                     self._hear_order()
                     content = self._find_request()
             if self._closed.is_set() or content is not None:

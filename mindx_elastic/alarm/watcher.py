@@ -68,7 +68,7 @@ class Watcher:
     def stop(self) -> None:
         """End the thread after the callback in progress. Any thread but the watcher; posts left over are dropped.
 
-        A callback that hangs (in a file system) is left behind after a while, with its thread.
+        A callback that hangs (in a file system) is abandoned after a while, with its thread.
         """
         self._stopping = True
         self._wake()

@@ -505,7 +505,7 @@ class Collector:
         if missing:
             raise MismatchError(
                 f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the "
-                'same objects as the run that wrote it, or start anew with resume="never" in another directory'
+                'same objects as the run that wrote it, or start over with resume="never" in another directory'
             )
         said = [] if live or layout is None else self._arrange_groups(state, layout)
         self._load_components(state, self.components, live=live)
@@ -598,7 +598,7 @@ class Collector:
     def load_flags(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
         """Set what `state` says of modules beside their state_dict: `training`, `requires_grad`, and DDP's broadcasts.
 
-        Returns what was set anew, by list, broadcasts apart. Files of older versions say nothing.
+        Returns what was changed, by list, broadcasts apart. Files of older versions say nothing.
         """
         self.broadcasts.load(state.get("buffer_broadcasts", {}))
         changed: dict[str, list[str]] = {}

@@ -2,7 +2,7 @@
 
 A component has these methods: `copy` its volatile part at a boundary (training thread, every step, microseconds),
 `state` = live stable part + that copy (any thread, holding the update gate), and `load` (at the start). `kept` gives
-the last copy, which is never changed in place, and `go_back` makes an older one count, where the devices are behind
+the last copy, which is never changed in place, and `go_back` makes an older one count, where the devices lag
 the program (`capture.device_progress`).
 
 * a module: parameters are stable and read in place; buffers (BatchNorm changes them in forward) and extra state are

@@ -1,8 +1,8 @@
 """The order in which DDP's gradients become ready, recorded so that a resumed process reduces in the same order.
 
-DDP lays out its buckets anew after the first backward, in the order in which gradients arrived. A resumed process would
-do its first step with the initial layout, sum in another order, and diverge at three and more ranks. The
-order is recorded during the first backward of a fresh run and travels in the checkpoint; see `start.ddp_warmup`.
+DDP lays out its buckets again after the first backward, in the order in which gradients arrived. A resumed process
+would do its first step with the initial layout, sum in another order, and diverge at three and more ranks. The order
+is recorded during the first backward of a fresh run and travels in the checkpoint; see `start.ddp_warmup`.
 
 With ``static_graph=True`` DDP counts in the first backward how often each gradient arrives, and lays out its buckets in
 the order of the second one. So both are recorded, one after the other, without the gradients that never arrive.

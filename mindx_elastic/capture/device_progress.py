@@ -4,14 +4,14 @@ The program queues work on a CUDA device and goes on, so it may be several steps
 reached when the device has done everything that was queued before it, which an event tells.
 
 When another rank dies, the device may never get there: an all-reduce over NCCL that lacks a rank does not end, and
-everything queued behind it waits, while the program has passed the step's boundary and perhaps the next one. The device
+everything queued after it waits, while the program has passed the step's boundary and perhaps the next one. The device
 then still holds an older boundary, whole: weights and optimizer state change only in updates, and an update that waits
-behind a collective has not begun. So two kinds of events are kept of the last boundaries: at the boundary, and before
+after a collective has not begun. So two kinds of events are kept of the last boundaries: at the boundary, and before
 the update that follows it. Together with the small state in host memory as it was then (`kept`) they give the newest
 boundary that the device holds (`newest_held`).
 
 So that the program is little ahead, it waits until the device has come to the update that led to its newest boundary
-(`wait_for_update`). Behind a collective that never ends there is then little in the queue. CUDA's takes about a
+(`wait_for_update`). After a collective that never ends there is then little in the queue. CUDA's takes about a
 thousand kernels, and where it is full, every call of CUDA stands still, also that of the thread that saves. Where a
 forward is of few kernels (`forward_fits_queue`), the wait is at its end: the device has all of the forward to do
 meanwhile. Else it is at the boundary, before the next forward. An optimizer that changes many parameters one after the
@@ -56,7 +56,7 @@ def fills_queue(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def forward_fits_queue(modules: Iterable[nn.Module]) -> bool:
-    """Whether what DDP queues behind its collectives (a kernel for each parameter) and a forward, as far as the number
+    """Whether what DDP queues after its collectives (a kernel for each parameter) and a forward, as far as the number
     of its layers tells, have few kernels."""
     parameters = layers = 0
     for module in modules:
@@ -75,9 +75,9 @@ class PassedBoundary:
     events: Sequence[Any]
     """One for each device: it has come to the boundary."""
     updates: Sequence[Any] = field(default_factory=list)
-    """One for each device: it has come to the first update behind the boundary. Empty: the program has not."""
+    """One for each device: it has come to the first update after the boundary. Empty: the program has not."""
     is_changed: bool = False
-    """The program has changed parameters behind it by hand, before that update: there is no mark of it."""
+    """The program has changed parameters by hand between the boundary and that update: no event marks it."""
 
     @property
     def is_reached(self) -> bool:
@@ -123,7 +123,7 @@ class DeviceProgress:
         self._held = None
         for device in self._devices:  # now: a dying process should make none
             if device not in self._streams:
-                # A dying save must not queue behind a copier that waits for a boundary that never comes.
+                # A dying save must not wait for a copier that waits for a boundary that never comes.
                 self._streams[device] = self._cuda.Stream(device), self._cuda.Stream(device, priority=-1)
 
     def _mark(self) -> list[Any]:
@@ -135,7 +135,7 @@ class DeviceProgress:
         return events
 
     def at_boundary(self, step: int, kept: Any) -> None:
-        """The program has passed the boundary `step`, or copies it once more, behind code that belongs to it."""
+        """The program has passed the boundary `step`, or copies it once more, after code that belongs to it."""
         if not self._devices:
             return
         newest = self.newest
@@ -179,9 +179,9 @@ class DeviceProgress:
             self.wait_for_update()
 
     def wait_for_update(self) -> None:
-        """Behind a boundary: wait until the devices have come to the update that led there. The update itself, which
+        """After a boundary: wait until the devices have come to the update that led there. The update itself, which
         may take long, is queued, and goes on beside the program. Before anything that queues a lot, or waits for the
-        device: behind a collective that never ends it would fill the queue."""
+        device: after a collective that never ends it would fill the queue."""
         passed = tuple(self._boundaries)
         if self.keeps_older and len(passed) > 1 and not self._is_capturing():
             for event in passed[-2].updates:
@@ -212,7 +212,7 @@ class DeviceProgress:
     def newest_held(self, waits: Callable[[], bool], *, has_updated: bool) -> PassedBoundary | None:
         """The newest boundary whose state the devices hold; None: they hold none.
 
-        While ``waits()``, waits for the newest one of the program; or, if the program has begun an update behind that
+        While ``waits()``, waits for the newest one of the program; or, if the program has begun an update after that
         (`has_updated`), for the devices to begin it, too: where they do not, they never will. Raises RuntimeError where
         a device has failed.
         """
@@ -234,7 +234,7 @@ class DeviceProgress:
 
     @property
     def has_gone_back(self) -> bool:
-        """Whether another boundary counts than the newest one of the program, or that one behind an update."""
+        """Whether an older boundary than the program's newest counts, or the newest though an update has begun."""
         return self._held is not None
 
     @property
@@ -245,7 +245,7 @@ class DeviceProgress:
     @contextmanager
     def reading(self, *, dying: bool = False) -> Iterator[None]:
         """Inside, what this thread reads from the devices waits for the boundary that counts, and for nothing that was
-        queued behind it. The caller holds the update gate. `dying`: nor for other readers."""
+        queued after it. The caller holds the update gate. `dying`: nor for other readers."""
         boundary = self._held or self.newest
         with ExitStack() as stack:
             for device, event in zip(self._devices, boundary.events if boundary else (), strict=False):

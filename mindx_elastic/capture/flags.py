@@ -1,7 +1,7 @@
 """Flags that steer a training and are in no ``state_dict``: `training` of each submodule, `requires_grad` of each
 parameter.
 
-Frozen batch norm, gradual unfreezing and an evaluation that leaves its mode behind are states of the training. Two
+Frozen batch norm, gradual unfreezing and an evaluation that does not restore the mode are states of the training. Two
 lists are read at every boundary (a microsecond or two for sixty modules); names come in when a file is written.
 """
 
@@ -81,7 +81,7 @@ class Flags:
         }
 
     def load(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Set what `state` has. Names that this module lacks are passed over. Returns what was set anew, by list."""
+        """Set what `state` has. Names that this module lacks are passed over. Returns what was changed, by list."""
         changed: dict[str, list[str]] = {}
         for key, wanted in (("training", True), ("eval", False)):
             for name in state.get(key, ()):

@@ -83,7 +83,7 @@ class GivenSettings:
         if self._seed != begun.get(_SEED, self._seed):
             told.append(
                 f"random numbers go on as in the checkpoint: torch's seed is {self._seed} in the program and "
-                f"{begun[_SEED]} in it. Another seed counts in a new run only: start anew with "
+                f"{begun[_SEED]} in it. Another seed counts in a new run only: start over with "
                 'resume="never" in another directory'
             )
         return told
@@ -100,7 +100,7 @@ class GivenSettings:
             if changed:
                 yield (
                     f"{name} goes on with the settings of the checkpoint: {_few(changed)}. To change them, set them "
-                    'inside of the guard\'s block, or start anew with resume="never" in another directory'
+                    'inside of the guard\'s block, or start over with resume="never" in another directory'
                 )
 
     def _of_code(self, begun: _Given) -> Iterator[str]:

@@ -6,7 +6,7 @@ dies in the backward. Copies of all such weights at each boundary would cost the
 parameter are compared:
 
 =============================  ========================================================================================
-in some steps of a process     between a boundary and the first update behind it, and between the last update and the
+in some steps of a process     between a boundary and the first update after it, and between the last update and the
                                next boundary (`UpdateWindow`): the first steps, then two in fifty
 once something was found       elements are kept at every boundary
 wherever elements are kept     whoever is about to read compares: a state that has changed is no boundary, as with
@@ -54,7 +54,7 @@ class HiddenChanges:
                 self.next_look += -(step + 2) % _EVERY
 
     def before_update(self) -> bool:
-        """The first optimizer behind a boundary is about to step. Returns whether such changes were found just now."""
+        """The first optimizer after a boundary is about to step. Returns whether such changes were found just now."""
         if self.are_known or self.sample is None or is_capturing() or self._changes() is not None:
             return False
         num = self._samples.num_hidden(self.sample)
@@ -64,7 +64,7 @@ class HiddenChanges:
         self.are_known = True
         logger.info(
             "%d parameters change in front of the step's update and without torch's knowledge (through .data, or by "
-            "code in C++ or CUDA). A step that is cut off behind that, by an exception or a killed peer, is not saved; "
+            "code in C++ or CUDA). A step that is cut off after that, by an exception or a killed peer, is not saved; "
             "periodic=... or snapshot_every=1 bounds what that costs",
             num,
         )

@@ -115,14 +115,14 @@ class LayoutRecorder:
         self._num_described = -1
 
     def record(self) -> LayoutRecord:
-        """The record as of now; worked out anew only when an optimizer has got state for more parameters."""
+        """The record as of now; worked out again only when an optimizer has got state for more parameters."""
         num_states = sum(len(c.local.state) for c in self._optimizers.values())
         if self._record is None or num_states != self._num_described:
             self._record, self._num_described = self._describe(), num_states
         return self._record
 
     def forget(self) -> None:
-        """Parameters or groups have changed: work the record out anew when it is asked for."""
+        """Parameters or groups have changed: work the record out again when it is asked for."""
         self._record = None
 
     def set_job_layouts(self, job: Sequence[TensorSpec]) -> None:

@@ -1,4 +1,4 @@
-"""What `Collector.loop` says of the code behind an epoch (the *tail*); `guard.loops.epoch_tail` writes it."""
+"""What `Collector.loop` says of the code after an epoch (the *tail*); `guard.loops.epoch_tail` writes it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def without_step(loop: dict[str, Any]) -> dict[str, Any]:
 
 
 def front_of(loop: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Of a boundary that was copied again behind the tail, where there are other ranks: the small state in front of it
+    """Of a boundary that was copied again after the tail, where there are other ranks: the small state in front of it
     (`Collector.copy_of_small`). None: any other boundary."""
     found = loop.get(FRONT)
     return found if isinstance(found, Mapping) else None

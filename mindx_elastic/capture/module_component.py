@@ -451,7 +451,7 @@ class ModuleComponent:
         if problems:
             shown = listed(problems, 12, "; ")
             raise MismatchError(
-                f"the checkpoint does not fit {self.name}: {shown}. Use the model that wrote it, or start anew with "
+                f"the checkpoint does not fit {self.name}: {shown}. Use the model that wrote it, or start over with "
                 'resume="never" in another directory'
             )
         tensors = {name: saved for name, saved in state.items() if isinstance(saved, torch.Tensor)}

@@ -92,7 +92,7 @@ class OptimizerComponent:
         self._parameters: Mapping[str, torch.Tensor] = {}
         self.keeps_host_state = False
         """Copy at each boundary what its state has in host memory (Adam's `step`), and which tensors it has, where the
-        weights are on a device that may be behind the program: the program's next update changes that at once."""
+        weights are on a device that may lag the program: the program's next update changes that at once."""
         self._host_reader = BufferReader(())
         self._host: _HostState | None = None
         self._is_back = False

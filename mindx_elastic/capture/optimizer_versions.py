@@ -2,8 +2,8 @@
 
 A program may do so by hand: decay the momentum, clear it for a warm restart. Torch's optimizers change their state in
 place and keep its tensors, so these are collected once, and a boundary only reads their counters. Each look begins with
-the state of the first and the last parameter: where it has other tensors, all are collected anew. Of an optimizer whose
-steps make new tensors only these two are looked at: to hold the others would double its memory in each step.
+the state of the first and the last parameter: where it has other tensors, all are collected again. Of an optimizer
+whose steps make new tensors only these two are looked at: to hold the others would double its memory in each step.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ Groups = list[dict[str, Any]]
 """``param_groups``."""
 _DEEPEST, _MANY = 4, 4096
 _PLAIN = frozenset((type(None), bool, int, float, str))
-_SAME_OBJECTS = 'use the same objects as the run that wrote it, or start anew with resume="never" in another directory'
+_SAME_OBJECTS = 'use the same objects as the run that wrote it, or start over with resume="never" in another directory'
 
 
 def names_in_groups(name: str, groups: Groups, names: Mapping[int, str]) -> list[list[str]]:

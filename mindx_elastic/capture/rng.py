@@ -168,7 +168,7 @@ def _equal_numpy(one: Any, other: Any) -> bool:
 
 
 def seed_rng(seed: int) -> None:
-    """Start every generator anew from `seed` (0 to 2**63 - 1)."""
+    """Seed every generator with `seed` (0 to 2**63 - 1)."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -1,4 +1,4 @@
-"""The copy of one tensor that is in no state_dict, made anew when the tensor has changed."""
+"""The copy of one tensor that is in no state_dict, made again when the tensor has changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TensorCopy:
         self.value: torch.Tensor | None = None
         """The copy; None: the tensor has not changed since the program built it."""
         self.has_changed = False
-        """The tensor has been copied anew since."""
+        """The tensor has been copied again since."""
         self._always = tensor.is_inference()  # it has no counter
         self._version = -1 if self._always else tensor._version
         self._description = self._describe()

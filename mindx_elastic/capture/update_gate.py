@@ -20,7 +20,7 @@ call              no reader, CLEAN           readers, CLEAN                  UPD
 `pass_boundary`   PASSING, then CLEAN        waits for the readers           PASSING, then CLEAN, after the readers
 ================  =========================  ==============================  ==================================
 
-A reader never waits behind a waiting writer: a dying save must read beside a slow copy, ahead of the training thread
+A reader never waits for a waiting writer: a dying save must read during a slow copy, ahead of the training thread
 that waits for the same copy. The writer does not starve, because few readers can come while it waits. The thread that
 takes snapshots and saves between steps is the waiting one itself, so there is the copy that it lent to, and the one
 save of a stop.
@@ -102,7 +102,7 @@ class UpdateGate:
         self.even = True
         """Whether in every step with updates the parameters were changed in place equally often."""
         self.others: Callable[[], str | None] | None = None
-        """In an evaluation, and behind one that has not put them back, until the next boundary: says that the
+        """In an evaluation, and after one that has not put them back, until the next boundary: says that the
         parameters hold other weights now, which no version counter need show."""
         self.hidden: Callable[[], str | None] | None = None
         """Says that parameters have changed since the boundary without torch's knowledge, where that is looked at."""

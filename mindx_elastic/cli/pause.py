@@ -47,7 +47,7 @@ def pause_command(
 ) -> None:
     """Let all ranks of a running job wait at one step, until resume.
 
-    Every rank of every node waits behind the same step, which is printed. The processes live on and keep their memory,
+    Every rank of every node waits after the same step, which is printed. The processes live on and keep their memory,
     on GPUs too; nothing is written to disk. A stop (SIGTERM, a fault) and a failure work as always: the step is saved.
     A rank that is in a long step or an evaluation is waited for. If one does not come in time, the pause is taken back.
 

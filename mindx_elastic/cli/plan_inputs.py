@@ -163,7 +163,7 @@ class Checked:
 def plan_and_check(
     directory: Path, found: Inventory, world: World, faults: KnownFaults, step: int | None
 ) -> tuple[ResumePlan | Refusal, Checked]:
-    """A plan whose files have been read and match their digests: a damaged one is dropped and the rest planned anew."""
+    """A plan whose files have been read and match their digests: a damaged one is dropped, the rest planned again."""
     from mindx_elastic.start.findings import reader_trust
     from mindx_elastic.start.inventory import until_sound
 

@@ -223,7 +223,7 @@ def _remedies(refusal: Refusal, document: dict[str, Any]) -> list[str]:
     if any(each.moment is None for each in refusal.reasons):
         lines.append("put good copies in the place of files that cannot be used, if there are any elsewhere")
     lines.append("`mindx-elastic inspect` shows all steps, `mindx-elastic verify` every damaged file")
-    lines.append('to begin anew on purpose give the job an empty directory, or resume="never"; nothing is deleted')
+    lines.append('to start over on purpose give the job an empty directory, or resume="never"; nothing is deleted')
     return lines
 
 

@@ -23,7 +23,7 @@ class LauncherCommand(TyperCommand):
     """Passes every argument on: the launcher reads the options, the script those after its name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # Behind this one nothing is looked at. Without it a "--" of the user's would be taken out.
+        # After this one nothing is looked at. Without it a "--" of the user's would be taken out.
         return super().parse_args(ctx, ["--", *args])
 
 

@@ -118,7 +118,7 @@ class Asked:
 
 def _check(command: str, script: Sequence[str], agent: Sequence[str], own: Sequence[str]) -> None:
     if not script:
-        fail(f'name the script behind "--": mindx-elastic {command} -- train.py')
+        fail(f'name the script after "--": mindx-elastic {command} -- train.py')
     if script[0] == "-m" and len(script) < 2:
         fail("-m needs the name of a module")
     if script[0] == "-m" and PathFinder.find_spec(script[1].partition(".")[0], [os.getcwd(), *sys.path]) is None:
@@ -126,7 +126,7 @@ def _check(command: str, script: Sequence[str], agent: Sequence[str], own: Seque
     if script[0] != "-m" and not os.path.isfile(script[0]):
         fail(f"{script[0]}: no such file")
     if agent and not agent[0].startswith("-"):
-        fail(f'{agent[0]} is no option; the script comes behind "--"')
+        fail(f'{agent[0]} is no option; the script comes after "--"')
     if agent:
         _check_agent(command, agent, own)
 

@@ -92,7 +92,7 @@ _CARRIED_LINES, _CARRIED_LINE_BYTES = 128, 1 << 13
 _LOOKS, _LOOK_AGAIN_S = 3, 0.002
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_PATIENCE_S = 0.5  # a line takes 50 us; behind a busy interpreter a few milliseconds
+_PATIENCE_S = 0.5  # a line takes 50 us; under a busy interpreter a few milliseconds
 _HANGS_S = 10.0
 _MAX_WAITING = 1000  # lines kept in memory for a log that hangs
 
@@ -280,7 +280,7 @@ class EventLog:
             os.close(fd)
 
     def _rotate(self, fd: int, size: int) -> None:
-        """Move the file behind `fd`, which is full, out of the way; unless another writer does, or has done so."""
+        """Move the full file that `fd` has open out of the way; unless another writer does, or has done so."""
         older = older_generation(self.path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -396,7 +396,7 @@ def _read_generation(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], in
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
     """The event in a line of a log; None: there is none in it."""
-    start = line.rfind(b'{"time"')  # a line that was cut off has the next one behind it
+    start = line.rfind(b'{"time"')  # a line that was cut off is followed by the next one
     for part in (line, line[start:] if start > 0 else b""):
         try:
             found = json.loads(part)

@@ -3,7 +3,7 @@
 Importing torch takes seconds, which is most of a worker's start. A fork of a process that has imported it takes
 milliseconds, and is as good as a fresh interpreter as long as nothing has happened but imports: no thread, no CUDA
 context, no number drawn. `import_all` looks, and says so if that does not hold. What a fresh interpreter begins with by
-chance, the forked one gets anew (`seed_at_random`). The seed of Python's hashes cannot be had anew.
+chance, the forked one draws again (`seed_at_random`). The seed of Python's hashes cannot be drawn again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def freeze() -> None:
 
 
 def seed_at_random() -> None:
-    """In the forked process: draw anew what imports have drawn, and forget what they have looked up in the
+    """In the forked process: draw again what imports have drawn, and forget what they have looked up in the
     environment."""
     import numpy as np
     import torch

@@ -33,7 +33,7 @@ def frame(content: bytes) -> bytes:
 
 
 def content_length(head: bytes, most: int) -> int:
-    """How long the content behind these `HEAD_BYTES` is. Raises FrameError for another protocol, and for more than
+    """How long the content after these `HEAD_BYTES` is. Raises FrameError for another protocol, and for more than
     `most` bytes."""
     magic, length = _HEAD.unpack(head)
     if magic != _MAGIC:

@@ -145,7 +145,7 @@ def read_stat(pid: int) -> ProcessStat | None:
     """What /proc says of a process. None: there is no such process, or /proc cannot be read. Any thread."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        # The name, in brackets, may contain anything; the fields behind it may not.
+        # The name, in brackets, may contain anything; the fields after it may not.
         fields = text.rpartition(")")[2].split()
         return ProcessStat(
             state=fields[0],

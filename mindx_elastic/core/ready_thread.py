@@ -91,7 +91,7 @@ class ReadyThread:
                 self._line, self._thread = line, thread
 
     def submit(self, work: Callable[[], _T]) -> ThreadTask[_T]:
-        """Run `work` in the thread, behind what was submitted before. Raises RuntimeError when it cannot be started."""
+        """Run `work` in the thread, after what was submitted before. Raises RuntimeError when it cannot be started."""
         if self._thread is None or self._pid != os.getpid():
             self.start()
         job, line = ThreadTask(work), self._line

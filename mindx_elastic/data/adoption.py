@@ -98,7 +98,7 @@ class Adoption:
             return f"{what} keeps its own order; after a resume its epoch begins again: earlier batches are {skipped}"
         sampler = loader._sampler
         if sampler.shuffle:
-            order = f"is shuffled anew each epoch, by (seed {loader.seed}, epoch) and not in torch's order"
+            order = f"is shuffled in each epoch, by (seed {loader.seed}, epoch) and not in torch's order"
         else:
             order = "goes through its data set in order"
         if asked(self.loader.sampler, "num_replicas") is not None:

@@ -56,7 +56,7 @@ class ReplayLoader(EngineLoader):
 
     At the start of an epoch it notes the global random streams (Python, numpy, torch CPU) and those found on the
     loader and its samplers: generators, ``epoch``, ``state_dict()``. On resume these are put back, the iterator is
-    made anew, and the consumed batches are skipped: on the level of indices, without loading, for map-style data sets;
+    made again, and the consumed batches are skipped: on the level of indices, without loading, for map-style data sets;
     by loading and dropping them for iterable ones. The loader itself is not changed (only a subclass with its own
     ``__iter__`` gets another ``worker_init_fn``), and the workers are shielded from signals.
 
@@ -247,7 +247,7 @@ class ReplayLoader(EngineLoader):
         if self._skipper is not None:
             dataset, collate_fn = SeededDataset(dataset, collate_fn), as_collated
         # With persistent workers the base seed is drawn once for all epochs. From the user's stream, a resume, which
-        # starts the workers anew, would take one number more than the run without a stop did.
+        # starts the workers again, would take one number more than the run without a stop did.
         generator = torch.Generator().manual_seed(self._hash(_WORKERS))
         return make_torch_loader(
             stock,

@@ -77,7 +77,7 @@ class EpochPlan:
     start: int = 0
     present: int = 0
     """Of the `world_size` ranks so many are there, and take the batches of all in turn: batch k of rank r is number
-    ``k * present + r`` of them. Where the last ones do not come out even, their samples are split anew. 0: all ranks.
+    ``k * present + r`` of them. Where the last ones do not come out even, their samples are split again. 0: all ranks.
     """
     fill: bool = False
     """All ranks get as many samples in the last step, some of them twice, as ``DistributedSampler(drop_last=False)``
@@ -95,7 +95,7 @@ class EpochPlan:
     even: int = field(init=False)
     """How many of them are batches of all ranks as they are."""
     again: tuple[int, int, int] = field(init=False)
-    """Begin and end of the samples that are split anew, and into how many batches of each rank."""
+    """Begin and end of the samples that are split again, and into how many batches of each rank."""
 
     def __post_init__(self) -> None:
         step = self.batch_size * self.world_size
@@ -182,7 +182,7 @@ def _piece(begin: int, end: int, number: int, count: int) -> tuple[int, int]:
 
 
 class ResumableBatchSampler(Sampler[list[Key]]):
-    """Yields this rank's batches from the cursor's position on; each `iter` reads the position anew.
+    """Yields this rank's batches from the cursor's position on; each `iter` reads the position.
 
     A batch is a list of keys, ``(seed of the sample, index)``. The seed is a hash of (seed, epoch, index): it follows
     the sample to whichever worker or rank loads it. `whole_rounds` leaves out what does not divide by the world size,

@@ -57,7 +57,7 @@ class Track:
         self.at_fetch: Callable[[], None] | None = None
         """Called in the training thread before a batch is made, or taken from the workers."""
         self.at_made: Callable[[], None] | None = None
-        """Called there behind that."""
+        """Called there afterwards."""
         self.at_every_ask: Callable[[], None] | None = None
         """Called in the training thread whenever a batch is asked for."""
         self.at_begin: Callable[[], None] | None = None

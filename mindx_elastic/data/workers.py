@@ -138,7 +138,7 @@ def _start_resource_tracker(loader: Any) -> None:
 
 
 class WorkerSet:
-    """The worker processes behind one torch iterator, and what is needed to end them.
+    """The worker processes of one torch iterator, and what is needed to end them.
 
     Kept in `_open_sets` and not with the iterator alone: when an iterator is freed as part of a reference cycle (an
     exception from a worker makes one), the queues would be closed before the workers could be told to end. It

@@ -33,7 +33,7 @@ def measure(folder: Path, measure_s: float, *, page_cache: bool = False) -> Disk
     """Write to an existing folder for about `measure_s` seconds, as saves do, around the page cache and through it.
     `page_cache`: which of them saves go, as in `SavingSettings`. Raises OSError. Blocks.
 
-    At most a tenth of the free room is used, and 4 GiB. The file has no name, so nothing is left behind however this
+    At most a tenth of the free room is used, and 4 GiB. The file has no name, so nothing remains however this
     process ends.
     """
     data = torch.frombuffer(bytearray(os.urandom(_PIECE_BYTES)), dtype=torch.uint8)  # file systems may compress

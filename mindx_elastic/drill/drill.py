@@ -29,7 +29,7 @@ __all__ = ["GOOD", "Drill", "DrillResult", "Driller", "draw_faults"]
 
 GOOD = ("exact", "inexact as said", "refused as said")
 """Outcomes after which the exit code is 0. The last one: the only checkpoint was damaged; it was found, put aside and
-named, and the start refused to begin anew without a word."""
+named, and the start refused to start over without a word."""
 _NOTHING_LEFT = "holds checkpoint files and none can be resumed from"
 """Of `NoUsableCheckpointError`. A script may print its text alone."""
 _MOST_STARTS = 4
@@ -397,7 +397,7 @@ def _together(chain: Chain) -> RunOutcome:
 
 
 def _refused(result: DrillResult, chain: Chain, events: Sequence[Mapping[str, Any]]) -> DrillResult | None:
-    """After a damage to the only checkpoint: no start begins anew without a word."""
+    """After a damage to the only checkpoint: no start starts over without a word."""
     line = _has_nothing_left(chain.runs[-1])
     if result.fault.kind != "bit-flip" or not line or any(event["event"] == "resume" for event in events):
         return None

@@ -12,7 +12,7 @@ from mindx_elastic.errors import UsageError
 __all__ = ["ALL_CALLS", "KINDS", "PLACES", "Fault", "Kind", "describe_kinds", "parse_fault"]
 
 PLACES = ("boundary", "forward", "backward", "update", "copy")
-"""Behind the step; at its first forward; when a gradient is there; in the middle of ``optimizer.step()``; in the middle
+"""After the step; at its first forward; when a gradient is there; in the middle of ``optimizer.step()``; in the middle
 of the copy of a snapshot."""
 ALL_CALLS = -1
 """``call=all``: one run for each system call of the save."""

@@ -254,7 +254,7 @@ def _write(path: Path, content: object) -> None:
 class _Update:
     """Fires in the middle of ``optimizer.step()``: after some parameters' memory was changed, and before others' was.
 
-    Not by a dispatch mode, which would stay behind where an exception leaves the update.
+    Not by a dispatch mode, which would stay on where an exception leaves the update.
     """
 
     def __init__(self, injector: Injector) -> None:

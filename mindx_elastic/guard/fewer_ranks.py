@@ -6,9 +6,9 @@ over the same samples. A step is an update's share of the whole job's: `step_end
 as often as it would with all ranks.
 
 ``--on-shrink scale-lr``: each optimizer finds its learning rates scaled while it steps. In between they are the
-program's own, so schedulers, checkpoints and a later run with all ranks know nothing of it. They are scaled behind the
-update gate and put back before it sees the end of the step: no snapshot has them, and what the gate raises leaves none
-behind.
+program's own, so schedulers, checkpoints and a later run with all ranks know nothing of it. They are scaled once the
+update gate has let the step begin, and put back before the gate sees its end: no snapshot has them, and an error of the
+gate leaves none scaled.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ class Guard(LayeredGuard):
                 ...
                 guard.step_end()
 
-        The first number is `start`; after a resume, that of the step behind the resumed one. Inside a loop over
+        The first number is `start`; after a resume, that of the step after the resumed one. Inside a loop over
         `epochs` the steps of each epoch are counted. An iteration that calls no `step_end` does not count.
         """
         return self._loops.steps(num_steps, start)
@@ -474,7 +474,7 @@ class Guard(LayeredGuard):
         self._offer_stop(at_tail=False, loss=loss)
 
     def _offer_stop(self, *, at_tail: bool, loss: object = None) -> None:
-        """Snapshots, the stop, periodic saves. `at_tail`: behind the code that follows the step, at an epoch's end."""
+        """Snapshots, the stop, periodic saves. `at_tail`: after the code that follows the step, at an epoch's end."""
         step, tail, around, overlap = self._loops.step, self._loops.tail, self._around, self._overlap
         self._log_filter.step = step
         overlap.is_at_tail = at_tail
@@ -513,7 +513,7 @@ class Guard(LayeredGuard):
         self.finish_step()
 
     def _pass_tail(self) -> None:
-        """The code behind an epoch has run: its last boundary is here."""
+        """The code after an epoch has run: its last boundary is here."""
         self._boundaries.copy(self._loops.position)
         self._overlap.behind_tail()
         self._offer_stop(at_tail=True)
@@ -568,7 +568,7 @@ class Guard(LayeredGuard):
         """Training thread, between two steps: the job can stop at the boundary it has.
 
         Between `boundary` and `finish_step` the stop waits for the latter: code that belongs to the step still runs.
-        With several ranks a stop that has begun waits for the code behind an epoch (`guard.loops.epoch_tail`).
+        With several ranks a stop that has begun waits for the code after an epoch (`guard.loops.epoch_tail`).
         """
         if not self._finished_step or (self._loops.waits_for_tail and self._step_gate.at_limit()):
             with self._around.between_steps():
@@ -654,7 +654,7 @@ class Guard(LayeredGuard):
         self._ending.finish(self._step, self._already_durable())
 
     def _end_cut_step(self) -> int:
-        """An exception came behind all that belongs to the step: it is one."""
+        """An exception came after all that belongs to the step: it is one."""
         self.boundary()
         self._log_filter.step = self._step
         self._step_gate.arrive(self._step)

@@ -33,7 +33,7 @@ from mindx_elastic.platforms.launchers import at_a_stop
 __all__ = ["Listeners"]
 
 _FAULT_POLL_S = 1.0
-_FILES_S = 1.0  # a look at a file that takes longer is left behind
+_FILES_S = 1.0  # a look at a file that takes longer is abandoned
 _IN_A_THREAD = (
     "this guard is in thread %r, where no signal is heard: a flag file, request_stop() or the death of another rank "
     'stops it; what a SIGTERM would cost is bounded by Guard(save_every="10min")'

@@ -31,17 +31,17 @@ class Overlap(Protocol):
     is_playing: bool
     """The step that is made now is played on."""
     is_at_tail: bool
-    """The last boundary was reached behind the code that follows its epoch."""
+    """The last boundary was reached after the code that follows its epoch."""
     looks: bool
     """`at_boundary` has something to do."""
 
     def at_boundary(self, position: Position, *, is_cut: bool, loss: object) -> None:
-        """A step has ended, or the code behind an epoch (`is_at_tail`). `is_cut`: with a boundary; not inside an
+        """A step has ended, or the code after an epoch (`is_at_tail`). `is_cut`: with a boundary; not inside an
         accumulation window. `loss`: as the program gave it. Raises GracefulExit where the step was played on, but
         inside an accumulation window; ResumeDiffersError."""
 
     def behind_tail(self) -> None:
-        """The code behind an epoch has run since `at_boundary`, and the boundary has what it has changed."""
+        """The code after an epoch has run since `at_boundary`, and the boundary has what it has changed."""
 
     def copy(self) -> None:
         """Copy the small state at a boundary that is played on; nothing else is kept."""

@@ -137,7 +137,7 @@ class PeriodicSave:
 class SaveInterval:
     """The seconds between two saves of `AUTO`: as few as one percent of the time pays for, and `LEAST_S` at least.
 
-    What a save costs is the time that the steps behind it take longer than others. Rank 0's training thread; `now` by
+    What a save costs is the time that the steps after it take longer than others. Rank 0's training thread; `now` by
     any clock that does not jump.
     """
 

@@ -1,7 +1,7 @@
 """Runs a block that may be entered again in the same process: after a recovery in place, see `rejoin`.
 
 `run_in_place` calls the block with its `InPlaceGuard`, which the guard is given before it is entered. When another rank
-has died, the guard is left with `EnterAgain`, and the block is called anew: in this process, and from the beginning in
+has died, the guard is left with `EnterAgain`, and the block is called again: in this process, and from the beginning in
 the new process of the dead rank.
 """
 

@@ -127,7 +127,7 @@ class Saver:
     ) -> None:
         """Main thread, once, when the ranks have agreed on what to go on from, and before the first save.
 
-        `resumed`: of the file that this run goes on from; None: it began anew. `fault_report`: when the platform's
+        `resumed`: of the file that this run goes on from; None: it started over. `fault_report`: when the platform's
         report on faults was made; 0: there is none. `first_save`: the note on disk that this rank has never saved in
         this run; None: it has, or the note is not needed. `mirror`: copies the files to other nodes, once they are
         durable here. `page`: where the agent reads. `gone`: returns the ranks known to be dead. `keep_in_memory`: puts
@@ -486,7 +486,7 @@ class Saver:
     def _protected(self, policy: PeriodicPolicy, entries: Sequence[CatalogEntry], own: Sequence[Moment]) -> set[Moment]:
         """The newest complete step, the step just written, and those that may become complete yet.
 
-        `newest_complete` judges it as a start would, from the files alone. The other ranks may be behind: by one
+        `newest_complete` judges it as a start would, from the files alone. The other ranks may lag: by one
         save, or with background saves by two (one being written, one waiting or being made); one more than that of the
         newest own steps stay as long as they are not complete. Where the other ranks' folders cannot be seen
         (node-local disks) none ever is.

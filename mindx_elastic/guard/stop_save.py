@@ -1,6 +1,6 @@
 """The save of a stop: what the thread that has the claim (see `stop_state`) writes of the last boundary.
 
-Two threads may have the claim: the training thread at the agreed boundary or behind an exception, and the watcher in a
+Two threads may have the claim: the training thread at the agreed boundary or after an exception, and the watcher in a
 salvage (`stopper`). Either holds the boundary (`StopSave.hold`) and writes it (`StopSave.write`), which settles the
 stop.
 """

@@ -331,7 +331,7 @@ class Stopper:
         does what is left.
         """
         done = threading.Event()
-        self.watcher.post(done.set)  # behind every signal that has arrived
+        self.watcher.post(done.set)  # after every signal that has arrived
         done.wait(self.settings.agreement_s + 1.0)
         self._ending = True
         self.watcher.post(self.pauses.hear_end)

@@ -1,6 +1,6 @@
 """Finds weights of a replicated job that the ranks should have alike and have not.
 
-Where they differ, each rank may get another's: behind its death, or where its file is lost. DDP makes the weights
+Where they differ, each rank may get another's: after its death, or where its file is lost. DDP makes the weights
 that it wraps the same on all ranks. A copy that a program makes before that, with another seed on each rank (an average
 of the weights, as DeiT has it), begins with each rank's own and stays another. The files of a usual stop have all of
 them, and small ones are in each rank's memory (`capture.rank_weights`).
@@ -45,6 +45,6 @@ class UnevenModules(Part):
             self._unmanaged.risk(
                 f'the weights of module "{name}" ({kind}) are not the same on all ranks, and a rank that is killed '
                 "gets those of another rank",
-                "Copy it from the module behind DDP, which gives all ranks the same weights "
+                "Copy it from the module inside DDP, which gives all ranks the same weights "
                 "(copy.deepcopy(ddp.module)), and update it on all ranks alike; or --snapshot-every 1 keeps rank 0's",
             )

@@ -111,7 +111,7 @@ def _saved_states(accelerator: Accelerator) -> list[str]:
 
 
 def _let_save_again(accelerator: Accelerator, guard: Guard, saved: set[str]) -> None:
-    """A save behind the boundary that a run is resumed from is done again, under the same number: accelerate raises
+    """A save after the boundary that a run is resumed from is done again, under the same number: accelerate raises
     where the folder is there. It makes way. `saved`: the folders as the process has found them, the same on all ranks.
     """
     save_state = accelerator.save_state
@@ -121,7 +121,7 @@ def _let_save_again(accelerator: Accelerator, guard: Guard, saved: set[str]) -> 
         if name in saved and guard.resumed_from_step is not None:
             saved.discard(name)
             if accelerator.is_main_process:
-                logger.info("%s was saved behind step %d, and is saved again", name, guard.resumed_from_step)
+                logger.info("%s was saved after step %d, and is saved again", name, guard.resumed_from_step)
                 shutil.rmtree(Path(str(accelerator.project_dir), "checkpoints", name))
             accelerator.wait_for_everyone()
         return save_state(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Lists, numbers and tensors of a trainer's module that have changed since the training began.
 
-``self.outputs.append(loss)`` in each step, and ``torch.stack(self.outputs)`` with ``self.outputs.clear()`` behind the
+``self.outputs.append(loss)`` in each step, and ``torch.stack(self.outputs)`` with ``self.outputs.clear()`` after the
 last one, is what Lightning's pages show; others write ``self.total += loss.item()`` and set it back in a hook.
-A run that is resumed in the epoch would have the rest of it only, and one that is resumed behind the last step nothing
+A run that is resumed in the epoch would have the rest of it only, and one that is resumed after the last step nothing
 to stack.
 """
 

@@ -7,12 +7,12 @@
     trainer = Trainer(max_epochs=90, callbacks=[ElasticCallback("ckpt")])
     trainer.fit(module, loader)  # the same command again goes on where this one was stopped
 
-The boundary of a step is behind all that Lightning does for it: the batch's hooks, a validation, the schedulers. Where
+The boundary of a step is after all that Lightning does for it: the batch's hooks, a validation, the schedulers. Where
 a validation follows a step, the step is a boundary before it as well, with the note that the validation is still to
 come, so that a long one can be cut off and is done again.
 
 Lightning's own way to go on from a checkpoint in mid-epoch is not used further than for its counters: it skips a
-validation and the end of an epoch behind the last batch. Here its loop is put where it was, and goes on from there.
+validation and the end of an epoch after the last batch. Here its loop is put where it was, and goes on from there.
 
 Private places of Lightning: `Precision._wrap_closure`, `_Loop._restarting`, ``_FitLoop._data_source``,
 ``_combined_loader``, ``_data_fetcher``, ``epoch_loop``, ``epoch_loop._results`` with `_ResultMetric` and `_Metadata`;
@@ -331,7 +331,7 @@ def _begin_epoch_again(trainer: Trainer) -> None:
 
 
 class _Loops(GivesCopies, InParts):
-    """Where Lightning's loops stand: their counters, the sums behind an epoch's means, the metrics of the last ones,
+    """Where Lightning's loops stand: their counters, the sums of an epoch's means, the metrics of the last ones,
     what has changed in lists, numbers and tensors of the module."""
 
     gives_copies = True
@@ -527,7 +527,7 @@ class _Callbacks:
         for each in self._callbacks:
             if each.state_key in state:
                 own = state[each.state_key]
-                if _saves(each):  # else a folder that the logger numbers anew costs it the best scores
+                if _saves(each):  # else a folder that the logger numbers again costs it the best scores
                     own = {**own, "dirpath": each.dirpath}
                 each.load_state_dict(own)
             vars(each).update(saves.get(each.state_key, {}))
@@ -623,7 +623,7 @@ def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
             "it. Load the weights into the module before the fit, or leave ckpt_path out"
         )
     if trainer.reload_dataloaders_every_n_epochs:
-        raise UsageError("Trainer(reload_dataloaders_every_n_epochs=...): no position is known in loaders made anew")
+        raise UsageError("Trainer(reload_dataloaders_every_n_epochs=...): no position is known in new loaders")
     if trainer.overfit_batches:
         raise UsageError("Trainer(overfit_batches=...) exchanges the loader; limit_train_batches does not")
     for owner in (module, *trainer.callbacks):

@@ -10,7 +10,7 @@
 A callback cannot do it: `Trainer` settles the epoch to begin with before any hook. So this is a subclass, and
 `ElasticTraining` in front of another subclass of `Trainer` (``class Mine(ElasticTraining, Seq2SeqTrainer)``).
 
-The boundary of a step is behind all that the trainer does for it: the optimizer and scheduler, ``on_step_end``, log,
+The boundary of a step is after all that the trainer does for it: the optimizer and scheduler, ``on_step_end``, log,
 evaluation and the trainer's own save. Where one of the last two is due, the step is a boundary before it as well, with
 the note that they are still to come, so that a long evaluation can be cut off and is done again. What follows the last
 step of an epoch (``on_epoch_end``, an evaluation) belongs to no step: a run that is resumed there does it again.
@@ -384,7 +384,7 @@ _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_f
 
 
 class _Progress(InParts):
-    """`TrainerState` with its log history, `TrainerControl`, callbacks' states, the sums behind the logged loss."""
+    """`TrainerState` with its log history, `TrainerControl`, callbacks' states, the sums of the logged loss."""
 
     follow_the_steps: ClassVar = (
         *("state", "history", "control", "sums", "grad_norm", "learning_rate"),
@@ -392,7 +392,7 @@ class _Progress(InParts):
     )
     entries_in_words: ClassVar = {
         "history": "the log history",
-        "sums": "the sums behind the logged loss",
+        "sums": "the sums of the logged loss",
         "callbacks": "the states of callbacks",
     }
 
@@ -595,7 +595,7 @@ def _check_trainer(owner: Any, trial: Any) -> None:
         ),
         f"optim={optimizer!r}": (
             "layerwise" in optimizer or "lomo" in optimizer,
-            "it updates inside of the backward, where no boundary is known; take one that steps behind it",
+            "it updates inside of the backward, where no boundary is known; take one that steps after it",
         ),
         f"optim={optimizer!r} ": (
             "schedule_free" in optimizer,

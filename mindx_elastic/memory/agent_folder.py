@@ -118,7 +118,7 @@ class AgentFolder:
                 self.make_key()
         except OSError as error:
             raise LostFolderError(f"the agent's folder was removed, and cannot be made again ({error})") from error
-        logger.warning("%s was emptied while the job ran: the restart makes what it needs there anew", self.path)
+        logger.warning("%s was emptied while the job ran: the restart makes what it needs there again", self.path)
         return True
 
     def remove(self) -> None:

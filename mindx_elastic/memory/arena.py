@@ -136,7 +136,7 @@ class ArenaFile:
             os.close(fd)
 
     def pin(self, device: torch.device) -> bool:
-        """Page-lock it for copies from a CUDA device, until it is mapped anew. Returns whether CUDA has done it; where
+        """Page-lock it for copies from a CUDA device, until it is mapped again. Returns whether CUDA has done it; where
         it has not, copies take longer."""
         if self._pin is None and self.map is not None:
             anchor = ctypes.c_char.from_buffer(self.map)

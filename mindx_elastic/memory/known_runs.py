@@ -1,6 +1,6 @@
 """Which runs' memory a start may use: those that the checkpoint directory knows.
 
-Memory outlives a checkpoint directory that a user has emptied to start anew, and a machine that had no part in the last
+Memory outlives a checkpoint directory that a user has emptied to start over, and a machine that had no part in the last
 runs still holds an older one's. A directory knows a run by its event log, by a checkpoint file of the run, or by the
 *marker* that a run leaves there when its event log cannot be written. A marker is an empty file, so a full disk has
 room for it; where not even that can be made, a start is refused (`persist.storage`).

@@ -217,7 +217,7 @@ class Snapshotter:
     def _why_changed(self) -> str | None:
         """Why what was copied is no boundary; None: it is."""
         if self._collector.devices.has_gone_back:
-            return "the device is behind the program, and an older boundary counts"
+            return "the device lags the program, and an older boundary counts"
         return self._gate.why_changed()
 
     def _seal(self, index: int) -> None:
@@ -251,7 +251,7 @@ class Snapshotter:
                     self.schedule.every = 0
                     return
                 if time.monotonic() > end:
-                    raise TimeoutError(f"a rank is {_AGREEMENT_S:g} s behind")
+                    raise TimeoutError(f"a rank is {_AGREEMENT_S:g} s late")
                 time.sleep(_ASK_AGAIN_S)
             intervals = [whole_number(text, 1, 10**9) for text in found]
         except Exception as error:
@@ -442,7 +442,7 @@ def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, at: Callable[[str
         devices.add(source.device)
         target.copy_(source, non_blocking=True)
         queued += 1
-        if queued % _MOST_QUEUED == 0:  # behind a boundary that a device never comes to they would fill its queue
+        if queued % _MOST_QUEUED == 0:  # after a boundary that a device never comes to they would fill its queue
             torch.cuda.current_stream(source.device).synchronize()
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
@@ -512,7 +512,7 @@ def adopt_slots(arena: RankArena) -> list[str]:
                 raise ValueError(f"it has {os.stat(file.path).st_size} bytes instead of {record.nbytes}")
             if record.state is SlotState.COPIED:
                 seal_slot(arena, index)
-                file.close()  # a reader that finds damage takes the file away: the next copy opens it anew
+                file.close()  # a reader that finds damage takes the file away: the next copy opens it again
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             notes.append(f"{file.path} is not used: {error}")
             arena.set_record(index, SlotRecord())

@@ -179,7 +179,7 @@ def read_entry(
 
 def preference(entry: CatalogEntry) -> tuple[int, bool, bool, int, float, str]:
     """Sort key of the good entries of one step: by rank, and within a rank in the order in which to try them. A file
-    with a part of a divided state comes behind whole ones."""
+    with a part of a divided state comes after whole ones."""
     info = _info(entry)
     kind = KIND_ORDER.index(info.kind) if info.kind in KIND_ORDER else len(KIND_ORDER)
     is_part = entry.header is not None and entry.header.held is not None

@@ -78,7 +78,7 @@ def entry_texts(entries: Iterable[TensorEntry]) -> list[str]:
 
 
 def entries_of_text(text: str) -> dict[str, TensorEntry]:
-    """The same as `entries_of`, of what a header's text says behind its first value. The files of thousands of ranks
+    """The same as `entries_of`, of what a header's text says after its first value. The files of thousands of ranks
     and steps differ in that one, and say this alike: it is read once. Do not change what this gives."""
     text = text.rstrip(" ")  # of which there are as many as the other values leave room for
     return _known_entries(text) if len(text) <= _MOST_KEPT else _read(text)

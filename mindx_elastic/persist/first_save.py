@@ -1,8 +1,8 @@
-"""Proves that a rank has never saved anything, so that a first save that was cut off may begin anew.
+"""Proves that a rank has never saved anything, so that a first save that was cut off may start over.
 
 Where ranks are not replicas, a step is complete only when every rank has its file. After a power cut in the very first
 save one rank has a file and another has none. A complete step of which a disk was lost looks the same. The first case
-may begin anew, the second must not. A note "this rank has saved" would not help: it may be lost together with the file.
+may start over, the second must not. A note "this rank has saved" would not help: it may be lost together with the file.
 So the note says the opposite: at a fresh start each rank durably writes "this rank has never published a file", and
 removes the note before it publishes its first file. A note that still exists is the proof. A lost disk, a deleted
 folder or a full disk can only lose the proof.

@@ -142,7 +142,7 @@ class FlagFile:
 
         Content and modification time: setting a flag again writes the file again. Not the inode: a copy that keeps
         its time (rsync, tar, another mount) is the same flag. In a Kubernetes ConfigMap the path and the content: each
-        new pod has the files made anew, and the kubelet touches none whose content is the same.
+        new pod gets new files, and the kubelet touches none whose content is the same.
         """
         digest = xxhash.xxh3_128_hexdigest(content)
         with suppress(OSError):  # no link, or swapped at this moment

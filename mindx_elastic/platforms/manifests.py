@@ -67,7 +67,7 @@ class JobNumbers:
         if not self.image or not self.image.isprintable() or " " in self.image:
             raise UsageError(f"--image {self.image!r}: give the name of an image, without blanks")
         if not self.command:
-            raise UsageError("give the training program and its arguments behind --")
+            raise UsageError("give the training program and its arguments after --")
         if not self.mount.startswith("/") or ":" in self.mount or not self.mount.isprintable():
             raise UsageError(f"--mount {self.mount!r}: give a path that begins with / and has no : in it")
         if any("\0" in word for word in (*self.command, *self.run_options)):

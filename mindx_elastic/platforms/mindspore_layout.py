@@ -182,7 +182,7 @@ def fields_of(spec: TensorSpec, stage_size: int) -> Fields | None:
         return None
     if any(size % math.prod(mesh[m] for m in order) for size, order in zip(spec.shape, orders, strict=False)):
         return None
-    # One entry for each dimension, also for those behind the last that is split: MindSpore compares the numbers.
+    # One entry for each dimension, also for those after the last that is split: MindSpore compares the numbers.
     num_dims = max(len(orders), spec.num_dims or len(spec.shape))
     orders += [[] for _ in range(num_dims - len(orders))]
     maps = tuple(tuple(len(mesh) - 1 - m for m in order) or (-1,) for order in orders)

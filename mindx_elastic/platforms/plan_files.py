@@ -2,7 +2,7 @@
 
 Both say the same, and the same plan gives the same bytes. A refusal is written, too: a start script must never
 find yesterday's plan. Paths under the checkpoint directory are relative to it, so that a directory that is mounted
-elsewhere tomorrow keeps its plan. This package writes these files and never reads them: each start plans anew.
+elsewhere tomorrow keeps its plan. This package writes these files and never reads them: each start makes a new plan.
 
 ``RESTORE_RANKS`` and ``RESTORE_RANKS_MAP`` are the variables that start scripts on ModelArts and MindCluster read: a
 donor for each group of ranks that hold the same parts, or ``-1`` where the files that the job wrote when it died are

@@ -6,7 +6,7 @@ source is read, so a program from stdin, a notebook or a compiled file is seen a
 
 Instructions are nodes of a graph, numbered as they come; a loop is a node that jumps back to one through which every
 way to it leads (the *head*). Within the body of one loop, a dataflow from the end of an iteration to its head finds
-what is read before it is bound, or bound by some iterations only and read behind the loop. Sets of names are bits of
+what is read before it is bound, or bound by some iterations only and read after the loop. Sets of names are bits of
 an int. Three things are taken for granted, because programs are written that way: a ``for`` goes round at least once,
 ``with`` lets exceptions pass, and an exception may come from anywhere inside of a ``try``.
 
@@ -105,19 +105,19 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[Loop]]:
 
     loops = []
     for head, body in sorted(bodies.items(), key=lambda item: -len(item[1])):
-        behind, bound = 0, 0
+        after, bound = 0, 0
         for n in body:
             bound |= binds[n]
             for following in graph.after[n]:
-                behind |= 0 if following in body else live[following]
-        needed = _flow(graph, body, head, behind, reads, ends)[head] & bound
+                after |= 0 if following in body else live[following]
+        needed = _flow(graph, body, head, after, reads, ends)[head] & bound
         loops.append(Loop(frozenset(body), those(needed), those(bound), _targets(graph, head)))
     return graph.offsets, loops
 
 
 def _read(code: CodeType) -> _Code:
     bytecode = dis.Bytecode(code)
-    ops = [op for op in bytecode if op.opname != "EXTENDED_ARG"]  # a part of the one behind it
+    ops = [op for op in bytecode if op.opname != "EXTENDED_ARG"]  # a part of the one after it
     offsets = [op.offset for op in ops]
     line_at, line = {}, code.co_firstlineno
     for begin, end, number in code.co_lines():
@@ -165,8 +165,8 @@ def _events(ops: list[dis.Instruction], offsets: list[int]) -> list[list[tuple[s
 
 
 def _join_tests(graph: _Code) -> None:
-    """The compiler puts a second copy of a ``while``'s test at the end of the body, which jumps back behind the first
-    one. Let it jump to the first one, as Python 3.14 does: a test belongs to the iteration that it begins."""
+    """The compiler puts a second copy of a ``while``'s test at the end of the body; it jumps to the instruction after
+    the first one. Let it jump to the first one, as Python 3.14 does: a test belongs to the iteration that it begins."""
     lines = graph.lines
     for n, following in enumerate(graph.after):
         for head in following[:]:
@@ -205,7 +205,7 @@ def _bodies(graph: _Code) -> dict[int, set[int]]:
 
 
 def _enter_once(graph: _Code, bodies: dict[int, set[int]]) -> None:
-    """A ``for`` is entered at its body, so that what it binds is bound behind it."""
+    """A ``for`` is entered at its body, so that what it binds is bound after it."""
     for head, body in bodies.items():
         if graph.ops[head].opname == "FOR_ITER":
             for n, following in enumerate(graph.after):

@@ -44,7 +44,7 @@ _USUAL = {
         "Write `for epoch in guard.epochs(n):`, and name in stateful= what the early stop counts",
     ),
     "calls": (
-        "the number of forwards depends on a counter that began anew (an i of enumerate(loader), an accumulation)",
+        "the number of forwards depends on a counter that started over (an i of enumerate(loader), an accumulation)",
         "Write `for i, batch in guard.enumerate(loader):`, compute it from guard.step, or name it in stateful=",
     ),
     "batch": (
@@ -55,7 +55,7 @@ _USUAL = {
         "the loop asks for a batch before the boundary and uses it after; after a resume it is lost",
         "Name the loader, so that the guard sees it: loader=...; or fetch within the step",
     ),
-    "data began anew": (
+    "data started over": (
         "no loader is named, or another one than the loop goes through, or step_end() is not called once a batch",
         "Name it: Guard(loader=...), and iterate that one",
     ),
@@ -64,7 +64,7 @@ _USUAL = {
         "Set it before `with guard:`, or at the head of each epoch or step, from guard.position",
     ),
     "option": (
-        "a scheduler is not named, or the value is computed from a counter that began anew",
+        "a scheduler is not named, or the value is computed from a counter that started over",
         "Name the scheduler: Guard(lr_scheduler=...), or compute it from guard.step at the head of each step",
     ),
     "entry weights": _AT_ENTRY,
@@ -203,8 +203,8 @@ def _batch_in_words(difference: Difference, number: int | None) -> tuple[str, tu
     if number > step:
         ahead = "one was" if number == step + 1 else f"{number - step} were"
         return f"the batch of step {step} is the one of step {number}: {ahead} fetched ahead", _USUAL["fetched ahead"]
-    anew = ": the data order began anew" if number in (1, _first_of_epoch(difference)) else " again"
-    return f"the batch of step {step} is that of step {number}{anew}", _USUAL["data began anew"]
+    anew = ": the data order started over" if number in (1, _first_of_epoch(difference)) else " again"
+    return f"the batch of step {step} is that of step {number}{anew}", _USUAL["data started over"]
 
 
 def _same_batches(reference: Reference, difference: Difference, part: DifferingPart) -> Iterator[int]:

@@ -254,7 +254,7 @@ def _unequal(where: str, one: Sample, other: Sample, varying: Collection[str]) -
 def lost_variables(reference: Reference, life: Life) -> tuple[Lost, ...]:
     """Variables of the program that had other values as the first step of a resumed `life` began than as that step
     began in the reference; where the reference has no such step, when the guard was entered than at the boundary that
-    was resumed. Of equal steps, too: they may count much later, or behind the training only. What the reference itself
+    was resumed. Of equal steps, too: they may count much later, or after the training only. What the reference itself
     does not change in its training is left out: it may well say that this run was resumed."""
     first = life.steps[0] if life.steps else None
     one = None if first is None else reference.step(life, first.number)

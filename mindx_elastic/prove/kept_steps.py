@@ -48,7 +48,7 @@ _FIELDS = (
     "learning rate",
     "loss",
 )
-"""What an entry has behind its step."""
+"""What follows the step in an entry."""
 _NONE = math.nan
 """A rate or a loss that was not given, or cannot be read at once. One object: lists of it are equal."""
 

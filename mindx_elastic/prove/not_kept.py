@@ -2,7 +2,7 @@
 
 Variables of the running functions count when the compiler's own dataflow says that the next iteration may read them
 (`carried`). Containers, tensors and attributes of the program's objects, and attributes of named modules, count when
-they differ between the process's first and fifth boundary. Left out is what each iteration binds anew, and what the
+they differ between the process's first and fifth boundary. Left out is what each iteration binds again, and what the
 guard keeps; what the states of other named objects leave out is shown by a comparison only. Whether any of it matters
 is shown by the next resume, which compares its first step (`overlap`).
 """

@@ -149,7 +149,7 @@ class Comparison(_Notes):
         self._software = {str(key): str(value) for key, value in json.loads(lines[0])["software"].items()}
         """Of the stopped process."""
         self._steps = [WitnessedStep(**json.loads(line)) for line in lines[1:-1]]
-        """The stop's boundary, and the steps behind it."""
+        """The stop's boundary, and the steps after it."""
         if len(self._steps) < 2:
             raise ValueError("it has no whole step")
         self._last = self._steps[-1].number
@@ -188,7 +188,7 @@ class Comparison(_Notes):
         if difference is not None:
             explained = explain(reference, difference)
             if difference.is_fact:
-                logger.info("step %d: %s. If only a clock is behind it, nothing is lost", step, explained.what)
+                logger.info("step %d: %s. If only a clock is the cause, nothing is lost", step, explained.what)
                 explained = None
         lost, others, num_equal = self._not_got_back()
         self.outcome = outcome = "differs" if explained is not None else "variables differ" if lost else "verified"

@@ -1,7 +1,7 @@
 """Decides which runs are made and what they show.
 
 First the script runs twice without a stop: is it deterministic at all? Then it is stopped and resumed again and again
-in one chain of runs, each from the checkpoint of the one before; a chain that has once differed is begun anew for the
+in one chain of runs, each from the checkpoint of the one before; a chain that has once differed starts over for the
 next stop. Kills are for `drill`.
 """
 
@@ -127,7 +127,7 @@ class _Prover(Baseline):
         if before is None or not before.steps:
             return None
         step = before.steps[-1].number
-        what = f"the run never resumed: it was stopped after step {step}, and began anew with step 1"
+        what = f"the run never resumed: it was stopped after step {step}, and started over with step 1"
         cause = 'the guard was told not to (resume="never"), or the stop saved nothing'
         remedy = 'Give the guard resume="auto"'
         if before.directory != anew.directory:

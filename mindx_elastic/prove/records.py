@@ -45,7 +45,7 @@ class WitnessedStep:
     end: Sample = field(default_factory=dict)
     """At the boundary; and what the named modules were given until then."""
     behind: Sample | None = None
-    """Behind the code that has followed it at its epoch's end, which a checkpoint of it may have, too."""
+    """After the code that has followed it at its epoch's end, which a checkpoint of it may have, too."""
     clock: float = 0.0
     """`time.monotonic` of the machine when its boundary was noted."""
 
@@ -90,7 +90,7 @@ def read_lives(folder: Path) -> list[Life]:
 
 def parse_life(lines: Iterable[str]) -> Life | None:
     """What one file says: ``enter`` with the fields of `Life`, each ``step`` with those of `WitnessedStep`, ``tail``
-    with what is behind the last one, ``now`` with fields of `Life` that are known later. A last line that was cut off
+    with what comes after the last one, ``now`` with fields of `Life` that are known later. A last line that was cut off
     is left out; None: there is not even a first one."""
     life: Life | None = None
     for line in lines:

@@ -8,7 +8,7 @@ processes, which compare themselves with the old ones and say what it cost. Who 
 * otherwise the process itself, if it is the only one: ``exec`` of the same command once the program has come to its
   end, with the environment that it was started with.
 
-A place is rehearsed once a run: not again where the run has been resumed at or behind it.
+A place is rehearsed once a run: not again where the run has been resumed at or after it.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def _treatment_of(kind: type) -> str:
 
 
 def _parts(kind: str, value: Any) -> list[tuple[str, Any]]:
-    """What hangs on it, by what comes behind its name."""
+    """What hangs on it, by what comes after its name."""
     if kind == "instance":
         own = attributes_of(value)
         shared = [item for each in reversed(type(value).__mro__) for item in vars(each).items()]

@@ -51,7 +51,7 @@ class Board:
 
     def __init__(self, store: Store, *, key: bytes | None, scope: str, writer: int) -> None:
         """`store`: a connection of this user's own. `scope`: the same on all sides. `writer`: the rank; the coordinator
-        takes the number behind the last rank."""
+        takes the number after the last rank."""
         self._store, self._seal = store, Seal(key, f"rejoin/{scope}", writer)
         self._warned: set[str] = set()
 

@@ -223,7 +223,7 @@ def reset_ddp(modules: DdpModules) -> str:
 
 
 def _rebuilds(module: DistributedDataParallel) -> bool:
-    """Whether it lays out its buckets anew after its first backward."""
+    """Whether it lays out its buckets again after its first backward."""
     return not module.find_unused_parameters or module.static_graph
 
 

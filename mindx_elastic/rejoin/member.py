@@ -247,7 +247,7 @@ class Member:
         self._times["agreed"] = time.time()
         live: Mapping[str, Any] | None = None
         info: Any = None
-        if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
+        if said := groups.reset_ddp(host.ddp):  # of those that lag as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
         # Before the state is copied: the new process opens its guard meanwhile.
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)

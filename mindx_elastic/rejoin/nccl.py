@@ -7,7 +7,7 @@ GPUs. What it does:
   communicator ends the kernel, as if it had come to its end, with any result. All communicators are aborted at the same
   moment, because one's abort may wait for another's kernel.
 * *No wrong result in the weights.* The program is ahead of the device. When a communicator is aborted, the update that
-  waits on the device behind the collective would run, with wrong gradients. So the training thread waits for the
+  waits on the device after the collective would run, with wrong gradients. So the training thread waits for the
   device before each update and each boundary (`Devices.fence`), and goes no further if a communicator was aborted
   meanwhile.
 * *New connections.* A new backend in the same group, with the old one's options, connected at once.

@@ -106,7 +106,7 @@ def stages_of(notes: Sequence[Mapping[str, Any]], began: float, noticed: float) 
 
 
 def as_event(record: RecoveryRecord) -> dict[str, Any]:
-    """The arguments of `EventLog.emit` behind the event's name."""
+    """The arguments of `EventLog.emit` after the event's name."""
     found = asdict(record)
     del found["attempt"], found["time"]  # the log's own
     reason = record.reason or record.cause

@@ -219,7 +219,7 @@ def loss_line(losses: Losses) -> tuple[str, list[str]]:
     steps = sorted({first + (last - first) * piece // _MOST_TICKS for piece in range(_MOST_TICKS + 1)})
     figure.axis((step, str(step)) for step in steps)
     drawn = thin(points, _MOST_POINTS)
-    seams = [(step, f"on behind step {step}") for step in losses.seams]
+    seams = [(step, f"resumed after step {step}") for step in losses.seams]
     figure.curves([drawn], seams, [(loss, f"{loss:.4g}") for loss in sorted({low, low / 2 + high / 2, high})])
     if len(drawn) < len(points):
         notes.append(f"{len(drawn)} of {len(points)} noted losses are drawn")

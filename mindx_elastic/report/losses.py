@@ -16,13 +16,13 @@ class Losses:
     points: Sequence[tuple[int, float]]
     """Step and loss, in the order of the steps; of a step that was done again what the second time gave."""
     seams: Sequence[int]
-    """The steps behind which the job went on after an interruption."""
+    """The steps from which the job was resumed after an interruption."""
     num_not_finite: int
 
 
 def find_losses(pieces: Iterable[ProgressPiece]) -> Losses:
-    """`pieces`: in the order in which they began. Those of another agent are left out where a later one has begun anew:
-    another run, in the same folder."""
+    """`pieces`: in the order in which they began. Those of another agent are left out where a later one has started
+    over: another run, in the same folder."""
     found: dict[int, float] = {}
     seams: list[int] = []
     agent = ""

@@ -330,7 +330,7 @@ class _Assignment:
                 return problem
         if new != old:
             become = "ranks become" if old > 1 else "rank becomes"
-            self.inexact.append(f"{old} {become} {new}: sums are taken in another order, and random numbers begin anew")
+            self.inexact.append(f"{old} {become} {new}: sums are taken in another order, and random numbers start over")
         else:
             self.inexact.append("tensors are laid out otherwise than before: sums are taken in another order")
         return ""

@@ -209,7 +209,7 @@ def _undescribed(shapes: Mapping[str, tuple[str, tuple[int, ...]]], places: Plac
     """What the digests of components say that are neither module nor optimizer: an average of weights (EMA) is sharded
     as they are. Component -> beginnings of its lines, and the tensors whose digests end them.
 
-    Floating-point tensors only: generators and counters differ between ranks, and can begin anew.
+    Floating-point tensors only: generators and counters differ between ranks, and can start again.
     """
     found: dict[str, list[tuple[str, str]]] = {}
     for place, (dtype, shape) in sorted(shapes.items()):

@@ -151,7 +151,7 @@ class Findings:
     entries: dict[str, CatalogEntry] = field(default_factory=dict)
     """Catalog entries of all files that were read, by path. Not encoded."""
     notes: list[Note] = field(default_factory=list)
-    """The notes behind `never_saved`. Not encoded."""
+    """The notes after `never_saved`. Not encoded."""
     damaged: list[tuple[CatalogEntry, Path]] = field(default_factory=list)
     """Damaged files with names of ours, each with its directory, for `put_aside`. Not encoded."""
 

@@ -7,7 +7,7 @@ before the first batch, may draw numbers.
 A rank that has no file of the resumed step takes a replica's file, and what is its own (`_state_of`). What all replicas
 share is the donor's: weights, optimizer, position. Of the rest this rank's own copy is used, from its boundary ring.
 Where the rank was killed in the step, before its boundary, some of it is only foreseen, and an object that moves after
-the forward (a counter behind the update) is not even that. Whether the donor's can stand in for it is seen from the
+the forward (a counter after the update) is not even that. Whether the donor's can stand in for it is seen from the
 boundaries that both have kept: `choose` decides. What may be another than it was is a warning, and a note in every file
 from here on.
 """
@@ -157,9 +157,9 @@ def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo, ri
         return lambda: restore_rng(rng)
     risks.risk(
         f"rank {ranks.rank} has no file of step {info.step} and takes rank {found.donor}'s: weights, optimizer and "
-        "position are the same; its random numbers begin anew, so from here the run is not bit for bit the "
+        "position are the same; its random numbers start over, so from here the run is not bit for bit the "
         "uninterrupted one",
-        "In DDP jobs shared memory (MINDX_ARENA_DIR) keeps them for a killed rank, where nothing is drawn behind the "
+        "In DDP jobs shared memory (MINDX_ARENA_DIR) keeps them for a killed rank, where nothing is drawn after the "
         "forward; in others, as with HSDP, snapshots do (MINDX_SNAPSHOT_EVERY=1, or mindx-elastic run "
         "--snapshot-every 1)",
     )
@@ -337,7 +337,7 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
     donated, loop = tail_values_in(state["progress"].get("loop", {})), made["progress"].get("loop", {})
     if donated and not (is_whole and tail_values_in(loop)):
         made["progress"] = {**made["progress"], "loop": with_tail_values(loop, donated)}
-        words = f"the code behind the epoch may read it; rank {found.donor}'s is used"
+        words = f"the code after the epoch may read it; rank {found.donor}'s is used"
         doubts.setdefault(words, []).extend(names_of_tail_values(donated))
     step = found.checkpoint.info.step
     for doubt, theirs in doubts.items():
@@ -416,7 +416,7 @@ def _only(states: Mapping[str, Any], name: str, entry: str | None) -> Mapping[st
 
 
 def on_one_side(mine: _Record, theirs: _Record) -> tuple[_Record, _Record]:
-    """Records of one boundary, of two ranks, both in front of the code behind an epoch where one of them is: from there
+    """Records of one boundary, of two ranks, both in front of the code after an epoch where one of them is: from there
     all have gone on (`tail_side`). Pure."""
     fronts = [front_of(each.get("progress", {}).get("loop", {})) for each in (mine, theirs)]
     if None not in fronts:

@@ -24,7 +24,7 @@ from mindx_elastic.start.facts import DYING_KINDS, FileFact, KnownFaults, Refusa
 __all__ = ["bases_of", "never_complete", "newest_world_size", "order_of_moments", "plan_resume", "steps_before"]
 
 NEAR = 2
-"""Steps: an exact step that is at most so much older goes before one that is not exact. A killed rank is one behind at
+"""Steps: an exact step that is at most so much older goes before one that is not exact. A killed rank lags by one at
 most."""
 _SHOWN = 3
 

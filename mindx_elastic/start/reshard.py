@@ -325,7 +325,7 @@ def _source(plan: ResumePlan, name: str, layout: Layout) -> TensorSpec:
     specs = plan.source.by_name.get(name, ())
     if not specs:
         raise MismatchError(
-            f"the checkpoint does not fit: {name} is missing in it; use the model that wrote it, or start anew with "
+            f"the checkpoint does not fit: {name} is missing in it; use the model that wrote it, or start over with "
             'resume="never" in another directory'
         )
     return next((spec for spec in specs if spec.layout == layout), specs[0])

@@ -416,12 +416,12 @@ class PlanPart(FollowedPart):
         begins_anew = inventory.anything and self._places.resume != "never"
         if begins_anew:
             logger.warning(
-                "the job begins anew: it was cut off in its very first save, and no step of it was ever complete, so "
+                "the job starts over: it was cut off in its very first save, and no step of it was ever complete, so "
                 "nothing that was saved is lost (%s). Its files stay where they are",
                 "; ".join(lines[:_SHOWN]),
             )
         elif lines:  # in memory only
-            logger.warning("the job begins anew; what it left in memory is not used: %s", "; ".join(lines[:_SHOWN]))
+            logger.warning("the job starts over; what it left in memory is not used: %s", "; ".join(lines[:_SHOWN]))
         run_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
         attempt = max(inventory.launched, self._ranks.attempt)
         number = self._next_generation()
@@ -436,13 +436,13 @@ class PlanPart(FollowedPart):
         return 1 + max((*seen, *(fact.generation for fact in self._inventory.facts)), default=0)
 
     def _refusal(self, plan: Refusal, lines: Sequence[str]) -> MindxError | None:
-        """The error of this start; None: begin anew."""
+        """The error of this start; None: start over."""
         places, inventory = self._places, self._inventory
         directory = places.directories[0]
         if plan.is_other_program:
             return MismatchError(
                 f"the checkpoint in {directory} does not fit: {'; '.join(lines[:_SHOWN])}. Use the model that wrote "
-                'it, or start anew with resume="never" in another directory'
+                'it, or start over with resume="never" in another directory'
             )
         if places.only is not None and not plan.other_worlds:
             why = "; ".join(lines) or "not every rank has a sound file of it"
@@ -452,7 +452,7 @@ class PlanPart(FollowedPart):
             )
         if places.resume == "auto" and inventory.anything and inventory.was_never_complete:
             return None
-        remedy = 'to start anew pass resume="never" (nothing is deleted), or choose another directory'
+        remedy = 'to start over pass resume="never" (nothing is deleted), or choose another directory'
         reasons = "; ".join(lines[:_SHOWN])
         if plan.other_worlds:
             sizes = ", ".join(map(str, plan.other_worlds))

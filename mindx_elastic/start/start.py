@@ -9,7 +9,7 @@ The meetings (see `agreement.gather`); each of their topics is a `Part`:
 here       the machine and disk of each rank; the fault report; settings that must be equal
 plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `start.restore`)
 read       each rank has read its share; once more for every damaged file
-tail       on which side of the code behind an epoch each rank's state is
+tail       on which side of the code after an epoch each rank's state is
 loaded     the state is in the live objects, on every rank
 =========  ===================================================================================================
 """
@@ -201,7 +201,7 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         raise MismatchError(
             f"{found.path} is another job's: it was saved with the prefix {theirs}, and this job's is {ours}. A "
             'directory is for one job: give this job its own, or resume="PATH" to continue from that file all the '
-            'same, or resume="never" to start anew',
+            'same, or resume="never" to start over',
             path=found.path,
         )
 
@@ -229,7 +229,7 @@ def _refuse_guest(found: Resumed | None, directory: Path, targets: Mapping[str, 
         return
     if begins_anew and (directory / STRATEGY_FILE).exists():
         raise MismatchError(
-            f"{directory} is a training's, and this guard has no optimizer and would begin anew in it: give it a "
+            f"{directory} is a training's, and this guard has no optimizer and would start over in it: give it a "
             "directory of its own",
             path=directory,
         )

@@ -1,11 +1,11 @@
-"""All ranks go on from the same side of the code behind an epoch.
+"""All ranks go on from the same side of the code after an epoch.
 
-That code belongs to the epoch's last boundary, which is copied once more behind it (`capture.loop_tail`). Ranks do not
+That code belongs to the epoch's last boundary, which is copied once more after it (`capture.loop_tail`). Ranks do not
 come to its end together: one is killed in it when the others are in the next epoch already. What is there of it then is
 in front of that code, so it runs that code again; if it has collectives (a sum over the ranks, an evaluation through
 DDP), it would wait in them alone, or take part in those of the next step. So where the sides differ, all go back.
 
-A rank whose code has changed weights cannot go back. Then a killed rank goes on behind that code as its donor does;
+A rank whose code has changed weights cannot go back. Then a killed rank goes on after that code as its donor does;
 what the code has done to its own small state is missing, and a warning names it.
 """
 
@@ -25,7 +25,7 @@ from mindx_elastic.start.restore import Resumed
 
 __all__ = ["TailSide"]
 
-_IN_FRONT, _BEHIND, _STAYS = "in front", "behind", "stays behind"
+_IN_FRONT, _AFTER, _STAYS = "in front", "after", "stays after"
 _BACK, _ON = "back", "on"
 
 
@@ -44,7 +44,7 @@ class TailSide(Part):
             loop = {} if found.own is not None and found.own.forecast else _loop_of(self._own)
         front = front_of(loop)
         can_go_back = self._own is not None or not changes_weights(front)  # else the weights are the donor's
-        self._said = _IN_FRONT if front is None else _BEHIND if can_go_back else _STAYS
+        self._said = _IN_FRONT if front is None else _AFTER if can_go_back else _STAYS
         self._way = ""
         self._in_front: Sequence[int] = ()
         self._stay: Sequence[int] = ()
@@ -53,7 +53,7 @@ class TailSide(Part):
         return self._said
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        """Where the sides differ: the ranks in front of that code, and those that stay behind it."""
+        """Where the sides differ: the ranks in front of that code, and those that stay after it."""
         in_front, stay = ([rank for rank, each in enumerate(said) if each == side] for side in (_IN_FRONT, _STAYS))
         return Merged([in_front, stay] if len(in_front) < len(said) else [[], []])
 
@@ -73,17 +73,17 @@ class TailSide(Part):
         epoch = self._found.checkpoint.info.epoch
         if self._way == _ON:
             risks.risk(
-                f"the code behind epoch {epoch} has changed weights on {rank_list(self._stay)}, which cannot go back "
+                f"the code after epoch {epoch} has changed weights on {rank_list(self._stay)}, which cannot go back "
                 f"in front of it, and {rank_list(self._in_front)} had not come to its end: what it does to the other "
                 "state of a rank is missing there, or done twice",
                 "Change weights in steps, or in front of guard.step_end()",
             )
         if self._way == _BACK and self._in_front and leads:
-            logger.info("the code behind epoch %d runs again on all ranks: not all had come to its end", epoch)
-        if self._way == _BACK and self._said == _BEHIND and (slow := collector.slow_objects()):
+            logger.info("the code after epoch %d runs again on all ranks: not all had come to its end", epoch)
+        if self._way == _BACK and self._said == _AFTER and (slow := collector.slow_objects()):
             risks.risk(
-                f"all ranks go back in front of the code behind epoch {epoch}, and {listed(slow, 3)} may be as behind "
-                "it: too slow to copy at every boundary",
+                f"all ranks go back in front of the code after epoch {epoch}, and {listed(slow, 3)} may be as that "
+                "code left them: too slow to copy at every boundary",
                 "Let that code leave them alone",
             )
 

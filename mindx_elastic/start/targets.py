@@ -21,7 +21,7 @@ def target_of(source: Strategy, world: World) -> Strategy:
         return world.strategy
     if world.size == source.world_size:
         return source
-    # ZeRO: an optimizer spreads its state anew by itself, whatever the number of ranks.
+    # ZeRO: an optimizer redistributes its state by itself, whatever the number of ranks.
     groups = [group for group in source.classes if not all(spec.parameter or spec.is_marker for spec in group.tensors)]
     layouts = {group.layout: _spread_anew(group, source.world_size, world.size) for group in groups}
     kept = (spec for spec in source.tensors if not spec.is_marker)

@@ -155,7 +155,7 @@ def test_a_full_log_is_moved_and_the_new_one_knows_the_runs(path: Path) -> None:
 
 
 def test_several_writers_rotate_without_losing_a_line(path: Path) -> None:
-    """Every process opens the file anew for each line; a rotation is another writer's at any moment."""
+    """Every process opens the file again for each line; a rotation is another writer's at any moment."""
     script = (
         "import sys; from pathlib import Path; from mindx_elastic.core.events import EventLog\n"
         "rank = int(sys.argv[2])\n"

@@ -87,6 +87,6 @@ def test_what_resumed_processes_have_said_against_an_exact_resume() -> None:
     inexact = {**exact, "exact": False}
     known = [life("a queue is not named")]
     assert _said([exact], [life("a queue is not named", resumed=3)], known) == "", "the uninterrupted run says it, too"
-    assert _said([exact], [life("its numbers begin anew", resumed=3)], known) == "its numbers begin anew"
-    assert _said([exact], [life("its numbers begin anew")], known) == "", "it has not resumed"
+    assert _said([exact], [life("its numbers start over", resumed=3)], known) == "its numbers start over"
+    assert _said([exact], [life("its numbers start over")], known) == "", "it has not resumed"
     assert _said([exact, inexact], [life(resumed=3)], known) == "its resume says so (exact: false)"

@@ -88,7 +88,7 @@ def plain(run: Run, loader: Any) -> None:
 
 
 def nano(run: Run, loader: Any) -> None:
-    """nanoGPT: primed before the loop, fetched after the forward; the iterator is made anew at an epoch's end."""
+    """nanoGPT: primed before the loop, fetched after the forward; the iterator is made again at an epoch's end."""
     it = iter(loader)
 
     def fetch() -> Any:
@@ -197,7 +197,7 @@ def accumulated_ahead(run: Run, loader: Any) -> None:
 
 
 def at_their_own_pace(run: Run, loaders: Any) -> None:
-    """Labelled data by epochs; unlabelled data one batch ahead, begun anew wherever it ends."""
+    """Labelled data by epochs; unlabelled data one batch ahead, started over wherever it ends."""
     labelled, unlabelled = loaders
     others = iter(unlabelled)
 

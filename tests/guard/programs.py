@@ -205,7 +205,7 @@ EXACT = {
             for group in opt.param_groups: group["lr"] = 0.1 / guard.position.step if guard.position.step else 0.1
             update(net(x).square().mean(), opt)
         """,
-    "an inner optimizer that is made anew": """
+    "an inner optimizer that is made again": """
         PARTS = dict(model=net, optimizer=opt)
         def step():
             global attack
@@ -224,7 +224,7 @@ EXACT = {
             for _ in range(3): update((net(x) - fast).square().mean(), inner)
             update((net(x) - fast.detach()).square().mean(), opt)
         """,
-    "a learner that is copied anew": """
+    "a learner that is copied again": """
         PARTS = dict(model=net, optimizer=opt)
         def step():
             global learner
@@ -260,7 +260,7 @@ EXACT = {
             extra = torch.randn(5, 3, generator=noise) * rng.random() * float(old.rand())
             update(net(x + extra).square().mean(), opt)
         """,
-    "a generator that is made anew": """
+    "a generator that is made again": """
         PARTS = dict(model=net, optimizer=opt)
         def step():
             global rng, old
@@ -367,7 +367,7 @@ REFUSED = {
         """,
         'optimizer "disc_opt" (Adam, train.py) steps and is not named',
     ),
-    "an optimizer that was made anew": (
+    "an optimizer that was made again": (
         """
         PARTS = dict(model=net, optimizer=opt)
         new = torch.optim.Adam(net.parameters(), lr=0.1)
@@ -393,7 +393,7 @@ REFUSED = {
             "and is not named. Write Guard(lr_scheduler=[..., sched], ...), with one that is made before the guard"
         ),
     ),
-    "a loader that is made anew in each epoch": (
+    "a loader that is made again in each epoch": (
         """
         from torch.utils.data import DataLoader, TensorDataset
         def load(): return DataLoader(TensorDataset(torch.randn(20, 3)), 5)
@@ -479,7 +479,7 @@ REFUSED = {
         (
             'generator "world.rng" (Generator, train.py) (and 1 more) draws numbers in the training and is not kept. '
             'Write Guard(stateful={"world_rng": world.rng, "world_envs_2_rng": world.envs[2].rng}, ...), '
-            "or seed it anew in each step. Name whatever else of world changes in the training, too"
+            "or seed it in each step. Name whatever else of world changes in the training, too"
         ),
     ),
     "more generators than a line can name": (
@@ -492,7 +492,7 @@ REFUSED = {
         """,
         (
             'generator "world.envs[0]" (Random, train.py) (and 5 more) draws numbers in the training and is not kept. '
-            'Write Guard(stateful={"world": world}, ...), or seed it anew in each step'
+            'Write Guard(stateful={"world": world}, ...), or seed it in each step'
         ),
     ),
     "a python generator of a module": (

@@ -354,7 +354,7 @@ def test_indices_that_are_a_range_or_grow_in_mid_epoch() -> None:
 
 
 def test_a_second_entry_tells_what_it_puts_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the program sets between two blocks counts where the second one begins anew; else the boundary does."""
+    """What the program sets between two blocks counts where the second one starts over; else the boundary does."""
     data = Pictures()
     loader, net = DataLoader(data, 4), nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)

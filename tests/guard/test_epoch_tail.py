@@ -366,7 +366,7 @@ def test_what_is_too_big_for_a_boundary_is_left_to_the_hint(tmp_path: Path, capl
     second = Program(tmp_path, seed=99)
     with pytest.raises(UnboundLocalError, match="big"), second.guard:
         outputs(second)
-    assert second.log == [4] and "epoch 1 was resumed behind its last step" in caplog.text
+    assert second.log == [4] and "epoch 1 was resumed after its last step" in caplog.text
     assert "Set what the code after that loop reads in front of it" in caplog.text
 
 

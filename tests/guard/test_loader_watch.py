@@ -215,7 +215,7 @@ def plain(run: Run, loader: Any) -> None:
 
 
 def epochs_of_steps(run: Run, loader: Any) -> None:
-    """An epoch is a number of steps (FixMatch), and the loader begins anew in the middle of one."""
+    """An epoch is a number of steps (FixMatch), and the loader starts over in the middle of one."""
     held_out = DataLoader(points(), batch_size=4, shuffle=True)
     batches = iter(loader)
     for _ in run.guard.epochs(EPOCHS):

@@ -130,7 +130,7 @@ def test_a_stock_loader_is_adopted_and_given_back(tmp_path: Path, caplog: pytest
     assert seen == [False, True, repr(DataLoader), BATCHES, True, 0]
     assert type(loader) is DataLoader
     assert not [name for name in vars(loader) if name.startswith("_mindx")]
-    said = [record.getMessage() for record in caplog.records if "is shuffled anew each epoch" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "is shuffled in each epoch" in record.getMessage()]
     assert len(said) == 1, "one line says how the order arises"
 
 

@@ -386,11 +386,11 @@ def test_code_that_fails_after_an_epoch_runs_again_with_what_it_needs(
     first = Program(tmp_path)
     with pytest.raises(OSError, match="disk"), first.guard:
         mean_of_each_epoch(first)
-    assert not [r for r in caplog.records if "was resumed behind its last step" in r.getMessage()]
+    assert not [r for r in caplog.records if "was resumed after its last step" in r.getMessage()]
     fails = False
     second, _ = run(mean_of_each_epoch, tmp_path)
     assert second.guard.resumed_from_step == BATCHES and second.log == [1 / BATCHES] * 2
-    assert not [r for r in caplog.records if "was resumed behind its last step" in r.getMessage()]
+    assert not [r for r in caplog.records if "was resumed after its last step" in r.getMessage()]
 
 
 def test_numbered_batches_have_the_length_of_the_loader(tmp_path: Path) -> None:

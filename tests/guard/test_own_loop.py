@@ -1,4 +1,4 @@
-"""Loops that never ask where they stand begin anew after a resume: refused when that is certain, and no others are."""
+"""Loops that never ask where they stand start over after a resume: refused when that is certain, and no others are."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def passes_in_an_epoch(p: Program) -> None:
 REFUSED = [
     (epochs_in_range, BATCHES + 1, "has not asked the guard where it stands"),
     (full_batches, 2, "has not asked the guard where it stands"),
-    (steps_in_an_epoch, 2, "begins anew when its epoch is resumed in the middle"),
-    (passes_in_an_epoch, BATCHES + 1, "begins anew when its epoch is resumed in the middle"),
+    (steps_in_an_epoch, 2, "starts over when its epoch is resumed in the middle"),
+    (passes_in_an_epoch, BATCHES + 1, "starts over when its epoch is resumed in the middle"),
 ]
 WITHOUT_LOADER = (full_batches, steps_in_an_epoch)
 
@@ -150,7 +150,7 @@ def test_left_alone(tmp_path: Path, program: Callable[[Program], None], caplog: 
     p = Program(tmp_path, **options)
     program(p)
     assert p.guard.step >= 5
-    assert not [r for r in caplog.records if "anew" in r.getMessage()]
+    assert not [r for r in caplog.records if "counts by itself" in r.getMessage()]
 
 
 def two_loaders() -> list[Any]:
@@ -177,7 +177,7 @@ def both_anew(p: Program) -> None:
 
 
 def test_two_loaders_that_begin_anew_together_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnmanagedStateError, match="begins anew when its epoch is resumed"):
+    with pytest.raises(UnmanagedStateError, match="starts over when its epoch is resumed"):
         both_anew(Program(tmp_path, loader=two_loaders()))
 
 
@@ -226,7 +226,7 @@ def engine_of(library: Any, directory: Path, *, named: bool = False, **options: 
 def test_a_trainer_of_a_library_is_refused_with_the_line_that_names_it(library: Any, tmp_path: Path) -> None:
     p, engine = engine_of(library, tmp_path / "ckpt")
     with (
-        pytest.raises(UnmanagedStateError, match=r'foreign_engine runs \(run\) begins anew .*"trainer": trainer'),
+        pytest.raises(UnmanagedStateError, match=r'foreign_engine runs \(run\) starts over .*"trainer": trainer'),
         p.guard,
     ):
         engine.run(p.loader, 2)
@@ -258,6 +258,6 @@ def test_one_that_only_its_hooks_ask_for_is_told_when_it_is_resumed(
 
     with pytest.raises(SystemExit):
         train(stop_at=BATCHES + 2)
-    assert "begun anew" not in caplog.text
+    assert "started over" not in caplog.text
     train(stop_at=0)
-    assert "foreign_engine runs (run) has begun anew, for it counts by itself" in caplog.text
+    assert "foreign_engine runs (run) has started over, for it counts by itself" in caplog.text

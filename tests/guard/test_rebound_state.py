@@ -1,4 +1,4 @@
-"""A named object whose variable the loop binds anew is told, and nothing else that is done to such variables."""
+"""A named object whose variable the loop binds again is told, and nothing else that is done to such variables."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from tests.jobs.kit import kill_here, say
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
-    """Random vectors with noise drawn anew each time: the augmentation that must come out equal."""
+    """Random vectors with noise drawn again each time: the augmentation that must come out equal."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(7)

@@ -157,7 +157,7 @@ def test_a_forked_child_of_a_killed_rank_holds_nobody_up(
 def test_a_predecessor_that_removes_it_at_this_moment(
     base: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """What was locked is no longer there: make it anew."""
+    """What was locked is no longer there: make it again."""
     first = RankArena(base, directory, 0)
     lock_soon, calls = arena_module._lock_soon, []
 

@@ -52,7 +52,7 @@ def test_a_marker_takes_the_place_of_the_log(machine: Machine) -> None:
     assert taken(find(machine)) == [(9, None, None)] * WORLD
     shutil.rmtree(machine.directory)
     machine.directory.mkdir()
-    assert find(machine) == [None] * WORLD, "made anew"
+    assert find(machine) == [None] * WORLD, "made again"
     assert begin(machine) and marked_runs(machine.directory) == {RUN}
     machine.know(RUN)
     assert begin(machine, logged=True)

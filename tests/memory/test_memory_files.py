@@ -161,7 +161,7 @@ def test_a_step_that_only_some_ranks_have_is_named(machine: Machine, caplog: pyt
     machine.know(RUN)
     machine.snapshot(1, ranks=[0, 2])
     assert find(machine) == [None] * WORLD
-    assert "the job begins anew; what it left in memory is not used" in caplog.text
+    assert "the job starts over; what it left in memory is not used" in caplog.text
     assert "step 1 is not used: rank 1 has no file of it" in caplog.text
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.mutants                  all of list.jsonl; a table by room, and those that no test noticed
     python -m tests.mutants persist start    these rooms
-    python -m tests.mutants --choose 9       writes list.jsonl anew: 9 a room, by the seed
+    python -m tests.mutants --choose 9       writes list.jsonl again: 9 a room, by the seed
 
 Run it before and after tests are taken away. A mutant whose line is no longer in the package is skipped and counted.
 """

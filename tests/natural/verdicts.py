@@ -29,7 +29,7 @@ class Refused:
     @property
     def saves(self) -> bool:
         """Only the loop is at fault, and the steps are kept for the corrected one."""
-        return "begins anew" in self.words
+        return "starts over" in self.words
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Loop:
 
 
 EXACT = Exact()
-_COUNTS_BY_ITSELF = Refused("begins anew after a resume, for it counts by itself")
-_COUNTS_IN_AN_EPOCH = Refused("begins anew when its epoch is resumed in the middle, for it counts by itself")
+_COUNTS_BY_ITSELF = Refused("starts over after a resume, for it counts by itself")
+_COUNTS_IN_AN_EPOCH = Refused("starts over when its epoch is resumed in the middle, for it counts by itself")
 _DRAWS_AFTER = Refused("a random stream (torch) moves after guard.step_end()")
 _UNNAMED_GENERATOR = Refused("draws numbers in the training and is not kept")
 _UNNAMED_MODULE = Refused("changes in the training and is not named")

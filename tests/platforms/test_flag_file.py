@@ -161,7 +161,7 @@ def test_a_flag_that_is_taken_back_is_not_answered(path: Path) -> None:
 
 
 def test_a_config_map_in_a_new_pod_is_the_same_flag_until_its_content_changes(tmp_path: Path) -> None:
-    """Every pod has the files made anew, with other times and inodes."""
+    """Every pod has the files made again, with other times and inodes."""
 
     def pod(name: str) -> Path:
         mount = tmp_path / "mount"

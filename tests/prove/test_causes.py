@@ -36,9 +36,10 @@ def test_a_batch_that_was_fetched_ahead() -> None:
 
 def test_a_data_order_that_began_anew() -> None:
     assert (
-        words(step(15, end=end(15, batch="x1"))) == "the batch of step 15 is that of step 1: the data order began anew"
+        words(step(15, end=end(15, batch="x1")))
+        == "the batch of step 15 is that of step 1: the data order started over"
     )
-    assert "that of step 11: the data order began anew" in words(step(15, end=end(15, batch="x11")))
+    assert "that of step 11: the data order started over" in words(step(15, end=end(15, batch="x11")))
     assert "that of step 13 again" in words(step(15, end=end(15, batch="x13")))
 
 

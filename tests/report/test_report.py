@@ -119,7 +119,7 @@ def test_the_top_says_what_happened_and_what_to_do(tmp_path: Path) -> None:
     story = tell(log)
     assert story is not None
     top = make_page(story).partition("<h1>")[2].partition("<h2>")[0]
-    assert "<b>failed, exit code 1</b>" in top and "Attempt 0 failed, behind step 10" in top
+    assert "<b>failed, exit code 1</b>" in top and "Attempt 0 failed, after step 10" in top
     assert "<code>exit code 1: ValueError: bad &lt;sample&gt;</code>" in top
     assert "mindx-elastic run --nproc-per-node 2 train.py" in top
     assert "start the same command again; it goes on from the newest good checkpoint" in top

@@ -106,7 +106,7 @@ def elements(shape: tuple[int, ...], spread: Spread, rank: int) -> set[int]:
 
 
 def answers(case: Case) -> set[Moment | None]:
-    """The step to choose; None: refuse. Two, where it is a matter of taste whether empty parts were laid out anew."""
+    """The step to choose; None: refuse. Two, where it is a matter of taste whether empty parts were laid out again."""
     return {_choose(case, taste) for taste in ((False, True) if case.target is not None else (False,))}
 
 

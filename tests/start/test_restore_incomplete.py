@@ -1,4 +1,4 @@
-"""A start that finds files but no complete step: it begins anew if it is proved that none ever was, else refuses."""
+"""A start that finds files but no complete step: it starts over if it is proved that none ever was, else refuses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_first_save_of_one_rank_only(tmp_path: Path, caplog: pytest.LogCapture
     begin(tmp_path)
     kept = saved(tmp_path, 0)
     assert start(tmp_path) == [None, None]
-    lines = [record.message for record in caplog.records if "begins anew" in record.message]
+    lines = [record.message for record in caplog.records if "starts over" in record.message]
     assert len(lines) == 1 and "step 4" in lines[0] and "rank 1" in lines[0], "once, by rank 0"
     assert kept.exists()
 

@@ -96,7 +96,7 @@ def test_an_agent_killed_a_moment_before_its_worker(delay_s: float) -> None:
 
 @pytest.mark.drill
 def test_three_nodes_become_two_and_three_again() -> None:
-    """No step is lost or done twice on the way. (Random numbers begin anew in another world: no hash to compare.)"""
+    """No step is lost or done twice on the way. (Random numbers start over in another world: no hash to compare.)"""
     way = ("--hold-after", 6, "--epochs", 2, "--size", 126, "--batch-size", 6)
     with ExitStack() as stack:
         nodes = Nodes(stack, *way, nnodes="1:3")

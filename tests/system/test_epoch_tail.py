@@ -50,7 +50,7 @@ def test_all_run_that_code_again_where_one_had_not_come_to_its_end(
     job = run_killed(tmp_path, ranks, victim, recover, *filter(None, [when, data]))
     assert job.hashes() == expected.hashes() and len(expected.hashes()) == ranks, job.report()
     assert losses(job) == losses(expected) and len(losses(expected)) == 4 * ranks, job.report()
-    assert bool(job.matches("the code behind epoch 2 runs again on all ranks")) == bool(when), job.report()
+    assert bool(job.matches("the code after epoch 2 runs again on all ranks")) == bool(when), job.report()
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=drill)])

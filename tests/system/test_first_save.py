@@ -1,4 +1,4 @@
-"""Ranks without replicas (FSDP2), cut off in their very first save: nothing was ever whole, so the job begins anew by
+"""Ranks without replicas (FSDP2), cut off in their very first save: nothing was ever whole, so the job starts over by
 itself. What looks the same and is not, because files were lost, is refused as ever."""
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def test_cut_off_in_the_very_first_save_the_job_begins_anew(tmp_path: Path, unin
         job = stop_at_4(tmp_path, "--kill-in-save", "written:1")
         assert job.matches("KILLED in written"), job.report()
         assert {m[1] for m in job.matches(r"READY \d \d+ (\w+)")} == {"None"}, job.report()
-        assert len(job.matches("the job begins anew: it was cut off in its very first save")) == number, job.report()
+        assert len(job.matches("the job starts over: it was cut off in its very first save")) == number, job.report()
         assert set(saved(tmp_path)) == {"rank_0"}
     again = run_job("fsdp.py", tmp_path, *STEPS, ranks=2, env=ENV)
-    (line,) = again.matches(r"WARNING the job begins anew: (.*)")
+    (line,) = again.matches(r"WARNING the job starts over: (.*)")
     assert "step 4 is not used" in line[1] and "rank 1" in line[1], again.report()
     assert again.hashes() == uninterrupted("fsdp.py", 2, *STEPS).hashes(), again.report()
 
@@ -57,7 +57,7 @@ def test_a_lost_file_of_a_whole_step_is_refused(tmp_path: Path, lost: str) -> No
         (tmp_path / "events.jsonl").unlink()
     failed = run_job("fsdp.py", tmp_path, *STEPS, ranks=2, env=ENV, code=1)
     assert failed.matches("NoUsableCheckpointError"), failed.report()
-    assert not failed.matches("begins anew:"), failed.report()
+    assert not failed.matches("starts over:"), failed.report()
 
 
 @pytest.mark.drill

@@ -66,5 +66,5 @@ def test_the_step_that_an_attempt_began_at_is_exact_and_goes_first(
     enough = finished == survivors if how == "raise" else finished
     assert enough, f"the others did not finish the step\n{job.report()}"
     again = run_job("loop.py", directory, ranks=ranks, env=env)
-    assert not again.matches("random numbers begin anew"), again.report()
+    assert not again.matches("random numbers start over"), again.report()
     assert again.hashes() == reference(ranks).hashes(), f"{job.report()}\n{again.report()}"

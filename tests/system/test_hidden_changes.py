@@ -16,7 +16,7 @@ SCRIPT = "momentum.py"
 
 @pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.drill), 1])
 def test_a_peer_is_killed_behind_the_hidden_change(tmp_path: Path, uninterrupted: Uninterrupted, every: int) -> None:
-    """Without snapshots the job begins anew, with them it loses no step: in no case it goes on from torn weights."""
+    """Without snapshots the job starts over, with them it loses no step: in no case it goes on from torn weights."""
     (tmp_path / "shm").mkdir()
     env = {"MINDX_ARENA_DIR": str(tmp_path / "shm"), "MINDX_SNAPSHOT_EVERY": str(every)}
     whole = uninterrupted(SCRIPT, 2).hashes()

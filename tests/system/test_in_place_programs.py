@@ -76,7 +76,7 @@ def test_a_program_that_leaves_after_an_error_is_restarted_and_says_why(runs: Ru
 
 @drill
 def test_tensors_that_only_survivors_have_are_named(runs: Runs) -> None:
-    """The training depends on them, so that it is another one: a restart would begin them anew on all ranks."""
+    """The training depends on them, so that it is another one: a restart would start them over on all ranks."""
     folder = runs.new_folder()
     job = runs.start(folder, 2, ["--form", "keeps_tensors_outside", *faults("1:5:forward")], PATIENT)
     assert job.matches("^FAULT 1 5 forward"), job.report()

@@ -64,7 +64,7 @@ def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, script: tup
         with ExitStack() as plain:
             undisturbed = Nodes(plain, tmp_path / "plain", 2, 1, "--epochs", 2, script=name)
             undisturbed.expect(0)
-        # What the lost node alone had (its random numbers) begins anew where the end was saved, and a warning says so.
+        # What the lost node alone had (its random numbers) starts over where the end was saved, and a warning says so.
         # The nodes meet in any order, so the survivor may have the lost node's rank now.
         ended = {**other.hashes(), **new.hashes()}
         assert sorted(ended) == [0, 1], nodes.report()

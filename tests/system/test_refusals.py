@@ -37,7 +37,7 @@ def test_every_rank_leaves_and_nothing_is_saved(tmp_path: Path, who: str) -> Non
     assert files(tmp_path) == []
     outcomes = {event["outcome"] for event in events(tmp_path, "save")}
     assert outcomes == {"refused: state that is not kept"}
-    # The corrected program begins anew.
+    # The corrected program starts over.
     assert run_job("unmanaged.py", tmp_path, "none", 3, ranks=2).matches("READY . .* None")
 
 

@@ -510,7 +510,7 @@ def test_hooks_that_were_cut_off_run_again_from_the_state_before_them(caplog: py
 
 
 def test_hooks_that_were_made_good_are_not_made_good_twice() -> None:
-    """A stop right after they have run again writes the step anew: the old file still says that they are missing."""
+    """A stop right after they have run again writes the step again: the old file still says that they are missing."""
     whole: list[tuple[int, float]] = []
     straight, _ = train([EvalEachSecondStep(whole)])
     seen: list[tuple[int, float]] = []

@@ -1,7 +1,7 @@
 """Finds what the training has and the guard does not keep: optimizers, parameters, schedulers, scalers, modules,
 generators.
 
-At entry, and at the looks behind the fourth (see `Boundaries.is_look`), it looks through the program's variables (see
+At entry, and at the looks after the fourth (see `Boundaries.is_look`), it looks through the program's variables (see
 `surroundings`); what it has found is compared at each look from the first boundary on (see `movements`). That an
 optimizer has stepped which it does not know is noted by the update gate's hook.
 
@@ -15,7 +15,7 @@ a `GradScaler`, not named                                        it is enabled a
 a module, not named                                              its parameters change between two boundaries of an
                                                                  epoch; buffers, or between epochs: a risk
 a generator                                                      it moves twice between boundaries of an epoch
-a variable of a named tensor or container, bound anew            a risk: it may be made anew in each step
+a variable of a named tensor or container, bound again           a risk: it may be made new in each step
 ===============================================================  ==================================================
 
 What an evaluation inside ``guard.outside_step()`` does counts nowhere.

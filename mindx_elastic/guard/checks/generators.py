@@ -33,8 +33,8 @@ class _Look:
 
     state: Any
     seed: object
-    """What is the same as long as the generator has not been seeded anew. Of a Mersenne twister: the 624 words that the
-    next numbers are made of, which go on to others, too."""
+    """What is the same as long as the generator has not been seeded again. Of a Mersenne twister: the 624 words that
+    the next numbers are made of, which go on to others, too."""
 
     def shows_draws(self, now: _Look) -> bool:
         """Whether numbers were drawn until `now`, for certain."""
@@ -110,7 +110,7 @@ class Generators:
         if len(names) > _MOST_NAMES:
             names = list(dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names))
         more = f" (and {len(often) - 1} more)" if len(often) > 1 else ""
-        remedy = f"{self._remedies.stateful_line(names)}, or seed it anew in each step"
+        remedy = f"{self._remedies.stateful_line(names)}, or seed it in each step"
         if owner := names[0].rpartition(".")[0]:
             remedy += f". Name whatever else of {owner} changes in the training, too"
         self._unmanaged.certain(f"generator {often[0]}{more} draws numbers in the training and is not kept", remedy)

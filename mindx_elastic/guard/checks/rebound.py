@@ -1,4 +1,4 @@
-"""Tells of a named tensor or container whose variable the loop binds anew: the checkpoint keeps the first object.
+"""Tells of a named tensor or container whose variable the loop binds again: the checkpoint keeps the first object.
 
 ``protos = 0.9 * protos + 0.1 * means`` makes another tensor, of which the guard knows nothing. The name goes on from
 step to step and is not kept (`observer.NotKept`), and held a named object when the guard was entered, which nothing

@@ -56,7 +56,7 @@ class RefreshedModules:
             if module is None or id(module) in self._carried or is_sharded_in_part(module):
                 continue
             if isinstance(module, torch.jit.ScriptModule) or any(n == "_orig_mod" for n, _ in module.named_children()):
-                continue  # the latter: a hook would compile it anew
+                continue  # the latter: a hook would compile it again
             shapes = [parameter.shape for parameter in module.parameters()]
             like = next((one for one in known if shapes and [p.shape for p in one.parameters()] == shapes), None)
             if like is None or same_elements(named_before := _elements(like), _elements(module)):

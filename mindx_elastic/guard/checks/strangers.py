@@ -1,7 +1,7 @@
 """Tells which optimizers step that the guard was not given, and whether their state is carried from step to step.
 
 Programs make optimizers for a moment, too (the inner loop of a meta-learner, an attack on the inputs): one that is made
-anew, or set back, in each step leaves nothing for a checkpoint. And wrappers (Lookahead, LARC, ZeRO) step an optimizer
+again, or set back, in each step leaves nothing for a checkpoint. And wrappers (Lookahead, LARC, ZeRO) step an optimizer
 inside whose state is theirs. One without state (plain SGD) has nothing but its options, and is left alone.
 """
 

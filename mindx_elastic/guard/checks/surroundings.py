@@ -309,7 +309,7 @@ def _children_of_code(kind: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
-    """The variables of a function. Drops what `FrameType.f_locals` leaves behind."""
+    """The variables of a function. Drops what `FrameType.f_locals` keeps alive."""
     found = frame.f_locals
     if not frame.f_code.co_flags & _OPTIMIZED:
         return found  # the namespace of a module or a class

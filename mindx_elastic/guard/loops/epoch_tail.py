@@ -1,4 +1,4 @@
-"""The end of an epoch: where the job stops, for the code behind its inner loop (the *tail*) belongs to it.
+"""The end of an epoch: where the job stops, for the code after its inner loop (the *tail*) belongs to it.
 
 Such code reads what the inner loop has set, and a run that is resumed at the last boundary of an epoch comes to it
 without a batch. So that boundary is copied as any other, for an exception or a deadline; but the usual stop, snapshots
@@ -133,7 +133,7 @@ class EpochTail:
             self._stop()
 
     def see_last_step(self, frame: FrameType) -> None:
-        """A loop over ``guard.steps(n)`` that makes the epoch is over: code behind `step_end` may have counted the last
+        """A loop over ``guard.steps(n)`` that makes the epoch is over: code after `step_end` may have counted the last
         step."""
         if self.is_pending:
             self._keep_values(frame)
@@ -143,7 +143,7 @@ class EpochTail:
         is_unforeseen = self._may_go_on
         if is_unforeseen:
             self._wait()
-        self._keep_values(sys._getframe(1))  # code behind `step_end` may have counted the last step
+        self._keep_values(sys._getframe(1))  # code after `step_end` may have counted the last step
         if is_unforeseen:
             self._keep_again()
         if self._values:
@@ -163,7 +163,7 @@ class EpochTail:
         collector = self._collector
         if collector.is_other_model():  # made ready for an export: the boundary stays as it was before
             logger.info(
-                "the code behind the loop over the batches has made another model, so the state is kept as it was "
+                "the code after the loop over the batches has made another model, so the state is kept as it was "
                 "before that code: a program that is started again runs it once more, without a batch"
             )
             return
@@ -183,7 +183,7 @@ class EpochTail:
         return _over(self._collector.loop).get("epoch") == epoch > 0
 
     def move_on(self) -> None:
-        """A resumed run begins behind that epoch: so do the loaders that had ended theirs."""
+        """A resumed run begins after that epoch: so do the loaders that had ended theirs."""
         self._loaders.move_on(_over(self._collector.loop).get("move_on") or ())
 
 

@@ -5,7 +5,7 @@ random streams            put back afterwards: global ones, named generators, sa
 modes of the modules      put back afterwards
 position of the loaders   put back afterwards: a named loader can be iterated, also in mid-epoch
 weights                   an evaluation may exchange them (averaged ones) and put them back. Meanwhile nothing is
-                          saved: a stop waits for the end of the block. Nor is it behind an exception that leaves them
+                          saved: a stop waits for the end of the block. Nor is it after an exception that leaves them
                         exchanged
 buffers                   are not put back, for a program may want the change: named, unless they end as they began
 ========================  ==============================================================================================

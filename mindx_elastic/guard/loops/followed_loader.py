@@ -68,7 +68,7 @@ class SelfPositionedLoader:
 
 
 _MOVE_ON = ("litdata", "streaming")
-"""Libraries whose loaders, loaded behind the last batch of an epoch, begin another one when they are iterated."""
+"""Libraries whose loaders, loaded after the last batch of an epoch, begin another one when they are iterated."""
 
 
 def _give_nothing_once(loader: Any) -> None:
@@ -318,7 +318,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             unmanaged.risk(
                 f"steps go on after the end of an epoch of {self.name}, and the program keeps its batches, as "
                 "itertools.cycle does: a resumed run has only those that came after the stop",
-                "Iterate the loader anew in each epoch (`while True: yield from loader`), instead of a list of its "
+                "Iterate the loader again in each epoch (`while True: yield from loader`), instead of a list of its "
                 "batches",
             )
         if track.left_early:

@@ -4,7 +4,7 @@ covers.
 ====================================================  ===========================================================
 seen                                                  certain, for
 ====================================================  ===========================================================
-an iterator of a loader that is not named gives       steps use its batches, and a resumed run would begin anew
+an iterator of a loader that is not named gives       steps use its batches, and a resumed run would start over
 batches before a boundary and after it
 an iterator of a named one, made before entry         it gives the epoch's first batches again
 ====================================================  ===========================================================
@@ -136,8 +136,8 @@ class LoaderWatch:
         for name, loader in self._adopted.items():
             if iterator._index_sampler is loader._index_sampler and iterator._dataset is loader.dataset:
                 self._unmanaged.certain(
-                    f"this iterator of {name} was made before the guard was entered, and a resumed run would begin it "
-                    "anew",
+                    f"this iterator of {name} was made before the guard was entered, and a resumed run would start it "
+                    "over",
                     "Make it inside of the block, after `with guard:`",
                 )
 

@@ -174,7 +174,7 @@ class Loaders:
         return self._counting is not None and self._counting.began_beside_others
 
     def let_first_go_on(self) -> None:
-        """Its next iteration is the epoch behind the one it is in, whatever the loop has told it."""
+        """Its next iteration is the epoch after the one it is in, whatever the loop has told it."""
         assert self._counting is not None
         self._counting.engine.cursor.requested = None
 
@@ -222,7 +222,7 @@ class Loaders:
         return self._has_ended, followed.foresees_end()
 
     def at_unforeseen_end(self, look: Callable[[], None]) -> None:
-        """Have `look` called when an epoch of the first loader ends behind the last boundary."""
+        """Have `look` called when an epoch of the first loader ends after the last boundary."""
         if self._of_epochs is not None and self._of_epochs.track is not None:
             self._of_epochs.track.at_exhaustion = look
 
@@ -242,14 +242,14 @@ class Loaders:
         return [f.name for f in self._followed if f.is_at_rest()]
 
     def move_on(self, names: Collection[str]) -> None:
-        """The next iteration of those is the epoch behind the loaded one."""
+        """The next iteration of those is the epoch after the loaded one."""
         for followed in self._followed:
             if followed.name in names and not followed.has_moved_on:
                 followed.move_on()
 
     def begin_behind_an_epoch(self) -> None:
-        """A resumed run goes on with the epoch behind the one of its boundary. A loader that was in the middle of its
-        data goes on there where the program keeps its iterator over epochs, and begins anew where the head of the epoch
+        """A resumed run goes on with the epoch after the one of its boundary. A loader that was in the middle of its
+        data goes on there where the program keeps its iterator over epochs, and starts over where the head of the epoch
         makes one: in a function that is no generator, before any batch."""
         for followed in self._followed:
             cursor = followed.engine.cursor
@@ -333,6 +333,6 @@ def _refusal(name: str, loader: Any) -> str:
     if has_method(loader, "__next__"):
         return (
             f"{name} is a {kind}, which can be gone through only once and knows no position: give what makes it "
-            f"(a DataLoader, or an object whose __iter__ begins anew): {wrapped}"
+            f"(a DataLoader, or an object whose __iter__ starts again): {wrapped}"
         )
     return f"{name} is a {kind}, which knows no position. Write before the guard: {wrapped}; and iterate that"

@@ -79,7 +79,7 @@ class Loops:
         self._kept: frozenset[int] = frozenset()
         self._first = self._resumed_epoch = 0
         self._shorter: tuple[str, str] | None = None
-        """A loop that the resumed run is past already, and how far that is; another loop may go on behind it."""
+        """A loop that the resumed run is past already, and how far that is; another loop may go on after it."""
         self._restore: Callable[[], None] | None = None
         self._is_resuming = self._restores = False
         self._armed: dict[int, bool] = {}
@@ -150,7 +150,7 @@ class Loops:
         if not self._empty_epoch or self.step != self._first or not isinstance(error, Exception):
             return ""
         return (
-            f"epoch {self._empty_epoch} was resumed behind its last step, so its loop over the loader has run without "
+            f"epoch {self._empty_epoch} was resumed after its last step, so its loop over the loader has run without "
             f"a batch, and then came {type(error).__name__}. Set what the code after that loop reads in front of it "
             "(losses = []), and let it do without (`if losses:`)"
         )
@@ -162,7 +162,7 @@ class Loops:
 
     @property
     def waits_for_tail(self) -> bool:
-        """The code behind an epoch runs, and other ranks go to its end: so does this one."""
+        """The code after an epoch runs, and other ranks go to its end: so does this one."""
         return self.tail.is_pending and not self.tail.is_alone
 
     def count(self) -> None:
@@ -292,7 +292,7 @@ class Loops:
         return max(1, self.epoch)
 
     def _is_over(self) -> bool:
-        """Whether the epoch of the last boundary has nothing left, not even code behind its last boundary."""
+        """Whether the epoch of the last boundary has nothing left, not even code after its last boundary."""
         if self.tail.is_over(self.epoch):
             return True
         return not self.loaders and self.step_in_epoch > 0 and bool(self._collector.loop.get(_ONE_STEP))
@@ -332,7 +332,7 @@ class Loops:
         self._empty_epoch = epoch if self._restores and self._collector_says_finished() else 0
         if epoch != self.epoch:
             self.epoch, self.step_in_epoch = epoch, 0
-        for loader in self.loaders[:1]:  # others may go at a pace of their own, and begin anew within an epoch
+        for loader in self.loaders[:1]:  # others may go at a pace of their own, and start again within an epoch
             if has_method(loader, "set_epoch") and not self._goes_on():
                 loader.set_epoch(epoch)
         self._loaders.begin_epoch()
@@ -509,7 +509,7 @@ class Loops:
             if self._boundaries > 1:
                 self._unmanaged.certain(
                     f"an iteration of guard.steps({num_steps}) has passed {self._boundaries} boundaries, and a run "
-                    "that is resumed at one before its end begins the iteration anew",
+                    "that is resumed at one before its end starts the iteration over",
                     "Call guard.step_end() once in an iteration, at its end",
                 )
             idle = idle + 1 if (self.step_in_epoch if inside else self.step) == before else 0

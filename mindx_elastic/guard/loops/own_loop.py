@@ -1,4 +1,4 @@
-"""Refuses a loop that never asks where it stands: after a resume it begins anew, however far the training was.
+"""Refuses a loop that never asks where it stands: after a resume it starts over, however far the training was.
 
 What happens decides, wherever the loop is: in a function of the program, or in a trainer of a library that calls it
 back.
@@ -59,7 +59,7 @@ class OwnLoop:
         """The program has not asked, and its loop goes on. Raises UnmanagedStateError."""
         place = self._place_in_library(sys._getframe(1))
         unmanaged.certain(
-            f"the loop{place} begins anew after a resume{_COUNTS}: the program has not asked the guard where it stands",
+            f"the loop{place} starts over after a resume{_COUNTS}: the program has not asked the guard where it stands",
             f"{_OF_LIBRARY}. {_ASK}" if place else _ASK,
             saves=True,
         )
@@ -67,16 +67,16 @@ class OwnLoop:
     def refuse_inside(self, unmanaged: Unmanaged) -> None:
         """The same within an epoch. Raises UnmanagedStateError."""
         unmanaged.certain(
-            "the loop inside of guard.epochs() begins anew when its epoch is resumed in the middle" + _COUNTS,
+            "the loop inside of guard.epochs() starts over when its epoch is resumed in the middle" + _COUNTS,
             _ASK_INSIDE,
             saves=True,
         )
 
     def tell_of_trainer(self, unmanaged: Unmanaged) -> None:
-        """A resumed run has asked behind its first batch only, to log or to end the loop: where a library runs that,
-        it has begun anew."""
+        """A resumed run has asked after its first batch only, to log or to end the loop: where a library runs that,
+        it has started over."""
         if not self.may_know and (place := self._place_in_library(sys._getframe(1))):
-            unmanaged.risk(f"the loop{place} has begun anew{_COUNTS}", f"{_OF_LIBRARY}. {_ASK}")
+            unmanaged.risk(f"the loop{place} has started over{_COUNTS}", f"{_OF_LIBRARY}. {_ASK}")
 
     def _place_in_library(self, frame: FrameType | None) -> str:
         """Where the outermost function of a library runs inside of the guard's block, in words; empty: the loop is the

@@ -1,4 +1,4 @@
-"""Keeps what the code behind an epoch needs of the epoch, for a process that is killed in that code.
+"""Keeps what the code after an epoch needs of the epoch, for a process that is killed in that code.
 
 ::
 
@@ -144,12 +144,12 @@ def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -
                 ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(at), ctypes.c_int(0))
             for name, attributes in owners.items():
                 table = table_of(variables.get(name))
-                if type(table) is dict:  # the program has made it anew
+                if type(table) is dict:  # the program has made a new one
                     missing += [f"{name}.{attribute}" for attribute in _put_back(attributes, table)]
         locals_of(at)
     if missing:
         logger.warning(
-            "the code behind the epoch's loop runs without what its steps had set in %s: too large for a boundary, or "
+            "the code after the epoch's loop runs without what its steps had set in %s: too large for a boundary, or "
             "of a class that is gone. Keep sums or counts of it in place of all of it",
             listed(sorted(missing), 4),
         )
@@ -172,7 +172,7 @@ def _put_back(kept: Mapping[str, Any], variables: Any) -> list[str]:
 
 
 def _in_place(now: Any, value: Any) -> Any:
-    """`value` in the list or dict that the program has made anew: others may know it, and the statement that runs. Not
+    """`value` in the list or dict that the program has made new: others may know it, and the statement that runs. Not
     in its tensors and arrays: a variable that the loop binds to a batch may have been a view of the data before."""
     if type(now) is list and type(value) is list:
         now[:] = value

@@ -1,4 +1,4 @@
-"""A mean teacher: the few labelled data are gone through anew within an epoch, and from their begin in each epoch."""
+"""A mean teacher: the few labelled data are gone through again within an epoch, and from their begin in each epoch."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""Policy gradient over whole episodes; no loader, the world begins anew each time."""
+"""Policy gradient over whole episodes; no loader, the world starts over each time."""
 
 import sys
 
