@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import NoUsableCheckpointError
 from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import (
@@ -23,8 +22,7 @@ from mindx_elastic.persist.catalog import read_entry
 from mindx_elastic.start.restore import PlanPart, Resumed
 from tests.checkpoint_files import flip_bit_in_data, write_step
 from tests.start.arenas import RUN, Machine
-from tests.start.finding import find_plan
-from tests.start.shared_store import on_all_ranks
+from tests.start.finding import plans_on
 
 WORLD = 3
 REPLICAS: dict[str, Any] = {"world_size": WORLD, "coordinates": {"replicas": WORLD}}
@@ -41,20 +39,7 @@ def find(machine: Machine, resume: str = "auto", arenas: bool = True) -> list[Re
 
 
 def plans(machine: Machine, resume: str = "auto", arenas: bool = True) -> list[PlanPart]:
-    found = on_all_ranks(
-        machine.world_size,
-        lambda rank, exchange: find_plan(
-            [machine.directory],
-            RankInfo(rank=rank, world_size=machine.world_size),
-            exchange,
-            resume=resume,
-            arenas=machine.job if arenas else None,
-        ),
-    )
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
-    return [one for one in found if not isinstance(one, Exception)]
+    return plans_on(machine.world_size, machine.directory, resume=resume, arenas=machine.job if arenas else None)
 
 
 def taken(found: list[Resumed | None]) -> list[tuple[int, int | None, int | None]]:

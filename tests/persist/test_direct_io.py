@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,23 +19,6 @@ def fd(tmp_path: Path) -> Iterator[int]:
     number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     yield number
     os.close(number)
-
-
-def test_all_is_written_when_it_has_finished(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pwrite, go, written = os.pwrite, threading.Event(), []
-
-    def slow(fd: int, data: memoryview, offset: int) -> int:
-        assert go.wait(60)
-        written.append(offset)
-        return pwrite(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", slow)
-    blocks = BlockWriter(fd, 0)
-    blocks.put(torch.ones(3 * ALIGNMENT, dtype=torch.uint8))
-    threading.Timer(0.1, go.set).start()
-    blocks.finish()
-    assert written == [0] and (tmp_path / "file").read_bytes() == b"\1" * 3 * ALIGNMENT
-    blocks.close()
 
 
 def test_error_of_the_writing_thread_reaches_the_caller(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,12 +37,11 @@ def test_error_of_the_writing_thread_reaches_the_caller(fd: int, monkeypatch: py
     blocks.close()
 
 
-def test_preallocate_of_more_than_the_disk_has(fd: int) -> None:
+def test_preallocate_of_more_than_the_disk_has_and_without_the_system_call(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(OSError, match=r"No space left|File too large"):
         preallocate(fd, 1 << 60)
-
-
-def test_preallocate_where_the_system_call_is_missing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_io, "_libc", object())
     assert not preallocate(fd, 1 << 20)
 

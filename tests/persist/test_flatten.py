@@ -64,11 +64,6 @@ def test_a_part_of_a_transposed_matrix_keeps_the_order_of_its_axes() -> None:
     assert back["same"] is back["part"]
 
 
-def test_names_are_readable_paths() -> None:
-    state = {"model": {"conv1.weight": torch.ones(1)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}
-    assert list(flatten(state)[1]) == ["model.conv1.weight", "optimizer.state.0.exp_avg"]
-
-
 def test_colliding_names_are_made_unique() -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "__metadata__": torch.ones(2)}
     tree, tensors = flatten(state)
@@ -78,21 +73,15 @@ def test_colliding_names_are_made_unique() -> None:
 
 
 def test_tied_tensors_are_stored_once_and_come_back_tied() -> None:
-    weight = torch.nn.Parameter(torch.randn(3, 3))
+    weight, empty = torch.nn.Parameter(torch.randn(3, 3)), torch.empty(0)
     state = {"embed": weight, "head": weight, "view": weight.detach(), "other": weight.detach().clone()}
-    tree, tensors = flatten(state)
-    assert len(tensors) == 2
+    tree, tensors = flatten({**state, "empty": [empty, torch.empty(0), empty]})
+    assert len(tensors) == 4
     back = unflatten(tree, tensors)
     assert back["embed"] is back["head"]
     assert back["view"].data_ptr() == back["embed"].data_ptr()
     assert back["other"].data_ptr() != back["embed"].data_ptr()
-
-
-def test_empty_tensors_are_tied_only_to_themselves() -> None:
-    one, other = torch.empty(0), torch.empty(0)
-    back = through_json([one, other, one])
-    assert back[0] is back[2]
-    assert back[0] is not back[1]
+    assert back["empty"][0] is back["empty"][2] and back["empty"][0] is not back["empty"][1]
 
 
 def test_big_tensors_are_not_copied() -> None:
@@ -135,10 +124,10 @@ def test_what_cannot_be_stored_is_named(value: object, says: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_quantized_nested_and_compressed_tensors_are_named() -> None:
+def test_quantized_and_nested_tensors_are_named() -> None:
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
-    for value, says in ((quantized, "quantized"), (nested, "nested"), (torch.eye(2).to_sparse_csr(), "sparse")):
+    for value, says in ((quantized, "quantized"), (nested, "nested")):
         with pytest.raises(UnsupportedStateError, match=says):
             flatten([value])
 
@@ -148,7 +137,6 @@ def test_quantized_nested_and_compressed_tensors_are_named() -> None:
     [
         {"$tensor": "missing"},
         {"$tensor": "w", "dtype": "complex64"},
-        {"$tensor": "w", "dtype": "nn"},
         {"$tensor": "w", "dtype": "float64"},
         {"$tensor": "w", "strides": [1, 1]},
         {"$tensor": "w", "strides": [-1]},
@@ -159,15 +147,12 @@ def test_quantized_nested_and_compressed_tensors_are_named() -> None:
         {"$blob": "missing"},
         {"$unknown": 1},
         {"$default": [], "factory": "eval"},
-        {"$default": []},
         {"$map": [[1, 2], [1, 3]]},
         {"$map": [[[], 2]]},
-        {"$map": 3},
         {"$set": [[]]},
         {"$int": "xyz"},
         {"$float": "00"},
         {"$complex": "zz"},
-        {"$bytes": "§"},
         {"$scalar": ["<f4", "00"]},
         {"$scalar": ["O", ""]},
         json.loads("[" * 150 + "]" * 150),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
@@ -43,25 +43,10 @@ def test_model_and_optimizer(tmp_path: Path) -> None:
     assert len(found) == 7 + 4 * 3, "what is no tensor has no place"
 
 
-def test_numbers_as_keys_at_the_top(tmp_path: Path) -> None:
-    assert shapes(header_of(tmp_path, {0: torch.ones(1), 7: {8: torch.ones(2)}})) == {"0": (1,), "7.8": (2,)}
-
-
-def test_tied_tensors_have_a_place_each_and_one_name(tmp_path: Path) -> None:
+def test_numbers_as_keys_and_tied_tensors_have_a_place_each(tmp_path: Path) -> None:
     weight = torch.ones(4, 2)
-    header = header_of(tmp_path, {"embedding": weight, "head": weight})
-    places = tensor_places(header)
-    assert set(places) == {"embedding", "head"}
-    assert len({node["$tensor"] for node in places.values()}) == 1 == len(header.entries)
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(state=st.dictionaries(st.text("abc", min_size=1, max_size=3), states.states, max_size=4))
-def test_every_place_is_in_the_file(tmp_path: Path, state: dict[str, Any]) -> None:
-    header = header_of(tmp_path, state)
-    for place, node in tensor_places(header).items():
-        assert node["$tensor"] in header.entries
-        assert isinstance(place, str) and len(shape_of_node(node, header)) <= len(header.entries[node["$tensor"]].shape)
+    header = header_of(tmp_path, {0: weight, 7: {8: weight}})
+    assert shapes(header) == {"0": (4, 2), "7.8": (4, 2)} and len(header.entries) == 1
 
 
 def shared_places(shared: SharedJson, places: SharedPlaces, tree: Any) -> list[tuple[str, Any]]:
@@ -85,13 +70,9 @@ def test_trees_looked_through_together_have_the_same_places(trees: list[dict[str
 @pytest.mark.parametrize(
     "tree",
     [
-        None,
-        "$tensor",
         {"$tensor": 3},
         {"$tensor": ["x"]},
-        {"$map": 3},
         {"$map": [3, [1], ["a", 1, 2], [[1], {"$tensor": "x"}]]},
-        {"$odict": {"a": 1}},
         {"$unknown": {"$tensor": "x"}},
     ],
 )

@@ -109,13 +109,7 @@ def test_verify_reports_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     (tmp_path / "link").symlink_to("text")
     save_file({"w": torch.ones(1)}, tmp_path / "stock")
-    for name, says in [
-        ("text", "header"),
-        ("link", "symbolic"),
-        ("stock", "mindx"),
-        ("none", "No such"),
-        (".", "regular"),
-    ]:
+    for name, says in [("text", "header"), ("link", "symbolic"), ("stock", "mindx"), ("none", "No such")]:
         (problem,) = verify_file(tmp_path / name)
         assert says in problem
 

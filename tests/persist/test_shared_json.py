@@ -66,13 +66,6 @@ def test_long_members_are_the_same_objects() -> None:
     assert (one["lr"], other["lr"]) == (0.1, 0.2)
 
 
-def test_other_kinds_and_places_share_nothing() -> None:
-    shared = SharedJson()
-    tree = shared.loads(compact({"model": LONG, "copy": LONG}), "tree", no_check)
-    layout = shared.loads(compact({"model": LONG}), "layout", no_check)
-    assert len({id(tree["model"]), id(tree["copy"]), id(layout["model"])}) == 3
-
-
 def test_every_part_is_checked_once() -> None:
     """With how deep it stands, and its length."""
     seen: list[tuple[Any, int, int]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import itertools
 import os
 import resource
 import threading
@@ -27,6 +28,7 @@ from mindx_elastic.persist.writer import previous_path, write_checkpoint
 from tests.checkpoint_files import info_of
 from tests.harness import no_descriptor_left
 from tests.persist.states import assert_same, states
+from tests.persist.test_killed_saves import before_call
 
 INFO = info_of(world_size=2, rank=1, kind="breakpoint", created=1.0, torch_version="")
 STATE = {"w": torch.arange(3000.0), "n": 3}
@@ -134,7 +136,7 @@ def test_direct_io_refused_by_the_first_write(tmp_path: Path, monkeypatch: pytes
     assert_same(read_checkpoint(tmp_path / "x").state, big_state())
 
 
-@pytest.mark.parametrize("most", [511, 4096, 4097, 1 << 20])
+@pytest.mark.parametrize("most", [511, 4096])
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     pwrite = os.pwrite
 
@@ -202,10 +204,12 @@ def test_symbolic_link_is_replaced_and_its_target_is_not_touched(tmp_path: Path)
     assert verify_file(path) == []
 
 
-def test_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_the_file_and_a_value_that_no_file_holds(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with pytest.raises(SaveError, match="folder"):
         write_checkpoint(tmp_path / "x", STATE, INFO)
+    with pytest.raises(UnsupportedStateError, match=r"model\.w: sparse"):
+        write_checkpoint(tmp_path / "y", {"model": {"w": torch.eye(2).to_sparse()}}, INFO)
     assert names(tmp_path) == set()
 
 
@@ -234,7 +238,7 @@ def assert_untouched(old: Path) -> None:
     assert names(old.parent) == {old.name}, "temporary files are gone"
 
 
-@pytest.mark.parametrize("limit", [0, 4096, 4096 + 512, (1 << 20) + 1, 12 << 20])
+@pytest.mark.parametrize("limit", [0, 4096 + 512, 12 << 20])
 @pytest.mark.parametrize("reserves", [True, False])
 def test_disk_full(old: Path, monkeypatch: pytest.MonkeyPatch, reserves: bool, limit: int) -> None:
     """Found while reserving, or (file systems that cannot reserve) by a write in the other thread."""
@@ -256,16 +260,36 @@ def test_not_enough_free_space_where_it_cannot_be_reserved(old: Path, monkeypatc
     assert_untouched(old)
 
 
-@pytest.mark.parametrize("call", ["fsync", "ftruncate", "pwrite"])
-def test_any_failing_call_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "bad disk"), OSError(errno.EMFILE, "many files"), KeyboardInterrupt()], ids=repr
+)
+def test_an_error_of_any_system_call_leaves_a_good_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    failures: list[BaseException] = []
+    for number in itertools.count(1):
+        path = tmp_path / str(number) / "x.safetensors"
+        path.parent.mkdir()
+        write_checkpoint(path, STATE, at_step(1))
+        fired = []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(SaveError, match="Input/output error"):
-            write_checkpoint(old, STATE, at_step(2))
-    assert_untouched(old)
+        def fail() -> None:
+            fired.append(error)  # noqa: B023
+            raise error
+
+        with monkeypatch.context() as patch:
+            before_call(number, fail, patch.setattr)
+            try:
+                write_checkpoint(path, STATE, at_step(2))
+            except (SaveError, KeyboardInterrupt) as caught:
+                failures.append(caught)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("mindx-persist")]
+        there = {name: read_header(path.parent / name).info.step for name in names(path.parent) if "reason" not in name}
+        assert "x.safetensors" in there and 1 in there.values(), there
+        assert 2 in there.values() or any(error in (one, one.__cause__) for one in failures[-1:]), there
+        if not fired:
+            break
+    assert there == {"x.safetensors": 2, "x.prev.safetensors": 1} and len(failures) > 5
 
 
 def refuse_renames(
@@ -322,39 +346,6 @@ def test_a_file_system_without_renames(old: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(old.parent.glob("*.mindx-tmp")) and not list(old.parent.glob(".*.mindx-tmp"))
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
-def test_an_older_file_that_cannot_be_read_is_put_aside(old: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """Its name is needed, its bytes are not."""
-    content, real, refused = old.read_bytes(), os.open, []
-
-    def unreadable(path: Any, flags: int, *args: Any, **more: Any) -> int:
-        if Path(path) == old and not flags & (os.O_CREAT | os.O_DIRECTORY):
-            refused.append(path)
-            raise OSError(code, os.strerror(code), str(path))
-        return real(path, flags, *args, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", unreadable)
-        write_checkpoint(old, STATE, at_step(2))
-    assert refused and read_checkpoint(old).info.step == 2
-    aside = [path for path in (old.parent / "quarantine").iterdir() if not path.name.endswith(".reason.txt")]
-    assert [path.read_bytes() for path in aside] == [content]
-
-
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM])
-def test_what_this_process_lacks_is_no_fault_of_the_older_file(
-    old: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(code, os.strerror(code), str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mindx_elastic.persist.writer.read_header", fail)
-        with pytest.raises(SaveError):
-            write_checkpoint(old, STATE, at_step(2))
-    assert_untouched(old)
-
-
 def test_failing_further_name_does_not_cost_the_file(old: Path) -> None:
     also = old.parent / "none" / "y.safetensors"
     with pytest.raises(
@@ -363,20 +354,3 @@ def test_failing_further_name_does_not_cost_the_file(old: Path) -> None:
         write_checkpoint(old, STATE, at_step(2), also=[also])
     assert caught.value.path == also
     assert read_checkpoint(old).info.step == 2
-
-
-def test_interrupt_leaves_no_temporary_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "ftruncate", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        write_checkpoint(old, STATE, at_step(2))
-    assert_untouched(old)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mindx-persist")]
-
-
-def test_unsupported_value_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedStateError, match=r"model\.w: sparse"):
-        write_checkpoint(tmp_path / "x", {"model": {"w": torch.eye(2).to_sparse()}}, INFO)
-    assert names(tmp_path) == set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from mindx_elastic.start.findings import Transport
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, Target, places_of, read_together
 from tests.start.shared_store import on_all_ranks
 
-__all__ = ["find", "find_and_read", "find_on", "find_plan", "step_of"]
+__all__ = ["find", "find_and_read", "find_on", "find_plan", "found_on", "plans_on", "step_of"]
 
 
 def find_plan(
@@ -53,10 +53,38 @@ def step_of(found: Resumed | None) -> int:
     return found.checkpoint.info.step
 
 
-def find_on(world_size: int, directory: Path, resume: Any = "auto") -> Sequence[Resumed | Exception | None]:
+def _plan_on(
+    world_size: int, *directories: Path, target: Callable[[int], Target] | None = None, **more: Any
+) -> list[PlanPart | Exception]:
     return on_all_ranks(
         world_size,
-        lambda rank, exchange: find_and_read(
-            [directory], RankInfo(rank=rank, world_size=world_size), exchange, resume=resume
+        lambda rank, exchange: find_plan(
+            [directories[rank % len(directories)]],
+            RankInfo(rank=rank, world_size=world_size),
+            exchange,
+            target=None if target is None else target(rank),
+            **more,
         ),
     )
+
+
+def find_on(world_size: int, *directories: Path, **more: Any) -> list[Resumed | Exception | None]:
+    """What every rank finds. `directories`: the one of all, or one a rank."""
+    return [p if isinstance(p, Exception) else p.resumed for p in _plan_on(world_size, *directories, **more)]
+
+
+def plans_on(world_size: int, *directories: Path, **more: Any) -> list[PlanPart]:
+    """Of every rank; raises the first rank's error."""
+    plans = []
+    for plan in _plan_on(world_size, *directories, **more):
+        if isinstance(plan, Exception):
+            raise plan
+        plans.append(plan)
+    return plans
+
+
+def found_on(world_size: int, *directories: Path, **more: Any) -> list[Resumed]:
+    """What every rank finds, which is something; raises the first rank's error."""
+    found = [plan.resumed for plan in plans_on(world_size, *directories, **more) if plan.resumed is not None]
+    assert len(found) == world_size
+    return found

@@ -17,7 +17,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.catalog import read_entries
@@ -32,8 +31,7 @@ from mindx_elastic.start.restore import Resumed, Target
 from tests.checkpoint_files import flip_bit_in_data
 from tests.harness import no_descriptor_left
 from tests.persist.states import bits, tensor_of
-from tests.start.finding import find_and_read
-from tests.start.shared_store import on_all_ranks
+from tests.start.finding import find_on
 from tests.start.worlds import Saved, cut, plan_for, resharded, target_of
 from tests.watchdog import finish
 
@@ -242,16 +240,7 @@ ROWS = {"w": (numbers(8, 3), layout([4], "S(0)"))}
 
 
 def start(root: Path, new: Layout) -> list[Resumed | Exception | None]:
-    return on_all_ranks(
-        new.size,
-        lambda rank, exchange: find_and_read(
-            [root],
-            RankInfo(rank=rank, world_size=new.size),
-            exchange,
-            resume="auto",
-            target=target_of(new.size, {"w": ((8, 3), new)}, rank=rank),
-        ),
-    )
+    return find_on(new.size, root, target=lambda rank: target_of(new.size, {"w": ((8, 3), new)}, rank=rank))
 
 
 def steps(found: Sequence[Resumed | Exception | None], new: Layout) -> set[int]:

@@ -21,19 +21,14 @@ from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.start.restore import Resumed
 from tests import checkpoint_files as files
 from tests.checkpoint_files import write, write_step
-from tests.start.finding import find, find_on, step_of
+from tests.start.finding import find, find_on, found_on, step_of
 
 
 def steps_on(world_size: int, directory: Path, resume: Any = "auto") -> set[int]:
     """The step that all ranks took; raises the first rank's error."""
-    results = find_on(world_size, directory, resume)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    steps = {step_of(r) for r in results}  # type: ignore[arg-type]
-    for rank, result in enumerate(results):
-        assert isinstance(result, Resumed) and result.checkpoint.info.rank == rank
-    return steps
+    found = found_on(world_size, directory, resume=resume)
+    assert [one.checkpoint.info.rank for one in found] == list(range(world_size))
+    return {step_of(one) for one in found}
 
 
 # --- one rank ---

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import NoUsableCheckpointError
 from mindx_elastic.persist.first_save import FirstSave
-from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import write
-from tests.start.finding import find_and_read
-from tests.start.shared_store import on_all_ranks
+from tests.start.finding import find_on, found_on
 
 
 def begin(directory: Path, run: str = "run-a", *, ranks: Iterable[int] = (0, 1), world_size: int = 2) -> None:
@@ -31,20 +28,10 @@ def saved(directory: Path, rank: int, step: int = 4, *, world_size: int = 2, **m
     return path
 
 
-def start(directory: Path | list[Path], world_size: int = 2, resume: str = "auto") -> list[Any]:
-    places = directory if isinstance(directory, list) else [directory] * world_size
-    return on_all_ranks(
-        world_size,
-        lambda rank, exchange: find_and_read(
-            [places[rank]], RankInfo(rank=rank, world_size=world_size), exchange, resume=resume
-        ),
-    )
-
-
 def test_a_first_save_of_one_rank_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     begin(tmp_path)
     kept = saved(tmp_path, 0)
-    assert start(tmp_path) == [None, None]
+    assert find_on(2, tmp_path) == [None, None]
     lines = [record.message for record in caplog.records if "starts over" in record.message]
     assert len(lines) == 1 and "step 4" in lines[0] and "rank 1" in lines[0], "once, by rank 0"
     assert kept.exists()
@@ -54,7 +41,7 @@ def test_a_whole_step_of_which_a_file_was_deleted_is_refused(tmp_path: Path) -> 
     begin(tmp_path)
     saved(tmp_path, 0)
     saved(tmp_path, 1).unlink()
-    assert all(isinstance(one, NoUsableCheckpointError) for one in start(tmp_path))
+    assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, tmp_path))
 
 
 def test_a_whole_older_run_goes_on(tmp_path: Path) -> None:
@@ -62,8 +49,7 @@ def test_a_whole_older_run_goes_on(tmp_path: Path) -> None:
         saved(tmp_path, rank, 3)
     begin(tmp_path, "run-b")
     saved(tmp_path, 0, 5, run_id="run-b")
-    found = start(tmp_path)
-    assert all(isinstance(one, Resumed) and one.plan.moment == ("run-a", 0, 3) for one in found)
+    assert all(one.plan.moment == ("run-a", 0, 3) for one in found_on(2, tmp_path))
 
 
 def test_on_disks_that_are_not_shared(tmp_path: Path) -> None:
@@ -71,12 +57,12 @@ def test_on_disks_that_are_not_shared(tmp_path: Path) -> None:
     for rank, node in enumerate(nodes):
         begin(node, ranks=[rank])
     saved(nodes[0], 0)
-    assert start(nodes) == [None, None]
+    assert find_on(2, *nodes) == [None, None]
     (next((nodes[1] / "rank_1").iterdir())).unlink()  # another machine in its place
-    assert all(isinstance(one, NoUsableCheckpointError) for one in start(nodes))
+    assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, *nodes))
 
 
 def test_a_directory_that_was_asked_for_by_name_is_refused(tmp_path: Path) -> None:
     begin(tmp_path)
     saved(tmp_path, 0)
-    assert all(isinstance(one, NoUsableCheckpointError) for one in start(tmp_path, resume=str(tmp_path)))
+    assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, tmp_path, resume=str(tmp_path)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,16 +18,18 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EVENTS_FILE, EventLog
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.start import findings as looking
 from mindx_elastic.start import reader as reading
 from mindx_elastic.start import restore
 from mindx_elastic.start.inventory import Inventory
+from mindx_elastic.start.loading import _how_to_restore_rng
 from mindx_elastic.start.reader import ShareReader
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, read_together
 from tests.checkpoint_files import write_step
-from tests.start.finding import find_and_read
+from tests.start.finding import find_and_read, find_on, found_on
 from tests.start.shared_store import on_all_ranks
 from tests.start.worlds import Saved, target_of
 
@@ -36,16 +40,7 @@ def rows(world_size: int) -> Layout:
 
 def start(root: Path, world_size: int) -> list[Resumed | Exception | None]:
     wanted = {"w": ((12, 3), rows(world_size))}
-    return on_all_ranks(
-        world_size,
-        lambda rank, exchange: find_and_read(
-            [root],
-            RankInfo(rank=rank, world_size=world_size),
-            exchange,
-            resume="auto",
-            target=target_of(world_size, wanted, rank=rank),
-        ),
-    )
+    return find_on(world_size, root, target=lambda rank: target_of(world_size, wanted, rank=rank))
 
 
 @pytest.fixture
@@ -188,6 +183,22 @@ def test_shares_of_two_lists_are_read_again(tmp_path: Path, monkeypatch: pytest.
 
     found = on_all_ranks(4, named)
     assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [7] * 4, found
+
+
+def test_random_numbers_of_a_rank_with_a_donor_are_its_own_and_always_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_step(tmp_path, 7, world_size=3, coordinates={"replicas": 3})
+    for rank in (0, 2):
+        (tmp_path / f"rank_{rank}" / "resnet-1_7.safetensors").unlink()
+    found = found_on(3, tmp_path)
+    found[0].checkpoint.state["rng"] = found[2].checkpoint.state["rng"] = None  # the donor's are not looked at
+    drawn = []
+    for rank in (0, 2, 0):
+        _how_to_restore_rng(found[rank], None, RankInfo(rank=rank, world_size=3), Unmanaged("error"))()  # type: ignore[arg-type]
+        drawn.append((torch.rand(4).tolist(), random.random(), float(np.random.rand())))
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert "rank 2 has no file of step 7 and takes rank 1's" in caplog.text
 
 
 def test_copies_of_one_path_on_two_disks_are_both_verified(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
