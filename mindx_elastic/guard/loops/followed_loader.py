@@ -64,24 +64,31 @@ class SelfPositionedLoader:
         length = length_of(self.loader)
         if length and self._at_load >= length and type(self.loader).__module__.partition(".")[0] in _MOVE_ON:
             self._at_load = 0
-            _give_nothing_once(self.loader)
+            _iterate_once_with(self.loader, lambda loader: iter(()))
+        elif type(self.loader).__iter__ is not DataLoader.__iter__:
+            _iterate_once_with(self.loader, self._begin_own_iteration)
+
+    def _begin_own_iteration(self, loader: Any) -> Iterator[Any]:
+        """Its class may make no iterator of torch's, which would tell of the iteration (`LoaderWatch`)."""
+        self._loaded = None
+        return iter(loader)
 
 
 _MOVE_ON = ("litdata", "streaming")
 """Libraries whose loaders, loaded after the last batch of an epoch, begin another one when they are iterated."""
 
 
-def _give_nothing_once(loader: Any) -> None:
-    """As its next iteration is the rest of an epoch that has none."""
+def _iterate_once_with(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> None:
+    """The next ``iter(loader)`` is ``begin(loader)``; those after it are its class's own again."""
     kind = type(loader)
+    kind = getattr(kind, "_mindx_class", kind)
 
-    def rest(self: Any) -> Iterator[Any]:
+    def once(self: Any) -> Iterator[Any]:
         object.__setattr__(self, "__class__", kind)
-        return iter(())
+        return begin(self)
 
-    object.__setattr__(
-        loader, "__class__", type(kind.__name__, (kind,), {"__iter__": rest, "__module__": kind.__module__})
-    )
+    words = {"__iter__": once, "__module__": kind.__module__, "_mindx_class": kind}
+    object.__setattr__(loader, "__class__", type(kind.__name__, (kind,), words))
 
 
 class FollowedLoader(GivesCopies, GoesThroughData):
