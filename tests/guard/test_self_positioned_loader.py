@@ -22,7 +22,7 @@ class Hand(DataLoader[Any]):
         super().__init__(TensorDataset(torch.arange(40.0)), 4)
         self.given = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         while self.given < 10:
             self.given += 1
             yield self.dataset[4 * self.given - 4 : 4 * self.given][0]
