@@ -51,9 +51,7 @@ def test_one_line_an_event_with_all_documented_keys(path: Path) -> None:
         "outcome": "saved",
         "path": "/x",
     }
-    assert list(second) == [
-        "time", "run_id", "attempt", "rank", "step", "event", "reason", "duration_s", "bytes", "outcome"
-    ]  # fmt: skip
+    assert list(second) == ["time", *(key for key in first if key != "path")]
 
 
 @pytest.mark.parametrize("make", [lambda p: p.mkdir(), lambda p: p.symlink_to(p.with_name("elsewhere"))])
@@ -63,10 +61,7 @@ def test_a_log_that_cannot_be_written_warns_once(path: Path, make: object, caplo
     log = EventLog(path)
     for _ in range(3):
         log.emit("save")
-    assert [r.getMessage() for r in caplog.records if str(path) in r.getMessage()] == [
-        r.getMessage() for r in caplog.records
-    ]
-    assert len(caplog.records) == 1
+    assert [str(path) in record.getMessage() for record in caplog.records] == [True]
     assert not path.with_name("elsewhere").exists(), "a link is not followed"
 
 
@@ -111,12 +106,11 @@ def test_events_that_cannot_be_written_are_counted(
     assert "can be written again: 2 earlier events were lost" in mended
 
 
-@pytest.mark.parametrize("room", [1, 100])
-def test_a_short_write_does_not_glue_two_lines_together(path: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_does_not_glue_two_lines_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(path, run_id="run")
     log.emit("start")
     disk = FullDisk(monkeypatch, path)
-    disk.room = room
+    disk.room = 100
     log.emit("save", step=1)
     assert disk.refused == 1
     disk.room = None
@@ -127,9 +121,6 @@ def test_a_short_write_does_not_glue_two_lines_together(path: Path, room: int, m
         with suppress(ValueError):
             whole.append(json.loads(line))
     assert [(e["event"], e["step"]) for e in whole] == [("start", None), ("save", 2), ("save", 3)]
-
-
-# --- the file is bounded ---
 
 
 def test_a_full_log_is_moved_and_the_new_one_knows_the_runs(path: Path) -> None:
@@ -194,25 +185,12 @@ def test_all_events_of_both_files_are_read_in_order_and_once(path: Path) -> None
         read_events(path.with_name("other.jsonl"))
 
 
-@pytest.mark.parametrize("size", [0, 1, 65_535, 65_536, 65_537, 200_000])
+@pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 200_000])
 def test_lines_backwards_are_the_lines(path: Path, size: int) -> None:
     content = b"".join(b"%d %s\n" % (n, b"x" * (n % 97)) for n in range(5000))[:size]
     path.write_bytes(content)
     assert list(lines_backwards(path, 1 << 20)) == [line for line in reversed(content.split(b"\n")) if line]
     assert b"".join(reversed(list(lines_backwards(path, 1000)))) == content[-1000:].replace(b"\n", b"")
-
-
-def test_the_prefix_says_who_speaks() -> None:
-    record = logging.LogRecord("mindx_elastic", logging.INFO, "", 0, "hello", (), None)
-
-    def prefix(one: RankFilter) -> str:
-        assert one.filter(record)
-        return str(record.mindx_where)  # type: ignore[attr-defined]
-
-    assert prefix(RankFilter()) == "mindx_elastic"
-    everything = RankFilter(rank=1, world_size=2, attempt=3)
-    everything.step = 7
-    assert prefix(everything) == "mindx_elastic rank 1 step 7 attempt 3"
 
 
 def test_a_line_of_all_ranks_comes_once_and_as_often_as_a_rank_says_it(tmp_path: Path) -> None:
@@ -239,13 +217,19 @@ def test_a_line_of_all_ranks_comes_once_and_as_often_as_a_rank_says_it(tmp_path:
     assert said("SIGTERM heard") == 1
 
 
-def test_a_console_only_where_the_program_has_none(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("world_size", "where"), [(1, "step 7"), (2, "rank 1 step 7 attempt 3")])
+def test_a_console_only_where_the_program_has_none(
+    world_size: int, where: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its lines say who speaks."""
     assert logging.getLogger().handlers, "pytest has configured logging"
     assert attach_console(RankFilter(), "INFO") is None
     root = logging.getLogger()
     saved, level, root.handlers = root.handlers, logger.level, []
     try:
-        handler = attach_console(RankFilter(rank=1, world_size=2), "INFO")
+        speaker = RankFilter(rank=1, world_size=world_size, attempt=3 * (world_size == 2))
+        speaker.step = 7
+        handler = attach_console(speaker, "INFO")
         assert handler is not None
         assert attach_console(RankFilter(), "INFO") is None, "one is enough"
         logger.info("stop %s", "training")
@@ -253,4 +237,4 @@ def test_a_console_only_where_the_program_has_none(capfd: pytest.CaptureFixture[
     finally:
         root.handlers = saved
         logger.setLevel(level)
-    assert capfd.readouterr().err == "[mindx_elastic rank 1] INFO stop training\n"
+    assert capfd.readouterr().err == f"[mindx_elastic {where}] INFO stop training\n"

@@ -95,11 +95,9 @@ def test_anything_in_a_field_is_a_value_of_its_type_or_an_error(whole: Whole, da
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"code": True}, "its code is no whole number from -3 to 255"),
         ({"code": 256}, "its code is no whole number from -3 to 255"),
         ({"seconds": float("nan")}, "its seconds is no number from 0 to 10"),
         *(({"score": value}, "its score is no number from -1.79769e") for value in (10**400, math.inf, math.nan)),
-        ({"seconds": 10**400}, "its seconds is no number from 0 to 10"),
         ({"part": {"name": "A"}}, "its name 'A' is no such text of at most 8 characters"),
         ({"part": {}}, "it has no name"),
         ({"how": ["done"]}, "its how is none of done, left"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,72 +23,47 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mindx_elastic.core.layout import (
-    REPLICATE,
-    Box,
-    Layout,
-    Placement,
-    overlap,
-    parse_placement,
-)
+from mindx_elastic.core.layout import REPLICATE, Box, Layout, Placement, overlap, parse_placement
 from mindx_elastic.errors import UsageError
 from tests.start.strategies import draw_placements
-
-
-def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = ()) -> Layout:
-    return Layout(mesh, tuple(map(parse_placement, placements)), ranks)
-
-
-def coordinates(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return list(itertools.product(*map(range, mesh)))
-
-
-def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> list[int]:
-    """The elements (numbered through the whole tensor) that `rank` holds, in the order of its memory."""
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    box = layout.box(shape, layout.shard_of(rank))
-    elements: list[int] = whole[tuple(slice(*interval) for interval in box)].ravel().tolist()
-    return elements
-
-
-# --- torch's own arithmetic --------------------------------------------------------------------------------------
-
-
-def random_cases(count: int, *, seed: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], list[int | None]]]:
-    """(shape, mesh, dim that each mesh dimension splits)."""
-    draw = random.Random(seed)
-    for _ in range(count):
-        shape = tuple(draw.randint(1, 13) for _ in range(draw.randint(1, 3)))
-        mesh = tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 3)))
-        yield shape, mesh, [draw.choice([None, *range(len(shape))]) for _ in mesh]
-
 
 asks_torch = pytest.mark.skipif(
     not hasattr(_utils, "_compute_local_shape_and_global_offset"), reason="torch 2.6 does not say it without a mesh"
 )
 
 
+def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = ()) -> Layout:
+    return Layout(mesh, tuple(map(parse_placement, placements)), ranks)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, *, strided: bool = True) -> tuple[tuple[int, ...], Layout]:
+    """A shape and a layout of it."""
+    shape = tuple(draw(st.lists(st.integers(0 if strided else 1, 13), min_size=1, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    if strided:
+        placements = draw_placements(draw, mesh, len(shape))
+    else:
+        dims = st.sampled_from([None, *range(len(shape))])
+        placements = tuple(REPLICATE if dim is None else Placement(dim) for dim in [draw(dims) for _ in mesh])
+    first = draw(st.integers(0, 3))
+    ranks = draw(st.permutations(range(first, first + math.prod(mesh)))) if draw(st.booleans()) else ()
+    names = tuple(f"dim {i}" for i in range(len(mesh))) if draw(st.booleans()) else ()
+    return shape, Layout(mesh, placements, ranks, names)
+
+
 @asks_torch
-def test_shards_and_replicas_are_where_torch_has_them() -> None:
-    for shape, mesh, dims in random_cases(400, seed=1):
-        theirs = [TorchReplicate() if dim is None else TorchShard(dim) for dim in dims]
-        layout = Layout(mesh, tuple(map(parse_placement, theirs)))
-        for rank, coordinate in enumerate(coordinates(mesh)):
-            local, offset = _utils._compute_local_shape_and_global_offset(shape, mesh, list(coordinate), theirs)
-            shard = layout.shard_of(rank)
-            assert layout.local_shape(shape, shard) == local, (shape, mesh, dims, rank)
-            if math.prod(local):
-                assert tuple(start for start, _ in layout.box(shape, shard)) == offset, (shape, mesh, dims, rank)
-
-
-# --- FSDP2 around tensor parallel --------------------------------------------------------------------------------
-
-
-def chunk(elements: list[int], parts: int) -> list[list[int]]:
-    """As ``torch.chunk``, filled up with empty pieces."""
-    size = -(-len(elements) // parts) if elements else 1
-    pieces = [elements[i : i + size] for i in range(0, len(elements), size)]
-    return [*pieces, *([[]] * (parts - len(pieces)))]
+@settings(max_examples=100, deadline=None)
+@given(layouts(strided=False))
+def test_shards_and_replicas_are_where_torch_has_them(case: tuple[tuple[int, ...], Layout]) -> None:
+    shape, layout = case
+    theirs = [TorchReplicate() if p == REPLICATE else TorchShard(p.dim) for p in layout.placements]
+    for rank, at in zip(layout.ranks, itertools.product(*map(range, layout.mesh_shape)), strict=True):
+        local, offset = _utils._compute_local_shape_and_global_offset(shape, layout.mesh_shape, list(at), theirs)
+        shard = layout.shard_of(rank)
+        assert layout.local_shape(shape, shard) == local
+        if math.prod(local):
+            assert tuple(start for start, _ in layout.box(shape, shard)) == offset
 
 
 @pytest.fixture
@@ -101,7 +75,7 @@ def _no_process_group() -> Iterator[None]:
 
 @asks_torch
 @pytest.mark.usefixtures("_no_process_group")
-@pytest.mark.parametrize(("rows", "dp", "tp"), [(9, 4, 2), (16, 4, 2), (7, 2, 3), (5, 3, 2), (3, 2, 2), (13, 2, 4)])
+@pytest.mark.parametrize(("rows", "dp", "tp"), [(9, 4, 2), (7, 2, 3), (3, 2, 2)])
 def test_what_fsdp2_really_holds_around_tensor_parallel(rows: int, dp: int, tp: int) -> None:
     for rank in range(dp * tp):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dp * tp)
@@ -116,29 +90,14 @@ def test_what_fsdp2_really_holds_around_tensor_parallel(rows: int, dp: int, tp: 
         assert isinstance(weight, DTensor)
         layout = Layout((dp, tp), tuple(map(parse_placement, weight.placements)))
         assert str(layout.placements[0]) == f"_S(0,{tp})"
-        assert held_by(layout, (rows, 1), rank) == weight.to_local().flatten().int().tolist()
+        (interval, _) = layout.box((rows, 1), layout.shard_of(rank))
+        assert list(range(*interval)) == weight.to_local().flatten().int().tolist()
         dist.destroy_process_group()
 
 
-# --- every element exactly once per replica ----------------------------------------------------------------------
-
-
-@st.composite
-def fitting_layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
-    """A shape and a layout of it."""
-    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
-    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    placements = draw_placements(draw, mesh, len(shape))
-    first = draw(st.integers(0, 3))
-    ranks: list[int] = []
-    if draw(st.booleans()):
-        ranks = draw(st.permutations(range(first, first + math.prod(mesh))))
-    return shape, Layout(mesh, placements, ranks)
-
-
 @settings(max_examples=100, deadline=None)
-@given(fitting_layouts())
-def test_the_shards_are_the_tensor_and_each_element_is_in_one(case: tuple[tuple[int, ...], Layout]) -> None:
+@given(layouts())
+def test_each_element_is_in_one_shard_also_after_json(case: tuple[tuple[int, ...], Layout]) -> None:
     shape, layout = case
     counts = np.zeros(shape, dtype=np.int64)
     for shard in range(layout.num_shards):
@@ -146,12 +105,10 @@ def test_the_shards_are_the_tensor_and_each_element_is_in_one(case: tuple[tuple[
         counts[tuple(slice(*interval) for interval in box)] += 1
         assert layout.local_shape(shape, shard) == tuple(stop - start for start, stop in box)
     assert (counts == 1).all()
-
-
-@pytest.mark.parametrize("placements", [("_S(0,3)",), ("_S(0,4)", "S(0)"), ("_S(0,2)", "S(1)"), ("S(0)", "_S(0,2)")])
-def test_a_strided_shard_without_the_splits_it_speaks_of_is_refused(placements: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError, match="no other splits of dimension 0"):
-        layout_of((2, 3)[: len(placements)], *placements)
+    again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
+    assert again == layout and again.mesh_dim_names == layout.mesh_dim_names and again.holders == layout.holders
+    same = Layout(layout.mesh_shape, layout.placements, list(layout.ranks))
+    assert same == layout and hash(same) == hash(layout)
 
 
 def test_holders_are_the_ranks_that_hold_the_same_ascending() -> None:
@@ -170,14 +127,14 @@ def test_the_whole_shape_follows_from_equal_shards() -> None:
         layout_of((2,), "S(1)").global_shape((4,))
 
 
-def test_a_split_of_a_dimension_that_the_tensor_does_not_have_is_named() -> None:
+def test_a_split_that_the_tensor_or_the_mesh_does_not_have_is_named() -> None:
     with pytest.raises(UsageError, match=r"splits .*dimension.* of shape \[4\]"):
         layout_of((2,), "S(1)").box((4,), 0)
     with pytest.raises(UsageError, match="no shard 2"):
         layout_of((2,), "S(0)").box((4,), 2)
-
-
-# --- boxes -------------------------------------------------------------------------------------------------------
+    for placements in (("_S(0,3)",), ("_S(0,2)", "S(1)"), ("S(0)", "_S(0,2)")):
+        with pytest.raises(UsageError, match="no other splits of dimension 0"):
+            layout_of((2, 3)[: len(placements)], *placements)
 
 
 boxes_of_two = st.tuples(*[st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda p: (min(p), max(p)))] * 2)
@@ -193,16 +150,11 @@ def test_overlap_counts_as_cells_do(one: Box, other: Box) -> None:
     assert cells(one) & cells(other) == (cells(common) if common else set())
 
 
-# --- spelling ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("spelling", "expected"),
     [
         ("S(0)", Placement(0)),
-        ("shard(1)", Placement(1)),
         ("Shard(dim=1)", Placement(1)),
-        ("_S(0,2)", Placement(0, 2)),
         ("_S(0, 2)", Placement(0, 2)),
         (Placement(3, 2), Placement(3, 2)),
         (TorchReplicate(), REPLICATE),
@@ -217,39 +169,9 @@ def test_placements_are_understood_in_every_spelling(spelling: Any, expected: Pl
 
 @pytest.mark.parametrize(
     "value",
-    [
-        *("", "S", "S()", "S(-1)", "S(0", "S(0.5)", "_S(0,)", "_S(0,-2)", "Partial()", "R(0)", "S(0)S(1)"),
-        *(None, 3, b"R", ["R"], {"dim": 0}, TorchPartial(), "S(" + "9" * 5000 + ")"),
-    ],
+    [*("", "S()", "S(-1)", "S(0", "_S(0,)", "R(0)", "S(0)S(1)"), *(3, None, TorchPartial(), "S(" + "9" * 5000 + ")")],
     ids=lambda value: str(value)[:20],
 )
 def test_what_is_no_placement_is_refused_by_name(value: Any) -> None:
     with pytest.raises(UsageError):
         Layout((2,), (parse_placement(value),))
-
-
-# --- equality ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [(), range(6), tuple(range(6)), list(range(6)), range(0, 6, 1)], ids=str)
-def test_equal_layouts_compare_equal_however_their_ranks_are_given(ranks: Any) -> None:
-    layout, plain = layout_of((2, 3), "R", "S(0)", ranks=ranks), layout_of((2, 3), "R", "S(0)")
-    assert layout == plain
-    assert hash(layout) == hash(plain)
-    assert Layout.from_json(layout.to_json()) == plain
-
-
-# --- JSON, friendly and hostile ----------------------------------------------------------------------------------
-
-
-@settings(max_examples=100, deadline=None)
-@given(fitting_layouts(), st.booleans())
-def test_a_layout_survives_json(case: tuple[tuple[int, ...], Layout], named: bool) -> None:
-    _, layout = case
-    if named:
-        names = tuple(f"dim {i}" for i in range(len(layout.mesh_shape)))
-        layout = Layout(layout.mesh_shape, layout.placements, layout.ranks, names)
-    again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
-    assert again == layout
-    assert again.mesh_dim_names == layout.mesh_dim_names
-    assert again.holders == layout.holders

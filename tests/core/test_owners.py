@@ -19,7 +19,6 @@ from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.owners import Trust, check_place, find_owners, user_ids
 from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UsageError
 from mindx_elastic.memory.known_runs import known_runs
-from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.start import reader as reading_module
 from mindx_elastic.start.directories import prepare_directories
@@ -60,9 +59,6 @@ def copy_in(source: Path, target: Path, user: int = STRANGER, group: int | None 
 def forged(place: Path) -> Path:
     """A sealed checkpoint of a step that the job has never reached."""
     return write(place / "elsewhere" / "resnet-9_9.safetensors", step=89, state={"model": {"evil": 1.0}})
-
-
-# --- directories ---
 
 
 @needs_root
@@ -158,20 +154,6 @@ def test_a_rank_folder_of_a_stranger_is_refused(place: Path, kind: str) -> None:
         prepare_directories([directory], ranks, SharingSettings(trusted_users=(STRANGER,)))
 
 
-# --- files ---
-
-
-@needs_root
-def test_only_strangers_files_are_no_silent_fresh_start_and_a_named_user_s_count(tmp_path: Path) -> None:
-    """The job has run under another user before."""
-    os.chown(write(tmp_path / "resnet-1_5.safetensors", step=5), COLLEAGUE, -1)
-    with pytest.raises(NoUsableCheckpointError, match=f"belongs to user {COLLEAGUE}.*MINDX_TRUSTED_USERS"):
-        find(tmp_path)
-    _, trust = prepare_directories([tmp_path], RankInfo(), SharingSettings(trusted_users=(COLLEAGUE,)))
-    (entry,) = read_entries(tmp_path, owners=trust.of(tmp_path))
-    assert entry.info is not None and entry.info.step == 5
-
-
 @needs_root
 def test_a_file_that_is_exchanged_between_the_look_and_the_read_is_not_read(
     tmp_path: Path, forged: Path, monkeypatch: pytest.MonkeyPatch
@@ -247,9 +229,6 @@ def test_our_own_files_are_nobody_else_s_to_write_whatever_the_umask(tmp_path: P
         assert stat.S_IMODE(path.stat().st_mode) & 0o022 == 0, path
 
 
-# --- who we are ---
-
-
 def test_our_name_on_the_file_system_is_learnt_from_a_file_that_we_make(tmp_path: Path) -> None:
     """Root squash: what root writes belongs to nobody."""
     made = list(os.stat(tmp_path))
@@ -265,12 +244,11 @@ def test_our_name_on_the_file_system_is_learnt_from_a_file_that_we_make(tmp_path
 def test_where_modes_mean_nothing_they_are_not_looked_at(tmp_path: Path) -> None:
     made = list(os.stat(tmp_path))
     made[stat.ST_MODE] = stat.S_IFREG | 0o777
-    owners = find_owners(tmp_path, created=os.stat_result(made))
-    path = tmp_path / "file"
-    path.touch()
-    path.chmod(0o777)
-    assert owners.problem(path.stat()) is None
-    assert find_owners(tmp_path).problem(path.stat()) is not None
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o777)
+    status = (tmp_path / "file").stat()
+    assert find_owners(tmp_path, created=os.stat_result(made)).problem(status) is None
+    assert find_owners(tmp_path).problem(status) is not None
 
 
 def test_users_by_number_and_name() -> None:

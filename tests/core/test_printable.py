@@ -6,9 +6,8 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,25 +44,15 @@ def test_one_line_that_can_be_printed_and_stays_as_it_is(text: str) -> None:
     assert printable_block(text).count("\n") == text.count("\n")
 
 
-def test_what_is_cut_off_is_said() -> None:
+def test_what_is_cut_off_or_cannot_be_decoded_is_said() -> None:
     assert printable("\x1b" * 10**6, 3) == r"\x1b\x1b\x1b... (1000000 characters)"
-
-
-def test_undecodable_file_names() -> None:
     assert printable(b"a\xffb".decode("utf-8", "surrogateescape")) == r"a\udcffb"
+    assert (listed([1, 2], 2), listed("abcde", 2)) == ("1, 2", "a, b and 3 more")
+    assert listed("abcde", 2, "; ") == "a; b; and 3 more"
 
 
-@pytest.mark.parametrize(
-    ("items", "separator", "text"),
-    [([], ", ", ""), ([1, 2], ", ", "1, 2"), ("abcde", ", ", "a, b and 3 more"), ("abcde", "; ", "a; b; and 3 more")],
-)
-def test_a_list_that_may_be_long(items: Sequence[object], separator: str, text: str) -> None:
-    assert listed(items, 2, separator) == text
-
-
-@pytest.mark.parametrize("kind", [MindxError, UsageError, SaveError])
-def test_every_exception_of_ours(kind: type[MindxError]) -> None:
-    assert str(kind(HOSTILE)) == SHOWN
+def test_every_exception_of_ours() -> None:
+    assert {str(kind(HOSTILE)) for kind in (MindxError, UsageError, SaveError)} == {SHOWN}
 
 
 @pytest.fixture
@@ -127,24 +116,18 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-@pytest.mark.parametrize("columns", [0, 60])
-def test_every_command(hostile: Path, command: Callable[..., str], tmp_path: Path, columns: int) -> None:
+def test_every_command(hostile: Path, command: Callable[..., str], tmp_path: Path) -> None:
     good, bad = hostile / f"{NAME}-1_5.safetensors", hostile / f"{NAME}-1_6.safetensors"
     other = tmp_path / "other"
     for words in (
-        ("inspect", hostile),
         ("inspect", hostile, "--verify"),
         ("inspect", hostile, "--json"),
         ("inspect", good),
-        ("inspect", bad, "--verify"),
         ("verify", hostile),
-        ("verify", bad),
         ("plan", hostile),
-        ("plan", hostile, "--no-verify"),
         ("plan", hostile, "--target", HOSTILE),
         ("plan", bad),
         ("convert", good, tmp_path / "all.pt", "--all"),
-        ("convert", good, tmp_path / "ms", "--to", "mindspore"),
         ("convert", hostile, tmp_path / NAME),
         ("convert", bad, other),
         ("convert", good, other, "--component", HOSTILE),
@@ -152,7 +135,7 @@ def test_every_command(hostile: Path, command: Callable[..., str], tmp_path: Pat
         ("inspect", hostile / HOSTILE),
         ("status", hostile / HOSTILE),
     ):
-        text = command(*words, columns=columns)
+        text = command(*words)
         assert text, words
         assert_harmless(text)
     assert SHOWN in command("inspect", good)
@@ -161,9 +144,9 @@ def test_every_command(hostile: Path, command: Callable[..., str], tmp_path: Pat
 def test_what_a_run_has_recorded(tmp_path: Path, command: Callable[..., str]) -> None:
     log = EventLog(tmp_path / "events.jsonl", run_id=HOSTILE)
     log.emit("agent_start", pid=1, host=HOSTILE, agent_dir=HOSTILE, command=[HOSTILE])
-    fields: dict[str, Any] = {"attempt": 0, "pid": 1, "host": HOSTILE, "resumed_path": HOSTILE}
-    for outcome in ("failed", HOSTILE):
-        log.emit("attempt", reason=HOSTILE, outcome=outcome, cause_rank=0, **{**fields, "attempt": len(outcome)})
+    for number, outcome in enumerate(("failed", HOSTILE)):
+        more = {"attempt": number, "pid": 1, "host": HOSTILE, "resumed_path": HOSTILE}
+        log.emit("attempt", reason=HOSTILE, outcome=outcome, cause_rank=0, **more)
     log.emit("agent_end", pid=1, host=HOSTILE, outcome=HOSTILE, exit_code=1)
     for columns in (0, 40):
         assert_harmless(command("status", tmp_path, columns=columns))
