@@ -57,7 +57,7 @@ def layouts(draw: st.DrawFn, *, strided: bool = True) -> tuple[tuple[int, ...], 
 @given(layouts(strided=False))
 def test_shards_and_replicas_are_where_torch_has_them(case: tuple[tuple[int, ...], Layout]) -> None:
     shape, layout = case
-    theirs = [TorchReplicate() if p == REPLICATE else TorchShard(p.dim) for p in layout.placements]
+    theirs = [TorchReplicate() if p.dim is None else TorchShard(p.dim) for p in layout.placements]
     for rank, at in zip(layout.ranks, itertools.product(*map(range, layout.mesh_shape)), strict=True):
         local, offset = _utils._compute_local_shape_and_global_offset(shape, layout.mesh_shape, list(at), theirs)
         shard = layout.shard_of(rank)

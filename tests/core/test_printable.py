@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_what_a_run_has_recorded(tmp_path: Path, command: Callable[..., str]) ->
     log = EventLog(tmp_path / "events.jsonl", run_id=HOSTILE)
     log.emit("agent_start", pid=1, host=HOSTILE, agent_dir=HOSTILE, command=[HOSTILE])
     for number, outcome in enumerate(("failed", HOSTILE)):
-        more = {"attempt": number, "pid": 1, "host": HOSTILE, "resumed_path": HOSTILE}
+        more: dict[str, Any] = {"attempt": number, "pid": 1, "host": HOSTILE, "resumed_path": HOSTILE}
         log.emit("attempt", reason=HOSTILE, outcome=outcome, cause_rank=0, **more)
     log.emit("agent_end", pid=1, host=HOSTILE, outcome=HOSTILE, exit_code=1)
     for columns in (0, 40):
