@@ -1,6 +1,6 @@
 """Works out what each rank of a new start reads, from the files that are there and the devices that have failed.
 
-The names below are for programs of their own; a job that uses `Guard` needs none but `Layout`.
+The names below are for separate programs; a job that uses `Guard` needs none but `Layout`.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def emitted_events() -> Iterator[tuple[str, set[str]]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "emit":
                 name = node.args[0]
-                assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: the event's name is no literal"
+                assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: the event's name is not a literal"
                 yield str(name.value), {keyword.arg or "**" for keyword in node.keywords}
 
 

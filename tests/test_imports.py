@@ -61,7 +61,7 @@ IMPURE_MODULES = {
     *("signal", "socket", "subprocess", "tempfile", "threading", "time", "torch"),
 }
 OF_LIBRARIES = {f"{PACKAGE}.integrations.{name}": name for name in ("accelerate", "lightning", "transformers")}
-"""Modules that cannot be imported without a library that is no requirement."""
+"""Modules that cannot be imported without a library that is not a requirement."""
 CODE_LOADERS = {"cloudpickle", "cPickle", "dill", "joblib", "marshal", "pickle", "runpy", "shelve"}
 CODE_RUNNERS = {"compile", "eval", "exec", "execfile"}
 WEIGHTS_READER = f"{PACKAGE}.convert.torch_file"
@@ -382,7 +382,7 @@ def test_all_names_are_the_real_public_names() -> None:
 
 def test_the_package_exports_what_it_says() -> None:
     package = importlib.import_module(PACKAGE)
-    # What it needs to import the others lazily is no name of ours.
+    # What it needs to import the others lazily is not a name of ours.
     public = {name for name in dir(package) if not name.startswith("_")} - {
         *("Any", "TYPE_CHECKING", "annotations", "importlib")
     }

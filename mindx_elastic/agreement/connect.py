@@ -27,7 +27,7 @@ _ready: list[Any] = []
 
 
 def open_exchange(ranks: RankInfo, name: str = "", *, again: bool = False) -> Exchange:
-    """Open an exchange under a key prefix of its own: one per attempt and per guard of the process.
+    """Open an exchange under its own key prefix: one per attempt and per guard of the process.
 
     Every rank must open its guards in the same order, as `Model.train` and ordinary scripts do. `name`: instead of the
     number of the guard, where processes of different ages meet. `again`: a guard is entered again, so this package's

@@ -44,7 +44,7 @@ class Exchange:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether what the others say is known to come from them: nobody else can write it."""
+        """Whether what the others say is known to come from them: no one else can write it."""
         return True
 
     def listen(
@@ -132,7 +132,7 @@ class Exchange:
         """This rank cannot start."""
 
     def derive(self, text: str) -> str:
-        """What all ranks of the job can make of `text` and nobody else; `text` itself where that cannot be."""
+        """What all ranks of the job can make of `text` and no one else; `text` itself where that cannot be."""
         return text
 
     def close(self) -> None:

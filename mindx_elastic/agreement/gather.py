@@ -23,7 +23,7 @@ was first.
 
 Rejected: every rank reads the values of all ranks (the first design: the total grew with the square of the ranks, 23 GB
 at 1,024); a tree of ranks (rank 0 spends 5 s on a whole start of 16,384 ranks, and each level adds ranks that can
-fail); a key "a rank has failed" beside the answer (ranks can read two keys in two orders).
+fail); a key "a rank has failed" next to the answer (ranks can read two keys in two orders).
 
 ::
 

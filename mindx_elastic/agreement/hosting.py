@@ -1,10 +1,10 @@
 """Hosts the store of a process group, and keeps name servers out of its way.
 
-torch's server looks up the name of each process that connects to it, and answers nobody meanwhile (2.13:
+torch's server looks up the name of each process that connects to it, and answers no one meanwhile (2.13:
 `getnameinfo` in its only thread). Its own socket takes IPv6 and IPv4, so that an IPv4 peer has an address like
 ``::ffff:127.0.0.1``, which no /etc/hosts knows: each connection asks the name server, and one lost packet holds up all
 ranks for 5 s. A socket for IPv4 alone has addresses that /etc/hosts knows, this machine's own at least. The client does
-the same look-up, always as IPv6, but holds up nobody else.
+the same look-up, always as IPv6, but holds up no other process.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Keys, all under one prefix per attempt and guard:
 ``request/others``          how many ranks have asked for a stop and not been the first
 ``bell/{rank}``             rung once: wakes that rank's listener, which sleeps in `store.wait`
 ``{round}/offer/{rank}``    a step, ``cannot`` or ``left``
-``{round}/count``           how many ranks have offered; whoever makes it full concludes
+``{round}/count``           how many ranks have offered; the rank that completes it concludes
 ``{round}/decision``        the decision cell (compare-and-set), JSON
 ``start/round{n}/...``      the meetings of a start, see `store_gathering`
 ``told/{name}/{rank}``      what the ranks tell each other later

@@ -1,5 +1,5 @@
 """State of objects without ``state_dict`` that people keep in a training loop, so that they can be named in `stateful`
-as they are: random generators of their own, tensors, containers, and objects that are made of these."""
+as they are: their own random generators, tensors, containers, and objects that are made of these."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def attributes(target: object, /, *names: str) -> Attributes:
 class _Object:
     """An object without ``state_dict``, by its attributes: all, or those that `Attributes` names.
 
-    What it refers to and others keep (the model) is left out, as is, of all, what is no state (functions, process
+    What it refers to and others keep (the model) is left out, as is, of all, what is not a state (functions, process
     groups).
     """
 

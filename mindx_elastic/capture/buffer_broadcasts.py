@@ -2,7 +2,7 @@
 
 It does so by default, but not after a forward whose gradients it does not reduce: one under ``no_sync()``, or without
 gradients, as in an evaluation. In a loop that is all in ``no_sync()``, because the program averages the gradients
-itself, each rank so keeps batch norm statistics of its own; a new process would broadcast rank 0's once.
+itself, each rank so keeps its own batch norm statistics; a new process would broadcast rank 0's once.
 """
 
 from __future__ import annotations

@@ -518,7 +518,7 @@ class Collector:
         return [*changed, *(f"the checkpoint also holds {name}, which this job does not use" for name in extra)]
 
     def without_parts(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """A `state` that another world has written, less what of `module_extras` each rank holds in parts of its own;
+        """A `state` that another world has written, less what of `module_extras` each rank holds in its own parts;
         and the names of that."""
         beside = dict(state.get("module_extras", {}))
         left_out: list[str] = []
@@ -596,7 +596,7 @@ class Collector:
                 optimizer.regroup(groups, named_parameters(self.components))
 
     def load_flags(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Set what `state` says of modules beside their state_dict: `training`, `requires_grad`, and DDP's broadcasts.
+        """Set what `state` says of modules besides their state_dict: `training`, `requires_grad`, and DDP's broadcasts.
 
         Returns what was changed, by list, broadcasts apart. Files of older versions say nothing.
         """

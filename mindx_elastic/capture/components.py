@@ -10,7 +10,7 @@ the program (`capture.device_progress`).
 * an optimizer: its state is stable; the options of its groups (learning rate) are copied, schedulers change them
   between
 * an optimizer around others whose state has another form: by its own two methods, its tensors in place; one without a
-  state of its own: what it holds, each by itself, and what it counts
+  its own state: what it holds, each by itself, and what it counts
 * everything else with ``state_dict``, or with an adapter (`capture.adapters`): copied whole
 """
 
@@ -85,7 +85,7 @@ def _has_state_of_torch(name: str, target: torch.optim.Optimizer) -> bool:
 def component_for(name: str, target: object, others: Collection[int] = ()) -> Component:
     """The component for `target`. Raises UsageError when it has neither ``state_dict`` nor an adapter.
 
-    others: ids of the objects that have components of their own.
+    others: ids of the objects that have their own components.
     """
     if isinstance(target, nn.Module):
         return ModuleComponent(name, target)
@@ -108,7 +108,7 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
 
 
 class _ByParts:
-    """An optimizer wrapper without a state of its own (Noam's): what it holds, each by itself, and what it counts in
+    """An optimizer wrapper without its own state (Noam's): what it holds, each by itself, and what it counts in
     plain attributes."""
 
     def __init__(self, name: str, wrapper: Any, others: Collection[int]) -> None:

@@ -170,7 +170,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def map_containers(value: Any) -> Any:
-    """`value` in containers of its own, as `map_tensors` makes them, with stand-ins for what a checkpoint has no word
+    """`value` in new containers, as `map_tensors` makes them, with stand-ins for what a checkpoint has no word
     for; everything else is the same object."""
     kind = type(value)
     if kind in ATOMS or kind in _TENSORS:
@@ -192,7 +192,7 @@ def map_containers(value: Any) -> Any:
 
 def _memory(tensor: torch.Tensor) -> object:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return id(tensor)  # a DTensor has no memory of its own, nor has a sparse tensor
+        return id(tensor)  # a DTensor has no own memory, nor has a sparse tensor
     if tensor.is_meta or tensor.is_quantized or tensor.numel() == 0:
         return id(tensor)
     view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())

@@ -49,7 +49,7 @@ class GradientOrder:
     @property
     def is_even(self) -> bool:
         """Whether both backwards have the same gradients. They have not where one arrives several times in a backward:
-        parts that are computed again in a backward of their own (reentrant checkpoints) use it twice."""
+        parts that are computed again in their own backward (reentrant checkpoints) use it twice."""
         return len({frozenset(backward) for backward in self._backwards}) <= 1
 
     def record(self) -> None:

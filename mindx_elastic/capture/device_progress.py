@@ -180,7 +180,7 @@ class DeviceProgress:
 
     def wait_for_update(self) -> None:
         """After a boundary: wait until the devices have come to the update that led there. The update itself, which
-        may take long, is queued, and goes on beside the program. Before anything that queues a lot, or waits for the
+        may take long, is queued, and goes on meanwhile. Call it before anything that queues a lot, or waits for the
         device: after a collective that never ends it would fill the queue."""
         passed = tuple(self._boundaries)
         if self.keeps_older and len(passed) > 1 and not self._is_capturing():

@@ -238,7 +238,7 @@ def _of_functions(scheduler: Any, where: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(inner, MethodType):  # not called: it may count its calls
             owner, read = type(inner.__self__).__name__, attributes_of(inner.__self__).items()
             yield from ((f"{owner}.{name}{of_group}{where}", value) for name, value in read if _is_number(value))
-        elif isinstance(inner, FunctionType):  # an object has a state of its own, which is in the scheduler's
+        elif isinstance(inner, FunctionType):  # an object has its own state, which is in the scheduler's
             yield from ((f"factor at step {step}{of_group}{where}", _factor(function, step)) for step in _STEPS)
     for number, each in enumerate(getattr(scheduler, "_schedulers", ())):
         yield from _of_functions(each, f" of scheduler {number}")

@@ -9,7 +9,7 @@ parameter are compared:
 in some steps of a process     between a boundary and the first update after it, and between the last update and the
                                next boundary (`UpdateWindow`): the first steps, then two in fifty
 once something was found       elements are kept at every boundary
-wherever elements are kept     whoever is about to read compares: a state that has changed is no boundary, as with
+wherever elements are kept     the reader compares first: a state that has changed is not a boundary, as with
                                changes that are counted. A peer may die before the first update has shown anything
 =============================  ========================================================================================
 

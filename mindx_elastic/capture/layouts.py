@@ -3,7 +3,7 @@
 Where a tensor's layout comes from, in this order: a layout given by hand, the tensor's own DTensor, the module's DDP
 group. For a tensor with none of these:
 
-* beside DTensors it counts as a replica on all ranks of the largest mesh (norms beside tensor parallel weights, the
+* next to DTensors it counts as a replica on all ranks of the largest mesh (norms next to tensor parallel weights, the
   step counters of an optimizer). That is *assumed*: the planner compares the files' digests before it relies on it;
 * else, with several ranks, only this rank holds it.
 """
@@ -43,7 +43,7 @@ LayoutByHand = Callable[[str, tuple[int, ...]], "LaidOut | None"]
 
 @dataclass(frozen=True)
 class ParallelSetup:
-    """What a rank knows of the job beside its own tensors: its number, its replicas, layouts given by hand."""
+    """What a rank knows of the job besides its own tensors: its number, its replicas, layouts given by hand."""
 
     rank: int = 0
     world_size: int = 1
@@ -275,7 +275,7 @@ class LayoutRecorder:
 class _Meshes:
     """Layouts of DTensors; those of one mesh with the same placements are worked out once.
 
-    FSDP beside tensor parallel: a weight that is not tensor parallel is on the data parallel part of the mesh, once for
+    FSDP with tensor parallel: a weight that is not tensor parallel is on the data parallel part of the mesh, once for
     each tensor parallel rank. Its layout is spread out to the whole mesh; that the further ranks hold the same is
     assumed.
     """

@@ -82,7 +82,7 @@ class _AddedGroups:
 
 
 def _is_loader(component: Component) -> bool:
-    """Loaders keep a position of their own, and are what asks for all this. An object of the program that has a loader
+    """Loaders keep their own position, and are what asks for all this. An object of the program that has a loader
     is none."""
     target = getattr(component, "target", None)
     return isinstance(target, GoesThroughData) or asked(target, "on_iterator_ready", target) is not target

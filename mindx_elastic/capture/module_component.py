@@ -43,7 +43,7 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
-    """What DDP or `torch.compile` has wrapped in `module`; None: it is no wrapper."""
+    """What DDP or `torch.compile` has wrapped in `module`; None: it is not a wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         inner: object = module.module
     else:
@@ -202,7 +202,7 @@ class ModuleComponent:
         self._loose.go_back(loose)
 
     def copy_ahead(self) -> bool:
-        """Copy the buffers as they are in mid-step, beside the boundary's copies; False when they were replaced."""
+        """Copy the buffers as they are in mid-step, next to the boundary's copies; False when they were replaced."""
         reader = self._reader
         if self._slots:
             try:

@@ -25,7 +25,7 @@ def leaves_of(value: Any, place: str = "") -> list[tuple[str, Any]]:
     else:
         return [(place, value)]
     found: list[tuple[str, Any]] = []
-    for key, item in items:  # no call for what is no container: states are large
+    for key, item in items:  # no call for what is not a container: states are large
         if isinstance(item, _CONTAINERS):
             found += leaves_of(item, f"{place}.{key}")
         else:
@@ -34,7 +34,7 @@ def leaves_of(value: Any, place: str = "") -> list[tuple[str, Any]]:
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` in containers of its own, with what `change` makes of each leaf. Named tuples are leaves."""
+    """`value` in new containers, with what `change` makes of each leaf. Named tuples are leaves."""
     kind = type(value)
     if issubclass(kind, dict):
         made = value.copy()

@@ -85,7 +85,7 @@ class NestedStates:
         if _stands_for_object(saved):
             ((key, state),) = saved.items()
             if not has_attributes(live):
-                raise MismatchError(f"the checkpoint does not fit {self._name}: {place[1:]} is no object here")
+                raise MismatchError(f"the checkpoint does not fit {self._name}: {place[1:]} is not an object here")
             if key == _ATTRIBUTES:
                 for name, value in self.put_together(state, attributes_of(live), place).items():
                     object.__setattr__(live, name, value)

@@ -40,7 +40,7 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def has_state_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is that of torch's optimizers: by numbers of parameters, beside its groups. That of a wrapper
+    """Whether its state is that of torch's optimizers: by numbers of parameters, besides its groups. That of a wrapper
     may have any form."""
     optimizer = unwrap_optimizer(optimizer)
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict or _is_spread(optimizer):
@@ -66,7 +66,7 @@ class _HostState:
     """What an optimizer's state was at one boundary, as far as the program changes it at once."""
 
     state: dict[Any, Any]
-    """All of it, in containers of its own: numbers as they were, tensors the live ones."""
+    """All of it, in new containers: numbers as they were, tensors the live ones."""
     tensors: Sequence[torch.Tensor]
     block: BufferBlock
     """Copies of `tensors`, those in host memory."""
@@ -108,7 +108,7 @@ class OptimizerComponent:
         found: torch.optim.Optimizer | None = vars(self.optimizer).get("optim")
         if found is None:
             raise UsageError(
-                f"{self.name}: a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state of its own before the "
+                f"{self.name}: a ZeroRedundancyOptimizer with overlap_with_ddp=True has no own state before the "
                 "first steps and cannot be guarded; make it with overlap_with_ddp=False"
             )
         return found

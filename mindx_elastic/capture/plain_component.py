@@ -64,8 +64,8 @@ class GivesCopies(ABC):
 
 class InParts(ABC):
     """Base of classes of ours whose state is a dict of entries that do not depend on one another: for a rank that was
-    killed in its step each is chosen by itself. A place in loops that is another one than that of the ranks beside it
-    would have this rank wait in collectives of its own."""
+    killed in its step each is chosen by itself. A place in loops that is another one than that of the other ranks
+    would have this rank wait in collectives that the others do not make."""
 
     follow_the_steps: ClassVar[Collection[str]]
     """The entries that replicas move alike."""

@@ -62,7 +62,7 @@ _OWN_WAYS = frozenset(
     """__reduce__ __reduce_ex__ __getstate__ __setstate__ __getnewargs__ __getnewargs_ex__ __setattr__ __getattribute__
     __del__ __next__ __enter__""".split()  # noqa: SIM905
 )
-"""Whoever has one of these is more than its attributes."""
+"""An object that has one of these is more than its attributes."""
 _CONTAINERS = frozenset((list, tuple, deque, set, frozenset, dict, OrderedDict))
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _plain_classes: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
@@ -71,7 +71,7 @@ _plain_classes: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionar
 def stand_in(value: Any, part: Callable[[Any], Any], also: tuple[type, ...] = ()) -> Any:
     """What stands for `value`, each of its parts as `part` gives it; `value` itself where nothing can.
 
-    `also`: classes that `part` knows, and that may be in an object beside tensors and plain data.
+    `also`: classes that `part` knows, and that may be in an object besides tensors and plain data.
     """
     kind = type(value)
     path = _path(kind)
@@ -112,7 +112,7 @@ def original_keys(value: Any, parameters: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _with_keys(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`change`: of a key that is no plain value. No call for what most keys and items are."""
+    """`change`: of a key that is not a plain value. No call for what most keys and items are."""
     kind = type(value)
     if kind in (list, tuple):
         if ATOMS.issuperset(map(type, value)):
@@ -143,7 +143,7 @@ def _named(key: Any, names: Mapping[int, str]) -> Any:
 def originals(
     value: Any, parameters: Mapping[str, torch.Tensor] | None = None, device: torch.device | None = None
 ) -> Any:
-    """`value` with the original in place of each stand-in, in containers of its own; tensors beside them are the same.
+    """`value` with the original in place of each stand-in, in new containers; tensors next to them are the same.
 
     `parameters`: for those that were keys, by name. `device`: where the tensors of objects go that were on a device.
     Raises MismatchError for a class or a parameter that the program does not have.
@@ -295,7 +295,7 @@ def check_objects(state: Any, place: str, parameters: Mapping[str, torch.Tensor]
 
 
 def _parts(value: Any, place: str, owner: str, depth: int) -> Iterator[tuple[str, Any, str]]:
-    """Place and value of all that is no plain value, and the class of the object that has it, if it is one that is
+    """Place and value of all that is not a plain value, and the class of the object that has it, if it is one that is
     stored by its attributes."""
     kind = type(value)
     if kind in ATOMS or depth > 4 * _DEEPEST:

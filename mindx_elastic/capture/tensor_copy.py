@@ -11,7 +11,7 @@ __all__ = ["TensorCopy"]
 _SMALL = 1 << 12  # bytes; compared in about a microsecond
 _FIRST = 10
 _WITH_ADDRESS = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Subclasses may have no memory of their own."""
+"""Subclasses may have no own memory."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -2,7 +2,7 @@
 
 A file has bytes, and reading it gives tensors in host memory. A model and an optimizer of torch move what they load to
 where their parameters are; an object of the program that keeps averages on a GPU takes what `load_state_dict` is given,
-and would go on with tensors that do not fit the model's. So the devices are kept beside the state: for each tensor, in
+and would go on with tensors that do not fit the model's. So the devices are kept next to the state: for each tensor, in
 the order in which it stands in the state, ``cpu``, ``cuda`` (that of the rank's own weights, whose number may be
 another one after a resume) or ``cuda:1`` (another one); a single name where all are on the same device.
 """

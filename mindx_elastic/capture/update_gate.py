@@ -13,9 +13,9 @@ It is a readers/writer gate. Readers: the copy of a snapshot (`lend`, `give_back
 ================  =========================  ==============================  ==================================
 call              no reader, CLEAN           readers, CLEAN                  UPDATING, DIRTY, PASSING
 ================  =========================  ==============================  ==================================
-`hold`            reads                      reads beside them, at once      waits for CLEAN up to its time-out, then
+`hold`            reads                      reads with them, at once        waits for CLEAN up to its time-out, then
                                                                              reads with the reason why it is not
-`lend`            reads                      reads beside them               (the training thread asks at a boundary)
+`lend`            reads                      reads with them                 (the training thread asks at a boundary)
 `begin_update`    UPDATING                   waits for the readers           UPDATING, after the readers
 `pass_boundary`   PASSING, then CLEAN        waits for the readers           PASSING, then CLEAN, after the readers
 ================  =========================  ==============================  ==================================
@@ -188,7 +188,7 @@ class UpdateGate:
 
     @contextmanager
     def perhaps_updating(self) -> Iterator[None]:
-        """Around what may be an update, which nobody knows yet: as in one, nobody reads inside, and the readers are
+        """Around what may be an update, which is not known yet: as in one, no thread reads inside, and the readers are
         waited for. Any thread that updates; several at once."""
         with self._lock:
             if self._readers:
@@ -300,7 +300,7 @@ class UpdateGate:
 
     @contextmanager
     def hold(self, timeout_s: float) -> Iterator[str | None]:
-        """Read while the state is clean, beside other readers. Yields None, or why it is not the last boundary.
+        """Read while the state is clean, with other readers. Yields None, or why it is not the last boundary.
 
         Waits up to `timeout_s` seconds for an update in progress to reach its boundary. Any thread. No update begins
         and no boundary is passed inside, whatever was yielded.

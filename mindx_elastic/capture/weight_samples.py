@@ -1,4 +1,4 @@
-"""A few elements of each parameter, to compare with them later: whoever exchanges or changes weights changes some."""
+"""A few elements of each parameter, to compare with them later: an exchange or change of weights changes some."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def clean_command(
     [bold]Exit code[/bold]
     0  done, also when there was nothing to remove (no checkpoint on a disk is ever removed)
     1  something could not be removed
-    2  wrong usage: no such DIR, or something is to be removed without --yes where nobody can be asked
+    2  wrong usage: no such DIR, or something is to be removed without --yes where no one can be asked
 
     \b
     [bold]Examples[/bold]
@@ -86,7 +86,7 @@ def _entries(report: dict[str, Any]) -> list[dict[str, Any]]:
 def _ask(would: dict[str, Any], *, as_json: bool) -> None:
     """Ends the command unless a person says yes."""
     if as_json or not sys.stdin.isatty():
-        fail("something is to be removed, and nobody can be asked: give --yes, or --dry-run to see it")
+        fail("something is to be removed, and no one can be asked: give --yes, or --dry-run to see it")
     _print(make_console(), would)
     if not typer.confirm("Remove that?"):
         raise typer.Exit(EXIT_GOOD)

@@ -213,13 +213,13 @@ def nothing_found(directory: str, quarantined: int, *, usable: str = "") -> str:
     line = f"no {usable}checkpoint found in {directory}"
     if quarantined:
         files = "1 file that" if quarantined == 1 else f"{quarantined} files that"
-        line += f"; its quarantine holds {files} could not be used (the .reason.txt beside each says why)"
+        line += f"; its quarantine holds {files} could not be used (the .reason.txt next to each says why)"
     return line
 
 
 def parse_size(text: str) -> int:
     """The SIZE of ``--state``: ``18GiB`` (also ``18Gi``) -> bytes. A number without a unit ends the command, as one
-    that is no size: people mean GiB by it, and others bytes."""
+    that is not a size: people mean GiB by it, and others bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]i)B?|B)", text.strip(), re.IGNORECASE | re.ASCII)
     size = 0 if found is None else int(float(found[1]) * (1 << _UNITS[(found[2] or "").lower()]))
     if not 0 < size < 1 << 50:

@@ -92,7 +92,7 @@ def convert_command(
     every rank's own state; keep it out of a job's checkpoint directory.
 
     DESTINATION is never overwritten without --force, and appears whole or not at all. Each tensor is read when it is
-    written, and tensors that are put together from parts go through a scratch file beside DESTINATION, so
+    written, and tensors that are put together from parts go through a scratch file next to DESTINATION, so
     memory for one tensor is enough. Files of torch 1.5 and older need memory for everything. Tied weights
     stay tied in torch and mindx files; the other formats get one copy for each name.
 

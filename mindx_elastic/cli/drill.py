@@ -53,14 +53,14 @@ def drill_command(
 
     Usage: mindx-elastic drill [OPTIONS] [OPTIONS OF mindx-elastic run] -- SCRIPT [ARGUMENTS]
 
-    Each fault is a job of its own, started again with the same command until it has come to its end. Every step of all
+    Each fault is a separate job, started again with the same command until it has ended. Every step of all
     its processes is compared with the uninterrupted run, as by `mindx-elastic prove`. With options of
     `mindx-elastic run` (--nproc-per-node 2 --recover in-place) the script runs under the agent.
 
     \b
     [bold]Exit code[/bold]
     0  every fault has happened, and every job was exact, or inexact as its own resume said
-    1  a fault did not happen; a job differs, failed, lost steps that can be kept, or left something behind
+    1  a fault did not happen; a job differs, failed, lost steps that can be kept, or left something after
     2  wrong usage: no such fault, rank or step
     3  the script itself is not deterministic: two runs without a fault differ
     4  nothing could be compared: the script fails without a fault, is refused, or has no guard

@@ -58,7 +58,7 @@ def inspect_command(
 
     Reads only headers (and never trusts file names) unless --verify is given; without it the column "verified?"
     shows "-". A step is complete when a start of as many ranks goes on from it exactly: every rank's file exists, or
-    at least its small state beside a replica's file. Files that cannot be used are listed below the table with the
+    at least its small state next to a replica's file. Files that cannot be used are listed below the table with the
     reason.
 
     \b

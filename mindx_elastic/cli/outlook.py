@@ -115,7 +115,7 @@ def _newest(directory: Path, run_id: str) -> Saved | None:
 
 
 def expect(pages: Mapping[int, Status], disk: DiskWatch) -> Outlook:
-    """What the job of these pages would lose now. Ranks with folders of their own in memory are jobs of their own: the
+    """What the job of these pages would lose now. Ranks with their own folders in memory are separate jobs: the
     one that would lose most counts."""
     jobs: dict[str, list[Status]] = {}
     for page in pages.values():

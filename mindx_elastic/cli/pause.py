@@ -156,7 +156,7 @@ def _take_back(folder: Path, run: AgentRun, why: str) -> None:
 
 @contextmanager
 def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """A closed terminal and a SIGTERM must not leave ranks that are to wait, and nobody who knows of it."""
+    """A closed terminal and a SIGTERM must not leave ranks that are to wait, and no one who knows of it."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # not under nohup
     before = {number: signal.signal(number, signal.default_int_handler) for number in heard}

@@ -30,7 +30,7 @@ __all__ = ["Checked", "find", "gather_faults", "plan_and_check"]
 
 
 def find(directory: Path, strategy_file: Path | None = None, run_id: str | None = None) -> Inventory:
-    """Look at every header under `directory`, and at the small states beside the checkpoints.
+    """Look at every header under `directory`, and at the small states next to the checkpoints.
 
     run_id: other runs' files are left out. Raises UsageError for a strategy file that is malformed or fits no step.
     """
@@ -61,7 +61,7 @@ def _leftovers(directory: Path, entries: Iterable[CatalogEntry]) -> list[Rejecte
     ]
     aside = len(quarantined(directory))
     if aside:
-        text = f"{aside} file{'s' * (aside > 1)} that could not be used (the .reason.txt beside each says why)"
+        text = f"{aside} file{'s' * (aside > 1)} that could not be used (the .reason.txt next to each says why)"
         found.append(Rejected(f"{directory}/quarantine", text))
     return found
 
@@ -98,7 +98,7 @@ def _with_strategy(
 def _as_in_files(strategy: Strategy, headers: Mapping[int, Header], path: Path) -> Strategy:
     """Names as the files have them, and shapes: MindSpore's strategies have none, and know no ``model.`` in front.
 
-    Tensors that are in no file, and whose shape nobody knows, are left out.
+    Tensors that are in no file, and whose shape is unknown, are left out.
     """
     from mindx_elastic.persist.places import shape_of_node, tensor_places
     from mindx_elastic.platforms.mindspore_layout import with_shapes

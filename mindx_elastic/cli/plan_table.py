@@ -199,7 +199,7 @@ def _print_rejected(console: Console, title: str, rejected: Sequence[Rejected], 
 def print_refusal(console: Console, refusal: Refusal, document: dict[str, Any]) -> None:
     """Why nothing can be restored, and what to do about it."""
     directory = document["directory"]
-    say(console, Text.assemble(("NOT RESTORABLE ", "bold red"), printable(f"from what lies in {directory}")))
+    say(console, Text.assemble(("NOT RESTORABLE ", "bold red"), printable(f"from what is in {directory}")))
     _print_facts(console, _inputs(document))
     _print_rejected(console, "why:", refusal.reasons, directory)
     console.print()

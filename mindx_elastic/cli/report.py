@@ -77,7 +77,7 @@ def report_command(
         raise typer.Exit(EXIT_NOTHING)
     data = make_page(story).encode("utf-8", "backslashreplace")
     if os.path.lexists(output) and not output.is_file():  # a device would be replaced by a file of its name
-        fail(f"{output} is {'a folder' if output.is_dir() else 'no regular file'}: give the name of a file")
+        fail(f"{output} is {'a folder' if output.is_dir() else 'not a regular file'}: give the name of a file")
     if any(output.exists() and output.samefile(source) for source in story.sources):
         fail(f"{output} is a log that the page is made from: give another name")
     temp = output.with_name(f".{output.name}.{os.getpid()}.tmp")

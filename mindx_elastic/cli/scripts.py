@@ -80,7 +80,7 @@ def split_line(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the command line says beside the command's own options; checked."""
+    """What the command line says besides the command's own options; checked."""
 
     script: list[str]
     agent: list[str]
@@ -126,7 +126,7 @@ def _check(command: str, script: Sequence[str], agent: Sequence[str], own: Seque
     if script[0] != "-m" and not os.path.isfile(script[0]):
         fail(f"{script[0]}: no such file")
     if agent and not agent[0].startswith("-"):
-        fail(f'{agent[0]} is no option; the script comes after "--"')
+        fail(f'{agent[0]} is not an option; the script comes after "--"')
     if agent:
         _check_agent(command, agent, own)
 

@@ -49,7 +49,7 @@ def verify_command(
     Changes nothing; the next start of the job moves damaged files into quarantine.
 
     With --certificate: checks the chain of comparisons in the newest complete step, and says which resumes are joined
-    by compared steps, which are not, and why. It claims the compared steps and no more, and is no signature.
+    by compared steps, which are not, and why. It claims the compared steps and no more, and is not a signature.
 
     \b
     [bold]Exit code[/bold]

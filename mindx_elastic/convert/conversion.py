@@ -58,7 +58,7 @@ class ConversionRequest:
     def __post_init__(self) -> None:
         for kind, known in ((self.source_kind, SOURCES), (self.destination_kind, KINDS)):
             if kind not in (None, *known):
-                raise UsageError(f"{kind!r} is no format; give one of {', '.join(known)}")
+                raise UsageError(f"{kind!r} is not a format; give one of {', '.join(known)}")
         for name, value in (("step", self.step), ("epoch", self.epoch)):
             if value is not None and value < 0:
                 raise UsageError(f"{name} {value}: numbers count from 0")
@@ -131,7 +131,7 @@ def _foreign(request: ConversionRequest, content: Any) -> _Content:
 
 def _read_dcp(request: ConversionRequest, scratch: Scratch) -> _Content:
     if not request.source.is_dir():
-        raise UsageError(f"{request.source} is no folder; a DCP checkpoint is one, with a {dcp.METADATA} in it")
+        raise UsageError(f"{request.source} is not a folder; a DCP checkpoint is one, with a {dcp.METADATA} in it")
     content = _foreign(request, dcp.read_dcp(request.source, scratch))
     return _Content(resolved(content.state), None, content.notes)
 
@@ -249,7 +249,7 @@ def _check_destination(path: Path, *, source: Path, folder: bool, force: bool) -
     if not path.name or path.name in (".", ".."):
         raise UsageError(f"{path}: give the name of the file or folder to make")
     if not path.parent.is_dir():
-        raise UsageError(f"{path.parent} is no folder; make it first")
+        raise UsageError(f"{path.parent} is not a folder; make it first")
     with contextlib.suppress(OSError):
         if path.exists() and os.path.samefile(path, source):
             raise UsageError(f"{path} is the source")

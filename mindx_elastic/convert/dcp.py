@@ -1,7 +1,7 @@
 """Directories of ``torch.distributed.checkpoint``, written by any number of ranks.
 
 ``.metadata`` gives the size of each tensor, and of each of its chunks the offset in the tensor and the file; every
-chunk, and every value other than a tensor, is a ``torch.save`` of its own. The metadata is a pickle and is read by
+chunk, and every value other than a tensor, is a separate ``torch.save``. The metadata is a pickle and is read by
 `inert_pickle`, the rest with ``weights_only=True``: no code of such a directory is ever run. Written with torch's own
 writer.
 """

@@ -41,7 +41,7 @@ _STATES = ("model_states.pt", "optim_states.pt")
 
 
 def deepspeed_folder(path: Path) -> Path | None:
-    """The folder of the step that `path` is, or that its ``latest`` names; None: it is no folder of DeepSpeed."""
+    """The folder of the step that `path` is, or that its ``latest`` names; None: it is not a folder of DeepSpeed."""
     latest = path / "latest"
     if latest.is_file():
         try:
@@ -230,7 +230,7 @@ def _optimizer_state(file: Path) -> Mapping[str, Any]:
 
 def _mapping(value: Any, what: str, path: Path) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise CorruptCheckpointError(f"{path}: its {what} is no dictionary", path=path)
+        raise CorruptCheckpointError(f"{path}: its {what} is not a dictionary", path=path)
     return value
 
 

@@ -1,7 +1,7 @@
 """Tensors in mapped files, so that a checkpoint may be larger than the memory of the machine that converts it.
 
 A tensor of a safetensors file is a mapping of the file: its bytes are read when they are written elsewhere, and the
-kernel drops them when memory is short. A tensor that is assembled from parts goes to an unnamed scratch file beside
+kernel drops them when memory is short. A tensor that is assembled from parts goes to an unnamed scratch file next to
 the destination, for the same reason.
 
 Each tensor gets a storage of exactly its own bytes. One storage for the whole file would be simpler, and `torch.save`

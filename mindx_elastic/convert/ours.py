@@ -324,7 +324,7 @@ def _merged(one: Any, other: Any) -> Any:
 
 
 def converted_info(source: str, *, step: int, epoch: int) -> CheckpointInfo:
-    """Of a run of its own, so that no start takes it for a file of the job it came from; never resumed from: what makes
+    """Of a separate run, so that no start takes it for a file of the job it came from; never resumed from: what makes
     a resume exact (generators, the loader's position, every rank's own state) is not in it."""
     started = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     return CheckpointInfo(

@@ -1,7 +1,7 @@
 """The certificate of a run: a chain with one entry for each resume, and what its comparison has shown.
 
 Each entry is a JSON text in the header of every later file. It has the digest of the entry before, so that none can be
-changed or left out unseen by accident; it is no signature. An entry claims the compared steps and no more. The last
+changed or left out unseen by accident; it is not a signature. An entry claims the compared steps and no more. The last
 `MOST` are kept, in front of them the number and the last digest of those before. Pure.
 """
 
@@ -110,7 +110,7 @@ def read_chain(chain: Sequence[str]) -> tuple[list[CertifiedResume], int]:
         where = f"entry {left_out + len(entries) + 1}"
         entry = _entry(content)
         if entry is None:
-            raise ValueError(f"{where} is no entry of a certificate")
+            raise ValueError(f"{where} is not an entry of a certificate")
         if entry.before != before:
             raise ValueError(f"{where} does not follow the one before it: one of them was changed, or is missing")
         if entry.after < step or entry.last < entry.after:

@@ -64,7 +64,7 @@ class _Fallback(logging.Filter):
 class _Shown(logging.Filter):
     """Escapes what others have put into a message: file names, reasons, texts of exceptions.
 
-    On the logger, not on a handler: the program may have handlers of its own. A record is one line, but for tracebacks.
+    On the logger, not on a handler: the program may have its own handlers. A record is one line, but for tracebacks.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -58,14 +58,14 @@ class Words:
 _NATURAL, _TEXT = Between(0, 1 << 60), Text(2000)
 _FINITE = Between(-sys.float_info.max, sys.float_info.max)
 _MOST_PARTS = 1 << 20
-_WORDS = {bool: "true or false", str: "text", Path: "path"}
+_WORDS = {bool: "true or false", str: "text", Path: "a path"}
 
 
 def read(kind: type[_T], content: object) -> _T:
     """The data class `kind` with the fields in `content`; others there are ignored. Raises ValueError with the field's
     name for one that is missing, of another type or out of its bounds."""
     if not isinstance(content, Mapping):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     hints = _hints(kind)  # type: ignore[arg-type]  # classes are hashable
     found: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]  # a data class
@@ -102,17 +102,17 @@ def _value(hint: Any, value: Any, name: str, bounds: Any = None) -> Any:
         return _number(hint, value, name, bounds)
     if hint in (str, Path) and isinstance(value, str):
         return hint(_text(value, name, bounds or _TEXT))
-    raise ValueError(f"its {name} is no {_WORDS.get(hint, hint.__name__)}")
+    raise ValueError(f"its {name} is not {_WORDS.get(hint, hint.__name__)}")
 
 
 def _parts(origin: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     """Of a tuple, a list (both from a list) or a mapping, whose keys JSON has made texts."""
     if issubclass(origin, Mapping):
         if not isinstance(value, dict) or len(value) > _MOST_PARTS:
-            raise ValueError(f"its {name} is no object")
+            raise ValueError(f"its {name} is not an object")
         return {_key(arguments[0], key, name): _value(arguments[1], each, name) for key, each in value.items()}
     if not isinstance(value, (list, tuple)) or len(value) > _MOST_PARTS:
-        raise ValueError(f"its {name} is no list")
+        raise ValueError(f"its {name} is not a list")
     if origin is tuple and arguments[-1] is not Ellipsis:
         if len(value) != len(arguments):
             raise ValueError(f"its {name} has {len(value)} parts instead of {len(arguments)}")
@@ -133,12 +133,12 @@ def _number(kind: type, value: Any, name: str, bounds: Between | None) -> Any:
     is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
     if is_number and bounds.low <= value <= bounds.high:
         return kind(value)
-    raise ValueError(f"its {name} is no {'whole ' * (kind is int)}number from {bounds.low:g} to {bounds.high:g}")
+    raise ValueError(f"its {name} is not a {'whole ' * (kind is int)}number from {bounds.low:g} to {bounds.high:g}")
 
 
 def _text(value: str, name: str, bounds: Text | Words) -> str:
     if isinstance(bounds, Words):
         return printable(value[: bounds.most], bounds.most)
     if len(value) > bounds.most or not re.fullmatch(bounds.pattern or ".*", value, re.DOTALL):
-        raise ValueError(f"its {name} {printable(value, 40)!r} is no such text of at most {bounds.most} characters")
+        raise ValueError(f"its {name} {printable(value, 40)!r} is not a valid text of at most {bounds.most} characters")
     return value

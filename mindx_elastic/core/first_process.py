@@ -35,6 +35,6 @@ def end_on_sigterm() -> None:
 
 
 def take_default_action() -> None:
-    """A forked child is no process 1."""
+    """A forked child is not process 1."""
     if signal.getsignal(signal.SIGTERM) is leave:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

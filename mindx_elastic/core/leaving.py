@@ -1,7 +1,7 @@
 """How this process is about to leave, for those who tell others of it: the member of a cluster.
 
-An exit code cannot be read at the interpreter's end, and a process that ends beside a stuck training thread runs no
-``atexit`` code. So whoever stops a training notes here how it ends, and runs `before_end` itself in the second case.
+An exit code cannot be read at the interpreter's end, and a process that ends with a stuck training thread runs no
+``atexit`` code. So what stops a training notes here how it ends, and runs `before_end` itself in the second case.
 """
 
 from __future__ import annotations

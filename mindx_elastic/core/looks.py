@@ -40,11 +40,11 @@ _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _K = TypeVar("_K")
 _Tables = tuple[Any, tuple[tuple[str, types.MemberDescriptorType], ...]]
 _tables: dict[int, tuple[weakref.ref[type], _Tables]] = {}
-"""By the class's id: its metaclass may have an ``==`` of its own."""
+"""By the class's id: its metaclass may have its own ``==``."""
 
 
 def is_comparable(kind: type) -> bool:
-    """Whether a class can be compared with others, and be in a table: its metaclass has no ``==`` or hash of its own,
+    """Whether a class can be compared with others, and be in a table: its metaclass has no own ``==`` or hash,
     which may raise anything (one with an ``==`` alone has no hash)."""
     metaclass: Any = type(kind)
     return metaclass.__eq__ is object.__eq__ and metaclass.__hash__ is object.__hash__
@@ -96,7 +96,7 @@ def is_its_attributes(value: object) -> bool:
 
 def items_of(value: object, most: float = math.inf) -> list[tuple[Any, Any]] | None:
     """Places and `askable` items of a list, tuple, deque, set or dict, or of a class made from one, as Python keeps
-    them; none where there are more than `most`. None: it is no such container. A dict is read at once: other threads
+    them; none where there are more than `most`. None: it is not a container. A dict is read at once: other threads
     may write."""
     kind, base = type(value), None
     for base in _CONTAINERS:

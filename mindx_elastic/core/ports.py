@@ -20,7 +20,7 @@ def provide(port: str, module: str) -> None:
 
 
 def ask(port: str) -> ModuleType:
-    """The module that answers for `port`. Any thread. Raises KeyError: nobody does."""
+    """The module that answers for `port`. Any thread. Raises KeyError: no module does."""
     return importlib.import_module(_providers[port])
 
 

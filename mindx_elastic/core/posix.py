@@ -1,4 +1,4 @@
-"""POSIX calls that the whole package makes in one way: files that others may have put there, folders of our own,
+"""POSIX calls that the whole package makes in one way: files that others may have put there, our folders,
 processes as /proc shows them.
 
 Every file of ours is opened with `open_regular`: another user, or an earlier job, may have put a link, a pipe or a
@@ -105,7 +105,7 @@ def is_own_folder(path: StrPath) -> bool:
 
 
 def is_private_folder(path: StrPath) -> bool:
-    """Whether `path` is a folder of this user to which nobody else has access."""
+    """Whether `path` is a folder of this user to which no other user has access."""
     mode = _own_folder_mode(path)
     return mode is not None and not mode & 0o077
 
@@ -222,7 +222,7 @@ def open_pidfd(pid: int, started: str | None = None) -> int:
 
 
 def thread_pidfds(pid: int) -> list[int]:
-    """Descriptors that become readable when one of the oldest threads of a process beside its main thread ends.
+    """Descriptors that become readable when one of the oldest threads of a process other than its main thread ends.
 
     A killed process is gone when the last of its threads has given the memory back: 20 ms for torch, 100 ms for a GiB.
     The others end at once, so two of them show a death that much earlier; `killed_by` says whether it is one. Empty

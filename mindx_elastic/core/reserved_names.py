@@ -1,4 +1,4 @@
-"""Names of what a checkpoint's state holds beside the job's objects. An object of the program cannot have them."""
+"""Names of what a checkpoint's state holds besides the job's objects. An object of the program cannot have them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Makes this process what ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` is before the script's first
 line.
 
-The script becomes ``__main__`` in a module of its own, with its folder (with ``-m``: the working directory) first on
+The script becomes ``__main__`` in a new module, with its folder (with ``-m``: the working directory) first on
 the path. `run` also runs it: exceptions, `sys.exit`, `atexit` and threads find what they find under the interpreter
 itself, because it only calls the script and returns.
 """

@@ -160,7 +160,7 @@ class StatusPage:
 
     def __init__(self, path: Path | None = None) -> None:
         """Create the page, replacing an older one of the same rank. Raises OSError. Without a `path` (there is no
-        agent) nobody reads it."""
+        agent) no process reads it."""
         self._map = mmap.mmap(-1, PAGE_BYTES) if path is None else new_map(path, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
         for field in fields(Status):

@@ -117,7 +117,7 @@ class Strategy:
             group.check()
             if group.layout.highest_rank >= self.world_size:
                 raise UsageError(
-                    f"{group.tensors[0].name} lies on rank {group.layout.highest_rank}, but the strategy has "
+                    f"{group.tensors[0].name} is on rank {group.layout.highest_rank}, but the strategy has "
                     f"{self.world_size} ranks"
                 )
 

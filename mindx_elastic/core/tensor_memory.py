@@ -24,7 +24,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     address = tensor.data_ptr()
     if not address:
-        raise RuntimeError(f"{type(tensor).__name__} {list(tensor.shape)}: no memory of its own")
+        raise RuntimeError(f"{type(tensor).__name__} {list(tensor.shape)}: no own memory")
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(address)
     array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")

@@ -150,7 +150,7 @@ def _take_over(loader: DataLoader[Any], resumable: ResumableLoader) -> None:
 
 
 def _plain(kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
-    """A copy of an adopted loader that is of its own class again."""
+    """A copy of an adopted loader that has its own class again."""
     loader = kind.__new__(kind)
     loader.__dict__.update(attributes)
     return loader

@@ -1,7 +1,7 @@
 """The random generators that a data set uses: on itself, in its transforms, in the functions that they call and in the
 objects that these name (a global transform).
 
-Augmentation libraries keep generators of their own (``self.rng = np.random.default_rng(0)``), which run on from sample
+Augmentation libraries keep their own generators (``self.rng = np.random.default_rng(0)``), which run on from sample
 to sample. To make a sample a function of its index they are found here and seeded for each sample, as the global
 streams are.
 """

@@ -228,7 +228,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             return
         (then, at_load), cursor = self._lengths, self._engine.cursor
         in_epoch = bool(cursor.samples) and not cursor.finished
-        if now != then and (in_epoch or now == at_load):  # else the program gives each epoch a length of its own
+        if now != then and (in_epoch or now == at_load):  # else the program gives each epoch its own length
             raise MismatchError(
                 f"the data set has {now} samples, and had {then} at the checkpoint. Use the data set of that run, or "
                 "start afresh; where the training changes it, name in stateful= the list that it is made of, or set it "

@@ -8,7 +8,7 @@ Many data sets draw nothing, or a few numbers from one stream, and loading a sma
 process only those streams are seeded that the data set has drawn from so far, and the streams are looked at around each
 batch, which takes about 3 us a batch. A batch that has moved another one is loaded again, with all seeds, and from then
 on that one is seeded, too. The same goes for the collate function. So what a sample is does not depend on it. All
-streams are always seeded for data sets that have generators of their own, or whose code names functions that read a
+streams are always seeded for data sets that have their own generators, or whose code names functions that read a
 stream without moving it (`generators.may_read_streams`).
 """
 
@@ -187,7 +187,7 @@ class StreamUse:
 
 
 def as_collated(batch: Any) -> Any:
-    """The collate_fn beside a `SeededDataset`, which collates by itself."""
+    """The collate_fn that goes with a `SeededDataset`, which collates by itself."""
     return batch
 
 
@@ -344,7 +344,7 @@ def _draws_nothing(dataset: Any, collate_fn: object) -> bool:
 
 
 def _loads_batches(dataset: Any) -> bool:
-    """Whether the data set has a batched getter of its own. torch's Subset only passes the call on: look inside it."""
+    """Whether the data set has its own batched getter. torch's Subset only passes the call on: look inside it."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))

@@ -64,7 +64,7 @@ class ReplayLoader(EngineLoader):
     - skipping takes time in proportion to the batches consumed, and for iterable data sets as long as
       loading them;
     - the order is exact only if it follows from the noted state. What samplers and iterable data sets draw from
-      the *global* streams does: in each epoch they have streams of their own, which begin as the global ones;
+      the *global* streams does: in each epoch they have their own streams, which begin as the global ones;
     - augmentation is seeded per sample for map-style data sets (by its place in the epoch) and so resumes
       exactly; iterable data sets replay their worker streams, so there `num_workers` must stay the same;
     - the world size must stay the same, and sharding over ranks is the sampler's own business.
@@ -295,7 +295,7 @@ _END = object()
 
 
 class _Apart(Iterator[Any]):
-    """Fetches with streams of its own: a replay, in which the training draws nothing, comes out the same, or says so:
+    """Fetches with its own streams: a replay, in which the training draws nothing, comes out the same, or says so:
     where a shuffle is seeded by the time or the process, the first batch is another one.
     """
 
@@ -504,7 +504,7 @@ def _restore_part(part: Any, found: Mapping[str, Any], loader: Any) -> None:
 
 
 def _generators(part: Any, loader: Any) -> dict[str, Any]:
-    if part is loader:  # its samplers and its data set are parts of their own
+    if part is loader:  # its samplers and its data set are separate parts
         return {name: value for name, value in attributes_of(part).items() if is_generator(value)}
     dataset = asked(loader, "dataset")
     return find_generators(part, beside=None if part is dataset else dataset)

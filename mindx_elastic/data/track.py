@@ -17,11 +17,11 @@ __all__ = ["LoaderMark", "Track", "fetching"]
 _FIRST = 3
 
 fetching: set[int] = set()
-"""Threads in which a followed loader is fetching: what a data set does with DataLoaders of its own is its business."""
+"""Threads in which a followed loader is fetching: what a data set does with its own DataLoaders is its business."""
 
 
 class LoaderMark(NamedTuple):
-    """A position: what a loader's ``state_dict()`` holds beside its settings."""
+    """A position: what a loader's ``state_dict()`` holds besides its settings."""
 
     epoch: int
     batch: int
@@ -69,7 +69,7 @@ class Track:
         self.at_exhaustion: Callable[[], None] | None = None
         """Called when the training thread has asked for a batch in vain, and has got none since the last boundary."""
         self.other_thread: str | None = None
-        """The name of a thread that has fetched beside the training thread."""
+        """The name of a thread that has fetched in parallel with the training thread."""
 
     @property
     def fetches(self) -> Fetches:

@@ -78,7 +78,7 @@ def look_at_directory(
     name = printable(directory)
     for part in (directory, *directory.absolute().parents):
         if os.path.lexists(part) and not part.is_dir():
-            what = "is a link to nothing" if not part.exists() else "is a file" if part.is_file() else "is no folder"
+            what = "is a link to nothing" if not part.exists() else "is a file" if part.is_file() else "is not a folder"
             yield problem("directory", f"{printable(part)} {what}", "give a directory")
             return
     yield _place(directory, allow_shared=allow_shared)

@@ -1,4 +1,4 @@
-"""The torch at hand: its version, and the places of its own that recoveries in place need."""
+"""The torch at hand: its version, and its internals that recoveries in place need."""
 
 from __future__ import annotations
 

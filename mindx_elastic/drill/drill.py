@@ -1,7 +1,7 @@
 """Decides which runs a drill makes, and what they show.
 
-First the script runs twice without a fault, as for a proof. Then each fault is a job of its own, from its first step to
-the last one: a run with the fault, and the same command again as long as the job has not come to its end, as a person
+First the script runs twice without a fault, as for a proof. Then each fault is a separate job, from its first step to
+the last one: a run with the fault, and the same command again as long as the job has not ended, as a person
 or an orchestrator would give it. Every step of all its processes is compared with the uninterrupted run.
 """
 
@@ -116,7 +116,7 @@ class Driller(Baseline):
         show: Show = lambda done, planned, what: None,
         into: Drill,
     ) -> None:
-        """The `faults`, and `number` others by `seed`, each in a job of its own. `into`: gets each result at once, so
+        """The `faults`, and `number` others by `seed`, each in a separate job. `into`: gets each result at once, so
         that an interrupted drill has them."""
         super().__init__(runs, steps=steps, show=show, planned=2 + 2 * (len(faults) + number))
         self._command, self._leftovers = command, leftovers
@@ -194,7 +194,7 @@ class Driller(Baseline):
             self.result.results.append(result)
 
     def _job(self, fault: Fault) -> DrillResult:
-        """One job with this fault, started again until it has come to its end."""
+        """One job with this fault, started again until it has ended."""
         fault = replace(fault, folder=str(self._make_folder()))
         config = Path(fault.folder) / "config"
         config.mkdir()
@@ -233,7 +233,7 @@ class Driller(Baseline):
         return folder
 
     def _is_over(self, chain: Chain) -> bool:
-        """The job has come to its end: no other start would do anything."""
+        """The job has ended: no other start would do anything."""
         return chain.runs[-1].code == 0 and self.length(_together(chain)) is None
 
     def _clear_memory(self) -> None:

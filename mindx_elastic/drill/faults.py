@@ -29,7 +29,7 @@ class Kind:
     places: tuple[str, ...] = ("boundary",)
     """Where it can happen; the first one is the default."""
     takes: tuple[str, ...] = ()
-    """Parameters beside ``rank``, ``step`` and ``guard``."""
+    """Parameters besides ``rank``, ``step`` and ``guard``."""
     codes: tuple[int, ...] = ()
     """Exit codes of the script's process, or the agent's, with which the job may end before it is started again."""
     agent: bool = False

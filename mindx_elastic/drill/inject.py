@@ -117,7 +117,7 @@ class Injector:
         self._has_updated = True
 
     def _in_copy(self, stage: str) -> None:
-        # The step may be passed, or not: a copy goes on beside the next one.
+        # The step may be passed, or not: a copy goes on during the next one.
         if stage != "copying" or not self._is_armed:
             return
         if self._fault.guard == self._series and self._passed + 1 >= self._fault.step:

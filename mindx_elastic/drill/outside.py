@@ -108,7 +108,7 @@ class DrillLeftovers:
                 os.kill(each, signal.SIGKILL)
 
     def files(self, directories: Path, memory: Path | None, pids: Iterable[int]) -> list[str]:
-        """Files that a job which has come to its end must not leave."""
+        """Files that a job which has ended must not leave."""
         found = [str(path.relative_to(directories)) for path in sorted(directories.rglob(f"*{TEMP_SUFFIX}"))]
         if memory is not None:
             found += [str(path) for path in sorted(memory.rglob("*")) if path.is_file() and path != memory / MAKER_FILE]

@@ -34,7 +34,7 @@ def cells(result: DrillResult) -> Sequence[str]:
 
 
 def describe(result: DrillResult) -> list[str]:
-    """What is to be said of a result beside its line."""
+    """What is to be said of a result besides its line."""
     return [] if result.explained is None else result.explained.lines
 
 

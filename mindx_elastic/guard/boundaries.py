@@ -109,12 +109,12 @@ class Boundaries:
             self._unreduced.at_update(optimizer)
         gate, devices = self.gate, self._collector.devices
         if not self.hidden.are_known and gate.state is _CLEAN and self.hidden.before_update():
-            gate.unguarded = True  # a snapshot that is copied beside the next forward would have both
+            gate.unguarded = True  # a snapshot that is copied during the next forward would have both
         if self._unreduced is not None:  # several ranks
             devices.begin_update(gate.changed_since_boundary, is_long=fills_queue(optimizer))
 
     def is_inside_accumulation(self) -> bool:
-        """Whether there are gradients without an update: the step that has ended is no boundary."""
+        """Whether there are gradients without an update: the step that has ended is not a boundary."""
         gate = self.gate
         return gate.state is _CLEAN and self._accumulates and gate.window_open()
 

@@ -190,7 +190,7 @@ def why_fixed(
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     for name, loader in loaders:
         if isinstance(loader, ReplayLoader):
-            return f"{name} keeps an order of its own, which resumes with as many ranks only (use a ResumableLoader)"
+            return f"{name} keeps its own order, which resumes with as many ranks only (use a ResumableLoader)"
         if isinstance(loader, FunctionLoader):
             if settings.mode == "keep":
                 return f"{name} makes the batches of each rank from its number"

@@ -116,7 +116,7 @@ class LastResort:
         """Main thread: end the thread.
 
         After a graceful stop it lingers until the deadline, as the signal handlers do. If the program is over then and
-        the process is still there (a thread that is no daemon, a busy pool, ``atexit`` code, the locks of log
+        the process is still there (a thread that is not a daemon, a busy pool, ``atexit`` code, the locks of log
         handlers), it ends the process.
         """
         self._closed = True
@@ -129,7 +129,7 @@ class LastResort:
 
     @property
     def _lingers(self) -> bool:
-        if self._alarm is None or self._stopper is None or not self._is_main:  # another thread's end is no process's
+        if self._alarm is None or self._stopper is None or not self._is_main:  # the process lives on
             return False
         return self._stopper.is_coming_out
 

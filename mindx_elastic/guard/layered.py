@@ -59,7 +59,7 @@ class LayeredGuard:
         has_tail: bool = False,
     ) -> None:
         """Objects of the program by the names that it knows; those whose state the layer keeps; those that hang on
-        these and have a state that nobody keeps (callbacks of the program's own); whether it has code at an epoch's end
+        these and have a state that no one keeps (callbacks of the program's own); whether it has code at an epoch's end
         that may need the epoch's steps."""
         self._own = dict(own or {})
         self._more, self._kept, self._loops.tail.layer_waits = {**variables, **self._own}, tuple(kept), has_tail

@@ -103,7 +103,7 @@ class Listeners:
             self._watcher.post(lambda signum=signum: self._stopper.hear_signal(signum))  # type: ignore[misc]
 
     def _watch_files(self, stack: ExitStack) -> None:
-        """Look at flag files and fault reports in a thread of their own: where their file system hangs, signals are
+        """Look at flag files and fault reports in a separate thread: where their file system hangs, signals are
         heard all the same."""
         files = Watcher(lambda signum: None, name="mindx-files", patience_s=_FILES_S)
         flags = [p for p in self._policies if p.flag_file is not None and "flag" in p.alarms]

@@ -44,7 +44,7 @@ LEAST_S = 60.0
 _SHARE = 0.01
 """Of the time, for saves of `AUTO`."""
 _PLAIN_STEPS, _FEWEST, _ENOUGH_S = 64, 8, 10.0
-_FOLLOWING = 8  # a save may go on beside the next steps, and slow them down
+_FOLLOWING = 8  # a save may go on during the next steps, and slow them down
 _COSTS = 5
 _CHANGE = 0.2  # of the interval, to be told
 _TIMEOUT = timedelta(minutes=10)

@@ -1,8 +1,8 @@
 """How a stopping process writes its last lines and ends, whatever hangs in it.
 
 stderr may be a full pipe that no process reads. A log handler holds its lock while it writes, so one thread that hangs
-in the pipe would block every other thread that logs: a thread of its own writes the lines of a stop (`LogRelay`). The
-process ends at once, beside a training thread that may hang (`end_process`), or by the interpreter's own way,
+in the pipe would block every other thread that logs: a separate thread writes the lines of a stop (`LogRelay`). The
+process ends at once, while the training thread may hang (`end_process`), or by the interpreter's own way,
 shortened.
 """
 

@@ -35,7 +35,7 @@ class Progress:
         """Step and time of the loss that is on its way to the host."""
 
     def at_boundary(self, step: int, loss: object) -> None:
-        """`loss`: what the program gave for this step; anything that is no number counts as nothing."""
+        """`loss`: what the program gave for this step; anything that is not a number counts as nothing."""
         if loss is None and self._copy_of is None:
             return
         now = time.monotonic_ns()

@@ -105,7 +105,7 @@ class InPlaceGuard:
 
     @property
     def can_prepare(self) -> bool:
-        """Whether the other ranks are not out of their loops yet, so that nobody waits while a new process does what
+        """Whether the other ranks are not out of their loops yet, so that no rank waits while a new process does what
         needs none of them."""
         return self._join is not None and not self.member.others_are_out()
 
@@ -259,7 +259,7 @@ def run_in_place(
     if member.is_joiner and not member.has_entered:
         join = partial(join_job, member, ddp_modules(targets()))
         member.laid_out = {} if ahead_of_rank is None else ahead_of_rank.laid_out
-        # What comes before the guard may use the groups; and ranks that wait already go on beside this one.
+        # What comes before the guard may use the groups; and ranks that wait already go on in parallel with this one.
         if not enters_at_once or member.others_are_out():
             entry, join = join(), None
     member.has_entered = True

@@ -45,7 +45,7 @@ __all__ = ["DeviceWentOnError", "Saver"]
 
 _AGREE_S = 5.0  # the others come to the same step in a moment
 _MOMENT_S = 0.5  # of the training's time, for neighbours' small states in a periodic save
-_BESIDE_S = 2.0  # the same of a save beside the training
+_BESIDE_S = 2.0  # the same of a save during the training
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
 
@@ -131,7 +131,7 @@ class Saver:
         report on faults was made; 0: there is none. `first_save`: the note on disk that this rank has never saved in
         this run; None: it has, or the note is not needed. `mirror`: copies the files to other nodes, once they are
         durable here. `page`: where the agent reads. `gone`: returns the ranks known to be dead. `keep_in_memory`: puts
-        the last boundary into shared memory, for whoever holds the update gate; returns whether it is there.
+        the last boundary into shared memory, for the thread that holds the update gate; returns whether it is there.
         """
         if fault_report:
             self.coordinates["fault_report"] = fault_report
@@ -504,7 +504,7 @@ def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
 
 
 def _with_small(flat: Flat, small: Mapping[int, bytes]) -> Flat:
-    """A flattened state with the small states of other ranks beside it."""
+    """A flattened state with the small states of other ranks next to it."""
     if not small:
         return flat
     tree, tensors = flatten({NEIGHBOURS: {str(rank): packed for rank, packed in small.items()}})

@@ -1,7 +1,7 @@
 """Joins the stages of a stop in one worker: alarms are heard, a step is agreed on, the last boundary is saved.
 
 Listeners (alarms) -> Watcher (the thread that hears them) -> Stopper -> StepGate (where the training thread stops) ->
-Saver. The last resort stands beside them, for a training thread that does not come.
+Saver. The last resort is separate, for a training thread that does not come.
 """
 
 from __future__ import annotations

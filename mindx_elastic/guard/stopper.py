@@ -5,7 +5,7 @@ stop, agrees with them on one step and opens the gate up to it (`Stopper.stop`).
 claims the save, writes (`stop_save`), and raises `GracefulExit` (`Stopper.at_limit`).
 
 The other ways. Where the training thread cannot reach a boundary (the deadline is near, a rank has died, no step could
-be agreed on), the watcher saves the last boundary beside it (`Stopper.salvage`). Where that has left its loop (an
+be agreed on), the watcher saves the last boundary in its place (`Stopper.salvage`). Where that has left its loop (an
 exception, a recovery in place that has come to nothing), it salvages itself. Where the training thread does not come
 out in time, the last resort ends the process (`last_resort`).
 """
@@ -175,7 +175,7 @@ class Stopper:
         self.hear(self.alarms.of_orphan())
 
     def end_unsaved(self, why: str) -> NoReturn:
-        """This process does not belong to the job any more: it ends, saves nothing, asks nobody to stop. Any thread."""
+        """This process no longer belongs to the job: end it, save nothing, ask no rank to stop. Any thread."""
         logger.warning("%s: this process ends, and another one may take its place", why)
         end_process(EXIT_TEMPORARY, self._relay)
 
@@ -418,10 +418,10 @@ class Stopper:
             self.exchange.announce("salvage", CANNOT if problem else self.saver.collector.position.step)
             self.save.write(alarm, problem)
 
-    # --- beside a training thread that does not come -----------------------------------------------------------------
+    # --- for a training thread that does not come -----------------------------------------------------------------
 
     def salvage(self, alarm: Alarm, *, can_wait: bool = True) -> None:
-        """Save the last boundary beside the training thread (watcher thread), or at the failing end of its block
+        """Save the last boundary without the training thread (watcher thread), or at the failing end of its block
         (training thread).
 
         `can_wait`: the training thread still runs, so it can reach a boundary that another rank is already at.

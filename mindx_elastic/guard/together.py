@@ -7,7 +7,7 @@ all of it. In short (decision 23):
    folder of the same disk, make a *group*.
 2. At the stop each rank works out how it would divide the state (`core.division`) and tells the others that, a sample
    of its tensors, and its small state (random numbers, buffers, counters). They divide only if all say the same.
-3. Each rank writes its parts, and the small states of two other ranks (`neighbours`), into a file of its own.
+3. Each rank writes its parts, and the small states of two other ranks (`neighbours`), into its own file.
 
 No rank waits for another one's file: each part is in two of them, so that one rank may fail in its save. Nothing here
 decides whether a step is complete: the next start does, by what the files hold. So whatever the ranks of the group do
@@ -59,7 +59,7 @@ _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
 __all__ = ["Agreed", "SavesPart", "SavingGroup", "Together", "neighbours"]
 
 NUM_NEIGHBOURS = 2
-"""So many ranks' small states are in a file beside its own rank's."""
+"""So many ranks' small states are in a file next to its own rank's."""
 COPIES = 2
 """So many files of a stop have each part, so that a step survives the loss of one."""
 WORTH_BYTES = 64 << 20
@@ -114,7 +114,7 @@ class SavesPart(Part):
         self.single = SavingGroup()
         """Those with which it divides other saves of policies that want no redundancy."""
         self.neighbours: tuple[int, ...] = ()
-        """The ranks whose small states this one's file holds beside its own."""
+        """The ranks whose small states this one's file holds besides its own."""
         every: list[ExitPolicy | PeriodicPolicy] = [*saving, *periodic]
         once = [policy for policy in every if getattr(policy, "remove_redundancy", False)]  # a user's own may not say
         self._own = {
@@ -176,7 +176,7 @@ def _numbered(policies: Sequence[_Policy]) -> list[tuple[_Policy, int]]:
 
 def _disk_of(folders: Sequence[Path]) -> str:
     """Equal for two ranks only if these are the very same folders: of one machine, for nothing tells whether two
-    machines see one disk or each has a disk of its own under that path. Empty where that is not known."""
+    machines see one disk or each has its own disk under that path. Empty where that is not known."""
     try:
         status = [folder.stat() for folder in dict.fromkeys(folders)]
         return json.dumps([boot_id(), [[each.st_dev, each.st_ino] for each in status]])
@@ -269,7 +269,7 @@ class Together:
     # --- periodic saves ---
 
     def pack(self) -> bytes:
-        """This rank's small state of the last boundary, to `swap`; empty: there is nobody to keep it, or it is too
+        """This rank's small state of the last boundary, to `swap`; empty: there is no rank to keep it, or it is too
         large to travel. Training thread, where `Collector.state` may be called."""
         return self._pack(self._periodic) if self.part.are_replicas else b""
 
@@ -333,7 +333,7 @@ class Together:
 def _divisible(tree: Tree, tensors: Mapping[str, torch.Tensor], layout: Mapping[str, Any]) -> list[str]:
     """The tensors of which every replica is known to hold the same: parameters and what optimizers keep of them.
 
-    Not buffers, which differ between the ranks; not what nobody has said to be equal; not objects of the program's own.
+    Not buffers, which differ between the ranks; not what was never said to be equal; not objects of the program's own.
     """
     volatile = {f"{component}.{name}" for component, names in layout.get("volatile", {}).items() for name in names}
     described = {*layout.get("modules", ()), *layout.get("parameters", {})}

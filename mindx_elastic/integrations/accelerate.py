@@ -55,7 +55,7 @@ def guard(
         accelerator: after `prepare`. Its models, optimizers, schedulers, gradient scaler, accumulation counter and the
             objects of `register_for_checkpointing` are kept.
         loader: the prepared loader of the training, or a list of them; None: the only one that was prepared. From now
-            on it gives its batches in an order of its own, a function of (seed, epoch), where the seed is that of
+            on it gives its batches in its own order, a function of (seed, epoch), where the seed is that of
             torch's stream on rank 0. Loaders of an evaluation are read in ``with guard.outside_step():``.
         stateful, options: as for `mindx_elastic.Guard`.
 

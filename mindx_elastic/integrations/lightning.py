@@ -327,7 +327,7 @@ def _begin_epoch_again(trainer: Trainer) -> None:
     module._current_fx_name = before
 
 
-# --- what is kept beside the module ---
+# --- what is kept besides the module ---
 
 
 class _Loops(GivesCopies, InParts):
@@ -557,7 +557,7 @@ def _averages(trainer: Trainer) -> dict[str, Any]:
 
 
 def _without_state(trainer: Trainer) -> dict[str, Any]:
-    """The callbacks of the program, and its data module, of whose state nobody asks."""
+    """The callbacks of the program, and its data module, whose state no one asks for."""
     found: dict[str, Any] = {}
     for each in trainer.callbacks:
         if not _is_lightnings(type(each)) and not is_overridden("state_dict", each, parent=Callback):

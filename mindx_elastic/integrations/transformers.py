@@ -246,7 +246,7 @@ class ElasticTrainer(ElasticTraining, Trainer):
     """A `transformers.Trainer` whose `train` stops at an alarm (SIGTERM on any rank, a flag file, an exception) and
     goes on bit for bit when the same command is started again.
 
-    Args, beside those of `Trainer`:
+    Args, besides those of `Trainer`:
         elastic_directory: where the checkpoints go, and what to go on from; default ``_elastic`` in ``output_dir``.
         elastic_options: as for `mindx_elastic.Guard` (prefix, flag_file, grace_s, ...).
 
@@ -375,7 +375,7 @@ class _Hook(TrainerCallback):
             self._training.guard.poll()
 
 
-# --- what is kept beside the model ---
+# --- what is kept besides the model ---
 
 _FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
            "best_model_checkpoint")  # fmt: skip

@@ -4,7 +4,7 @@
 
     {base}/mindx-elastic-{uid}/         one folder a user, mode 700: `folders`
         agent-{pid}-{random}/           one folder an agent: `agent_folder`
-        prove-{pid}-{random}/           one a `mindx-elastic prove`: a memory file system of its own for its runs
+        prove-{pid}-{random}/           one a `mindx-elastic prove`: a separate memory file system for its runs
         {directory's digest}/           one folder a job, with a folder a rank: `arena`
 
 ====================  =============================================  =================================================

@@ -13,7 +13,7 @@
 
 A kill at any instant leaves one good slot: a slot's record is wiped before its first byte is touched and written again
 after its last one. Stores of one process reach shared memory in program order as far as a later process can see, a kill
-loses none of them; the record has a digest of its own, so that half a record does not count.
+loses none of them; the record has its own digest, so that half a record does not count.
 
 A name is a function of the checkpoint directory, so that the next start with the same command finds it.
 """

@@ -179,7 +179,7 @@ def _read_top(path: Path) -> tuple[str | None, int]:
 
 
 def _parse_top(data: bytes) -> tuple[str | None, int]:
-    """The run, and the room of a place; None: it is no ring."""
+    """The run, and the room of a place; None: it is not a ring."""
     if len(data) < _TOP.size:
         return None, 0
     magic, capacity, run_id = _TOP.unpack(data[: _TOP.size])

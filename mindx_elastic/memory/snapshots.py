@@ -1,4 +1,4 @@
-"""Snapshots: the last boundary's state, copied into a slot of the arena beside the training.
+"""Snapshots: the last boundary's state, copied into a slot of the arena during the training.
 
 `Snapshotter` decides with its `SnapshotSchedule` when to take one. The training thread lends the update gate to the
 copy and goes on with forward and backward; `optimizer.step()` waits if the copy is not done by then. With ``every=1``
@@ -98,7 +98,7 @@ class Snapshotter:
         self._pending = self._copying = self._closed = False
         self._step_began: float | None = None
         self._extra = False
-        self._one_copy = threading.Lock()  # a dying save may come beside the training thread
+        self._one_copy = threading.Lock()  # a dying save may come in parallel with the training thread
         self._nbytes = 0  # of the last snapshot; 0: not known
         self._laid_out: SnapshotLayout | None = None
         self._reserved = self._hurry = False
@@ -215,7 +215,7 @@ class Snapshotter:
         return index
 
     def _why_changed(self) -> str | None:
-        """Why what was copied is no boundary; None: it is."""
+        """Why what was copied is not a boundary; None: it is."""
         if self._collector.devices.has_gone_back:
             return "the device lags the program, and an older boundary counts"
         return self._gate.why_changed()
@@ -246,7 +246,7 @@ class Snapshotter:
             self._exchange.tell("snapshot_every", str(proposal))
             while (found := self._exchange.try_collect("snapshot_every")) is None:
                 if gone := self._exchange.gone():
-                    # Nobody is waited for: the recovery or the stop that follows must not come 20 s later.
+                    # No rank is waited for: the recovery or the stop that follows must not come 20 s later.
                     logger.info("the ranks do not agree on a snapshot interval: rank %d is gone", gone[0])
                     self.schedule.every = 0
                     return
@@ -300,7 +300,7 @@ class Snapshotter:
         """Copy the last boundary for other processes of the machine, which map it, and return the file. None: it could
         not be. Training thread, nothing else running.
 
-        Its header is whole, its tensors have no digests yet: the record says so, and whoever adopts it makes them.
+        Its header is whole, its tensors have no digests yet: the record says so, and its adopter makes them.
         """
         self.settle()
         if self.broken:

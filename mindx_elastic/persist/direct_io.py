@@ -3,13 +3,13 @@
 The caller and some writing threads share a small ring of aligned blocks: the caller copies tensor bytes into a block
 and hashes them while they are in the CPU's cache, the others write full blocks, each its own. memmove, xxh3 and pwrite
 all release the GIL, so that the device never waits for the CPU (measured: copy + hash 7 GB/s, device 0.3 to 3 GB/s) and
-training goes on beside them. Four blocks under way at once took 0.85 to 0.92 of the time of one on a virtual disk.
+training goes on meanwhile. Four blocks under way at once took 0.85 to 0.92 of the time of one on a virtual disk.
 
 Where the page cache is faster (``MINDX_PAGE_CACHE=always``), the same threads write through it, and flush what is there
 by then after each 64 MiB: an fsync that finds all of it in the end took 1.6 times as long.
 
 Rejected: a mapping of the file (no error code when the disk is full, only SIGBUS); direct I/O from the tensors' own
-memory (torch aligns to 64 bytes, devices ask for up to 4096, and each small tensor would need a request of its own).
+memory (torch aligns to 64 bytes, devices ask for up to 4096, and each small tensor would need its own request).
 
 The last save of a dying process gets no thread and no memory at its limit, so a `Reserve` has them from the start on.
 """
@@ -295,7 +295,7 @@ class Reserve:
         self.writers = _start_writers()
         if not self.writers:
             raise RuntimeError("no thread can be started")
-        # Beside the start: the kernel takes 15 ms to allocate and clear the pages.
+        # In parallel with the start: the kernel takes 15 ms to allocate and clear the pages.
         self._touched = self.writers[0].submit(partial(_touch, ring, self._room))
         self._pin: PinnedMemory | None = None
         if device is not None and self._touched.done.wait(_TOUCH_S):

@@ -54,7 +54,7 @@ _LONGEST_JOB = 32
 _RECORD_BYTES = 256  # per rank, at offset rank * 256
 _MARGIN_S = 5.0  # from the end of a grace period until the process is gone
 _LEASE_S = 120.0  # an NFSv4 server releases the locks of a dead machine after its lease, usually 90 s
-_POLL_S = (0.001, 0.5)  # whoever takes a killed rank's place may come while that process gives its memory back
+_POLL_S = (0.001, 0.5)  # the process that takes a killed rank's place may come while that process gives its memory back
 _SAY_S = 0.2  # a shorter wait is not worth a word
 _RETRY_S = 0.02
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
@@ -260,7 +260,7 @@ class _Taking:
             return False
         raise DirectoryInUseError(
             f"{self._directory} is in use by {holder}; it did not end in {waited_s:.0f} s. End it, or give this job a "
-            f"directory of its own. (NFS may keep a dead machine's lock; if nothing runs there, delete {self._path})",
+            f"separate directory. (NFS may keep a dead machine's lock; if nothing runs there, delete {self._path})",
             path=self._directory,
             host=holder.host,
             pid=holder.pid,

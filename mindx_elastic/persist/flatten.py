@@ -46,7 +46,7 @@ FACTORIES: dict[str, Any] = {"None": None, **{kind.__name__: kind for kind in (b
 """Of a `defaultdict`, those that are kept, by name."""
 _AS_THEY_ARE = frozenset((str, bool, type(None)))
 _FIRST = itemgetter(slice(1))
-_INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
+_INLINE_BYTES = 1024  # longer byte strings are stored next to the tensors: the header has an upper bound
 _NAME_PART = 200
 _REMEDY = "convert it to a plain dense tensor before it enters the state"
 NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")  # no objects, no structures

@@ -365,7 +365,7 @@ class HeaderDraft:
         text = f'{{"__metadata__":{described}{rest}}}'.encode()
         text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
         if len(text) > MAX_HEADER_BYTES:
-            problem = f"{len(text)} bytes of values beside the tensors; the format holds {MAX_HEADER_BYTES}"
+            problem = f"{len(text)} bytes of values besides the tensors; the format holds {MAX_HEADER_BYTES}"
             raise UnsupportedStateError("state", f"{problem}; keep large tables in tensors or arrays")
         return struct.pack("<Q", len(text)) + text
 

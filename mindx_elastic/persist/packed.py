@@ -35,7 +35,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_at(data: bytes, start: int, dtype: str, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """The tensor whose bytes begin at `start`, in memory of its own, and where they end. Raises ValueError."""
+    """The tensor whose bytes begin at `start`, in its own memory, and where they end. Raises ValueError."""
     tensor = torch.empty(shape, dtype=BY_NAME[dtype], device="cpu")
     source = data[start : start + tensor.nbytes]
     if len(source) != tensor.nbytes:
@@ -66,7 +66,7 @@ def unpack_section(
     start: int,
     unpack_shaped: Callable[[dict[str, Any], bytes, int], tuple[Any, int]] | None = None,
 ) -> tuple[list[str], Any, int]:
-    """What `pack_state` has made and begins at `start`: its `at`, the state (every tensor has memory of its own), and
+    """What `pack_state` has made and begins at `start`: its `at`, the state (every tensor has its own memory), and
     where it ends. `unpack_shaped` reads the content of a section
     that has a shape. Raises CorruptCheckpointError."""
     try:

@@ -8,7 +8,7 @@ and has a part of the state, for the place `at`, a list of keys. A section whose
     the blobs, one after the other: byte strings of that length, tensors of that type and shape
 
 In the tree ``{"$number": 0}`` and ``{"$blob": 0}`` refer to these, ``{"$tuple": [...]}`` is a tuple, and the rest is
-itself. Any other section is as `persist.packed` has it, with `at` beside the tree.
+itself. Any other section is as `persist.packed` has it, with `at` next to the tree.
 
 Rejected: marshal and pickle, which are as fast, because the bytes come from a file that a damaged process or another
 user may have written, and these are not safe to read.
@@ -242,7 +242,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def unpack_sections(data: bytes) -> Any:
     """The whole state, of the sections that `SectionPacker` has packed, one after the other; or what `pack_state` has
-    packed. Every tensor has memory of its own. Raises CorruptCheckpointError."""
+    packed. Every tensor has its own memory. Raises CorruptCheckpointError."""
     position = 0
     state: dict[str, Any] = {}
     while position < len(data) or not position:

@@ -25,7 +25,7 @@ def tensor_places(header: Header) -> Places:
 
 
 def neighbours_in(header: Header) -> dict[int, Tree]:
-    """The ranks whose small states the file holds beside its own, each with the node of the tree."""
+    """The ranks whose small states the file holds besides its own, each with the node of the tree."""
     nodes = header.tree.get(NEIGHBOURS) if isinstance(header.tree, dict) else None
     if not isinstance(nodes, dict):
         return {}

@@ -1,6 +1,6 @@
 """Reads a checkpoint file into nested state, and checks every byte against its digest. It never runs code.
 
-Each tensor has memory of its own, so that one that outlives the rest does not keep the whole file in memory, and that
+Each tensor has its own memory, so that one that outlives the rest does not keep the whole file in memory, and that
 one that is resized has no neighbours. A few threads each read and hash large ones: preadv and xxh3 release the GIL.
 Small ones are read by the caller's thread meanwhile: they take more time in Python than in the kernel.
 """
@@ -116,7 +116,7 @@ class Pieces:
         self._own = {name: (whole, piece) for name, whole, piece in held.division.pieces(held.parts)}
 
     def place_of(self, entry: TensorEntry) -> torch.Tensor | None:
-        """Where the first file's piece belongs; None: it is no piece."""
+        """Where the first file's piece belongs; None: it is not a piece."""
         found = self._own.get(entry.name)
         return None if found is None else self._rows(*found)
 

@@ -1,4 +1,4 @@
-"""Reads a box of elements of a stored tensor, and few bytes beside it.
+"""Reads a box of elements of a stored tensor, and few bytes besides it.
 
 A box consists of runs of consecutive bytes, one for each index of the outer dimensions, and is read run by run.
 """
@@ -21,7 +21,7 @@ from mindx_elastic.persist.format import Header
 
 __all__ = ["read_box", "read_into"]
 
-_PIECE_BYTES = 1 << 20  # little memory beside the part itself
+_PIECE_BYTES = 1 << 20  # little memory besides the part itself
 _READ_BYTES = 8 << 20
 
 

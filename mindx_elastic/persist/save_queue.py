@@ -1,4 +1,4 @@
-"""The thread that writes periodic checkpoints beside the training."""
+"""The thread that writes periodic checkpoints during the training."""
 
 from __future__ import annotations
 

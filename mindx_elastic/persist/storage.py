@@ -228,7 +228,7 @@ def temp_name(final: Path) -> Path:
 
 
 def create_temp(final: Path) -> tuple[int, Path]:
-    """A new, locked, empty file beside `final`, open for reading and writing. Closing the descriptor ends the lock."""
+    """A new, locked, empty file next to `final`, open for reading and writing. Closing the descriptor ends the lock."""
     while True:
         temp = temp_name(final)
         fd = open_regular(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL, _FILE_MODE)
@@ -373,7 +373,7 @@ def _link_over(source: Path, target: Path) -> None:
 
 
 def quarantine(path: StrPath, reason: str, root: StrPath) -> Path:
-    """Move a bad file out of the way to ``root/quarantine/<relative name>[.n]``, with a ``.reason.txt`` beside it.
+    """Move a bad file out of the way to ``root/quarantine/<relative name>[.n]``, with a ``.reason.txt`` next to it.
 
     Nothing is ever overwritten and no link is followed. Returns the new place. Raises FileNotFoundError when the file
     has gone (another rank was faster), another OSError when it cannot be moved. Any thread, any number of processes.

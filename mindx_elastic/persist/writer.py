@@ -84,7 +84,7 @@ def write_checkpoint(
     replicas divide; None: all of it. flat: what `flatten` gives for `state`, where the caller knows it already.
     cached: write through the page cache, which is faster on some disks (`direct_io`).
 
-    Where the file system refuses the name `path`, the file gets another one beside it: see `SaveResult.path`.
+    Where the file system refuses the name `path`, the file gets another one next to it: see `SaveResult.path`.
 
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
     may be the only one that all ranks have. Any other file there that is not a checkpoint is moved to quarantine.

@@ -71,7 +71,7 @@ def read_text(path: Path) -> tuple[str, float]:
     try:
         return data.decode("utf-8-sig"), status.st_mtime
     except UnicodeDecodeError as error:
-        raise ValueError(f"is no UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise ValueError(f"is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 # --- one object as text -----------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def _fault_npus(content: dict[str, Any], world_size: int | None) -> Faults:
     for key in (key for key in _TIME_KEYS if listed and key in content):
         stamp = time_stamp(content[key])
         if stamp is None:
-            remarks.append(f"has a {key} that is no time: {content[key]!r:.60}")
+            remarks.append(f"has a {key} that is not a time: {content[key]!r:.60}")
         else:
             created = max(stamp, created or 0.0)
     found = frozenset(ranks)
@@ -173,7 +173,7 @@ def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
         raise ValueError(f"has none of the keys {', '.join(known)}")
     entries = content.get("RankList") or []
     if not isinstance(entries, list):
-        raise ValueError(f"has a RankList that is no list but {entries!r:.60}")
+        raise ValueError(f"has a RankList that is not a list but {entries!r:.60}")
     problems: list[str] = []
     asked: dict[str, list[object]] = {"unrecovered": [], "failed": []}
     for entry in entries:
@@ -222,12 +222,12 @@ def _rank_list(key: str, value: Any, world_size: int | None, problems: list[str]
     if not isinstance(value, list):
         if value is None:
             return set()
-        raise ValueError(f"has a {key} that is no list but {value!r:.60}")
+        raise ValueError(f"has a {key} that is not a list but {value!r:.60}")
     ranks = set()
     for item in value:
         rank = whole_number(item)
         if rank is None:
-            problems.append(f"names {item!r:.60} in {key}, which is no rank")
+            problems.append(f"names {item!r:.60} in {key}, which is not a rank")
         elif world_size is not None and rank >= world_size:
             problems.append(f"names rank {rank} in {key}, but the job has ranks 0..{world_size - 1}")
         else:
@@ -252,7 +252,7 @@ def read_faults(source: Path, *, world_size: int | None) -> Faults:
     """The faults that a file or a mounted folder tells of.
 
     * `source`: the folder of a mounted ConfigMap; one of its key files (``fault-npus``, ``reset.json``), which is
-      checked against the ``checkCode`` beside it; or any file with a report, see the module.
+      checked against the ``checkCode`` next to it; or any file with a report, see the module.
     * `world_size`: number of ranks of the job that has failed; ranks from here on are an error. None: not known.
 
     Raises UsageError, with the path, for a file that is missing, cannot be read or is not understood in full.
@@ -304,7 +304,7 @@ def parse_rank_list(text: str, *, world_size: int | None = None) -> frozenset[in
     for part in text.split(",") if text.strip(" ") else []:
         found = _RANKS.fullmatch(part)
         if found is None or int(found[2] or found[1]) < int(found[1]):
-            raise UsageError(f'rank list {text!r:.80}: {part!r:.40} is no rank and no range; give "1,3" or "0-7"')
+            raise UsageError(f'rank list {text!r:.80}: {part!r:.40} is neither a rank nor a range; give "1,3" or "0-7"')
         first, last = int(found[1]), int(found[2] or found[1])
         if world_size is not None and last >= world_size:
             raise UsageError(f"rank list {text!r:.80}: rank {last}, but the job has ranks 0..{world_size - 1}")

@@ -37,7 +37,7 @@ def process_started_at() -> float:
     try:
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         age = uptime - int(start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
-        # Some containers show their own uptime beside the host's start times: never in the future, or every flag were
+        # Some containers show their own uptime but the host's start times: never in the future, or every flag were
         # stale.
         return time.time() - max(0.0, age)
     except (OSError, ValueError, IndexError):
@@ -114,7 +114,7 @@ class FlagFile:
             return False
         if not stat.S_ISREG(status.st_mode):
             self._seen = identity
-            return self._warn('is no regular file; put a JSON file {"GracefulExit": 0} there')
+            return self._warn('is not a regular file; put a JSON file {"GracefulExit": 0} there')
         content = self._read()
         wanted = None if content is None else self._wanted(content)
         if content is None or wanted is None:

@@ -1,6 +1,6 @@
 """The ranks of this job as its launcher has set them, what launchers do at a stop, and whose ranks are not believed.
 
-MindSpore's msrun, mpirun, srun and Horovod start several processes and name each one's rank in variables of their own.
+MindSpore's msrun, mpirun, srun and Horovod start several processes and name each one's rank in their own variables.
 Each such process would take itself for the whole job: all train alone, into one directory, and a killed one resumes
 from another one's end. So the start is refused with the way out. What a launcher sets for a job of one process is
 no reason to refuse, nor is an allocation in which only one process was started: of Slurm's variables only those of a
@@ -131,7 +131,7 @@ def refusal(env: Mapping[str, str]) -> str:
             return (
                 f"{found}, but no WORLD_SIZE: one of several processes, and each would train alone, into one "
                 f"directory. Start the job with {launcher.instead}\n"
-                "Other ways, and WORLD_SIZE=1 for a job of its own: docs/platforms.md"
+                "Other ways, and WORLD_SIZE=1 for a separate job: docs/platforms.md"
             )
     return ""
 

@@ -2,7 +2,7 @@
 
 What they have in common: a graceful stop (143, 75) and an eviction cost none of the job's tries, an error of usage (2,
 126, 127) is final, the pod lives longer than the workers' grace period, and ``/dev/shm`` has room for the snapshots.
-Pure, but for the templates that are read from beside this file.
+Pure, but for the templates next to this file, which it reads.
 """
 
 from __future__ import annotations

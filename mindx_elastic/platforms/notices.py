@@ -88,7 +88,7 @@ class Source(Protocol):
 
 
 def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> NoticeAnswer:
-    """Send one request, without proxies (they have metadata of their own machine) and redirects (a metadata service
+    """Send one request, without proxies (they have their own machine's metadata) and redirects (a metadata service
     does not redirect); at most `_MAX_BYTES` are read. Any status is an answer. Raises OSError or ValueError."""
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -121,9 +121,9 @@ def _json(body: bytes, what: str) -> dict[str, Any]:
     try:
         content = json.loads(body.decode())
     except (ValueError, RecursionError):
-        raise ValueError(f"{what} is no JSON: {printable(body[:60].decode(errors='replace'))!r}") from None
+        raise ValueError(f"{what} is not JSON: {printable(body[:60].decode(errors='replace'))!r}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{what} is no JSON object")
+        raise ValueError(f"{what} is not a JSON object")
     return content
 
 
@@ -137,7 +137,7 @@ def _moment(value: object, what: str) -> float:
         except (ValueError, OverflowError):
             found = None
     if found is None:
-        raise ValueError(f"{what} is no time with a zone: {printable(value, 60)!r}")
+        raise ValueError(f"{what} is not a time with a zone: {printable(value, 60)!r}")
     if found > time.time() + _MOST_AHEAD_S:
         raise ValueError(f"{what} is more than a day ahead: {printable(value, 60)!r}")
     return found
@@ -251,7 +251,7 @@ class _Azure:
             moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
             deadline = _moment(moment.timestamp(), "NotBefore")
         except (TypeError, ValueError, IndexError, OverflowError):
-            raise ValueError(f"NotBefore is no time within a day: {printable(begins, 60)!r}") from None
+            raise ValueError(f"NotBefore is not a time within a day: {printable(begins, 60)!r}") from None
         return Notice(reason=f"Azure: {what} of {printable(self._own, 60)} at {_at(deadline)}", deadline=deadline)
 
 
@@ -269,7 +269,7 @@ def _own_notice(body: bytes, name: str, *, written: float | None) -> Notice | No
     elif seconds is not None:
         found = real(seconds)
         if found is None or not 0 < found <= _MOST_AHEAD_S:
-            raise ValueError(f'"seconds" is no number from 0 to {_MOST_AHEAD_S:g}: {printable(seconds, 60)!r}')
+            raise ValueError(f'"seconds" is not a number from 0 to {_MOST_AHEAD_S:g}: {printable(seconds, 60)!r}')
         deadline = (time.time() if written is None else written) + found
     why = content.get("reason")
     text = f": {printable(why, _MAX_REASON)}" if isinstance(why, str) and why else ""
@@ -359,7 +359,7 @@ class StopNotice:
 
 
 class NoticeWatch:
-    """Asks the sources beside the job. `poll` and `close` belong to one thread.
+    """Asks the sources while the job runs. `poll` and `close` belong to one thread.
 
     One thread a source, so that one that hangs keeps no other from being heard. The agent's main thread only looks at
     what the threads have found.
@@ -381,7 +381,7 @@ class NoticeWatch:
         return self
 
     def close(self) -> None:
-        """Asks nothing any more. Waits for nobody: a request may hang."""
+        """Asks nothing any more. Does not wait: a request may hang."""
         self._closing.set()
 
     def poll(self) -> StopNotice | None:

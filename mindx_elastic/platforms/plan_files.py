@@ -66,7 +66,7 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
     resharded                           the new ranks hold other parts than the old ones
     exact, inexact                      bit for bit as if nothing had happened: false, with the reasons, also those
                                         that the files tell (state that the program keeps to itself); or null: nothing
-                                        is known against it, and that is no proof
+                                        is known against it, and that is not a proof
     steps_lost                          steps that were seen and have to be done again; null: nothing newer was seen
     faults                              old ranks that are known to be faulty
     total_bytes                         that all ranks read together, about

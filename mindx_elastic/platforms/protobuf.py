@@ -53,7 +53,7 @@ def _has_more_fields(data: bytes, limit: int) -> bool:
                 place += length
             elif kind in (1, 5):
                 place += 8 if kind == 1 else 4
-            elif kind not in (3, 4):  # groups: their ends have tags of their own
+            elif kind not in (3, 4):  # groups: their ends have their own tags
                 return False
     except IndexError:
         return False

@@ -30,7 +30,7 @@ def read_regular(path: StrPath, limit: int, *, follow_links: bool) -> tuple[byte
         fd = open_regular(path, follow_link=follow_links)
     except OSError as error:
         if error.errno == errno.EINVAL:
-            raise ValueError("is no regular file") from None
+            raise ValueError("is not a regular file") from None
         raise
     with open(fd, "rb") as file:
         status = os.fstat(fd)
@@ -42,7 +42,7 @@ def read_regular(path: StrPath, limit: int, *, follow_links: bool) -> tuple[byte
 
 
 def read_bounded(path: StrPath, what: str) -> bytes:
-    """The bytes of a file beside checkpoints: regular, no link, not empty, at most `MAX_FILE_BYTES`.
+    """The bytes of a file next to checkpoints: regular, no link, not empty, at most `MAX_FILE_BYTES`.
 
     `what` names the kind of file. Raises UsageError with what is wrong.
     """

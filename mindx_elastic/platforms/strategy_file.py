@@ -38,7 +38,7 @@ _STAGED = re.compile(r"(\d{1,8})-(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Content:
-    """A strategy file, and what only matters beside other files of the same job."""
+    """A strategy file, and what only matters together with other files of the same job."""
 
     strategy: Strategy
     stage_size: int = 0
@@ -327,7 +327,7 @@ class _Builder:
         """`world_size`: as the file says; 0: it does not."""
         if len(self.sizes) > 1:
             (size, one), (other_size, other) = list(self.sizes.items())[:2]
-            raise UsageError(f"{one!r:.200} lies on {size} ranks and {other!r:.200} on {other_size}: of one strategy?")
+            raise UsageError(f"{one!r:.200} is on {size} ranks and {other!r:.200} on {other_size}: of one strategy?")
         if not self.specs and not world_size:
             raise UsageError("no tensor in it")
         world_size = world_size or 1 + max(max(spec.layout.ranks) for spec in self.specs)
@@ -375,7 +375,7 @@ def merge_strategies(sources: StrPath | Iterable[StrPath], destination: StrPath 
 def _listed(folder: StrPath) -> list[Path]:
     root = Path(folder)
     if not root.is_dir():
-        raise _NoDirectoryError(f"{folder} is no directory; give one, or a list of files")
+        raise _NoDirectoryError(f"{folder} is not a directory; give one, or a list of files")
     try:
         return sorted(path for path in root.iterdir() if path.suffix in _SUFFIXES and not path.name.startswith("."))
     except OSError as error:

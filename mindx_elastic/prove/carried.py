@@ -234,7 +234,7 @@ def _flow(
     again. Ways that leave `nodes` need none."""
     needed = dict.fromkeys(nodes, 0)
     order, has_changed = sorted(nodes, reverse=True), True
-    while has_changed:  # once more for each loop that lies in another one
+    while has_changed:  # once more for each loop that is inside another one
         has_changed = False
         for n in order:
             later = 0

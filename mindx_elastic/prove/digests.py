@@ -38,7 +38,7 @@ def digest(value: Any) -> str:
     if issubclass(type(value), np.generic):
         value = value.item()
     if (base := next((each for each in _PLAIN if issubclass(type(value), each)), None)) is not None:
-        text = base.__repr__(value)  # a class made from it may have a `__repr__` of its own
+        text = base.__repr__(value)  # a class made from it may have its own `__repr__`
         return text if len(text) <= _MOST_TEXT else _hash("text", text.encode())
     if issubclass(type(value), (bytes, bytearray, memoryview)):
         return _hash("bytes", bytes(value))

@@ -1,6 +1,6 @@
 """What a stopped process leaves of the step that it plays on, and the comparison in the resumed one.
 
-The stop's boundary k is durable in a file; beside it comes ``<file>.witness.jsonl`` with what the next step has seen
+The stop's boundary k is durable in a file; next to it comes ``<file>.witness.jsonl`` with what the next step has seen
 and made (`witness`), and with the program's variables at its first forward. The resumed process makes that step anyway,
 looks at the same, and says whether both are equal. The file, one JSON object a line:
 
@@ -86,7 +86,7 @@ class _Notes(Witness):
         self.begin_step()
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
-        """Nothing: a step that did not come to its end is no step."""
+        """Nothing: a step that did not end is not a step."""
 
     def _note_boundary(self, position: Position, *, is_cut: bool) -> None:
         self.life.steps.append(self.made_step(position, is_cut=is_cut))
@@ -200,8 +200,8 @@ class Comparison(_Notes):
 
     def _not_got_back(self) -> tuple[list[str], list[str], int]:
         """As the step began, or ended where it had no forward: those that were not got back and that later steps read
-        as far as one can see (what has changed in the step and is no loop's count, or went on in the first steps of the
-        stopped process, containers, attributes of kept objects), others, and how many are equal."""
+        as far as one can see (what has changed in the step and is not a loop's count, or went on in the first steps of
+        the stopped process, containers, attributes of kept objects), others, and how many are equal."""
         before, first = self._steps[:2]  # at the stop's boundary, and the step that was played on
         changed = {key for key, value in before.end.items() if first.end.get(key) != value}
         found, num_equal = compare_variables(*pair_of(first, self.life.steps[0]))

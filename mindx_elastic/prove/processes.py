@@ -1,6 +1,6 @@
 """Starts one run: forked from a process that has imported torch, or in a fresh interpreter; and ends it.
 
-Each run leads a session of its own, so that what it leaves behind can be ended with it, and ends when this process
+Each run leads its own session, so that what it leaves behind can be ended with it, and ends when this process
 does.
 """
 

@@ -76,7 +76,7 @@ class RunOutcome:
 
 @dataclass
 class Chain:
-    """Runs that go on from each other, in checkpoint directories of their own."""
+    """Runs that go on from each other, in their own checkpoint directories."""
 
     directories: Path
     runs: list[RunOutcome] = field(default_factory=list)

@@ -42,7 +42,7 @@ from mindx_elastic.prove.variables import attributes_of_kept, own_variables
 __all__ = ["Witness", "kept_of"]
 
 _MOST_PARTS = 16  # of a batch
-_MOST_ITEMS = 256  # of a container in a state, each with a digest of its own
+_MOST_ITEMS = 256  # of a container in a state, each with its own digest
 _LOADER = re.compile(r"loader(_\d+)?")
 
 

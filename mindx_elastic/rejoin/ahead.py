@@ -50,7 +50,7 @@ def start_kernels() -> threading.Thread:
     """Have torch set up what the first forward and backward of a process set up (oneDNN, autograd), in a thread.
 
     Nothing of the program takes part and nothing of it changes: the tensors are zeros, so that no number is drawn, no
-    module is called, and a thread of its own has none of the main thread's modes (autocast, function and dispatch
+    module is called, and a new thread has none of the main thread's modes (autocast, function and dispatch
     modes, hooks of saved tensors, a default device).
     """
     thread = threading.Thread(target=_use_kernels, name="mindx-ahead", daemon=True)

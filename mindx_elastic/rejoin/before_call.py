@@ -65,7 +65,7 @@ class ObjectsBeforeCall:
 
     @property
     def problem(self) -> str:
-        """Why the function cannot be called again beside a new process; empty: it can."""
+        """Why the function cannot be called again together with a new process; empty: it can."""
         if _num_groups() == self._groups:
             return ""
         return "process groups are made inside of the function that guard.run calls; make them before it"

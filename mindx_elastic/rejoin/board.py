@@ -5,7 +5,7 @@ Keys, under one prefix for each attempt of the agent:
 ======================  ================================================================================================
 ``{g}/plan``            generation `g` begins; or why there is no recovery
 ``{g}/out/{rank}``      a survivor's report, or that it is dead (`protocol.Report`)
-``{g}/state``           the donor's word that its state lies in shared memory, or why it does not
+``{g}/state``           the donor's word that its state is in shared memory, or why it does not
 ``{g}/ready/{rank}``    a rank trains again
 ``{g}/gloo/...``        what the new connections need
 ======================  ================================================================================================
@@ -88,7 +88,7 @@ class Board:
         except (ValueError, RecursionError) as error:
             if key not in self._warned:
                 self._warned.add(key)
-                logger.warning("the store's %s is no note of this job's: %s", key, error)
+                logger.warning("the store's %s is not a note of this job's: %s", key, error)
             raise error if isinstance(error, NotOursError) else NotOursError(str(error)) from None
         if not isinstance(content, dict):
             raise NotOursError(f"{key} holds no note")

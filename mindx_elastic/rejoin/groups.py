@@ -1,8 +1,8 @@
 """Gives the process groups new connections, inside the group objects that the program and torch hold.
 
-The one room, beside `nccl`, for what torch keeps to itself: `problem` says at the start whether this torch has it all.
+Only this module and `nccl` use torch's internals: `problem` says at the start whether this torch has them all.
 The connections of a group are its *backends*. A backend that is registered under a type is never replaced, so each
-generation takes type numbers of its own. The old backends stay: torch keeps 3 threads and 4 to 5 descriptors for each
+generation takes its own type numbers. The old backends stay: torch keeps 3 threads and 4 to 5 descriptors for each
 one of gloo.
 """
 
@@ -58,7 +58,7 @@ class _Group:
 
 
 def missing_calls() -> list[str]:
-    """What this torch lacks of its own that a recovery in place needs, whatever the program does; empty: nothing."""
+    """What this torch lacks that a recovery in place needs, whatever the program does; empty: nothing."""
     from torch.distributed import distributed_c10d as c10d
 
     world: Any = getattr(c10d, "_world", None)
@@ -179,7 +179,7 @@ devices = nccl.Devices(_nccl_backends)
 
 def why_held(group: Any, modules: Sequence[Any]) -> str:
     """Who else than torch and `modules` (DDP) holds the default group, so that another one cannot take its place;
-    empty: nobody."""
+    empty: no rank."""
     from torch.distributed import distributed_c10d as c10d
 
     known = [vars(module) for module in modules] + [vars(c10d), vars(dist), vars(dist.group)]

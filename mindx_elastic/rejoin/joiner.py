@@ -1,4 +1,4 @@
-"""A new process in the place of a dead rank: it runs the program from its beginning, beside ranks that are far ahead.
+"""A new process for a dead rank: it runs the program from its beginning, while the other ranks are far ahead.
 
 Until it enters its guard, the program builds its objects: process groups, modules, DDP. The other ranks take no part in
 that, so its groups are given backends without peers, which do nothing (torch's *fake* backend). That is enough for

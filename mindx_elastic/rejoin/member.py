@@ -271,7 +271,7 @@ class Member:
             raise self._refused(word, "it has been given up")
 
     def _get_state(self, board: Board, host: Host | None, generation: int) -> Path:
-        """Wait until the boundary lies in shared memory."""
+        """Wait until the boundary is in shared memory."""
         state = f"{generation}/state"
         note = self._wait(board, [state], host)[state]
         if "path" not in note:
@@ -364,7 +364,7 @@ class Member:
         return dist.PrefixStore(f"{generation}", self._connection())
 
     def _connection(self) -> Any:
-        """One connection of our own for all that a recovery writes and reads; torch's is used by others."""
+        """A separate connection for all that a recovery writes and reads; torch's is used by others."""
         import torch.distributed as dist
 
         if self._store is None:

@@ -143,7 +143,7 @@ class Devices:
                 backends = []
                 self._errors.append(f"{type(error).__name__}: {error}".partition("\n")[0])
             # One thread each: torch's abort returns when it is done, and may need the others' for that. NCCL's group
-            # calls do not do it, because torch aborts in a thread of its own, and they count for the caller's.
+            # calls do not do it, because torch aborts in its own thread, and they count for the caller's.
             self._threads = [
                 threading.Thread(target=self._abort, args=(backend,), name="mindx-abort", daemon=True)
                 for backend in backends

@@ -13,7 +13,7 @@ written once: if a rank dies before it has reported, the coordinator writes its 
 hold the whole state take part: another one's report says so, and the job is restarted.
 
 The coordinator (`Coordinator`: the agent) only starts a generation, notes deaths and watches the clock. It cannot
-change a verdict; it can end the recovery. Up to the donor's word that its state lies in shared memory, the survivors'
+change a verdict; it can end the recovery. Up to the donor's word that its state is in shared memory, the survivors'
 guards are open and save their last boundaries by themselves (`Fallback.SAVE`). After it, all that a restart needs is in
 shared memory, and the processes are ended (`Fallback.KILL`).
 """
@@ -137,7 +137,7 @@ class Fallback(Enum):
     SAVE = "save"
     """The survivors still have their last boundaries under their guards, and save them."""
     KILL = "kill"
-    """All that a restart needs lies in shared memory."""
+    """All that a restart needs is in shared memory."""
 
 
 class Coordinator:
@@ -152,7 +152,7 @@ class Coordinator:
         self.reports: dict[int, Report | None] = {}
         self.verdict: RecoveryVerdict | None = None
         self.has_state = False
-        """The donor's state lies in shared memory."""
+        """The donor's state is in shared memory."""
         self.ready: set[int] = set()
         self.reason = ""
         """Why it is a fallback."""
@@ -184,7 +184,7 @@ class Coordinator:
             self._note(report.rank, report)
 
     def note_state(self) -> None:
-        """The donor's state lies in shared memory."""
+        """The donor's state is in shared memory."""
         if self.phase is Phase.AGREED:
             self.has_state = True
             self._conclude()

@@ -73,7 +73,7 @@ class RecoveryRecord:
     behind: tuple[int, ...] = ()
     """Survivors that took the donor's state as well."""
     donor: Annotated[int, Between(-1, 1 << 60)] | None = None
-    """-1: nobody's state was taken."""
+    """-1: no rank's state was taken."""
     step: int | None = None
     """The boundary that all go on from."""
     steps_lost: int | None = None

@@ -40,11 +40,11 @@ UNFIT = 76
 PIPE_VARIABLE = "MINDX_SPARE"
 """The named pipe on which a spare is told which rank it is."""
 WAITS = ".waits"
-"""Ending of a file beside the pipe, which is there once the spare waits on it."""
+"""Ending of a file next to the pipe, which is there once the spare waits on it."""
 _LACKS = frozenset(
     {"RANK", "LOCAL_RANK", "ROLE_RANK", "MINDX_REJOIN", "TORCHELASTIC_ERROR_FILE", "CUDA_VISIBLE_DEVICES"}
 )
-"""Variables of which each rank may have a value of its own: where one of them is not set, a spare waits to be told."""
+"""Variables of which each rank may have its own value: where one of them is not set, a spare waits to be told."""
 _ASKING = ("get_rank", "get_group_rank", "get_node_local_rank", "new_group", "new_subgroups")
 _undo: list[Callable[[], None]] = []
 _waiting = False

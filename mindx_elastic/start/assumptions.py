@@ -2,7 +2,7 @@
 
 A file has a *replica digest* for each kind of tensor that it assumes other ranks to hold, too: a digest over the names
 and digests of these tensors. Files of one step that hold the same shard must have the same replica digest. Where they
-do not, each rank has tensors of its own there.
+do not, each rank has its own tensors there.
 """
 
 from __future__ import annotations

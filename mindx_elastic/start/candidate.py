@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def lacks_rank_state(self) -> bool:
-        """Some rank takes another rank's file and has no random numbers or buffers of its own: not exact."""
+        """Some rank takes another rank's file and has no own random numbers or buffers: not exact."""
         return self._assignment is not None and self._assignment.lacks_rank_state
 
     def plan(self) -> ResumePlan:
@@ -120,7 +120,7 @@ class Candidate:
         )
 
     def _take_own_files(self) -> bool:
-        """The simplest plan: the same world, and each rank has a file of its own with all that it wants.
+        """The simplest plan: the same world, and each rank has its own file with all that it wants.
 
         What the files assume of each other does not matter then.
         """
@@ -306,7 +306,7 @@ class _Assignment:
             self.shares[-1] = replace(self.shares[-1], small_from=small)
             if small is None and rank not in self._own_states:
                 donor = self.shares[-1].file.rank
-                borrowing.append(f"rank {rank} takes rank {donor}'s file and has no random numbers of its own")
+                borrowing.append(f"rank {rank} takes rank {donor}'s file and has no own random numbers")
         self.lacks_rank_state = bool(borrowing)
         self.inexact += borrowing[:_SHOWN] + (
             [f"and {len(borrowing) - _SHOWN} ranks more"] if len(borrowing) > _SHOWN else []
@@ -376,7 +376,7 @@ class _Assignment:
         return RankPlan(rank, file, others=completing(file, self._files, rank) or ())
 
     def _file_with_small_state(self, rank: int) -> FileFact | None:
-        """A file of another rank that has the small state of `rank`, which has no file of its own."""
+        """A file of another rank that has the small state of `rank`, which has no own file."""
         holders = self._holders_of_small_state.get(rank, ())
         return next((fact for fact in holders if fact.seen_by(rank)), None)
 

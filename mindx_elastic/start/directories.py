@@ -178,7 +178,7 @@ class RankDirectories(Part):
     def merge(self, said: Sequence[Any]) -> Merged:
         paths = [[str(path) for path, _ in places] for _, places, _ in said]
         if any(apart for apart, _, _ in said) or all(each == paths[0] for each in paths):
-            return Merged(None)  # also where each node has a disk of its own under that path
+            return Merged(None)  # also where each node has its own disk under that path
         _refuse_names_by_chance(paths, [list(map(str, words)) for _, _, words in said])
         found = {(str(path), int(number)): None for _, places, _ in said for path, number in places[:_MOST_TOLD]}
         return Merged([list(each) for each in found])
@@ -229,7 +229,7 @@ def _bare(text: str) -> str:
 
 
 def _is(path: Path, number: int) -> bool:
-    """Whether this machine sees that very directory, and not another one of its name on a disk of its own."""
+    """Whether this machine sees that very directory, and not another one of the same name on its own disk."""
     try:
         return path.is_dir() and not path.is_symlink() and os.stat(path).st_ino == number
     except OSError:

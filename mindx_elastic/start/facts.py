@@ -84,7 +84,7 @@ class FileFact:
     held: PartsHeld | None = None
     """Which parts it holds of a divided state; None: it holds all that its strategy says."""
     neighbours: tuple[int, ...] = ()
-    """The ranks whose small state of the step (random numbers, buffers) it holds beside its own."""
+    """The ranks whose small state of the step (random numbers, buffers) it holds besides its own."""
 
     def seen_by(self, rank: int) -> bool:
         return self.visible_to is None or rank in self.visible_to
@@ -167,7 +167,7 @@ class RankPlan:
 
     @property
     def donor(self) -> int | None:
-        """The rank whose file it takes in place of its own."""
+        """The rank whose file it takes instead of its own."""
         return None if self.file.rank == self.rank else self.file.rank
 
 

@@ -75,7 +75,7 @@ class Strategies:
 
 
 def _said_of(places: Places) -> tuple[tuple[str, str, str], ...]:
-    """What the shape of a tensor follows from, beside its entry."""
+    """What the shape of a tensor follows from, besides its entry."""
     return tuple((place, node["$tensor"], str(node.get("dtype", ""))) for place, node in places.items())
 
 

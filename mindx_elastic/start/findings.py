@@ -393,7 +393,7 @@ def _read_files(
             entries.append(entry)
     for entry in entries:
         found.entries[str(entry.path)] = entry
-        # Ignore another program's file under a name of its own (pretrained weights).
+        # Ignore another program's file under its own name (pretrained weights).
         ours = entry.info is not None or entry.looks_ours or not entry.foreign
         found.anything |= ours
         found.other |= ours and (entry.info is None or not entry.info.resumable)

@@ -82,7 +82,7 @@ class SavedStep:
 
     @property
     def missing_ranks(self) -> Sequence[int]:
-        """Ranks without a file of their own to resume from."""
+        """Ranks without their own file to resume from."""
         return missing_ranks(self.world_size, self.ranks)
 
     @property
@@ -411,7 +411,7 @@ class Inventory:
 
 
 def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | None:
-    """As `Inventory.newest_complete` for one run, for retention, which runs beside the training: it uses headers that
+    """As `Inventory.newest_complete` for one run, for retention, which runs during the training: it uses headers that
     were read before, and judges no more steps than needed.
 
     It ignores small states: a step in which a rank has no file is incomplete.

@@ -50,7 +50,7 @@ __all__ = ["ChosenState", "RingStates", "choose", "choose_of_loader", "choose_pa
 MISSING: Any = object()
 _THEIRS = object()
 _OF_MODULES = {"buffers": "the buffers", "extras": "the extra state", "loose": "the non-persistent buffers"}
-"""What modules have beside their parameters, as `Collector.volatile` names it."""
+"""What modules have besides their parameters, as `Collector.volatile` names it."""
 _FOLLOWS_THE_STEPS = re.compile(r"(loader|optimizer|lr_scheduler|scaler)(_\d+)?")
 """Names of objects that replicas move alike: the donor's counts where nothing is known against it."""
 
@@ -265,7 +265,7 @@ def choose_of_loader(donated: Any, kept: RingStates, begun: Any) -> Any:
     """This rank's own state of a loader that differs from rank to rank, moved on to the donor's batch. MISSING: it does
     not differ, or it is not known how far it has come.
 
-    A sampler of each rank's own begins an epoch from generators of its own; the batches are counted alike. `begun`: the
+    A sampler of each rank's own begins an epoch from its own generators; the batches are counted alike. `begun`: the
     loader's state in the middle of the step, where that is an epoch's first, else MISSING. Pure.
     """
     if (moved := at_place_of(begun, donated)) is not None:

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint directory beside its files: a save that has failed, a snapshot in shared memory, and
+"""What is known of a checkpoint directory besides its files: a save that has failed, a snapshot in shared memory, and
 what the resumes of its job have shown."""
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Resumed:
     rejected: Sequence[str] = ()
     """One line for each newer step or file that could not be used, with the reason; a limited number."""
     donor: int | None = None
-    """The rank whose file this is, if this rank has no file of its own."""
+    """The rank whose file this is, if this rank has no own file."""
     own: OwnState | None = None
     """With a donor: this rank's own small state of the same step, if it was kept in memory or in another rank's
     file."""
@@ -251,7 +251,7 @@ def _shares(views: Sequence[str]) -> list[tuple[int, int]]:
 def put_strategy(exchange: Exchange, strategy: Strategy) -> list[str]:
     """Write a strategy to the store in pieces; equal ones of several ranks are written once. Returns their digests.
 
-    Tensors that only one rank holds are a piece of their own: with an optimizer that is sharded over ranks (ZeRO) all
+    Tensors that only one rank holds are a separate piece: with an optimizer that is sharded over ranks (ZeRO) all
     strategies differ, but most of each is common.
     """
     single = [spec for spec in strategy.tensors if spec.layout.size == 1]

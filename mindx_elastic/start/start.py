@@ -94,7 +94,7 @@ def start_job(
 ) -> Start:
     """Choose, load, and say so. Main thread, all ranks together. `look_in`: the directories that may hold files of the
     job: more than `directories` where the ranks have different ones. `first_parts`: for the first meeting. `boundary`:
-    what the ranks of a recovery in place have agreed on, in place of what lies in the directories and in memory.
+    what the ranks of a recovery in place have agreed on, in place of what is in the directories and in memory.
 
     Raises NoUsableCheckpointError when there are checkpoints and none can be used; MismatchError when they do not fit,
     come from another job, or from a world size that cannot be spread over this one; and what `places_of` and
@@ -230,7 +230,7 @@ def _refuse_guest(found: Resumed | None, directory: Path, targets: Mapping[str, 
     if begins_anew and (directory / STRATEGY_FILE).exists():
         raise MismatchError(
             f"{directory} is a training's, and this guard has no optimizer and would start over in it: give it a "
-            "directory of its own",
+            "separate directory",
             path=directory,
         )
     if found is None:
@@ -238,7 +238,7 @@ def _refuse_guest(found: Resumed | None, directory: Path, targets: Mapping[str, 
     if missing := sorted(found.checkpoint.state.keys() - targets.keys() - set(RESERVED_NAMES)):
         raise MismatchError(
             f"{found.path} is a training's, and this guard has no optimizer and lacks {', '.join(missing)}. To use its "
-            f'weights, give the guard a directory of its own, with resume="{found.path}"',
+            f'weights, give the guard a separate directory, with resume="{found.path}"',
             path=found.path,
         )
 

@@ -1,7 +1,7 @@
 """All ranks go on from the same side of the code after an epoch.
 
 That code belongs to the epoch's last boundary, which is copied once more after it (`capture.loop_tail`). Ranks do not
-come to its end together: one is killed in it when the others are in the next epoch already. What is there of it then is
+finish it together: one is killed in it when the others are in the next epoch already. What is there of it then is
 in front of that code, so it runs that code again; if it has collectives (a sum over the ranks, an evaluation through
 DDP), it would wait in them alone, or take part in those of the next step. So where the sides differ, all go back.
 
@@ -74,12 +74,12 @@ class TailSide(Part):
         if self._way == _ON:
             risks.risk(
                 f"the code after epoch {epoch} has changed weights on {rank_list(self._stay)}, which cannot go back "
-                f"in front of it, and {rank_list(self._in_front)} had not come to its end: what it does to the other "
+                f"in front of it, and {rank_list(self._in_front)} had not finished it: what it does to the other "
                 "state of a rank is missing there, or done twice",
                 "Change weights in steps, or in front of guard.step_end()",
             )
         if self._way == _BACK and self._in_front and leads:
-            logger.info("the code after epoch %d runs again on all ranks: not all had come to its end", epoch)
+            logger.info("the code after epoch %d runs again on all ranks: not all had finished it", epoch)
         if self._way == _BACK and self._said == _AFTER and (slow := collector.slow_objects()):
             risks.risk(
                 f"all ranks go back in front of the code after epoch {epoch}, and {listed(slow, 3)} may be as that "

@@ -190,7 +190,7 @@ def keeps_state(callback: Callback) -> bool:
 
 
 def needs_epoch(callback: Callback) -> bool:
-    """Whether ``on_train_epoch_end`` may need what the hooks of the epoch's steps have set, and nobody keeps that."""
+    """Whether ``on_train_epoch_end`` may need what the hooks of the epoch's steps have set, and no one keeps that."""
     kind, hooks = type(callback), ("on_train_step_begin", "on_train_step_end")
     at_end, ours = kind.on_train_epoch_end, Callback.__module__.partition(".")[0]
     if keeps_state(callback) or not isinstance(at_end, FunctionType) or at_end.__module__.partition(".")[0] == ours:

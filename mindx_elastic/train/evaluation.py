@@ -89,8 +89,7 @@ def kept_position(loader: Any, *, in_use: bool) -> Iterator[None]:
     state = loader.state_dict() if in_use else {}
     if not state.get("finished") and state.get("batch"):
         raise UsageError(
-            "eval() in mid-epoch was given the loader that train() is reading; give it a loader of its own over "
-            "that data"
+            "eval() in mid-epoch was given the loader that train() is reading; give it a separate loader over that data"
         )
     yield
     if in_use:

@@ -235,7 +235,7 @@ def _build(spec: Any) -> SumMetric | ObjectMetric:
         return ObjectMetric(spec)
     if callable(spec):
         return FunctionMetric(spec)
-    raise UsageError(f"{spec!r} is no metric; give a name, a function (outputs, targets), or clear/update/eval")
+    raise UsageError(f"{spec!r} is not a metric; give a name, a function (outputs, targets), or clear/update/eval")
 
 
 def _scores(outputs: Any, targets: Any, name: str) -> tuple[Tensor, Tensor]:

@@ -269,7 +269,7 @@ class Model(ModelParts):
         return exchange
 
     def _stateful_objects(self, stateful: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What is saved beside network, optimizer, scheduler, scaler and loader."""
+        """What is saved besides network, optimizer, scheduler, scaler and loader."""
         found: dict[str, Any] = {}
         if isinstance(self.loss_fn, nn.Module) and self.loss_fn.state_dict():
             found["loss_fn"] = self.loss_fn

@@ -139,5 +139,5 @@ def test_a_key_that_can_be_guessed_is_refused(tmp_path: Path, text: str) -> None
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere cannot be read: No such file"):
         read_key_file(tmp_path / "nowhere", "x")
-    with pytest.raises(UsageError, match=r"is no file|cannot be read"):
+    with pytest.raises(UsageError, match=r"is not a file|cannot be read"):
         read_key_file(tmp_path, "x")

@@ -88,7 +88,7 @@ def test_an_object_is_given_tensors_on_its_devices() -> None:
 
 
 class Scaled(nn.Linear):
-    """Keeps a tensor that is no buffer."""
+    """Keeps a tensor that is not a buffer."""
 
     def __init__(self, device: str) -> None:
         super().__init__(2, 2)

@@ -61,7 +61,7 @@ def test_a_chain_is_bounded_and_stays_sound() -> None:
     [
         (lambda chain: [*chain[:1], *chain[2:]], "entry 2 does not follow"),
         (lambda chain: [chain[0].replace('"last": 11', '"last": 19'), *chain[1:]], "entry 2 does not follow"),
-        (lambda chain: [*chain[:2], chain[2][:40]], "entry 3 is no entry"),
+        (lambda chain: [*chain[:2], chain[2][:40]], "entry 3 is not an entry"),
         (lambda chain: [*chain, added(chain[:1], after=5, last=6, outcome="verified", **FACTS)[1]], "entry 4 does not"),
         (lambda chain: added(chain, after=5, last=6, outcome="verified", **FACTS), "entry 4 goes back"),
     ],

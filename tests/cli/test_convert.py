@@ -94,7 +94,7 @@ def test_force_has_its_limits(run: Callable[..., Any], ckpt: Path, tmp_path: Pat
         ("folder", "torch", "is a folder; give the name of a file"),
         ("file", "dcp", "is a file; a DCP checkpoint is a folder"),
         ("ckpt/resnet-2_7.safetensors", "mindspore", "is the source"),
-        ("no/where", "torch", "is no folder; make it first"),
+        ("no/where", "torch", "is not a folder; make it first"),
     ]:
         source = ckpt / "resnet-2_7.safetensors"
         result = run("convert", source, tmp_path / destination, "--to", kind, "--force")
@@ -109,7 +109,7 @@ def test_force_has_its_limits(run: Callable[..., Any], ckpt: Path, tmp_path: Pat
     [
         (["no such path", "x.pt"], "does not exist"),
         (["ckpt", "x.safetensors"], "say with --to what it is to be"),
-        (["ckpt", "x.pt", "--to", "onnx"], "'onnx' is no format"),
+        (["ckpt", "x.pt", "--to", "onnx"], "'onnx' is not a format"),
         (["ckpt", "x.pt", "--from", "torch"], "is a folder; give the name of a torch.save file"),
         (["ckpt", "x.pt", "--epoch", "3"], "--epoch is for --to mindx"),
         (["m.pt", "x.pt", "--step", "3"], "--step is for checkpoints of this package"),

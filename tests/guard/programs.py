@@ -407,7 +407,7 @@ REFUSED = {
         notes = guard._unmanaged.notes
         """,
         (
-            "steps use batches of a DataLoader over TensorDataset, beside the named ones: its position is not kept. "
+            "steps use batches of a DataLoader over TensorDataset, next to the named ones: its position is not kept. "
             "Make it once, before the guard, and write Guard(loader=loader, ...), or Guard(loader=[first, second], "
             "...) for several; for one that is made in each round, one over a data set"
         ),

@@ -193,7 +193,7 @@ def test_a_model_alone_is_no_guest_in_a_trainings_directory(tmp_path: Path) -> N
     path = tmp_path / "job" / f"job-1_{STEPS_PER_EPOCH}_final.safetensors"
     before = (names(tmp_path / "job"), path.read_bytes())
     network = Job(tmp_path / "unused").network
-    with pytest.raises(MismatchError, match=r"lacks loader, lr_scheduler, optimizer.* a directory of its own"):
+    with pytest.raises(MismatchError, match=r"lacks loader, lr_scheduler, optimizer.* a separate directory"):
         Guard(model=network, directory=tmp_path / "job", prefix="job").open()
     with Guard(model=network, directory=tmp_path / "own", prefix="own", resume=path) as guard:
         assert guard.resumed_from_step == STEPS_PER_EPOCH

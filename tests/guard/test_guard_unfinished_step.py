@@ -194,7 +194,7 @@ def test_a_step_that_the_scaler_skips_is_the_boundary_before_it(tmp_path: Path) 
     parts = "scaled update log"
     expected = Window(tmp_path / "whole", parts).run(inf_at=5)
     fails(Window(tmp_path / "job", parts), "log", fail_at=5, inf_at=5)
-    assert saved(tmp_path / "job") == [4], "nothing has stepped: the scaler's update alone is no step"
+    assert saved(tmp_path / "job") == [4], "nothing has stepped: the scaler's update alone is not a step"
     assert all(map(torch.equal, Window(tmp_path / "job", parts).run(inf_at=5), expected))
 
 

@@ -95,7 +95,7 @@ def cycled(run: Run, loader: Any) -> None:
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        (another, r"steps use batches of a DataLoader over Pictures, beside the named ones.*loader=loader"),
+        (another, r"steps use batches of a DataLoader over Pictures, next to the named ones.*loader=loader"),
         (after_the_step, r"moves after guard.step_end\(\).*outside_step"),
         (thread, r"batches of loader are fetched in another thread.*prefetch_factor"),
     ],

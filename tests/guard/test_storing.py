@@ -263,7 +263,7 @@ def test_what_c_code_keeps_of_an_object_is_not_lost(tmp_path: Path) -> None:
 def test_a_state_with_an_object_needs_one_at_its_place(tmp_path: Path) -> None:
     other = types.SimpleNamespace(seen=torch.ones(2))
     train(tmp_path, sgd, stop=2, stateful={"keeper": Keeper(other)})
-    with pytest.raises(MismatchError, match=r"does not fit keeper: value is no object here"):
+    with pytest.raises(MismatchError, match=r"does not fit keeper: value is not an object here"):
         train(tmp_path, sgd, stateful={"keeper": Keeper(None)})
     there = types.SimpleNamespace(seen=None)
     train(tmp_path, sgd, stateful={"keeper": Keeper(there)})

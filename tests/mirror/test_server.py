@@ -131,7 +131,7 @@ def test_only_places_of_our_own_writer_are_taken(server: Server, root: Path, tmp
     assert rank_of(name) is None
     path = own_file(tmp_path)
     before = files(tmp_path)
-    with pytest.raises(ConnectionError, match=r"OSError|its name is no text"):
+    with pytest.raises(ConnectionError, match=r"OSError|its name is not text"):
         put(server.endpoint, path, name=name)
     for op in ("get", "drop"):
         with pytest.raises(ConnectionError), ask(server.endpoint, 1, op, root=0, name=name, run_id="run-a") as channel:

@@ -101,7 +101,7 @@ _UNNAMED_SCHEDULER = Refused("belongs to an optimizer of the guard, steps and is
 _UNNAMED_OPTIMIZER = Refused("steps and is not named")
 _UNNAMED_PARAMETERS = Refused("that none of the guard's objects holds")
 _UNNAMED_LOADER = Refused("steps use batches of a ")
-_BESIDE_THE_NAMED = Refused("beside the named ones")
+_BESIDE_THE_NAMED = Refused("next to the named ones")
 _OTHER_WEIGHTS = "weights differ after step"
 
 # Places in ``plain`` and ``ddp``.

@@ -40,7 +40,7 @@ def test_model_and_optimizer(tmp_path: Path) -> None:
     assert {place for place in found if place.startswith("model.")} == {f"model.{n}" for n in network.state_dict()}
     assert found["model.0.weight"] == found["optimizer.state.0.exp_avg"] == (2, 3)
     assert found["optimizer.state.3.step"] == ()
-    assert len(found) == 7 + 4 * 3, "what is no tensor has no place"
+    assert len(found) == 7 + 4 * 3, "what is not a tensor has no place"
 
 
 def test_numbers_as_keys_and_tied_tensors_have_a_place_each(tmp_path: Path) -> None:

@@ -84,9 +84,9 @@ def test_the_parser_lists_its_problems_and_a_strict_caller_raises_on_them(tmp_pa
     assert faults.ranks == {1} == faults.unrecovered
     assert faults.problems == (
         "names rank 9 in FaultRank, but the job has ranks 0..7",
-        "names 'x' in FaultRank, which is no rank",
+        "names 'x' in FaultRank, which is not a rank",
     )
-    assert faults.remarks == ("has a CreatTime that is no time: 'noon'",)
+    assert faults.remarks == ("has a CreatTime that is not a time: 'noon'",)
     assert "; ".join(faults.problems) in refusal(put(tmp_path, report))
     put(tmp_path, json.dumps({"FaultRank": [1]}), "fault-npus")
     put(tmp_path, json.dumps({"RankList": [entry(2), entry(3, "Lost")]}), "reset.json")
@@ -98,7 +98,7 @@ def test_a_report_with_a_time_that_is_none_counts_all_the_same(
 ) -> None:
     faults = read_faults(put(tmp_path, {"FaultRankIds": ["1"], "CreatTime": "yesterday"}), world_size=2)
     assert set(faults.ranks) == {1} and faults.created is None
-    assert "has a CreatTime that is no time: 'yesterday'" in caplog.text
+    assert "has a CreatTime that is not a time: 'yesterday'" in caplog.text
 
 
 @pytest.mark.parametrize(

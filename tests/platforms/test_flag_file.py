@@ -100,7 +100,7 @@ def test_what_is_no_file_is_named_once_and_never_opened(
     for _ in range(3):
         assert not flag.poll()
     (line,) = warnings(caplog)
-    assert "no regular file" in line
+    assert "not a regular file" in line
     path.rename(path.with_name("moved"))
     path.write_text('{"GracefulExit": 1}')
     assert flag.poll()

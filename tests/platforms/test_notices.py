@@ -57,7 +57,7 @@ def test_aws_before_and_with_a_notice(server: MetadataServer) -> None:
     source = open_source(f"aws={server.base}")
     assert source.look() is None
     server.answers[AWS_REBALANCE] = reply(json.dumps({"noticeTime": iso(0)}))
-    assert source.look() is None, "a recommendation is no end"
+    assert source.look() is None, "a recommendation is not an end"
     server.answers[AWS_ACTION] = reply(json.dumps({"action": "terminate", "time": iso(120)}))
     notice = source.look()
     assert 100 < left_s(notice) <= 120 and notice and "terminate" in notice.reason

@@ -299,9 +299,9 @@ def test_only_regular_files_of_a_sane_size_are_read(tmp_path: Path, monkeypatch:
     link.symlink_to(good)
     os.mkfifo(pipe)
     assert "symbolic link" in refused(link)
-    assert "no regular file" in refused(pipe)
+    assert "not a regular file" in refused(pipe)
     assert "there is no such file" in refused(tmp_path / "none")
-    assert "no regular file" in refused(tmp_path)
+    assert "not a regular file" in refused(tmp_path)
     with pytest.raises(UsageError, match="null"):
         load_strategy("a\0b")
     with pytest.raises(TypeError, match="where the path of a strategy file should be"):
@@ -352,7 +352,7 @@ def test_what_cannot_be_merged(tmp_path: Path) -> None:
     save(paths[1], layout_item("w0", (2,), (0,)))
     with pytest.raises(UsageError, match=r"stages of 4 ranks in .*, of 2 in .*_1"):
         merge_strategies(tmp_path)
-    with pytest.raises(UsageError, match="is no directory"):
+    with pytest.raises(UsageError, match="is not a directory"):
         merge_strategies(paths[0])
     with pytest.raises(NotADirectoryError):
         merge_strategies(tmp_path / "none")

@@ -212,7 +212,7 @@ def test_the_command(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     log = tmp_path / "run" / "events.jsonl"
     before = log.read_bytes()
-    for name, said in ((log, "is a log"), (tmp_path / "empty", "is a folder"), (Path("/dev/null"), "no regular file")):
+    for name, said in ((log, "is a log"), (tmp_path / "empty", "a folder"), (Path("/dev/null"), "not a regular file")):
         result = run("report", tmp_path / "run", "-o", name)
         assert result.exit_code == 2 and said in result.stderr
     assert log.read_bytes() == before and Path("/dev/null").is_char_device()

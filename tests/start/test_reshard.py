@@ -184,7 +184,7 @@ def test_tensors_in_lists_are_carried_over_as_they_are(tmp_path: Path) -> None:
         assert_same_bits(zeros["a"], torch.zeros(3))
 
 
-# --- what is no tensor of the strategy ---
+# --- what is not a tensor of the strategy ---
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (2, 1)])

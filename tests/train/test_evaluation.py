@@ -49,7 +49,7 @@ def evaluate(directory: Path, how: str) -> None:
         assert model.eval(job.loader, [OnRequestExit(directory=str(directory))])["loss"] > 0
         return
     guard = mx.Guard(model=job.network, directory=directory, prefix="job", resume=how.removeprefix("Guard "))
-    with pytest.raises(mx.errors.MindxError, match=r"directory of its own|does not fit|another job"):
+    with pytest.raises(mx.errors.MindxError, match=r"separate directory|does not fit|another job"):
         guard.open()
 
 

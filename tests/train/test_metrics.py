@@ -103,7 +103,7 @@ def test_state_resumes() -> None:
         (3, "metrics=3"),
         ([Count], "is a class"),
         (["accuracy", "accuracy"], "two metrics"),
-        ([object()], "is no metric"),
+        ([object()], "is not a metric"),
     ],
 )
 def test_what_is_no_metric_is_refused(metrics: Any, message: str) -> None:

@@ -100,7 +100,7 @@ class Checks:
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale = False, True
         self.has_news = False
-        """`at_boundary` has something to do though it is no look."""
+        """`at_boundary` has something to do though it is not a look."""
         self.refreshed = RefreshedModules()
         self._remedies, self._rebound = Remedies(targets, self._own), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies)

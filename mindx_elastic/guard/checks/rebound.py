@@ -42,7 +42,7 @@ class ReboundState:
         """`names`: of what goes on from step to step and is not kept."""
         held = {name: self._held[name] for name in names if name in self._held}
         found = look(frame, {}, [id(target) for _, target in held.values()]).asked if held else {}
-        # An item is no name that the loop works with: the dict that was given as `stateful` has it for ever.
+        # An item is not a name that the loop works with: the dict that was given as `stateful` has it for ever.
         still = {address for address, seen in found.items() if any("[" not in each.name for each in seen)}
         for name, (key, target) in held.items():
             if id(target) not in still:

@@ -25,7 +25,7 @@ _MOST = 256
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """The address of its memory; None where it has none of its own."""
+    """The address of its memory; None where it has no memory of its own."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     try:

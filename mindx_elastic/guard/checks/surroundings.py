@@ -164,7 +164,7 @@ def inner_schedulers(scheduler: object) -> dict[int, object]:
 
 def program_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of the program's own code, the nearest first, as far as where it begins: what runs it (a profiler, a
-    debugger, a test) has variables of its own. Those of libraries and ours are left out."""
+    debugger, a test) has its own variables. Those of libraries and ours are left out."""
     main = sys.modules.get("__main__")
     begin = None if main is None else table_of(main)
     while frame is not None:

@@ -1,7 +1,7 @@
 """Updates with gradients that nothing has reduced: the last forward in front of them was under ``no_sync()``, and no
 collective was called since, with which a program would average them itself.
 
-Each rank has a state of its own from then on (local SGD), while a job with DDP is taken for one whose ranks have the
+Each rank has its own state from then on (local SGD), while a job with DDP is taken for one whose ranks have the
 same: of what they share one rank's is kept. A program may begin that at any step, so each update is looked at. DDP
 decides in its forward whether it will reduce what the backward brings. What it begins with counts: Lightning's manual
 optimization, whose backwards and updates are inside of the forward, tells the reducer of each by itself, and keeps DDP
@@ -70,7 +70,7 @@ class UnreducedUpdates:
         for name in self._updated:
             self._unmanaged.risk(
                 f"{name}: updates are made with gradients that DDP has not reduced (under no_sync()), nor the program: "
-                "each rank has a state of its own (local SGD), and of a job with DDP one rank's is kept",
+                "each rank has its own state (local SGD), and of a job with DDP one rank's is kept",
                 "Make the last backward in front of an update outside of no_sync(). For local SGD train the module "
                 "without DDP: then each rank's state is kept",
             )

@@ -43,7 +43,7 @@ _MOST_OF_SAMPLER = 1 << 16
 _MOST_NAMED = 4
 _OTHER = object()
 _ORDER = ("indices", "num_samples", "replacement", "sampler", "seed", "weights")
-"""What programs set on samplers of torch's, beside the numbers that our loaders keep with their position."""
+"""What programs set on samplers of torch's, besides the numbers that our loaders keep with their position."""
 _OF_LOADER = ("batch_size", "collate_fn", "num_workers", "prefetch_factor", "worker_init_fn")
 _HOLD_NOTHING = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, DataLoader)
 _SCALARS = frozenset((type(None), bool, int, float, str))

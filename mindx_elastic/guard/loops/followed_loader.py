@@ -26,7 +26,7 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 __all__ = ["FollowedLoader", "SelfPositionedLoader", "with_epochs_put_back"]
 
 _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
-_AHEAD, _PER_STEP, _OVER = "ahead", "per_step", "over"  # in the state of a loader, beside its position
+_AHEAD, _PER_STEP, _OVER = "ahead", "per_step", "over"  # in the state of a loader, besides its position
 
 
 class SelfPositionedLoader:
@@ -57,7 +57,7 @@ class SelfPositionedLoader:
     def load_state_dict(self, state: Any) -> None:
         if not isinstance(state, Mapping) or state.keys() != {"own", "batches"}:
             if isinstance(state, Mapping) and state.get("kind") in ("resumable", "replay", "function"):
-                check_unchanged(f"{type(self.loader).__name__}, with a state of its own", state, {})
+                check_unchanged(f"{type(self.loader).__name__}, with its own state", state, {})
             state = {"own": state, "batches": 0}  # version 0.1 had the library's state as it is
         self.loader.load_state_dict(copy.deepcopy(state["own"]))
         self._loaded, self._at_load = state, state["batches"]

@@ -124,7 +124,7 @@ class LoaderWatch:
             else:
                 self._see_older(iterator)
         elif began != self._boundaries and state.get(_KEPT) is None and not self._crossing:
-            already = "beside the named ones" if self._has_named else "and no loader is named"
+            already = "next to the named ones" if self._has_named else "and no loader is named"
             self._crossing = f"steps use batches of {_describe(iterator)}, {already}: its position is not kept"
 
     def _see_ours(self, iteration: Iteration) -> None:

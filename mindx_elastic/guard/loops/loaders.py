@@ -250,7 +250,7 @@ class Loaders:
     def begin_behind_an_epoch(self) -> None:
         """A resumed run goes on with the epoch after the one of its boundary. A loader that was in the middle of its
         data goes on there where the program keeps its iterator over epochs, and starts over where the head of the epoch
-        makes one: in a function that is no generator, before any batch."""
+        makes one: in a function that is not a generator, before any batch."""
         for followed in self._followed:
             cursor = followed.engine.cursor
             if followed is not self._counting and cursor.pending and cursor.batch and not cursor.is_at_end:
@@ -317,7 +317,7 @@ class Loaders:
         return any(other.ended_behind == track.left_behind for other in others)
 
     def settle(self) -> None:
-        """The training ends at a step that is no boundary yet: take what was fetched as used."""
+        """The training ends at a step that is not a boundary yet: take what was fetched as used."""
         for followed in self._followed:
             if followed.track is not None:
                 followed.look_ahead.settle(followed.track.fetches)

@@ -172,7 +172,7 @@ class Loops:
             if self._loaders.epoch_used not in (0, self.epoch) and not self._goes_on():
                 self._collector.loop = {**self._collector.loop, _OWN_PACE: True}
                 self._loaders.let_first_go_on()
-            if 0 < self._pass_of_epoch < current and not self._loaders.began_beside_others:  # few data beside many
+            if 0 < self._pass_of_epoch < current and not self._loaders.began_beside_others:  # few data next to many
                 self._repeats = True
             self._pass_of_epoch = current
         elif self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
@@ -180,7 +180,7 @@ class Loops:
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
         self.step += 1
         self.step_in_epoch += 1
-        self._restores = self._is_resuming = False  # also where the program makes its first steps by a loop of its own
+        self._restores = self._is_resuming = False  # also where the program makes its first steps by its own loop
         self.tail.pass_step()
         if self._collector.loop:
             self._collector.loop = without_step(self._collector.loop)
@@ -332,7 +332,7 @@ class Loops:
         self._empty_epoch = epoch if self._restores and self._collector_says_finished() else 0
         if epoch != self.epoch:
             self.epoch, self.step_in_epoch = epoch, 0
-        for loader in self.loaders[:1]:  # others may go at a pace of their own, and start again within an epoch
+        for loader in self.loaders[:1]:  # others may go at another pace, and start again within an epoch
             if has_method(loader, "set_epoch") and not self._goes_on():
                 loader.set_epoch(epoch)
         self._loaders.begin_epoch()
@@ -381,7 +381,7 @@ class Loops:
         self._between.leave()
         self._in_epoch, self._done = False, self.epoch
 
-    # --- a loader that goes through its data at a pace of its own ---
+    # --- a loader that goes through its data at another pace ---
 
     def _goes_on(self) -> bool:
         """Whether the epochs of the first loader are not those of the loop: the loop goes through its data several

@@ -1,4 +1,4 @@
-"""Lookahead that is no optimizer of torch's: its state has that of the optimizer inside."""
+"""Lookahead that is not an optimizer of torch's: its state has that of the optimizer inside."""
 
 import sys
 
