@@ -98,7 +98,7 @@ def test_anything_in_a_field_is_a_value_of_its_type_or_an_error(whole: Whole, da
         ({"code": 256}, "its code is not a whole number from -3 to 255"),
         ({"seconds": float("nan")}, "its seconds is not a number from 0 to 10"),
         *(({"score": value}, "its score is not a number from -1.79769e") for value in (10**400, math.inf, math.nan)),
-        ({"part": {"name": "A"}}, "its name 'A' is not a text of at most 8 characters"),
+        ({"part": {"name": "A"}}, "its name 'A' is not a valid text of at most 8 characters"),
         ({"part": {}}, "it has no name"),
         ({"how": ["done"]}, "its how is none of done, left"),
         ({"pair": ["a"]}, "its pair has 1 parts instead of 2"),
