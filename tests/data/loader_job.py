@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing import active_children
 from typing import Any
 
 import torch
@@ -28,14 +29,6 @@ class Stuck(Noisy):
 def signal_the_group() -> None:
     for number in SIGNALS:
         os.killpg(0, number)
-
-
-def pids(loader: ResumableLoader) -> list[int]:
-    live = loader._engine._live
-    iteration = None if live is None else live()
-    assert iteration is not None
-    assert iteration._workers is not None
-    return [process.pid for process in iteration._workers.processes]
 
 
 def shielded(method: str) -> None:
@@ -66,7 +59,7 @@ def stuck(method: str) -> None:
     loader = ResumableLoader(Stuck(24), 1, num_workers=2, multiprocessing_context=method)
     keep = iter(loader)
     print("first", int(next(keep)[0, 0]))
-    print("pids", *pids(loader), flush=True)
+    print("pids", *(process.pid for process in active_children()), flush=True)
     os.killpg(0, signal.SIGTERM)
     globals()["keep"] = keep
     sys.exit(3)

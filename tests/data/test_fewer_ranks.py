@@ -51,6 +51,10 @@ def test_the_samples_of_each_update_stay(
 
 
 def test_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ShrinkSettings.from_env({"MINDX_FULL_WORLD_SIZE": "4", "MINDX_PLACES": "0,2,3"})
+    assert (settings.shares(3), settings.shares(4), settings.places) == (4, 4, (0, 2, 3))
+    with pytest.raises(UsageError, match="MINDX_ON_SHRINK"):
+        ShrinkSettings.from_env({"MINDX_ON_SHRINK": "x"})
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert window_of(3, 2) == 3
     monkeypatch.setenv("MINDX_FULL_WORLD_SIZE", "3")
@@ -61,14 +65,6 @@ def test_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert window_of(1, 2) == 1
 
 
-def test_settings() -> None:
-    assert ShrinkSettings.from_env({}).shares(3) == 3
-    settings = ShrinkSettings.from_env({"MINDX_FULL_WORLD_SIZE": "4", "MINDX_PLACES": "0,2,3"})
-    assert (settings.shares(3), settings.shares(4), settings.places) == (4, 4, (0, 2, 3))
-    with pytest.raises(UsageError, match="MINDX_ON_SHRINK"):
-        ShrinkSettings.from_env({"MINDX_ON_SHRINK": "x"})
-
-
 def test_a_position_of_all_ranks_is_one_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     def loader(rank: int, size: int) -> ResumableLoader:
         return ResumableLoader(list(range(50)), batch_size=3, shuffle=True, seed=1, rank=rank, world_size=size)
@@ -76,7 +72,7 @@ def test_a_position_of_all_ranks_is_one_of_fewer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "4")
     whole = [loader(rank, 4) for rank in range(4)]
     iterators = [iter(each) for each in whole]
-    before = [next(each) for each in iterators for _ in range(2)]
+    assert len([next(each) for each in iterators for _ in range(2)]) == 8
     expected = [batch.tolist() for each in iterators for batch in each]
     state = dict(loader(0, 4).state_dict(), batch=2, samples=24)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -88,7 +84,6 @@ def test_a_position_of_all_ranks_is_one_of_fewer(monkeypatch: pytest.MonkeyPatch
         assert fewer.state_dict()["batch"] == 4
         found += [batch.tolist() for batch in fewer]
     assert sorted(found) == sorted(expected)
-    assert len(before) == 8
 
 
 @given(

@@ -66,15 +66,9 @@ class Augmented(Dataset[torch.Tensor]):
         return self.transform(x) + float(self.lazy.random()) + float(_module_rng.random())
 
 
-def test_every_place_is_found() -> None:
-    found = find_generators([Augmented(), None])
-    assert {type(one).__name__ for one in found.values()} == {"Generator", "RandomState", "Random"}
-    assert len(found) == 6, found.keys()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("done", [1, 3, 4])
+@pytest.mark.parametrize(("workers", "done"), [(0, 1), (2, 3)])
 def test_a_resumed_epoch_is_augmented_the_same(workers: int, done: int) -> None:
+    assert len(find_generators([Augmented(), None])) == 6
     whole = [batch.clone() for batch in ResumableLoader(Augmented(), 2, shuffle=True)]
     first = ResumableLoader(Augmented(), 2, shuffle=True, num_workers=workers)
     iterator = iter(first)
@@ -124,8 +118,7 @@ def by_class(self: Any, index: int) -> float:
 
 
 @pytest.mark.parametrize("getter", [by_global, by_function, by_method, by_class])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_data_set_uses_and_does_not_hold(getter: Any, workers: int) -> None:
+def test_what_a_data_set_uses_and_does_not_hold(getter: Any) -> None:
     """A sample is the same with and without the batches before it, in this process and in a worker."""
 
     class Images(Dataset[float]):
@@ -138,8 +131,8 @@ def test_what_a_data_set_uses_and_does_not_hold(getter: Any, workers: int) -> No
             return flip(index)
 
     whole = list(ResumableLoader(Images(), 4, shuffle=True))
-    source = ResumableLoader(Images(), 4, shuffle=True, num_workers=workers)
+    source = ResumableLoader(Images(), 4, shuffle=True)
     next(iter(source))
-    resumed = ResumableLoader(Images(), 4, shuffle=True, num_workers=workers)
+    resumed = ResumableLoader(Images(), 4, shuffle=True, num_workers=1)
     resumed.load_state_dict(source.state_dict())
     assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in whole[1:]]

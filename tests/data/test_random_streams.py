@@ -50,18 +50,14 @@ TENSORS = TensorDataset(torch.arange(20.0), torch.arange(20))
     ("dataset", "collate_fn", "seeds"),
     [
         (TENSORS, default_collate, False),
-        (Subset(TENSORS, [3, 1, 2, 0]), default_collate, False),
         (Subset(Subset(TENSORS, range(9)), (3, 1, 2, 0)), default_collate, False),
         (TENSORS, own_collate, True),
-        (Augmented(torch.arange(20.0)), default_collate, True),
         (Subset(Augmented(torch.arange(20.0)), [3, 1, 2, 0]), default_collate, True),
         (Noisy(4), as_collated, True),
         (TensorDataset(torch.arange(20.0).as_subclass(OwnTensors)), default_collate, True),
     ],
 )
-def test_only_what_cannot_draw_is_not_seeded(
-    dataset: Any, collate_fn: Any, seeds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_cannot_draw_is_not_seeded(dataset: Any, collate_fn: Any, seeds: bool) -> None:
     keys = [(11, 2), (12, 0), (13, 3)]
     seeded = SeededDataset(dataset, collate_fn)
     assert seeded._draws is seeds
@@ -78,9 +74,6 @@ def assert_same_streams(before: dict[str, Any]) -> None:
     expected = draw()
     restore_streams(before)
     assert draw() == expected
-
-
-# --- data sets that draw nothing ---
 
 
 class Quiet(Noisy):
@@ -110,12 +103,6 @@ class InitialSeed(Quiet):
 
     def _seed(self) -> int:
         return torch.initial_seed()
-
-
-class Forks(Quiet):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        with torch.random.fork_rng(devices=[]):
-            return super().__getitem__(index) + torch.rand(1, dtype=torch.float64)
 
 
 class DrawsAndFails(Quiet):
@@ -153,13 +140,6 @@ def deviates_collate(batch: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(batch) + random.gauss(0, 1) + np.random.randn()
 
 
-class OneStream(Quiet):
-    """Draws from torch's stream for each sample, and for those in `noisy` from all."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) + torch.rand(4, dtype=torch.float64)
-
-
 def batches_of(dataset: SeededDataset) -> list[Any]:
     """Of 4 batches of 3, with draws of the training in between."""
     found = []
@@ -172,15 +152,12 @@ def batches_of(dataset: SeededDataset) -> list[Any]:
     return found
 
 
-KINDS = [Quiet, QuietBatches, InitialSeed, Forks, DrawsAndFails, OneStream, Greedy, SeedsItself]
-
-
-@pytest.mark.parametrize("noisy", [(), (0,), (2,), (5,), (3, 4, 5), (11,)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("noisy", [(), (0,), (3, 4, 5), (11,)])
+@pytest.mark.parametrize("kind", [Quiet, QuietBatches, InitialSeed, DrawsAndFails, Greedy, SeedsItself])
 def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
     kind: type[Quiet], noisy: Collection[int]
 ) -> None:
-    def stopped_by(collate_fn: Callable[[Any], Any]) -> None:
+    for collate_fn in (default_collate, noisy_collate, deviates_collate):
         expected = batches_of(SeededDataset(kind(12, noisy), collate_fn))
         use = StreamUse()
         torch.manual_seed(3)
@@ -190,13 +167,8 @@ def test_a_sample_is_the_same_whether_its_data_set_was_taken_for_quiet(
         restore_streams(before)
         again = SeededDataset(kind(12, noisy), collate_fn, use)
         assert repr(batches_of(again)) == repr(expected), "another epoch"
-        draws = noisy or kind not in (Quiet, QuietBatches, InitialSeed, Forks) or collate_fn is not default_collate
-        assert dataset._is_watched is (kind not in (InitialSeed, Forks))
-        assert not dataset._is_watched or bool(use.drawn) is bool(draws), "or the test is empty"
-
-    stopped_by(default_collate)
-    stopped_by(noisy_collate)
-    stopped_by(deviates_collate)
+        draws = noisy or kind not in (Quiet, QuietBatches) or collate_fn is not default_collate
+        assert bool(use.drawn) is (bool(draws) and kind is not InitialSeed), "or the test is empty"
 
 
 def test_a_batch_that_has_drawn_is_loaded_again_once() -> None:
@@ -210,13 +182,11 @@ def test_a_batch_that_has_drawn_is_loaded_again_once() -> None:
     assert inner.loaded == 12 + 3
 
 
-STREAMS: list[tuple[str, Callable[[], float]]] = [
-    ("python", random.random),
-    ("numpy", np.random.random_sample),
-    ("torch", lambda: torch.rand((), dtype=torch.float64).item()),
+STREAMS: list[Callable[[], float]] = [
+    random.random,
+    np.random.random_sample,
+    lambda: torch.rand((), dtype=torch.float64).item(),
 ]
-
-
 GOLDEN = {
     1: [0.4140646543380324, 0.8262472634824459, 0.06105327471962363],
     4: [0.5625837457494345, 0.31822388429348003, 0.279380429906404],
@@ -231,14 +201,11 @@ class Drawing(Dataset[Any]):
     def __init__(self, *streams: int) -> None:
         self.streams = streams
 
-    def __len__(self) -> int:
-        return 12
-
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([STREAMS[each][1]() for each in self.streams], dtype=torch.float64)
+        return torch.tensor([STREAMS[each]() for each in self.streams], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("streams", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("streams", [(0,), (1,), (2,), (0, 1, 2)])
 def test_only_the_streams_that_are_drawn_from_are_seeded(
     streams: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,13 +262,11 @@ def test_readers_are_found_behind_functions_and_classes() -> None:
         def helper(x: Any) -> Any:
             return {"x": x, "then": lambda: [torch.random.get_rng_state() for _ in range(2)]}
 
-    class Plain:
-        def __call__(self, x: Any) -> Any:
-            return x + 1
-
-    assert may_read_streams([inner])
-    assert may_read_streams([functools.partial(lambda f: f(), inner)])
-    assert may_read_streams([Transform()])
-    assert may_read_streams([Transform().__call__])
-    assert may_read_streams([{"transforms": [Plain(), Transform()]}])
-    assert not may_read_streams([Plain(), default_collate, Quiet(3), TENSORS])
+    for reader in (
+        inner,
+        functools.partial(lambda f: f(), inner),
+        Transform().__call__,
+        {"all": [Quiet(3), Transform()]},
+    ):
+        assert may_read_streams([reader])
+    assert not may_read_streams([default_collate, Quiet(3), TENSORS])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,31 +23,17 @@ def positions(plan: EpochPlan, rank: int, first: int = 0) -> list[list[int]]:
     return [list(range(*plan.share(batch, rank))) for batch in range(first, plan.num_batches)]
 
 
-class WithoutSeeds(ResumableBatchSampler):
-    """The indices only."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([[index for _, index in keys] for keys in super().__iter__()])
-
-
-def make_sampler(
-    size: int,
-    batch_size: int,
-    world_size: int = 1,
-    rank: int = 0,
-    *,
-    cursor: Cursor | None = None,
-    shuffle: bool = True,
-) -> ResumableBatchSampler:
-    return WithoutSeeds(
+def order_of(size: int, batch_size: int, world_size: int = 1, rank: int = 0) -> list[list[int]]:
+    sampler = ResumableBatchSampler(
         range(size),
-        cursor or Cursor(),
+        Cursor(),
         batch_size=batch_size,
-        shuffle=shuffle,
+        shuffle=True,
         seed=5,
         drop_last=False,
         ranks=lambda: (rank, world_size),
     )
+    return [[index for _, index in keys] for keys in sampler]
 
 
 @given(size=sizes, batch_size=batch_sizes, world_size=worlds)
@@ -83,10 +68,10 @@ def test_other_ranks_can_finish_the_epoch(size: int, batch_size: int, old: int, 
 @settings(max_examples=50)
 @given(size=st.integers(1, 200), batch_size=batch_sizes, world_size=worlds)
 def test_the_order_does_not_depend_on_the_number_of_ranks(size: int, batch_size: int, world_size: int) -> None:
-    ranks = [list(make_sampler(size, batch_size, world_size, rank)) for rank in range(world_size)]
+    ranks = [order_of(size, batch_size, world_size, rank) for rank in range(world_size)]
     steps = [[index for part in step for index in part] for step in zip(*ranks, strict=True)]
     together = [index for step in steps for index in step]
-    alone = [index for batch in make_sampler(size, batch_size) for index in batch]
+    alone = [index for batch in order_of(size, batch_size) for index in batch]
     assert together[:size] == alone
     assert together[size:] == [alone[place % size] for place in range(size, len(together))]
 
@@ -99,9 +84,6 @@ def test_ranks_come_from_torch_when_it_is_initialised(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     assert rank_and_world_size(None, None) == (1, 3)
     assert rank_and_world_size(2, 5) == (2, 5)
-
-
-# The position's state machine, without any loader.
 
 
 def test_cursor_applies_a_request_made_during_an_iteration_to_the_next_one() -> None:
