@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindx_elastic.errors import UnmanagedStateError
-from tests.guard.test_loops import Program
+from tests.guard.program import Loop, Make, Program, no_loader
 
 pytestmark = pytest.mark.usefixtures("clean")
-
-
-def one(p: Program, batch: Any) -> None:
-    p.step(*batch)
-    p.guard.step_end()
 
 
 class Counter:
@@ -31,48 +25,62 @@ class Counter:
         self.number = state["number"]
 
 
+# --- refused ---
+
+
 def scheduler_after_the_boundary(p: Program) -> None:
-    with p.guard:
-        for _ in p.guard.epochs(2):
-            for batch in p.loader:
-                one(p, batch)
-                p.scheduler.step()
-
-
-def draws_after_the_boundary(p: Program) -> None:
-    with p.guard:
-        for _ in p.guard.steps(6):
-            one(p, p.full_batch())
-            p.log.append(p.full_batch())
-
-
-def scheduler_after_a_full_batch(p: Program) -> None:
-    with p.guard:
-        for _ in p.guard.epochs(6):
-            one(p, p.full_batch())
+    for _ in p.guard.epochs(2):
+        for batch in p.loader:
+            p.train(batch)
             p.scheduler.step()
 
 
+def scheduler_after_a_full_batch(p: Program) -> None:
+    for _ in p.guard.epochs(6):
+        p.train(p.full_batch())
+        p.scheduler.step()
+
+
+def draws_after_the_boundary(p: Program) -> None:
+    for _ in p.guard.steps(6):
+        p.train(p.full_batch())
+        p.log.append(p.full_batch())
+
+
+def two_boundaries_an_iteration(p: Program) -> None:
+    for _ in p.guard.steps(6):
+        p.train(p.full_batch())
+        p.train(p.full_batch())
+
+
+def weights_changed_before_the_loop(p: Program) -> None:
+    p.network.load_state_dict({name: value * 2 for name, value in p.network.state_dict().items()})
+    draws_after_the_boundary(p)
+
+
 @pytest.mark.parametrize(
-    ("program", "words", "options"),
+    ("loop", "words", "make"),
     [
-        (scheduler_after_the_boundary, r"lr_scheduler moves after guard\.step_end\(\)", {}),
-        (draws_after_the_boundary, r"a random stream \(python, torch, numpy\) moves after", {"loader": None}),
-        (scheduler_after_a_full_batch, r"lr_scheduler moves after", {"loader": None}),
+        (scheduler_after_the_boundary, r"lr_scheduler moves after guard\.step_end\(\)", dict),
+        (scheduler_after_a_full_batch, r"lr_scheduler moves after", no_loader),
+        (draws_after_the_boundary, r"a random stream \(python, torch, numpy\) moves after", no_loader),
+        (two_boundaries_an_iteration, r"has passed 2 boundaries", no_loader),
+        (weights_changed_before_the_loop, r"weights are changed inside the guard's block", no_loader),
     ],
 )
-def test_what_a_stop_would_lose_is_refused(
-    tmp_path: Path, program: Callable[[Program], None], words: str, options: dict[str, Any]
-) -> None:
-    p = Program(tmp_path, **options)
-    with pytest.raises(UnmanagedStateError, match=words):
-        program(p)
+def test_what_a_stop_would_lose_is_refused(tmp_path: Path, loop: Loop, words: str, make: Make) -> None:
+    p = Program(tmp_path, **make())
+    with pytest.raises(UnmanagedStateError, match=words), p.guard:
+        loop(p)
+
+
+# --- told ---
 
 
 def samples_now_and_then(p: Program, *, last: int) -> None:
     with p.guard:
         for step in p.guard.steps(last):
-            one(p, p.full_batch())
+            p.train(p.full_batch())
             if step % 9 == 0:
                 p.log.append(p.full_batch())
 
@@ -87,48 +95,13 @@ def test_a_run_that_was_not_refused_goes_on(tmp_path: Path, caplog: pytest.LogCa
     assert resumed.guard._unmanaged.notes
 
 
-def test_numbers_that_no_step_draws_may_be_drawn_anywhere(tmp_path: Path) -> None:
-    p = Program(tmp_path)
-    with p.guard:
-        for _ in p.guard.epochs(2):
-            for batch in p.loader:
-                p.step(*batch)
-                p.guard.step_end()
-                p.log.append(random.choice("which sample to print"))
-    assert p.guard._unmanaged.notes == ()
-
-
-def at_the_head_and_between(p: Program) -> None:
-    counter = p.guard._targets["counter"]
-    with p.guard:
-        for _ in p.guard.epochs(2):
-            for batch in p.loader:
-                if p.guard.step % 2 == 1:
-                    with p.guard.outside_step():
-                        p.full_batch()
-                    counter.number += 1
-                p.full_batch()
-                one(p, batch)
-                with p.guard.outside_step():
-                    p.full_batch()
-            p.scheduler.step()
-            with p.guard.outside_step():
-                p.full_batch()
-            counter.number += 1
-            p.full_batch()
-
-
-def test_the_right_places_are_left_alone(tmp_path: Path) -> None:
-    at_the_head_and_between(Program(tmp_path, stateful={"counter": Counter()}))
-
-
 def test_a_result_noted_after_the_boundary_is_a_risk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     counter = Counter()
     p = Program(tmp_path, stateful={"counter": counter})
     with p.guard:
         for _ in p.guard.epochs(3):
             for batch in p.loader:
-                one(p, batch)
+                p.train(batch)
                 if p.guard.step == 12:
                     with p.guard.outside_step():
                         p.full_batch()
@@ -137,29 +110,36 @@ def test_a_result_noted_after_the_boundary_is_a_risk(tmp_path: Path, caplog: pyt
     assert line.startswith("counter moves after guard.step_end()") and "at the head of the loop" in line
 
 
-def two_boundaries_an_iteration(p: Program) -> None:
+# --- left alone ---
+
+
+def test_numbers_that_no_step_draws_may_be_drawn_anywhere(tmp_path: Path) -> None:
+    p = Program(tmp_path)
     with p.guard:
-        for _ in p.guard.steps(6):
-            one(p, p.full_batch())
-            one(p, p.full_batch())
+        for _ in p.guard.epochs(2):
+            for batch in p.loader:
+                p.train(batch)
+                p.log.append(random.choice("which sample to print"))
+    assert p.guard._unmanaged.notes == ()
 
 
-def weights_changed_before_the_loop(p: Program) -> None:
+def test_the_right_places_are_left_alone(tmp_path: Path) -> None:
+    counter: Any = Counter()
+    p = Program(tmp_path, stateful={"counter": counter})
     with p.guard:
-        p.network.load_state_dict({name: value * 2 for name, value in p.network.state_dict().items()})
-        for _ in p.guard.steps(3):
-            one(p, p.full_batch())
-
-
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        (two_boundaries_an_iteration, r"has passed 2 boundaries"),
-        (weights_changed_before_the_loop, r"weights are changed inside the guard's block"),
-    ],
-)
-def test_refused_in_loops_of_ours(tmp_path: Path, program: Callable[[Program], None], words: str) -> None:
-    p = Program(tmp_path, loader=None)
-    with pytest.raises(UnmanagedStateError, match=words):
-        program(p)
-    assert not list(tmp_path.glob("*.safetensors"))
+        for _ in p.guard.epochs(2):
+            for batch in p.loader:
+                if p.guard.step % 2 == 1:
+                    with p.guard.outside_step():
+                        p.full_batch()
+                    counter.number += 1
+                p.full_batch()
+                p.train(batch)
+                with p.guard.outside_step():
+                    p.full_batch()
+            p.scheduler.step()
+            with p.guard.outside_step():
+                p.full_batch()
+            counter.number += 1
+            p.full_batch()
+    assert p.guard._unmanaged.notes == ()

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, default_collate
 
 from mindx_elastic import Guard
-from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
-from tests.guarded import stop_and_wait
-
-EPOCHS, BATCHES = 4, 5
-
+from tests.guard.program import BATCHES, EPOCHS, Loop, Program, check
+from tests.guard.test_loaders import of, plain
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -38,8 +33,8 @@ class Pictures(Dataset[Any]):
     """Every attribute counts, but `calls`, which belongs to the data set itself."""
 
     def __init__(self) -> None:
-        self.x = torch.randn(4 * BATCHES, 4)
-        self.mosaic, self.level, self.calls, self.epoch = True, 0.0, 0, 0
+        self.x = torch.randn(4 * BATCHES, 4, generator=torch.Generator().manual_seed(1))
+        self.mosaic, self.level, self.calls, self.bias = True, 0.0, 0, 0.0
         self.strong = Strong(0.1)
         self.others: Any = [self.strong]
         self.shifts: list[float] = []
@@ -47,14 +42,17 @@ class Pictures(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.x)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         self.calls += 1
-        x = self.x[index] + 0.1 * self.level * torch.randn(4) + 0.01 * self.epoch + sum(self.shifts)
+        x = self.x[index] + 0.1 * self.level * torch.randn(4) + self.bias + sum(self.shifts)
         if self.mosaic:
             x = x + self.x[int(torch.randint(len(self.x), ()))]
         for other in self.others:
             x = other(x)
-        return x
+        return x, index
+
+    def settings(self) -> tuple[Any, ...]:
+        return self.mosaic, self.level, self.bias, self.strong.p, len(self.others), list(self.shifts)
 
 
 class Collate:
@@ -63,118 +61,52 @@ class Collate:
     def __init__(self) -> None:
         self.size = 4
 
-    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(samples) * self.size
+    def __call__(self, samples: list[Any]) -> Any:
+        x, index = default_collate(samples)
+        return x * self.size, index
 
 
-Form = Callable[[Any, DataLoader[Any], int, str, int], None]
-"""Gets the data set, its loader, the epoch, where the loop is (head, step, tail) and the number of the step."""
+def loader_of(data: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, 4, collate_fn=Collate(), **options)
 
 
-def run(
-    form: Form,
-    directory: Path,
-    *,
-    stop: int = 0,
-    workers: int = 0,
-    sampler: Any = None,
-    data: Any = None,
-    **of_sampler: Any,
-) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    data = Pictures() if data is None else data()
-    is_shuffled = sampler is None and not isinstance(data, IterableDataset)
-    loader: DataLoader[Any] = DataLoader(
-        data,
-        4,
-        shuffle=True if is_shuffled else None,
-        sampler=sampler and sampler(data, **of_sampler),
-        collate_fn=Collate(),
-        num_workers=workers,
-    )
-    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    guard = Guard(model=net, optimizer=optimizer, loader=loader, directory=directory)
-    with guard:
-        for epoch in guard.epochs(EPOCHS):
-            form(data, loader, epoch, "head", 0)
-            for x in loader:
-                step = guard.step + 1
-                form(data, loader, epoch, "step", step)
-                optimizer.zero_grad()
-                net(x).square().mean().backward()
-                optimizer.step()
-                if step == stop:
-                    stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
-                guard.step_end()
-            form(data, loader, epoch, "tail", guard.step)
-    return [value.clone() for value in net.state_dict().values()]
+def once(p: Program) -> None:
+    """At the head of an epoch, in mid-epoch and behind an epoch: whole values, and in place."""
+    data = p.loader.dataset
+    for epoch in p.guard.epochs(4):
+        if epoch == 2:
+            data.mosaic, data.strong.p, p.loader.collate_fn.size = False, 0.6, 2
+        for batch in p.loader:
+            if p.guard.step == 7:
+                data.bias = 0.3
+            p.log.append(data.settings())
+            p.train(batch)
+        if epoch == 1:
+            data.shifts.append(0.5)
+        if epoch == 3:
+            data.others = []
 
 
-def stop_and_resume(form: Form, directory: Path, stop: int, **options: Any) -> None:
-    whole = run(form, directory / "whole", **options)
-    with pytest.raises(GracefulExit):
-        run(form, directory / "stopped", stop=stop, **options)
-    resumed = run(form, directory / "stopped", **options)
-    assert all(map(torch.equal, whole, resumed))
-
-
-def switch(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "head" and epoch == 2:
-        loader.dataset.mosaic = False
-
-
-def in_mid_epoch(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "step" and step == 8:
-        data.mosaic = False
-
-
-def each_step(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "step":
-        data.level += 0.1
-
-
-def curriculum(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "tail":
+def each_time(p: Program) -> None:
+    data = p.loader.dataset
+    for _ in p.guard.epochs(4):
         data.level += 1
-
-
-def at_head(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "head":
+        for batch in p.loader:
+            data.bias += 0.1
+            p.log.append(data.settings())
+            p.train(batch)
         data.level += 1
-
-
-def nested(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "head" and epoch == 2:
-        data.strong.p, loader.collate_fn.size = 0.6, 2
-
-
-def appended(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "tail" and epoch == 1:
-        data.shifts.append(0.5)
-
-
-def taken_away(data: Any, loader: Any, epoch: int, where: str, step: int) -> None:
-    if where == "head" and epoch == 2:
-        data.others = []
-
-
-FORMS: list[Form] = [switch, in_mid_epoch, each_step, curriculum, at_head, nested, appended, taken_away]
 
 
 @pytest.mark.parametrize(
-    ("form", "stop"), [*itertools.product(FORMS, (10, 13))], ids=lambda v: getattr(v, "__name__", v)
+    ("loop", "stops", "workers"),
+    [(once, (5, 10, 13, 16), 0), (each_time, (5, 10, 13), 0), (once, (13, 17), 1)],  # workers have a copy of the data
 )
-def test_it_goes_on(form: Form, stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At an epoch's end, in a later epoch than the one that has set it."""
-    stop_and_resume(form, tmp_path, stop)
+def test_it_goes_on(
+    loop: Loop, stops: tuple[int, ...], workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(loop, tmp_path, stops, make=of(lambda: loader_of(Pictures(), shuffle=True, num_workers=workers)))
     assert "bit for bit" not in caplog.text and "is not kept" not in caplog.text
-
-
-@pytest.mark.parametrize("form", [switch, in_mid_epoch, nested])
-def test_with_workers(form: Form, tmp_path: Path) -> None:
-    """They have a copy of the data set as it was when they began."""
-    stop_and_resume(form, tmp_path, 13, workers=1)
 
 
 class Counting(Sampler[int]):
@@ -195,43 +127,52 @@ class Counting(Sampler[int]):
         self.passes += self.end
 
 
-@pytest.mark.parametrize("stop", [3, 9, 10, 13])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("end", [False, True])
-def test_a_sampler_that_counts_by_itself(end: bool, workers: int, stop: int, tmp_path: Path) -> None:
-    if end and not workers and stop == 10:
-        pytest.skip("the last batch is given, and the lines behind it have not run: the resumed run tells of it")
+def test_a_sampler_that_counts_by_itself(end: bool, workers: int, tmp_path: Path) -> None:
+    """Behind the last batch of an epoch the lines behind it have not run: there the resumed run tells of it."""
 
-    def nothing(*_: Any) -> None: ...
+    def make() -> DataLoader[Any]:
+        data = Pictures()
+        return loader_of(data, num_workers=workers, sampler=Counting(data, end=end))
 
-    stop_and_resume(nothing, tmp_path, stop, workers=workers, sampler=Counting, end=end)
+    stops = (3, 9, 13) if end and not workers else (3, 9, 10, 13)
+    check(plain, tmp_path, stops, make=of(make))
 
 
 class Stream(IterableDataset[Any]):
     """Goes through itself, and notes where it is."""
 
     def __init__(self) -> None:
-        self.x = torch.randn(4 * BATCHES, 4)
-        self.place, self.mosaic = 0, True
+        self.pictures, self.place, self.mosaic = Pictures(), 0, True
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for self.place in range(len(self.x)):  # noqa: B020
-            yield self.x[self.place] * (2 if self.mosaic else 1)
+    def __iter__(self) -> Iterator[Any]:
+        for self.place in range(len(self.pictures)):  # noqa: B020
+            x, index = self.pictures[self.place]
+            yield x * (2 if self.mosaic else 1), index
 
 
 def test_an_iterable_data_set(tmp_path: Path) -> None:
-    stop_and_resume(switch, tmp_path, 13, data=Stream)
+    def loop(p: Program) -> None:
+        for epoch in p.guard.epochs(EPOCHS):
+            if epoch == 2:
+                p.loader.dataset.mosaic = False
+            for batch in p.loader:
+                p.train(batch)
+
+    check(loop, tmp_path, (13,), make=of(lambda: loader_of(Stream())))
 
 
 # --- by itself ---
 
 
 def settings_of(data: Any) -> DataSettings:
-    return DataSettings(DataLoader(data, 4, collate_fn=Collate()), 2)
+    return DataSettings(loader_of(data), 2)
 
 
-def at_boundary(settings: DataSettings) -> Any:
-    return settings.state()
+def now_of(settings: DataSettings) -> Any:
+    state: Any = settings.state()
+    return state["now"]
 
 
 def test_nothing_is_saved_of_what_is_not_set() -> None:
@@ -242,7 +183,7 @@ def test_nothing_is_saved_of_what_is_not_set() -> None:
     settings.begin_making()
     data[0]
     settings.end_making()
-    assert data.calls == 1 and at_boundary(settings) is None
+    assert data.calls == 1 and settings.state() is None
 
 
 def test_the_head_of_another_number_of_ranks_is_right() -> None:
@@ -251,7 +192,7 @@ def test_the_head_of_another_number_of_ranks_is_right() -> None:
     settings = settings_of(data)
     settings.at_begin(1)
     data.level, data.mosaic = 7.0, False
-    state = at_boundary(settings)
+    state: Any = settings.state()
     for other in (FollowedLoader.as_of_another_rank({"settings": state})["settings"], {**state, "num_ranks": 4}):
         data = Pictures()
         settings = settings_of(data)
@@ -274,10 +215,10 @@ def test_going_back_to_a_boundary_before_it_was_set() -> None:
     data = Pictures()
     settings = settings_of(data)
     settings.at_begin(1)
-    before = at_boundary(settings)
+    before = settings.state()
     data.mosaic = False
     data.shifts.append(1.0)
-    assert at_boundary(settings)["now"] == {"dataset": {"mosaic": False, "shifts": [1.0]}}
+    assert now_of(settings) == {"dataset": {"mosaic": False, "shifts": [1.0]}}
     settings.load(before, 1)
     assert data.mosaic and data.shifts == []
 
@@ -286,9 +227,9 @@ def test_what_changes_inside_of_a_tuple_is_seen() -> None:
     data: Any = Pictures()
     settings = settings_of(data)
     data.scale = ([3.0], [2.0])
-    assert at_boundary(settings)["now"] == {"dataset": {"scale": ([3.0], [2.0])}}
+    assert now_of(settings) == {"dataset": {"scale": ([3.0], [2.0])}}
     data.scale[0][0] = 5.0
-    assert at_boundary(settings)["now"] == {"dataset": {"scale": ([5.0], [2.0])}}
+    assert now_of(settings) == {"dataset": {"scale": ([5.0], [2.0])}}
 
 
 def test_a_list_stays_the_programs_own() -> None:
@@ -299,19 +240,21 @@ def test_a_list_stays_the_programs_own() -> None:
     assert shifts == [2.0] and data.shifts is shifts
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 0.5, "a", (1, 2.0), [1, [2]], {"a": 1}, {1, 2}])
-def test_plain_values(value: Any) -> None:
+def test_plain_values() -> None:
     data: Any = Pictures()
     data.extra = partial(int)
     settings = settings_of(data)
-    data.added = value
-    state = at_boundary(settings)
-    assert state["now"] == {"dataset": {"added": value}}
+    values = [None, True, 3, 0.5, "a", (1, 2.0), [1, [2]], {"a": 1}, {1, 2}]
+    for number, value in enumerate(values):
+        setattr(data, f"added_{number}", value)
+    state: Any = settings.state()
+    assert [*state["now"]["dataset"].values()] == values
     other: Any = Pictures()
     settings_of(other).load(state, 1)
-    assert other.added == value and type(other.added) is type(value)
-    if isinstance(value, (list, dict, set)):
-        assert other.added is not value
+    for number, value in enumerate(values):
+        found = getattr(other, f"added_{number}")
+        assert found == value and type(found) is type(value)
+        assert found is not value or not isinstance(value, (list, dict, set))
 
 
 def test_what_is_no_longer_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -367,7 +310,7 @@ def test_a_second_entry_tells_what_it_puts_back(tmp_path: Path, caplog: pytest.L
             assert data.level == level
             for _ in guard.epochs(epochs):
                 data.level = 2.0
-                for x in loader:
+                for x, _ in loader:
                     net(x).sum().backward()
                     optimizer.step()
                     guard.step_end()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,19 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from mindx_elastic import Guard
 from mindx_elastic.data import ResumableLoader
-from mindx_elastic.errors import GracefulExit, UsageError
-from tests.guarded import stop_and_wait
+from mindx_elastic.errors import UsageError
+from tests.guard.program import Loop, Program, check, run
+from tests.guard.test_loaders import of
 
 SAMPLES, EPOCHS = 48, 4
-DATA, TWICE = TensorDataset(torch.arange(SAMPLES)), TensorDataset(torch.arange(2 * SAMPLES))
-Batches = list[list[int]]
 
+
+def numbers(size: int) -> TensorDataset:
+    return TensorDataset(torch.arange(4.0 * size).reshape(size, 4) / size, torch.arange(size))
+
+
+DATA, TWICE = numbers(SAMPLES), numbers(2 * SAMPLES)
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -58,14 +61,6 @@ def with_workers() -> DataLoader[Any]:
 
 def dropping() -> DataLoader[Any]:
     return adopted(drop_last=True)
-
-
-def in_order() -> DataLoader[Any]:
-    return DataLoader(DATA, 4)
-
-
-def replayed() -> DataLoader[Any]:
-    return DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(SAMPLES)))
 
 
 def replayed_with_workers() -> DataLoader[Any]:
@@ -101,79 +96,51 @@ def in_mid_epoch(loader: Any, epoch: int, batch: int) -> None:
         loader.batch_sampler.batch_size += 2
 
 
-def run(make: Make, change: Change, directory: Path | None, stop: int = 0) -> Batches:
-    """The batches that the steps had. Without a directory: no guard is there."""
-    torch.manual_seed(0)
-    loader, net = make(), torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.0)
-    found: Batches = []
-    if directory is None:
-        for epoch in range(1, EPOCHS + 1):
-            for number, (x,) in enumerate(loader, 1):
-                found.append(x.tolist())
-                change(loader, epoch, number)
-            change(loader, epoch, 0)
-        return found
-    guard = Guard(model=net, optimizer=optimizer, loader=loader, directory=directory)
-    with guard:
-        for epoch in guard.epochs(EPOCHS):
-            for number, (x,) in guard.enumerate(loader, 1):
-                found.append(x.tolist())
-                change(loader, epoch, number)
-                if guard.step + 1 == stop:
-                    stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
-                guard.step_end()
-            change(loader, epoch, 0)
-    return found
+def loop_with(change: Change) -> Loop:
+    """It logs the samples of each step."""
+
+    def loop(p: Program) -> None:
+        for epoch in p.guard.epochs(EPOCHS):
+            for number, batch in p.guard.enumerate(p.loader, 1):
+                p.log.append(batch[1].tolist())
+                change(p.loader, epoch, number)
+                p.train(batch)
+            change(p.loader, epoch, 0)
+
+    return loop
 
 
-def stopped(make: Make, change: Change, directory: Path, stop: int) -> int:
-    with pytest.raises(GracefulExit):
-        run(make, change, directory, stop)
-    return stop
+@pytest.mark.parametrize(
+    ("change", "make"), [(in_mid_epoch, with_workers), (in_mid_epoch, dropping), (after_an_epoch, of_two_ranks)]
+)
+def test_the_batch_size_acts_as_in_torch(make: Make, change: Change, tmp_path: Path) -> None:
+    loader, expected = make(), []
+    for epoch in range(1, EPOCHS + 1):
+        for number, batch in enumerate(loader, 1):
+            expected.append(len(batch[1]))
+            change(loader, epoch, number)
+        change(loader, epoch, 0)
+    assert len(set(expected)) > 1
+    p, _ = run(loop_with(change), tmp_path, loader=make())
+    assert [len(batch) for batch in p.log] == expected
 
 
-STOCK: list[Make] = [with_workers, dropping, of_two_ranks, adopted, in_order]
-OTHERS: list[Make] = [replayed, own_batches, resumable, replayed_with_workers]
+ALL = (with_workers, dropping, of_two_ranks, adopted, own_batches, resumable, replayed_with_workers)
 CASES = [
-    (in_mid_epoch, with_workers, 16),  # batches of three sizes are fetched and not used
-    (in_mid_epoch, replayed_with_workers, 18),
-    (in_mid_epoch, own_batches, 15),
-    (in_mid_epoch, resumable, 18),
-    (after_an_epoch, resumable, 18),
-    (after_an_epoch, dropping, 15),
-    (after_an_epoch, of_two_ranks, 15),
-    (in_mid_epoch, adopted, 14),
-    *itertools.product((in_mid_epoch, after_an_epoch), [*STOCK, *OTHERS], (9, 13, 14, 15, 16, 18)),
+    (in_mid_epoch, with_workers, (16,)),  # batches of three sizes are fetched and not used
+    (in_mid_epoch, replayed_with_workers, (18,)),
+    (in_mid_epoch, own_batches, (15,)),
+    (in_mid_epoch, resumable, (14, 18)),
+    (after_an_epoch, dropping, (15, 18)),
+    (after_an_epoch, of_two_ranks, (15,)),
+    *itertools.product((in_mid_epoch, after_an_epoch), ALL, [(9, 13, 14, 15, 16, 18)]),
 ]
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(("change", "make"), [*itertools.product((in_mid_epoch, after_an_epoch), STOCK)])
-def test_the_batch_size_acts_as_in_torch(make: Make, change: Change, tmp_path: Path) -> None:
-    expected = [len(batch) for batch in run(make, change, None)]
-    assert len(set(expected)) > 1
-    assert [len(batch) for batch in run(make, change, tmp_path)] == expected
-
-
-@pytest.mark.few(8)
-@pytest.mark.parametrize(("change", "make", "stop"), CASES)
-def test_and_is_kept(make: Make, change: Change, stop: int, tmp_path: Path) -> None:
-    expected = run(make, change, tmp_path / "whole")
-    stopped(make, change, tmp_path / "cut", stop)
-    assert run(make, change, tmp_path / "cut") == expected[stop:]
-
-
-def in_turn(loader: Any, epoch: int, batch: int) -> None:
-    if not batch and epoch == 2:
-        loader.sampler.shuffle = False
-
-
-def test_a_sampler_that_shuffles_no_more(tmp_path: Path) -> None:
-    expected = run(of_two_ranks, in_turn, tmp_path / "whole")
-    assert sorted(expected[-1]) == expected[-1]
-    stopped(of_two_ranks, in_turn, tmp_path / "cut", 15)
-    assert run(of_two_ranks, in_turn, tmp_path / "cut") == expected[15:]
+@pytest.mark.few(6)
+@pytest.mark.parametrize(("change", "make", "stops"), CASES)
+def test_and_is_kept(make: Make, change: Change, stops: tuple[int, ...], tmp_path: Path) -> None:
+    check(loop_with(change), tmp_path, stops, make=of(make))
 
 
 class Chosen(Sampler[int]):
@@ -202,11 +169,6 @@ def chosen() -> DataLoader[Any]:
     return DataLoader(DATA, 4, sampler=Chosen())
 
 
-def from_the_second_epoch(change: Callable[[Any], None]) -> Change:
-    """Once: a resumed run does not come by it again."""
-    return lambda loader, epoch, batch: change(loader.sampler) if not batch and epoch == 1 else None
-
-
 def other_weights(sampler: Any) -> None:
     sampler.weights = torch.arange(float(SAMPLES))
 
@@ -217,6 +179,10 @@ def weights_in_place(sampler: Any) -> None:
 
 def fewer_indices(sampler: Any) -> None:
     sampler.indices = list(range(SAMPLES, SAMPLES + 40))
+
+
+def in_turn(sampler: Any) -> None:
+    sampler.shuffle = False
 
 
 def of_its_own(sampler: Any) -> None:
@@ -231,23 +197,26 @@ def of_its_own(sampler: Any) -> None:
         (weighted, other_weights, 15),
         (weighted, weights_in_place, 27),
         (of_a_hundred, fewer_indices, 27),
+        (of_two_ranks, in_turn, 15),
         (chosen, of_its_own, 15),
     ],
 )
 def test_what_says_which_samples_come_is_kept(
     make: Make, change: Callable[[Any], None], stop: int, tmp_path: Path
 ) -> None:
-    """Lists, arrays and tensors, of more items than other settings may have."""
-    once = from_the_second_epoch(change)
-    expected = run(make, once, tmp_path / "whole")
-    stopped(make, once, tmp_path / "cut", stop)
-    assert run(make, once, tmp_path / "cut") == expected[stop:]
+    """Lists, arrays and tensors, of more items than other settings may have. They are set once, behind the first
+    epoch: a resumed run does not come by it again."""
 
+    def once(loader: Any, epoch: int, batch: int) -> None:
+        if not batch and epoch == 1:
+            change(loader.sampler)
 
-def with_replacement(loader: Any, epoch: int, batch: int) -> None:
-    loader.sampler.replacement = True
+    check(loop_with(once), tmp_path, (stop,), make=of(make))
 
 
 def test_an_order_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
+    def with_replacement(loader: Any, epoch: int, batch: int) -> None:
+        loader.sampler.replacement = True
+
     with pytest.raises(UsageError, match="make the loader with that sampler before the guard"):
-        run(adopted, with_replacement, tmp_path)
+        run(loop_with(with_replacement), tmp_path, loader=adopted())

@@ -1,78 +1,137 @@
-"""Loops that fetch ahead, stopped by a real signal at every boundary: no batch is lost and none comes twice."""
+"""Loops that fetch ahead, stopped by a real signal in all places of an epoch: no batch is lost and none comes twice."""
 
 from __future__ import annotations
 
+import collections
 import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from mindx_elastic import Guard
-from mindx_elastic.errors import GracefulExit, MismatchError, UsageError
+from mindx_elastic.errors import MismatchError, UsageError
 from mindx_elastic.guard.loops.loaders import Loaders
-from tests.guard.loader_loops import (
-    BATCHES,
-    FORMS,
-    TAKES_A_BATCH_FOR_GRANTED,
-    Pictures,
-    Run,
-    at_their_own_pace,
-    in_two_phases,
-    run_loop,
-)
-from tests.guarded import stop_and_wait
+from tests.guard.program import BATCHES, EPOCHS, LAST, Loop, Program, check, run
 
 pytestmark = pytest.mark.usefixtures("clean")
 
 
-def check(form: str, directory: Path, stops: list[int] | None = None, **options: Any) -> None:
-    loop = FORMS[form]
-    whole, weights = run_loop(loop, directory / "whole", **options)
-    last = len(whole.steps) - (form in TAKES_A_BATCH_FOR_GRANTED)
-    for stop in stops or range(1, last + 1):
-        at = directory / str(stop)
-        with pytest.raises(GracefulExit) as caught:
-            run_loop(loop, at, stop_at=stop, **options)
-        first = caught.value.run  # type: ignore[attr-defined]
-        second, resumed = run_loop(loop, at, **options)
-        assert first.steps + second.steps == whole.steps, f"{form}, stopped at {stop}"
-        assert all(torch.equal(weights[name], resumed[name]) for name in weights), f"{form}, stopped at {stop}"
+class Pictures(Dataset[Any]):
+    """Sample i is i and noise from every global stream."""
+
+    def __init__(self, size: int = 2 * BATCHES) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        noise = torch.rand(4) + random.random() + float(np.random.rand())
+        return torch.arange(4.0) * index / 10 + 0.1 * noise, index
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_boundary(form: str, tmp_path: Path) -> None:
-    check(form, tmp_path)
+def shuffled(size: int = 2 * BATCHES, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Pictures(size), batch_size=2, shuffle=True, **options)
 
 
-_FURTHER = ["nvidia", "timm", "three_ahead", "accumulated_ahead"]
+def of(make: Callable[[], Any] = shuffled) -> Callable[[], dict[str, Any]]:
+    return lambda: {"loader": make()}
 
 
-@pytest.mark.parametrize("form", ["nano", *(pytest.param(form, marks=pytest.mark.drill) for form in _FURTHER)])
-def test_with_workers(form: str, tmp_path: Path) -> None:
-    """At the first boundary, in the middle, at an epoch's end and at the next one's begin."""
-    last = 3 if form == "accumulated_ahead" else BATCHES
-    check(form, tmp_path, [1, 2, last, last + 1], workers=2)
+def train(p: Program, batch: Any) -> None:
+    p.log.append(batch[1].tolist())
+    p.train(batch)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("form", ["nano", "endless", "timm", "three_ahead"])
-@pytest.mark.parametrize("kind", ["sampler", "stream", "running"])
-def test_a_replayed_loader(form: str, kind: str, tmp_path: Path) -> None:
-    """Its sampler or data set draws from the global streams in mid-epoch, some batches before they are used."""
-    loaders: dict[str, Callable[[], Any]] = {
-        "sampler": lambda: DataLoader(Pictures(), batch_size=2, sampler=Drawing()),
-        "stream": lambda: DataLoader(DrawingStream(), batch_size=2),
-        "running": Drawn,
-    }
-    check(form, tmp_path, [1, 3, BATCHES, BATCHES + 1, 2 * BATCHES - 1], make=loaders[kind])
+def plain(p: Program) -> None:
+    for _ in p.guard.epochs(EPOCHS):
+        for batch in p.loader:
+            train(p, batch)
+
+
+def nano(p: Program) -> None:
+    """nanoGPT: primed before the loop, fetched after the forward; the iterator is made again at an epoch's end."""
+    it = iter(p.loader)
+
+    def fetch() -> Any:
+        nonlocal it
+        try:
+            return next(it)
+        except StopIteration:
+            it = iter(p.loader)
+            return next(it)
+
+    batch = fetch()
+    while p.guard.position.step < LAST:
+        p.log.append(batch[1].tolist())
+        p.backward(*batch)
+        batch = fetch()
+        p.update()
+        p.guard.step_end()
+
+
+def queue_of_three(loader: Any) -> Iterator[Any]:
+    queue: collections.deque[Any] = collections.deque()
+    for batch in loader:
+        queue.append(batch)
+        if len(queue) > 3:
+            yield queue.popleft()
+    while queue:
+        yield queue.popleft()
+
+
+def three_ahead(p: Program) -> None:
+    for _ in p.guard.epochs(EPOCHS):
+        for batch in queue_of_three(p.loader):
+            train(p, batch)
+
+
+def one_ahead(loader: Any) -> Iterator[Any]:
+    """timm's: a generator that is one batch ahead of what it yields, and that takes the first one for granted."""
+    first = True
+    held: Any
+    for following in loader:
+        if not first:
+            yield held  # noqa: F821
+        first = False
+        held = following
+    yield held
+
+
+def accumulated_ahead(p: Program) -> None:
+    for _ in p.guard.epochs(EPOCHS):
+        waiting = 0
+        for batch in one_ahead(p.loader):
+            p.backward(*batch)
+            p.log.append(batch[1].tolist())
+            waiting += 1
+            if waiting == 2:
+                p.update()
+                p.guard.step_end()
+                waiting = 0
+        if waiting:
+            p.update()
+            p.guard.step_end()
+
+
+@pytest.mark.parametrize(
+    ("loop", "stops"),
+    [(nano, ()), (three_ahead, ()), (accumulated_ahead, (1, 2, 3, 4, 6, 8))],
+    ids=lambda v: str(v)[:20],
+)
+def test_a_loop_that_is_ahead(loop: Loop, stops: tuple[int, ...], tmp_path: Path) -> None:
+    check(loop, tmp_path, stops, make=of())
+
+
+@pytest.mark.parametrize("loop", [nano, pytest.param(three_ahead, marks=pytest.mark.drill)])
+def test_with_workers(loop: Loop, tmp_path: Path) -> None:
+    check(loop, tmp_path, [2, BATCHES, BATCHES + 1], make=of(lambda: shuffled(num_workers=2)))
 
 
 class Drawing(Sampler[int]):
@@ -103,13 +162,45 @@ class Drawn(DataLoader[Any]):
             yield x + torch.rand(()), index
 
 
-@pytest.mark.parametrize("form", [at_their_own_pace, in_two_phases])
-def test_two_loaders(form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> Any:
-        return [DataLoader(Pictures(), 2, shuffle=True), DataLoader(Pictures(6), 2, shuffle=True)]
+@pytest.mark.parametrize(
+    ("loop", "make"),
+    [
+        (nano, lambda: DataLoader(Pictures(), batch_size=2, sampler=Drawing())),
+        (three_ahead, lambda: DataLoader(DrawingStream(), batch_size=2)),
+        pytest.param(nano, Drawn, marks=pytest.mark.drill),
+    ],
+)
+def test_a_replayed_loader(loop: Loop, make: Callable[[], Any], tmp_path: Path) -> None:
+    """Its sampler or data set draws from the global streams in mid-epoch, some batches before they are used."""
+    check(loop, tmp_path, [1, 3, BATCHES, BATCHES + 1, 2 * BATCHES - 1], make=of(make))
 
-    monkeypatch.setitem(FORMS, "two", form)
-    check("two", tmp_path, [2, 4, BATCHES, 8, 12], make=make)
+
+def at_their_own_pace(p: Program) -> None:
+    """Labelled data by epochs; unlabelled data one batch ahead, started over wherever it ends."""
+    labelled, unlabelled = p.loader
+    others = iter(unlabelled)
+
+    def fetch() -> Any:
+        nonlocal others
+        try:
+            return next(others)
+        except StopIteration:
+            others = iter(unlabelled)
+            return next(others)
+
+    other = fetch()
+    for _ in p.guard.epochs(EPOCHS):
+        for batch in labelled:
+            p.log.append((batch[1].tolist(), other[1].tolist()))
+            p.backward(*batch)
+            p.backward(*other)
+            other = fetch()
+            p.update()
+            p.guard.step_end()
+
+
+def test_two_loaders(tmp_path: Path) -> None:
+    check(at_their_own_pace, tmp_path, [2, 4, BATCHES, 8, 12], make=of(lambda: [shuffled(), shuffled(6)]))
 
 
 # --- adoption ---
@@ -117,45 +208,36 @@ def test_two_loaders(form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_stock_loader_is_adopted_and_given_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="mindx_elastic")
-    loader = DataLoader(Pictures(), batch_size=2, shuffle=True)
+    loader = shuffled()
     seen: list[Any] = []
 
-    def look(run: Run, loader: Any) -> None:
+    def look(p: Program) -> None:
         seen.extend([type(loader) is DataLoader, isinstance(loader, DataLoader), repr(type(loader)), len(loader)])
         copied = pickle.loads(pickle.dumps(loader))
-        seen.extend([type(copied) is DataLoader, run.guard.loader.state_dict()["batch"]])
-        FORMS["plain"](run, loader)
+        seen.extend([type(copied) is DataLoader, p.guard.loader.state_dict()["batch"]])
+        plain(p)
 
-    run_loop(look, tmp_path, make=lambda: loader)
+    run(look, tmp_path, loader=loader)
     assert seen == [False, True, repr(DataLoader), BATCHES, True, 0]
     assert type(loader) is DataLoader
     assert not [name for name in vars(loader) if name.startswith("_mindx")]
-    said = [record.getMessage() for record in caplog.records if "is shuffled in each epoch" in record.getMessage()]
-    assert len(said) == 1, "one line says how the order arises"
+    assert caplog.text.count("is shuffled in each epoch") == 1, "one line says how the order arises"
 
 
 def test_the_order_follows_from_torchs_seed(tmp_path: Path) -> None:
-    def seeded(seed: int) -> Any:
-        def make() -> Any:
-            torch.manual_seed(seed)
-            return DataLoader(Pictures(), batch_size=2, shuffle=True)
-
-        return make
-
-    runs = [run_loop(FORMS["plain"], tmp_path / str(n), make=seeded(seed))[0] for n, seed in enumerate((1, 1, 2))]
-    assert runs[0].steps == runs[1].steps
-    assert runs[0].steps != runs[2].steps
+    runs = [run(plain, tmp_path / str(n), loader=shuffled(), seed=seed)[0] for n, seed in enumerate((1, 1, 2))]
+    assert runs[0].log == runs[1].log
+    assert runs[0].log != runs[2].log
 
 
 def test_a_persistent_loader_and_what_is_set_on_it_later(tmp_path: Path) -> None:
     def make() -> Any:
-        loader = DataLoader(Pictures(), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
+        loader = shuffled(num_workers=1, persistent_workers=True)
         loader.collate_fn = shifted
         return loader
 
-    check("plain", tmp_path, [2, BATCHES], make=make)
-    with_it, _ = run_loop(FORMS["plain"], tmp_path / "shifted", make=make)
-    assert min(min(batch) for _, batches in with_it.steps for batch in batches) == 100
+    whole = check(plain, tmp_path, [2, BATCHES], make=of(make))
+    assert min(map(min, whole.log)) == 100
 
 
 def shifted(samples: list[Any]) -> Any:
@@ -185,10 +267,8 @@ _Stateful.__name__, _Stateful.__module__ = "StatefulDataLoader", "torchdata.stat
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_with_torchdatas_protocol(workers: int, tmp_path: Path) -> None:
-    def make() -> Any:
-        return _Stateful(Pictures(), batch_size=2, shuffle=True, num_workers=workers)
-
-    check("nano", tmp_path, [2, BATCHES], make=make)
+    make = of(lambda: _Stateful(Pictures(), batch_size=2, shuffle=True, num_workers=workers))
+    check(nano, tmp_path, [2, BATCHES], make=make)
 
 
 def test_a_position_that_torchdata_wrote_is_refused() -> None:
@@ -237,61 +317,18 @@ _Stream.__name__, _Stream.__module__ = "IterableDataset", "datasets.iterable_dat
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("form", ["plain", "nano"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_with_a_shuffle_buffer(form: str, workers: int, tmp_path: Path) -> None:
-    stops = [3, BATCHES, BATCHES + 2]
-    check(form, tmp_path, stops, make=lambda: DataLoader(_Stream(), batch_size=2, num_workers=workers))
+def test_a_stream_with_a_shuffle_buffer(workers: int, tmp_path: Path) -> None:
+    make = of(lambda: DataLoader(_Stream(), batch_size=2, num_workers=workers))
+    check(nano, tmp_path, [3, BATCHES, BATCHES + 2], make=make)
 
 
 def test_a_stream_by_itself_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"shuffle buffer.*from_loader"):
-        run_loop(FORMS["plain"], tmp_path, make=_Stream)
+        run(plain, tmp_path, loader=_Stream())
 
 
 # --- loaders that come within the epochs of the first one ---
-
-
-class Within:
-    """Two named loaders: each epoch goes through the first one, then through the second one."""
-
-    def __init__(self, directory: Path, *, trains: bool, breaks: bool, every: int) -> None:
-        torch.manual_seed(0)
-        self.trains, self.breaks, self.every = trains, breaks, every
-        self.net = torch.nn.Linear(4, 1)
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
-        self.first = DataLoader(TensorDataset(torch.randn(12, 4)), 4, shuffle=True)
-        self.second = DataLoader(TensorDataset(torch.randn(8, 4)), 2, shuffle=True)
-        self.guard = Guard(
-            model=self.net, optimizer=self.optimizer, loader=[self.first, self.second], directory=directory
-        )
-        self.seen: list[float] = []
-
-    def step(self, x: torch.Tensor, stop: int) -> None:
-        self.optimizer.zero_grad()
-        self.net(x).square().mean().backward()
-        self.optimizer.step()
-        if self.guard.step + 1 == stop:
-            stop_and_wait(SimpleNamespace(guard=self.guard))  # type: ignore[arg-type]
-        self.guard.step_end()
-
-    def run(self, stop: int = 0) -> list[float]:
-        with self.guard as guard:
-            for epoch in guard.epochs(4):
-                for (x,) in self.first:
-                    self.step(x, stop)
-                if epoch % self.every:
-                    continue
-                total = 0.0
-                for number, (x,) in enumerate(self.second):
-                    if self.breaks and number == 3:
-                        break
-                    total += float(x.sum())
-                    if self.trains:
-                        self.step(x, stop)
-                if not self.trains:
-                    self.seen.append(total)
-        return self.seen
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -299,17 +336,26 @@ class Within:
 def test_one_that_was_at_its_end_begins_anew(
     trains: bool, breaks: bool, every: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the evaluation's loader does, stopped in the next epoch: it had come empty once."""
-    settings: dict[str, Any] = {"trains": trains, "breaks": breaks, "every": every}
-    whole = Within(tmp_path / "whole", **settings)
-    totals = whole.run()
-    for stop in (4, 5, 7, 9, 10) if trains else (4, 5, 6, 8, 10):
-        at = tmp_path / str(stop)
-        first = Within(at, **settings)
-        with pytest.raises(GracefulExit):
-            first.run(stop)
-        second = Within(at, **settings)
-        # Of an epoch that is resumed behind its training the second loader comes as a whole.
-        assert first.seen + second.run() == totals
-        assert torch.equal(whole.net.weight, second.net.weight)
+    """As the evaluation's loader does, stopped in the next epoch: it had come empty once. Of an epoch that is resumed
+    behind its training the second loader comes as a whole."""
+
+    def loop(p: Program) -> None:
+        first, second = p.loader
+        for epoch in p.guard.epochs(4):
+            for batch in first:
+                train(p, batch)
+            if epoch % every:
+                continue
+            total = 0
+            for number, batch in enumerate(second):
+                if breaks and number == 3:
+                    break
+                total += int(batch[1].sum())
+                if trains:
+                    p.train(batch)
+            if not trains:
+                p.log.append(total)
+
+    stops = (4, 5, 7, 9, 10) if trains else (4, 5, 6, 8, 10)
+    check(loop, tmp_path, stops, make=of(lambda: [shuffled(6), shuffled(8)]))
     assert "fetched ahead" not in caplog.text

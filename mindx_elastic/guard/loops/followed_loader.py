@@ -64,9 +64,14 @@ class SelfPositionedLoader:
         length = length_of(self.loader)
         if length and self._at_load >= length and type(self.loader).__module__.partition(".")[0] in _MOVE_ON:
             self._at_load = 0
-            _iterate_once_with(self.loader, lambda loader: iter(()))
+            _iterate_once_with(self.loader, self._begin_rest)
         elif type(self.loader).__iter__ is not DataLoader.__iter__:
             _iterate_once_with(self.loader, self._begin_own_iteration)
+
+    def _begin_rest(self, loader: Any) -> Iterator[Any]:
+        """The loaded epoch has no batch left, and torch makes no iterator for it."""
+        self.on_iterator_ready()
+        return iter(())
 
     def _begin_own_iteration(self, loader: Any) -> Iterator[Any]:
         """Its class may make no iterator of torch's, which would tell of the iteration (`LoaderWatch`)."""
