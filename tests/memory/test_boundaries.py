@@ -52,15 +52,9 @@ def test_the_newest_records_come_first_and_the_oldest_go(path: Path) -> None:
         assert [record.step for record in read_ring(path)] == list(range(step, max(0, step - 4), -1))
     assert {record.run_id for record in read_ring(path)} == {RUN}
     assert path.stat().st_mode & 0o777 == 0o600
-    ring.close()
-    assert facts(read_ring(path)) == [(0, step, False) for step in (7, 6, 5, 4)]
-
-
-def test_a_later_attempt_goes_before_higher_steps_of_an_earlier_one(path: Path) -> None:
-    ring = BoundaryRing(path, RUN, 64)
-    write(ring, 9)
     write(ring, 5, attempt=1)
-    assert facts(read_ring(path)) == [(1, 5, False), (0, 9, False)]
+    ring.close()
+    assert facts(read_ring(path)) == [(1, 5, False), (0, 7, False), (0, 6, False), (0, 5, False)], "the attempt first"
 
 
 def test_a_larger_state_takes_the_older_boundaries_along(path: Path) -> None:
@@ -123,7 +117,7 @@ def test_a_changed_byte_makes_no_record(path: Path, at: str) -> None:
     assert facts(read_ring(path)) == [(0, 1, False)]
 
 
-@pytest.mark.parametrize("size", [0, 10, 127, 128, 500])
+@pytest.mark.parametrize("size", [0, 127, 500])
 def test_a_cut_off_file_holds_nothing(path: Path, size: int) -> None:
     write(BoundaryRing(path, RUN, 64), 1)
     os.truncate(path, size)
@@ -325,27 +319,15 @@ def test_another_programs_objects_are_left_to_the_load(ranks: Ranks) -> None:
 # --- trust ---
 
 
-def draw_torch(rank: Rank) -> None:
-    torch.rand(1)
-
-
-def draw_python(rank: Rank) -> None:
-    random.random()
-
-
-def draw_numpy(rank: Rank) -> None:
-    np.random.rand()
-
-
-@pytest.mark.parametrize("surprise", [draw_torch, draw_python, draw_numpy])
+@pytest.mark.parametrize("surprise", [lambda: torch.rand(1), random.random, np.random.rand])
 def test_a_program_that_goes_on_after_the_forward_is_never_trusted_again(
-    ranks: Ranks, surprise: Callable[[Rank], None]
+    ranks: Ranks, surprise: Callable[[], object]
 ) -> None:
     rank = ranks[0]
     train([rank], 3)
     rank.forward()
     assert rank.own()[4].forecast, "trusted so far"
-    rank.between = lambda: surprise(rank)
+    rank.between = surprise
     reduce([rank])
     rank.finish()
     rank.between = lambda: None
@@ -357,29 +339,8 @@ def test_a_program_that_goes_on_after_the_forward_is_never_trusted_again(
         assert not rank.own()[step].forecast, "boundaries themselves are as good as ever"
 
 
-def test_a_replaced_buffer_gives_no_forecast_of_it_and_a_good_boundary(ranks: Ranks) -> None:
-    rank = ranks[0]
-    train([rank], 2)
-    rank.network.seen = torch.tensor(77)
-    rank.forward()
-    assert not rank.own()[3].unpack()["buffers"]
-    rank.finish()
-    composed = rank.collector.compose(rank.state(), rank.own()[3].unpack())
-    assert composed["model"]["seen"] == 78
-    assert_same(composed, rank.state())
-
-
 def _retype(rank: Rank) -> None:
     rank.network.seen.data = rank.network.seen.data.view(torch.float64)
-
-
-def _spread(rank: Rank) -> None:
-    norm: Any = rank.network.layers[1]
-    norm.running_mean.data = torch.arange(12.0)[::2]
-
-
-def _count_in_floats(rank: Rank) -> None:
-    rank.scheduler.last_epoch = float(rank.scheduler.last_epoch)  # type: ignore[assignment]
 
 
 def _give_the_scheduler_more(rank: Rank) -> None:
@@ -395,41 +356,15 @@ def _add_a_group(rank: Rank) -> None:
     rank.scheduler.base_lrs.append(0.5)
 
 
-def _keep_another_kind(rank: Rank) -> None:
-    rank.counted.values["x"] = [1, "two", b"three", (4.0, None)]
-    rank.counted.values["many"] = [float(i) for i in range(40)]
-
-
 def _seed_again(rank: Rank) -> None:
     random.seed(77)
     np.random.seed(78)
     torch.manual_seed(79)
 
 
-def _draw_normal(rank: Rank) -> None:
-    """It is kept back beside the words."""
-    random.gauss(0, 1)
-    np.random.standard_normal()
-
-
-def _replace_getstate(rank: Rank) -> None:
-    other = random.Random(5)
-    random.getstate, random.setstate = other.getstate, other.setstate
-
-
-_CHANGES = [
-    *(_retype, _spread, _count_in_floats, _give_the_scheduler_more, _add_a_group, _keep_another_kind),
-    *(_seed_again, _draw_normal, _replace_getstate),
-]
-
-
-@pytest.mark.parametrize("change", _CHANGES)
-def test_what_changes_its_kind_in_mid_run_is_in_the_next_record(
-    ranks: Ranks, change: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("change", [_retype, _give_the_scheduler_more, _add_a_group, _seed_again])
+def test_what_changes_its_kind_in_mid_run_is_in_the_next_record(ranks: Ranks, change: Callable[[Rank], None]) -> None:
     """All that is worked out once and then only moved: other types, other shapes, other generators."""
-    for name in ("getstate", "setstate"):
-        monkeypatch.setattr(random, name, getattr(random, name))
     train(ranks, 3)
     for rank in ranks:
         rank.between = lambda rank=rank: change(rank)  # type: ignore[misc]
@@ -441,8 +376,7 @@ def test_what_changes_its_kind_in_mid_run_is_in_the_next_record(
     for mine, other in ((0, 1), (1, 0)):
         own = ranks[mine].own()
         assert not own[6].forecast
-        composed = ranks[mine].collector.compose(copy_tree(kept[other]), own[6].unpack())
-        assert_same(composed, kept[mine])
+        assert_same(ranks[mine].collector.compose(copy_tree(kept[other]), own[6].unpack()), kept[mine])
 
 
 # --- troubles ---
@@ -474,10 +408,3 @@ def test_trouble_is_said_once_and_training_goes_on(
     assert len(fired) == (0 if trouble == "value" else 1)
     assert caplog.text.count("boundaries are no longer kept in memory") == 1
     assert max(rank.own()) == 2 or trouble != "error"
-
-
-def test_the_hooks_are_gone_after_the_end(ranks: Ranks) -> None:
-    rank = ranks[0]
-    assert len(rank.network._forward_hooks) == 1
-    rank.log.close()
-    assert len(rank.network._forward_hooks) == 0

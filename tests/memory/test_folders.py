@@ -1,16 +1,14 @@
-"""This user's folders in shared memory: where they are, who uses them, how they go."""
+"""This user's folders in shared memory go with the last rank, and nothing else does."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from mindx_elastic.memory.arena import RankArena
-from mindx_elastic.memory.folders import (
-    rank_folders,
-)
+from mindx_elastic.memory.folders import rank_folders
 
 
 @pytest.fixture
@@ -25,13 +23,6 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
-def open_arena(base: Path, directory: Path, rank: int = 0) -> AbstractContextManager[RankArena]:
-    return closing(RankArena(base, directory, rank))
-
-
-# --- removal ---
-
-
 def test_the_last_rank_takes_everything_away(base: Path, directory: Path) -> None:
     arenas = [RankArena(base, directory, rank) for rank in range(2)]
     for arena in arenas:
@@ -44,7 +35,7 @@ def test_the_last_rank_takes_everything_away(base: Path, directory: Path) -> Non
 
 
 def test_another_job_of_the_user_stays(base: Path, directory: Path) -> None:
-    with open_arena(base, directory / "other") as other:
+    with closing(RankArena(base, directory / "other", 0)) as other:
         RankArena(base, directory, 0).remove()
         assert [path.name for path in other.job.parent.iterdir()] == [other.job.name]
 
@@ -59,4 +50,4 @@ def test_removing_never_raises(base: Path, directory: Path, surprise: str) -> No
     else:
         (arena.folder / "a").mkdir()
     arena.remove()
-    assert arena._lock == -1
+    RankArena(base, directory, 0).remove()  # the lock is free

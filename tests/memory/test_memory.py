@@ -33,9 +33,9 @@ class Place:
         self.directory.mkdir()
         self.job = job_folder(self.base, self.directory)
 
-    def open(self, every: int | None = 1, *, replicated: bool = False, base: Path | None = None) -> Memory | None:
-        settings = MemorySettings(base=base or self.base, snapshot_every=every)
-        return open_memory(settings, self.directory, RankInfo(), replicated=replicated)
+    def open(self, every: int | None = 1) -> Memory | None:
+        settings = MemorySettings(base=self.base, snapshot_every=every)
+        return open_memory(settings, self.directory, RankInfo(), replicated=False)
 
     def left(self) -> list[str]:
         return sorted(str(path.relative_to(self.job)) for path in self.job.rglob("*") if not path.is_dir())
@@ -49,12 +49,12 @@ def place(tmp_path: Path) -> Place:
 class Training:
     """Boundaries of a small network into a memory."""
 
-    def __init__(self, place: Place, memory: Memory, *, attempt: int = 0, **options: Any) -> None:
+    def __init__(self, place: Place, memory: Memory) -> None:
         self.memory = memory
         network = nn.Linear(2, 2)
         self.collector = Collector({"model": network})
         self.gate = UpdateGate()
-        events = EventLog(place.directory / "events.jsonl", attempt=attempt)
+        events = EventLog(place.directory / "events.jsonl")
         events.run_id = "run-a"
         saver = Saver(self.collector, RankInfo(), events)
         memory.start(
@@ -62,12 +62,9 @@ class Training:
             self.gate,
             Exchange(),
             events,
-            **{
-                "replicas": [],
-                "next_step": lambda: 1,
-                "describe": lambda: saver.describe("snapshot"),
-                **options,
-            },
+            replicas=[],
+            next_step=lambda: 1,
+            describe=lambda: saver.describe("snapshot"),
         )
 
     def reach(self, step: int) -> None:
@@ -103,7 +100,7 @@ def test_what_an_earlier_run_has_left_is_taken_over_even_without_snapshots_now(p
     assert list(place.base.iterdir()) == []
 
 
-@pytest.mark.parametrize("trouble", ["no base", "in use", "wide"])
+@pytest.mark.parametrize("trouble", ["in use", "wide"])
 def test_trouble_is_said_and_the_training_goes_on_without(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
@@ -114,10 +111,10 @@ def test_trouble_is_said_and_the_training_goes_on_without(
 
         monkeypatch.setattr("fcntl.lockf", refuse)
         monkeypatch.setattr("mindx_elastic.memory.arena._PREDECESSOR_S", 0.0)
-    elif trouble == "wide":
+    else:
         place.job.parent.mkdir(mode=0o700)
         place.job.mkdir(mode=0o755)
-    assert place.open(base=place.base / "nothing" if trouble == "no base" else None) is None
+    assert place.open() is None
     assert "nothing is kept in memory, checkpoints on disk are not affected" in caplog.text
 
 
@@ -135,7 +132,7 @@ def memory_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
         yield base
 
 
-@pytest.mark.parametrize("every", [1, 3, "auto"])
+@pytest.mark.parametrize("every", [3, "auto"])
 def test_a_finished_guard_leaves_nothing(tmp_path: Path, memory_base: Path, every: int | str) -> None:
     job = Job(tmp_path / "ckpt", snapshot_every=every)
     inside: list[int] = []
@@ -205,7 +202,6 @@ def test_memory_that_cannot_be_adopted_is_not_left_locked(
         raise OSError("injected")
 
     monkeypatch.setattr(memory_module, "adopt_slots", fail)
-    with no_traces():
-        Job(tmp_path / "ckpt", snapshot_every=1).run(epochs=1)
+    Job(tmp_path / "ckpt", snapshot_every=1).run(epochs=1)
     assert _locks_held() == []
     assert list(memory_base.iterdir()) == [], "an arena with nothing in it is removed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,24 +109,14 @@ def test_no_ring_is_no_trouble_and_one_that_cannot_be_read_is_said(
 # --- what is taken ---
 
 
-@pytest.mark.parametrize(("on_disk", "step"), [(None, 9), (4, 9), (9, 9), (12, 12)])
-def test_the_newest_step_of_memory_and_disk(machine: Machine, on_disk: int | None, step: int) -> None:
+@pytest.mark.parametrize(("on_disk", "step"), [(4, 9), (12, 12)])
+def test_the_newest_step_of_memory_and_disk(machine: Machine, on_disk: int, step: int) -> None:
     machine.know(RUN)
     machine.snapshot(8)
     machine.snapshot(9)
-    if on_disk is not None:
-        write_step(machine.directory, on_disk, world_size=WORLD)
+    write_step(machine.directory, on_disk, world_size=WORLD)
     assert taken(find(machine)) == [(step, None, None)] * WORLD
-    if on_disk is not None:
-        assert taken(find(machine, arenas=False)) == [(on_disk, None, None)] * WORLD
-
-
-def test_an_older_common_snapshot_where_the_newest_is_torn_on_one_rank(machine: Machine) -> None:
-    machine.know(RUN)
-    machine.snapshot(8)
-    machine.snapshot(9, ranks=[0, 2])
-    machine.snapshot(9, ranks=[1], sealed=False)  # as if it had not been adopted
-    assert taken(find(machine)) == [(8, None, None)] * WORLD
+    assert taken(find(machine, arenas=False)) == [(on_disk, None, None)] * WORLD
 
 
 def test_a_damaged_snapshot_is_taken_away_and_the_older_one_used(machine: Machine) -> None:
@@ -167,27 +156,18 @@ def lose(machine: Machine, step: int, rank: int) -> None:
         path.unlink()
 
 
-def in_memory(machine: Machine, rank: int) -> None:
-    """Nothing to do: the ring is where it was written."""
-
-
-def on_disk(machine: Machine, rank: int) -> None:
-    """The holder has brought it to disk, the machine is another one."""
-    os.rename(machine.job / f"rank_{rank}" / "boundaries", machine.directory / f"rank_{rank}" / RING_COPY)
-
-
-@pytest.mark.parametrize("place", [in_memory, on_disk])
+@pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("forecast", [False, True])
-def test_the_own_state_goes_with_a_replicas_file(
-    machine: Machine, place: Callable[[Machine, int], None], forecast: bool
-) -> None:
+def test_the_own_state_goes_with_a_replicas_file(machine: Machine, on_disk: bool, forecast: bool) -> None:
+    """`on_disk`: the holder has brought the ring there, the machine is another one."""
     machine.know(RUN)
     for step in (5, 7):
         write_step(machine.directory, step, **REPLICAS)
     lose(machine, 7, 1)
     machine.boundary(1, 6)
     machine.boundary(1, 7, forecast=forecast)
-    place(machine, 1)
+    if on_disk:
+        os.rename(machine.job / "rank_1" / "boundaries", machine.directory / "rank_1" / RING_COPY)
     found = find(machine)
     assert taken(found) == [(7, None, None), (7, 0, 7), (7, None, None)]
     assert found[1] is not None and found[1].own is not None
@@ -195,24 +175,16 @@ def test_the_own_state_goes_with_a_replicas_file(
 
 
 @pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"step": 6}, (5, None, None)),  # nothing of its own of step 7: the exact step just before is better
-        ({"step": 7, "trusted": False, "forecast": True}, (5, None, None)),
-        ({"step": 7, "run": "other"}, (5, None, None)),
-        ({"step": 7, "attempt": 1}, (5, None, None)),
-        ({"step": 7}, (7, 0, 7)),
-    ],
+    "record", [{"step": 6}, {"trusted": False, "forecast": True}, {"run": "other"}, {"attempt": 1}]
 )
-def test_only_the_very_same_moment_is_its_own(
-    machine: Machine, record: dict[str, object], expected: tuple[int, int | None, int | None]
-) -> None:
+def test_only_the_very_same_moment_is_its_own(machine: Machine, record: dict[str, Any]) -> None:
+    """The exact step just before is better than one without the rank's own state."""
     machine.know(RUN)
     for step in (5, 7):
         write_step(machine.directory, step, **REPLICAS)
     lose(machine, 7, 1)
-    machine.boundary(1, **record)  # type: ignore[arg-type]
-    assert taken(find(machine))[1] == expected
+    machine.boundary(1, **{"step": 7, **record})
+    assert taken(find(machine))[1] == (5, None, None)
 
 
 @pytest.mark.parametrize(("older", "step"), [(4, 7), (5, 5), (6, 6)])

@@ -155,14 +155,6 @@ def test_a_seal_gives_way_and_can_be_done_later(job: Job, monkeypatch: pytest.Mo
 # --- adopting ---
 
 
-def test_adopting_seals_what_was_copied(job: Job) -> None:
-    job.take(1)
-    job.copy(2)
-    assert job.restart() == []
-    assert job.steps() == {1, 2}
-    assert [job.arena.record(index).state for index in (0, 1)] == [SlotState.SEALED, SlotState.SEALED]
-
-
 def cut(path: Path, record: SlotRecord) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 

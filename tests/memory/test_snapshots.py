@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from mindx_elastic.agreement.exchange import Exchange
@@ -145,10 +147,9 @@ def test_the_last_two_are_kept_and_exact(make: Make, every: int, kept: list[int]
 # --- overlap ---
 
 
-@pytest.mark.parametrize("stage", ["wiped", "copying", "headed"])
-def test_forward_goes_on_and_the_update_waits(make: Make, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+def test_forward_goes_on_and_the_update_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make(2)
-    stop = Stop(monkeypatch, stage)
+    stop = Stop(monkeypatch, "copying")
     worker.train(2)
     assert stop.reached.wait(WAIT_S)
     worker.forward()  # BatchNorm's buffers and the random generators go on
@@ -170,19 +171,6 @@ def test_forward_goes_on_and_the_update_waits(make: Make, monkeypatch: pytest.Mo
     assert updated.is_set() and worker.gate.waited_s > 0
     worker.boundary()
     assert worker.kept() == [2]
-
-
-def test_a_copier_that_is_still_busy_skips_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = make(2)
-    stop = Stop(monkeypatch, "copying")
-    worker.train(2)
-    assert stop.reached.wait(WAIT_S)
-    worker.snapshotter.at_boundary(4)  # cannot happen in a training: the boundary itself waits for the copy
-    stop.go.set()
-    assert worker.kept() == [2]
-    assert worker.outcomes() == ["skipped: still busy"]
-    worker.train(4)
-    assert worker.kept() == [2, 6]
 
 
 def test_closing_breaks_the_digests_off_and_finishes_the_copy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,52 +229,29 @@ def test_a_program_that_updates_by_hand_gets_its_copies_before_the_step_ends(mak
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_no_room_is_said_once_and_training_goes_on(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, every: int
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("a bug")], ids=str)
+def test_trouble_is_said_once_and_training_goes_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, every: int, error: Exception
 ) -> None:
     worker = make(every)
     worker.train(2)
     assert worker.kept() == ([1, 2] if every == 1 else [2])
     fired = []
 
-    def no_room(*args: object) -> None:
+    def fail(*args: object) -> None:
         fired.append(args)
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
     worker.network.register_buffer("more", torch.zeros(100_000))
     worker.train(5)
     assert len(fired) == 1 and worker.snapshotter.broken
-    assert caplog.text.count("no room for a snapshot") == 1
-    assert "training goes on without snapshots" in caplog.text
+    assert caplog.text.count("training goes on without snapshots") == 1
+    assert ("no room for a snapshot" in caplog.text) == isinstance(error, OSError)
     assert [outcome[:7] for outcome in worker.outcomes()] == ["failed:"]
     assert worker.kept() == [2], "what was there is still good"
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_an_error_of_the_programs_own_does_not_end_the_training(
-    make: Make, caplog: pytest.LogCaptureFixture, every: int
-) -> None:
-    worker = make(every)
-    fired = []
-
-    def fail(*args: object, **kwargs: object) -> None:
-        fired.append(args)
-        raise RuntimeError("dictionary changed size during iteration")
-
-    worker.train(2)
-    worker.snapshotter.drain(WAIT_S)
-    worker.boundaries[0] = worker.network.register_state_dict_pre_hook(fail)
-    for _ in range(4):
-        worker.forward()
-        worker.update()
-        worker.step += 1
-        position = Position(worker.step, 1, worker.step, 100)
-        worker.gate.pass_boundary(worker.collector.copy, position)
-        worker.snapshotter.at_boundary(worker.step)
-    worker.snapshotter.drain(WAIT_S)
-    assert len(fired) == 1 and worker.snapshotter.broken
-    assert caplog.text.count("dictionary changed size") >= 1
+    with worker.gate.hold(0.0):
+        assert not worker.snapshotter.keep(WAIT_S, whole=True)
 
 
 # --- the interval of all ranks ---
@@ -379,20 +344,21 @@ def test_a_boundary_that_has_got_more_is_kept_again_if_it_was_kept(every: int | 
     assert not SnapshotSchedule(1, start=5).due(5)  # what was resumed from
 
 
-@pytest.mark.parametrize(
-    ("cost_s", "interval"),
-    [(0.0, 2), (0.001, 2), (0.0149, 2), (0.0151, 4), (0.05, 8), (0.1, 16), (1.0, 256), (10.0, 2048), (1e9, 1 << 14)],
-)
-def test_a_measured_interval_costs_less_than_a_percent(cost_s: float, interval: int) -> None:
-    schedule = SnapshotSchedule(None)
-    train(schedule, range(1, 40), step_s=1.0, cost_s=cost_s)
-    assert schedule.proposal() == interval
+@given(st.floats(0, 100))
+def test_a_measured_interval_is_the_least_power_of_two_that_costs_less_than_a_percent(cost_s: float) -> None:
+    schedule = SnapshotSchedule(None, start=102)
+    taken = train(schedule, range(103, 160), step_s=1.0, cost_s=cost_s)
+    assert taken == [114, 118, 122], "the same steps on all ranks, and no more of them"
+    interval = schedule.proposal()
+    assert interval is not None and interval.bit_count() == 1 and 2 <= interval <= 1 << 14
     assert cost_s / interval <= 0.0075 or interval == 1 << 14
-
-
-def test_trials_at_the_same_steps_on_all_ranks_and_no_more_of_them() -> None:
-    assert train(SnapshotSchedule(None), range(1, 60), step_s=1, cost_s=1) == [12, 16, 20]
-    assert train(SnapshotSchedule(None, start=102), range(103, 160), step_s=1, cost_s=1) == [114, 118, 122]
+    assert interval == 2 or 2 * cost_s / interval > 0.0075
+    schedule.agree([2, 64, interval])
+    every = max(64, interval)
+    assert [s for s in range(160, 3 * every) if schedule.due(s)] == [s for s in range(160, 3 * every) if s % every == 0]
+    assert not schedule.synchronous and schedule.proposal() is None
+    schedule.note(100.0, extra=True)
+    assert schedule.every == every
 
 
 @pytest.mark.parametrize("window", [2, 3, 5, 7])
@@ -406,18 +372,6 @@ def test_boundaries_that_hit_no_multiple_are_kept_all_the_same(window: int, firs
     assert len(train(SnapshotSchedule(None, start=first), boundaries, step_s=1, cost_s=1)) == 3
 
 
-def test_the_rarest_proposal_is_agreed_on() -> None:
-    schedule = SnapshotSchedule(None)
-    train(schedule, range(1, 30), step_s=1, cost_s=0)
-    assert not schedule.due(30)
-    schedule.agree([2, 64, 8])
-    assert [step for step in range(31, 200) if schedule.due(step)] == [64, 128, 192]
-    assert not schedule.synchronous and schedule.proposal() is None
-    before = schedule.every
-    schedule.note(100.0, extra=True)
-    assert schedule.every == before
-
-
 def test_a_boundary_that_the_disk_had_no_room_for_is_kept_though_no_snapshot_is_due(make: Make) -> None:
     worker = make(every=100)
     worker.train(3)
@@ -427,16 +381,3 @@ def test_a_boundary_that_the_disk_had_no_room_for_is_kept_though_no_snapshot_is_
         assert problem is None
         assert worker.snapshotter.keep(WAIT_S, whole=True)
     assert worker.kept() == [3]
-
-
-def test_a_boundary_that_shared_memory_has_no_room_for_is_not_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    worker = make(every=100)
-    worker.train(3)
-    worker.snapshotter.drain(WAIT_S)
-    monkeypatch.setattr(snapshots, "copy_snapshot", full)
-    with worker.gate.hold(0.0):
-        assert not worker.snapshotter.keep(WAIT_S, whole=True)
-    assert any(outcome.startswith("failed: ") for outcome in worker.outcomes())

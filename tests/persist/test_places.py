@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +71,15 @@ def test_trees_looked_through_together_have_the_same_places(trees: list[dict[str
 @pytest.mark.parametrize(
     "tree",
     [
+        reduce(lambda inner, _: {"a": inner}, range(10 * MAX_DEPTH), dict[str, Any]({"$tensor": "t"})),
         {"$tensor": 3},
         {"$tensor": ["x"]},
         {"$map": [3, [1], ["a", 1, 2], [[1], {"$tensor": "x"}]]},
         {"$unknown": {"$tensor": "x"}},
     ],
+    ids=["bottomless", "a number", "a list", "odd pairs", "unknown"],
 )
-def test_a_tree_that_says_nonsense_has_no_places(tmp_path: Path, tree: Any) -> None:
+def test_a_tree_that_says_nonsense_or_has_no_bottom_has_no_places(tmp_path: Path, tree: Any) -> None:
     header = header_of(tmp_path, {"t": torch.ones(1)})
     object.__setattr__(header, "tree", {"here": tree})
-    assert tensor_places(header) == {}
-
-
-def test_a_bottomless_tree_ends(tmp_path: Path) -> None:
-    header = header_of(tmp_path, {"t": torch.ones(1)})
-    tree: dict[str, Any] = {"$tensor": "t"}
-    for _ in range(10 * MAX_DEPTH):
-        tree = {"a": tree}
-    object.__setattr__(header, "tree", tree)
     assert tensor_places(header) == {}

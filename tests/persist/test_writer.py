@@ -75,9 +75,11 @@ def test_tensors_of_any_size_against_blocks_of_any_size(
     assert_same(read_checkpoint(path).state, state)
 
 
-def test_result_tells_the_size_and_fills_in_the_version(tmp_path: Path) -> None:
+def test_a_save_of_the_same_step_replaces_the_file_and_says_how_large_it_is(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    result = write_checkpoint(path, STATE, INFO)
+    write_checkpoint(path, STATE, INFO)
+    with no_descriptor_left():
+        result = write_checkpoint(path, STATE, INFO)
     assert (result.path, result.nbytes) == (path, path.stat().st_size)
     assert result.duration_s > 0
     assert result.info == dataclasses.replace(INFO, torch_version=torch.__version__) == read_header(path).info
@@ -85,37 +87,24 @@ def test_result_tells_the_size_and_fills_in_the_version(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o022 == 0
 
 
-def test_a_save_leaves_no_descriptor_open(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "x.safetensors", STATE, at_step(1))
-    with no_descriptor_left():
-        write_checkpoint(tmp_path / "x.safetensors", STATE, at_step(2), also=[tmp_path / "y.safetensors"])
+def test_further_names_are_links_or_copies_where_links_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-
-def test_further_names_are_links_to_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     path, also = tmp_path / "x.safetensors", tmp_path / "other" / "y.safetensors"
-    write_checkpoint(path, STATE, INFO, also=[also, path, also])
+    write_checkpoint(path, STATE, at_step(1), also=[also, path, also])
     assert path.samefile(also)
     assert names(tmp_path) == {"x.safetensors", "other/y.safetensors"}
-
-
-def test_further_names_are_copies_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_links(monkeypatch)
-    path, also = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
-    write_checkpoint(path, STATE, at_step(1), also=[also])
+    monkeypatch.setattr(os, "link", refuse)
     write_checkpoint(path, STATE, at_step(2), also=[also])
     assert not path.samefile(also)
     for found, step in ((path, 2), (also, 2), (previous_path(path), 1), (previous_path(also), 1)):
         assert verify_file(found) == []
         assert read_header(found).info.step == step
     assert len(names(tmp_path)) == 4
-
-
-def refuse_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    def link(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", link)
 
 
 # ------------------------------------------------------------------------------------------------ file systems
@@ -170,14 +159,6 @@ def test_file_of_another_run_attempt_or_step_is_kept(tmp_path: Path, later: dict
     found, kept = read_header(path).info, read_header(previous_path(path)).info
     assert (kept.run_id, kept.attempt, kept.step) == (INFO.run_id, INFO.attempt, INFO.step)
     assert (found.run_id, found.attempt, found.step) != (kept.run_id, kept.attempt, kept.step)
-
-
-def test_file_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    write_checkpoint(path, {"n": 1}, INFO)
-    write_checkpoint(path, {"n": 2}, INFO)
-    assert read_checkpoint(path).state == {"n": 2}
-    assert names(tmp_path) == {"x.safetensors"}
 
 
 @pytest.mark.parametrize("folder", [".", "rank_1"])

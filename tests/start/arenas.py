@@ -11,9 +11,8 @@ from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.boundaries import BoundaryRing
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.snapshots import copy_snapshot, lay_out, seal_slot
-from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.packed import pack_state
-from tests.checkpoint_files import EPOCH_0, STATE
+from tests.checkpoint_files import STATE, info_of
 
 RUN = "run-a"
 
@@ -48,22 +47,10 @@ class Machine:
     ) -> None:
         """A snapshot of this step in each rank's older slot. `layout`: the record, less the rank."""
         for rank in range(self.world_size) if ranks is None else ranks:
-            facts = {
-                "run_id": RUN,
-                "world_size": self.world_size,
-                "rank": rank,
-                "step": step,
-                "epoch": 1,
-                "step_in_epoch": step,
-                "batch_num": 100,
-                "reason": "snapshot",
-                "kind": "snapshot",
-                "created": EPOCH_0 + step,
-                "torch_version": "2.6.0",
-            }
             arena = self.arena(rank)
             record = None if layout is None else {**layout, "rank": rank}
-            snapshot = lay_out(STATE, CheckpointInfo(**{**facts, **fields}), record)
+            facts = {"world_size": self.world_size, "rank": rank, "kind": "snapshot", **fields}
+            snapshot = lay_out(STATE, info_of(step, **facts), record)
             index = copy_snapshot(arena, snapshot, arena.newest().sequence + 1, at=lambda stage: None)
             assert index is not None and (not sealed or seal_slot(arena, index))
             arena.close()

@@ -12,9 +12,10 @@ import torch
 from mindx_elastic.core.division import Division, parts_of_member
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import flatten
-from mindx_elastic.persist.format import CheckpointInfo, Held
+from mindx_elastic.persist.format import Held
 from mindx_elastic.persist.packer import StatePacker
 from mindx_elastic.persist.writer import write_checkpoint
+from tests.checkpoint_files import info_of
 
 RUN = "run"
 
@@ -66,18 +67,7 @@ class Replicas:
         folder = self.root / f"rank_{rank}"
         folder.mkdir(parents=True, exist_ok=True)
         held = None if parts is None else Held(self.division(), tuple(sorted(parts)), sample)
-        info = CheckpointInfo(
-            run_id=RUN,
-            world_size=self.size,
-            rank=rank,
-            step=self.step,
-            epoch=1,
-            step_in_epoch=self.step,
-            batch_num=100,
-            reason="SIGTERM",
-            kind="breakpoint",
-            created=1.7e9 + self.step,
-        )
+        info = info_of(self.step, run_id=RUN, world_size=self.size, rank=rank, kind="breakpoint", reason="SIGTERM")
         state = self.state(rank)
         if small:
             state["neighbours"] = {str(each): packed for each, packed in small.items()}

@@ -41,7 +41,7 @@ def check_reads(plan: ResumePlan, job: Replicas) -> None:
 
 
 @given(data=st.data(), size=st.integers(2, 4), copies=st.integers(1, 2))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_any_files_of_a_save_are_a_whole_step_or_the_older_one(data: st.DataObject, size: int, copies: int) -> None:
     """Files appear whole or not at all, so that any ranks lost at any moment of a save leave some of its files."""
     ranks = st.sets(st.integers(0, size - 1))

@@ -12,10 +12,10 @@ import torch
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import LaidOut, LayoutRecord
 from mindx_elastic.persist.catalog import read_entry
-from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.start.file_facts import Strategies, facts_of
+from tests.checkpoint_files import info_of
 from tests.persist.test_format import forge
 
 NUM_LAYERS = 12
@@ -32,11 +32,7 @@ def state_of(width: int = 2, dtype: torch.dtype = torch.float32, value: float = 
 def save(path: Path, rank: int, state: dict[str, Any], record: dict[str, Any]) -> Path:
     whole = LaidOut(Layout((4,), (parse_placement("R"),)), (), True)
     layout = LayoutRecord(rank=rank, world_size=4, default=whole, modules=["model", "optimizer"]).json | record
-    info = CheckpointInfo(
-        run_id="run", world_size=4, rank=rank, step=3, epoch=1, step_in_epoch=3, batch_num=9, reason="periodic",
-        kind="periodic", created=1.7e9,
-    )  # fmt: skip
-    write_checkpoint(path, state, info, layout=layout)
+    write_checkpoint(path, state, info_of(3, world_size=4, rank=rank), layout=layout)
     return path
 
 

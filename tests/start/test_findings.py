@@ -68,16 +68,10 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
     ("name", "value"),
     [
         ("facts", [["run-a", 0, 3]]),
-        ("share", [2, 2]),
         ("own", [[-1, "run-a", 0, 3, False, True]]),
-        ("unforeseen", [["run-a", 0]]),
         ("foreseen", {"run-a": [0]}),
-        ("known", [3]),
         ("attempts", {"run-a": 1.5}),
-        ("rejected", [["what"]]),
         ("never_saved", [["run-a", 0, "2"]]),
-        ("places", {"p": [0, 1]}),
-        ("disk", None),
     ],
 )
 def test_what_no_rank_says_is_refused(tmp_path: Path, name: str, value: object) -> None:

@@ -81,23 +81,12 @@ def test_memory_counts_for_runs_that_any_rank_knows(tmp_path: Path) -> None:
     assert planned(inventory.plan(World(2))).step == 5 and inventory.next_attempt("run-a") == 1
 
 
-def test_small_states_of_unknown_runs_and_forecasts_that_failed_do_not_count(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, 2)
-    machine.know("run-a")
-    machine.snapshot(5, coordinates={"foreseen": 0})
-    machine.boundary(0, 5, forecast=True)
-    machine.boundary(1, 5, run="run-x")
-    assert look_alone(machine.directory, machine.job).own_states == {}
-    machine.snapshot(6)
-    machine.boundary(0, 6, forecast=True)
-    assert look_alone(machine.directory, machine.job).own_states == {("run-a", 0, 6): {0}}
-
-
 def test_the_forecast_of_a_first_step_counts_where_another_ranks_came_true(tmp_path: Path) -> None:
     """No other of this rank's has come true before it: rank 0 was killed in step 1, which rank 1 has ended."""
     machine = Machine(tmp_path, 2)
     machine.know("run-a")
     machine.boundary(0, 1, forecast=True, trusted=False)
+    machine.boundary(1, 1, run="unknown")
     machine.snapshot(1, ranks=[1])
     assert look_alone(machine.directory, machine.job).own_states == {}, "nothing is known of any forecast"
     machine.snapshot(1, ranks=[1], coordinates={"foreseen": 1})
@@ -132,15 +121,6 @@ def test_what_was_damaged_is_done_without_and_said(tmp_path: Path) -> None:
     assert not inventory.is_all_known
 
 
-def test_one_step_of_whichever_run_and_attempt_has_it(tmp_path: Path) -> None:
-    write_step(tmp_path, 5)
-    write_step(tmp_path, 7)
-    inventory = look_alone(tmp_path)
-    assert planned(inventory.plan(World(2), step=5)).steps_lost == 2
-    refused = inventory.plan(World(2), step=6)
-    assert isinstance(refused, Refusal) and "steps that are there: 7, 5" in str(refused)
-
-
 def test_a_first_save_that_was_cut_off(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"rank_{rank}").mkdir()
@@ -160,15 +140,6 @@ def only_step(inventory: Inventory) -> SavedStep:
     return step
 
 
-def test_a_missing_rank_is_named(tmp_path: Path) -> None:
-    write_step(tmp_path, 17, world_size=4)
-    (tmp_path / "rank_1" / "resnet-1_17.safetensors").unlink()
-    (tmp_path / "rank_3" / "resnet-1_17.safetensors").unlink()
-    step = only_step(look_alone(tmp_path))
-    assert not step.is_usable and step.missing_ranks == [1, 3]
-    assert step.why_incomplete == "ranks 1, 3 of 4 missing"
-
-
 def test_a_step_of_which_nothing_can_be_resumed_from_is_listed(tmp_path: Path) -> None:
     write(tmp_path / "a-1_1.safetensors", resumable=False)
     inventory = look_alone(tmp_path)
@@ -184,6 +155,8 @@ def test_a_replica_makes_a_step_usable_and_the_small_state_makes_it_complete(tmp
     (machine.directory / "rank_1" / "resnet-1_5.safetensors").unlink()
     step, older = look_alone(machine.directory, machine.job).steps
     assert step.is_usable and not step.is_complete and step.why_incomplete == "rank 1 of 2 missing"
+    refused = look_alone(machine.directory).plan(World(2), step=6)
+    assert isinstance(refused, Refusal) and "steps that are there: 5, 3" in str(refused)
     assert older.is_complete
     machine.boundary(1, 5)
     step, _ = look_alone(machine.directory, machine.job).steps

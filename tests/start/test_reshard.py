@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from mindx_elastic.start.facts import Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.planner import plan_resume
 from mindx_elastic.start.reshard import Parts, assemble
-from mindx_elastic.start.restore import Resumed, Target
+from mindx_elastic.start.restore import Target
 from tests.checkpoint_files import flip_bit_in_data
 from tests.harness import no_descriptor_left
 from tests.persist.states import bits, tensor_of
-from tests.start.finding import find_on
+from tests.start.finding import found_on
 from tests.start.worlds import Saved, cut, plan_for, resharded, target_of
 from tests.watchdog import finish
 
@@ -77,7 +76,7 @@ def layouts(draw: st.DrawFn, ndim: int) -> Layout:
     return Layout(tuple(mesh), tuple(placements), ranks)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_layout_to_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     root = tmp_path_factory.mktemp("any")
@@ -108,17 +107,6 @@ def test_any_layout_to_any_other(tmp_path_factory: pytest.TempPathFactory, data:
             assert found["step"].item() == 7 and found["note"] == f"of {name}"
 
 
-def test_pipeline_stages_become_one(tmp_path: Path) -> None:
-    """Tensors that only some ranks have, under a number of their own in each stage's optimizer."""
-    first, second = numbers(4, 3), numbers(6, 3)
-    stages = {"a": (first, layout([2], "S(0)", ranks=[0, 1])), "b": (second, layout([2], "S(0)", ranks=[2, 3]))}
-    Saved(4, stages, {"a": first + 1, "b": second + 1}).write(tmp_path)
-    (state,) = resharded(tmp_path, 1, {"a": ((4, 3), WHOLE), "b": ((6, 3), WHOLE)})
-    for number, (name, tensor) in enumerate((("a", first), ("b", second))):
-        assert_same_bits(state["model"][name], tensor)
-        assert_same_bits(state["optimizer"]["state"][number]["exp_avg"], tensor + 1)
-
-
 def test_tied_weights_stay_tied_in_what_they_hold(tmp_path: Path) -> None:
     weight = numbers(8, 3)
     Saved(4, {"embedding": (weight, layout([4], "S(0)"))}, {"embedding": weight + 1}, tied={"head": "embedding"}).write(
@@ -144,8 +132,9 @@ MOMENTS = {name: tensor * 2 for name, (tensor, _) in TWO.items()}
 
 
 def test_groups_keep_their_options_and_their_parameters_are_known_by_name(tmp_path: Path) -> None:
-    """The new program lists them in another order: numbers change, names do not."""
-    Saved(2, TWO, MOMENTS, groups=[["a", "c"], ["b"]]).write(tmp_path)
+    """The new program lists them in another order: numbers change, names do not. Lists are kept, as LBFGS has them."""
+    extra = {"old_dirs": [torch.ones(2), {"a": torch.zeros(3)}]}
+    Saved(2, TWO, MOMENTS, groups=[["a", "c"], ["b"]], extra=extra).write(tmp_path)
     for rank, state in enumerate(resharded(tmp_path, 3, WANTED, [["c", "a"], ["b"]])):
         optimizer = state["optimizer"]
         assert [(g["lr"], g["params"]) for g in optimizer["param_groups"]] == [(0.1, [0, 1]), (0.05, [2])]
@@ -153,41 +142,31 @@ def test_groups_keep_their_options_and_their_parameters_are_known_by_name(tmp_pa
             found = optimizer["state"][number]
             assert found["note"] == f"of {name}"
             assert_same_bits(found["exp_avg"], cut(MOMENTS[name], WANTED[name][1], rank), name)
+        ones, zeros = optimizer["state"]["ca".index("a")]["old_dirs"]
+        assert ones.tolist() == [1.0] * 2 and zeros["a"].tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("groups", [[["a", "b", "c"]], [["a"], ["b"], ["c"]]])
-def test_another_number_of_groups_is_refused(tmp_path: Path, groups: list[list[str]]) -> None:
+def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
     Saved(2, TWO, MOMENTS, groups=[["a", "c"], ["b"]]).write(tmp_path)
-    message = rf"does not fit optimizer: it has 2 parameter groups, this optimizer has {len(groups)}"
-    with pytest.raises(MismatchError, match=message):
-        resharded(tmp_path, 3, WANTED, groups)
+    with pytest.raises(MismatchError, match="does not fit optimizer: it has 2 parameter groups, this optimizer has 1"):
+        resharded(tmp_path, 3, WANTED, [["a", "b", "c"]])
 
 
-@dataclass
-class WithState(Saved):
-    """The optimizer keeps `extra` of its first parameter, too."""
-
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def state(self, rank: int, step: int) -> dict[str, Any]:
-        state = super().state(rank, step)
-        state["optimizer"]["state"].setdefault(0, {}).update(self.extra)
-        return state
-
-
-def test_tensors_in_lists_are_carried_over_as_they_are(tmp_path: Path) -> None:
-    """LBFGS keeps such; the files say that all ranks have the same."""
-    WithState(2, TWO, MOMENTS, extra={"old_dirs": [torch.ones(2), {"a": torch.zeros(3)}]}).write(tmp_path)
-    for state in resharded(tmp_path, 3, WANTED):
-        ones, zeros = state["optimizer"]["state"][0]["old_dirs"]
-        assert_same_bits(ones, torch.ones(2))
-        assert_same_bits(zeros["a"], torch.zeros(3))
+def test_pipeline_stages_become_one(tmp_path: Path) -> None:
+    """Tensors that only some ranks have, under a number of their own in each stage's optimizer."""
+    first, second = numbers(4, 3), numbers(6, 3)
+    stages = {"a": (first, layout([2], "S(0)", ranks=[0, 1])), "b": (second, layout([2], "S(0)", ranks=[2, 3]))}
+    Saved(4, stages, {"a": first + 1, "b": second + 1}).write(tmp_path)
+    (state,) = resharded(tmp_path, 1, {"a": ((4, 3), WHOLE), "b": ((6, 3), WHOLE)})
+    for number, (name, tensor) in enumerate((("a", first), ("b", second))):
+        assert_same_bits(state["model"][name], tensor)
+        assert_same_bits(state["optimizer"]["state"][number]["exp_avg"], tensor + 1)
 
 
 # --- what is not a tensor of the strategy ---
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2)])
 def test_the_rest_comes_from_the_ranks_own_file_or_from_one_each(tmp_path: Path, old: int, new: int) -> None:
     tensor = numbers(12, 2)
     Saved(old, {"w": (tensor, layout([old], "S(0)"))}).write(tmp_path)
@@ -236,28 +215,17 @@ def test_a_hole_is_never_filled_with_anything(tmp_path: Path, lost: int) -> None
 
 # --- all ranks together, as a guard starts ---
 
-ROWS = {"w": (numbers(8, 3), layout([4], "S(0)"))}
-
-
-def start(root: Path, new: Layout) -> list[Resumed | Exception | None]:
-    return find_on(new.size, root, target=lambda rank: target_of(new.size, {"w": ((8, 3), new)}, rank=rank))
-
-
-def steps(found: Sequence[Resumed | Exception | None], new: Layout) -> set[int]:
-    for rank, each in enumerate(found):
-        assert isinstance(each, Resumed), each
-        assert_same_bits(each.checkpoint.state["model"]["w"], cut(ROWS["w"][0], new, rank))
-        assert each.plan.resharded and not each.plan.exact
-    return {each.checkpoint.info.step for each in found if isinstance(each, Resumed)}
-
 
 def test_a_damaged_replica_costs_nothing(tmp_path: Path) -> None:
     old, new = layout([2, 2], "R", "S(0)"), layout([2], "S(1)")
-    Saved(4, {"w": (ROWS["w"][0], old)}).write(tmp_path, 5).write(tmp_path, 7)
+    tensor = numbers(8, 3)
+    Saved(4, {"w": (tensor, old)}).write(tmp_path, 5).write(tmp_path, 7)
     flip_bit_in_data(tmp_path / "rank_0/w-1_7.safetensors")
     (tmp_path / "rank_3/w-1_7.safetensors").unlink()
-    found = start(tmp_path, new)
-    assert steps(found, new) == {7}
+    target = {"w": ((8, 3), new)}
+    for rank, found in enumerate(found_on(2, tmp_path, target=lambda rank: target_of(2, target, rank=rank))):
+        assert_same_bits(found.checkpoint.state["model"]["w"], cut(tensor, new, rank))
+        assert (found.checkpoint.info.step, found.plan.resharded, found.plan.exact) == (7, True, False)
     assert len(list((tmp_path / QUARANTINE).rglob("*.safetensors"))) == 1
 
 

@@ -49,13 +49,10 @@ def test_never_looks_at_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a-1_3.safetensors"], "nothing is moved or deleted"
 
 
-@pytest.mark.parametrize("damage", files.DAMAGED_HEADERS)
-def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(
-    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(tmp_path: Path) -> None:
     write(tmp_path / "a-1_5.safetensors", step=5)
     bad = write(tmp_path / "a-1_9.safetensors", step=9)
-    damage(bad)
+    files.overwrite_header(bad)
     content = bad.read_bytes()
     found = find(tmp_path)
     assert step_of(found) == 5
@@ -109,7 +106,7 @@ def test_files_that_are_none_of_ours_are_named(tmp_path: Path) -> None:
     assert path.exists(), "what was asked for by name is not moved"
 
 
-@pytest.mark.parametrize("resume", ["atuo", "", None, 5, True])
+@pytest.mark.parametrize("resume", ["atuo", "", None, True])
 def test_anything_else_is_refused(tmp_path: Path, resume: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a-1_5.safetensors")
@@ -120,12 +117,9 @@ def test_anything_else_is_refused(tmp_path: Path, resume: Any, monkeypatch: pyte
 # --- several ranks ---
 
 
-def test_another_world_size_is_said_clearly(tmp_path: Path) -> None:
+def test_another_world_size_is_said_with_the_way_out(tmp_path: Path) -> None:
     write_step(tmp_path, 9, world_size=4)
-    with pytest.raises(
-        MismatchError,
-        match=r"were written by 4 ranks and cannot be spread over the 2 of this job: .*start it with 4 ranks",
-    ):
+    with pytest.raises(MismatchError, match=r"written by 4 ranks.* over the 2 of this job: .*start it with 4 ranks"):
         steps_on(2, tmp_path)
 
 

@@ -102,6 +102,14 @@ def test_a_fault_in_the_planner_is_not_called_a_strangers_message(saved: Path, m
 # --- what changes while the ranks meet, and disks that are not shared ---
 
 
+def by_hand(directory: Path, rank: int, exchange: Any, disks: Disks) -> Resumed | None:
+    """The rest of a start that has listed its disks."""
+    meet(exchange, "here", [disks])
+    plan = PlanPart(exchange, RankInfo(rank=rank, world_size=4), places_of([directory], "auto"), disks)
+    meet(exchange, "plan", [plan])
+    return read_together(exchange, plan)
+
+
 def test_a_log_that_grows_while_the_ranks_meet_costs_no_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,15 +124,8 @@ def test_a_log_that_grows_while_the_ranks_meet_costs_no_reading(
     monkeypatch.setattr(looking, "read_entry", counted)
 
     def logging(rank: int, exchange: Any) -> Resumed | None:
-        log = EventLog(tmp_path / EVENTS_FILE)
-        log.emit("alarm", text=f"rank {rank} is here")
-        places = places_of([tmp_path], "auto")
-        disks = Disks(places)
-        meet(exchange, "here", [disks])
-        log.emit("alarm", text=f"rank {rank} has met the others")
-        plan = PlanPart(exchange, RankInfo(rank=rank, world_size=4), places, disks)
-        meet(exchange, "plan", [plan])
-        return read_together(exchange, plan)
+        EventLog(tmp_path / EVENTS_FILE).emit("alarm", text=f"rank {rank} is here")
+        return by_hand(tmp_path, rank, exchange, Disks(places_of([tmp_path], "auto")))
 
     found = on_all_ranks(4, logging)
     assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [7] * 4, found
@@ -134,34 +135,24 @@ def test_a_log_that_grows_while_the_ranks_meet_costs_no_reading(
 
 def test_files_that_come_while_a_rank_waits_are_found_by_all(tmp_path: Path) -> None:
     """A predecessor's last file: the other ranks have listed the directory before it was there."""
-    replicas: dict[str, Any] = {"world_size": 3, "coordinates": {"replicas": 3}}
-    write_step(tmp_path / "c", 7, **replicas)
-    old = set((tmp_path / "c").rglob("*.safetensors"))
-    write_step(tmp_path / "c", 20, **replicas)
-    newest = {path.parent.name: path for path in set((tmp_path / "c").rglob("*.safetensors")) - old}
-    late = newest.pop("rank_1")
-    for path in newest.values():
+    for step in (7, 20):
+        write_step(tmp_path / "c", step, world_size=4, coordinates={"replicas": 4})
+    late, *others = (tmp_path / "c" / f"rank_{rank}" / "resnet-1_20.safetensors" for rank in (1, 0, 2, 3))
+    for path in others:
         path.unlink()
     late.rename(tmp_path / "late")
-    come = threading.Barrier(3)
+    come = threading.Barrier(4)
 
     def start_late(rank: int, exchange: Any) -> Resumed | None:
-        places = places_of([tmp_path / "c"], "auto")
-        if rank != 1:
-            disks = Disks(places)
-            come.wait(60)
-        else:
-            come.wait(60)
+        disks = Disks(places_of([tmp_path / "c"], "auto")) if rank != 1 else None
+        come.wait(60)
+        if disks is None:
             (tmp_path / "late").rename(late)
-            disks = Disks(places)
-        info = RankInfo(rank=rank, world_size=3)
-        meet(exchange, "here", [disks])
-        plan = PlanPart(exchange, info, places, disks)
-        meet(exchange, "plan", [plan])
-        return read_together(exchange, plan)
+            disks = Disks(places_of([tmp_path / "c"], "auto"))
+        return by_hand(tmp_path / "c", rank, exchange, disks)
 
-    found = on_all_ranks(3, start_late)
-    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [20, 20, 20], found
+    found = on_all_ranks(4, start_late)
+    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [20] * 4, found
 
 
 def test_shares_of_two_lists_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

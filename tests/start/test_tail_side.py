@@ -20,12 +20,12 @@ from mindx_elastic.guard.loops.epoch_tail import EpochTail
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.memory.memory_files import OwnState
-from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.packer import StatePacker
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.start.facts import ResumePlan, World
 from mindx_elastic.start.restore import Resumed
 from mindx_elastic.start.tail_side import TailSide
+from tests.checkpoint_files import info_of
 
 END = Position(3, 1, 3, 3)
 
@@ -68,10 +68,7 @@ class Rank:
         return OwnState(StatePacker(split="plain", frozen="rng").pack(self.collector.volatile()), forecast=False)
 
     def found(self, own: OwnState | None = None) -> Resumed:
-        info = CheckpointInfo(
-            run_id="r", world_size=2, rank=0, step=3, epoch=1, step_in_epoch=3, batch_num=3, reason="r",
-            kind="final", created=1.0,
-        )  # fmt: skip
+        info = info_of(3, world_size=2, kind="final")
         world = Strategy(2, ())
         plan = ResumePlan(info.moment, 1, 3, world, World(2, None), (), {}, resharded=False)
         checkpoint = Checkpoint(info, self.collector.state(), {})

@@ -13,13 +13,13 @@ from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.persist.catalog import read_entries
-from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.start.facts import Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.planner import plan_resume
 from mindx_elastic.start.reshard import assemble
 from mindx_elastic.start.restore import Target
+from tests.checkpoint_files import info_of
 
 __all__ = ["Saved", "cut", "resharded", "target_of"]
 
@@ -54,24 +54,15 @@ class Saved:
     """Parameters by group of the optimizer; default: one group, in order."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Further name -> parameter."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the optimizer keeps of a rank's first parameter, too."""
 
-    def write(self, root: Path, step: int = 7, *, run_id: str = "run-a", kind: str = "periodic") -> Saved:
+    def write(self, root: Path, step: int = 7) -> Saved:
         for rank in range(self.world_size):
             folder = root / f"rank_{rank}" if self.world_size > 1 else root
             folder.mkdir(parents=True, exist_ok=True)
-            info = CheckpointInfo(
-                run_id=run_id,
-                world_size=self.world_size,
-                rank=rank,
-                step=step,
-                epoch=1,
-                step_in_epoch=step,
-                batch_num=100,
-                reason="periodic",
-                kind=kind,
-                created=1_700_000_000.0 + step,
-            )
-            write_checkpoint(folder / f"w-1_{step}.safetensors", self.state(rank, step), info, layout=self.record(rank))
+            path, info = folder / f"w-1_{step}.safetensors", info_of(step, world_size=self.world_size, rank=rank)
+            write_checkpoint(path, self.state(rank, step), info, layout=self.record(rank))
         return self
 
     @property
@@ -92,6 +83,8 @@ class Saved:
             for number, name in enumerate(order)
             if name in self.moments
         }
+        if self.extra:
+            states.setdefault(0, {}).update(self.extra)
         groups, first = [], 0
         for number, names in enumerate(self.all_groups):
             count = sum(name in held for name in names)
