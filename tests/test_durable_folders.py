@@ -33,30 +33,6 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StrictDisk:
     return StrictDisk(tmp_path, monkeypatch)
 
 
-def test_the_model_loses_what_was_not_flushed(disk: StrictDisk, tmp_path: Path) -> None:
-    folder, file = tmp_path / "a", tmp_path / "a" / "file"
-    os.mkdir(folder)
-    file.write_bytes(b"x")
-
-    def sync(path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-    assert "entry in" in str(disk.lost(file))
-    sync(tmp_path)
-    assert str(folder) in str(disk.lost(file))
-    sync(folder)
-    assert "bytes" in str(disk.lost(file))
-    sync(file)
-    disk.check(file)
-    file.write_bytes(b"longer")
-    assert "bytes" in str(disk.lost(file))
-    sync(file)
-    file.rename(folder / "other")
-    assert "entry in" in str(disk.lost(folder / "other"))
-
-
 class Log(EventLog):
     """Looks at each file in the moment in which it is reported as saved."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 import sys
 import zipfile
 from email.message import Message
@@ -83,11 +82,6 @@ def test_the_pinned_torch_satisfies_the_wheel() -> None:
         line for line in (ROOT / "requirements" / "torch-cpu.txt").read_text().splitlines() if line[:1] not in ("", "#")
     ]
     assert len(pins) == 1 and re.fullmatch(r"torch==\d+\.\d+\.\d+", pins[0])
-
-
-@pytest.mark.parametrize("name", ["ma_pre_start.sh", ".ci/run"])
-def test_scripts_can_be_executed(name: str) -> None:
-    assert (ROOT / name).stat().st_mode & stat.S_IXUSR
 
 
 def test_every_make_target_is_sound() -> None:

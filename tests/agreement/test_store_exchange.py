@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agreement import gather, store_exchange
-from mindx_elastic.agreement.exchange import Exchange, Order
+from mindx_elastic.agreement.exchange import Order
 from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_request import encode_request
-from mindx_elastic.agreement.stop_step import CANNOT, Decision, End, Offer
+from mindx_elastic.agreement.stop_step import Decision, End, Offer
 from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.agreement.store_gathering import Store
 from mindx_elastic.errors import UntrustedMessageError, UsageError
@@ -86,10 +86,6 @@ def decide(ranks: list[StoreExchange], offers: dict[int, Offer], timeout_s: floa
     for thread in threads:
         thread.join(60)
     return decisions
-
-
-def test_three_ranks_agree_on_the_largest_offer(ranks: list[StoreExchange]) -> None:
-    assert {d.step for d in decide(ranks, {0: 5, 1: 6, 2: 5}, 30).values()} == {6}
 
 
 def test_a_dead_rank_costs_the_bound_and_no_more(ranks: list[StoreExchange]) -> None:
@@ -203,13 +199,6 @@ def test_the_first_request_wins_and_reaches_every_listener(ranks: list[StoreExch
     assert heard == dict.fromkeys(range(3), first)
 
 
-def test_closing_ends_a_listener_without_a_request(ranks: list[StoreExchange]) -> None:
-    ranks[0].listen(lambda content: pytest.fail(f"heard {content}"))
-    ranks[0].close()
-    assert ranks[0]._listener is not None
-    assert not ranks[0]._listener.is_alive()
-
-
 def test_values_of_all_ranks_are_collected_in_rank_order(ranks: list[StoreExchange]) -> None:
     for rank in (2, 0, 1):
         assert ranks[1].try_collect("view") is None
@@ -298,12 +287,6 @@ def test_a_store_that_is_slow_in_mid_training_is_asked_again_at_the_stop(frozen:
     assert not frozen._lost
 
 
-def test_one_rank_decides_alone_at_once() -> None:
-    exchange = Exchange()
-    assert exchange.decide("stop", 7, 0) == Decision(7)
-    assert exchange.decide("salvage", CANNOT, 0).step is None
-
-
 class Attacked:
     """Three ranks with a key, or without, and the store's own client for whoever is not one of them."""
 
@@ -334,11 +317,9 @@ def attacked(request: pytest.FixtureRequest) -> Iterator[Attacked]:
 
 NONSENSE = [
     b"\xff\xfe",
-    b"{",
     b"[" * 5000,
     b"9" * (1 << 20),
     b'{"step": 1000000000, "reason": ""}',
-    b'{"step": 0, "reason": ""}',
     b'{"step": null, "reason": "every rank has finished training"}',
 ]
 

@@ -20,8 +20,11 @@ class Outcome:
     stderr: str
 
 
+Run = Callable[..., Outcome]
+
+
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run the command in this process."""
 
     def invoke(*words: object, columns: int | None = None) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import mindx_elastic as mx
 from mindx_elastic.core.certificate import MOST, NOT_COMPARED, added, digest_of, proof_of, read_chain
 from mindx_elastic.start.certificates import certificate_in
 from mindx_elastic.start.remains import proof_in_events
+from tests.cli.conftest import Run
 from tests.guarded import no_traces, plain_environment, stop_at, stopped
-from tests.harness import run_command, start_job
 from tests.prove.test_overlap import STOP, Quiet, scaled_by, stop, witness_in
 
 FACTS: dict[str, Any] = {"ranks": 2, "date": 1e9}
@@ -100,7 +99,7 @@ def test_a_resume_is_proved_and_a_kill_of_nothing_is_said(tmp_path: Path) -> Non
     assert second == "resumed after step 12: NOT joined: not compared: it left no step to compare with"
 
 
-def test_a_difference_is_against_all_later_files(tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_a_difference_is_against_all_later_files(tmp_path: Path, run: Run) -> None:
     stop(tmp_path)
     resume_until(tmp_path, 12, middle=scaled_by(-1.0))
     seen = mx.peek(tmp_path)
@@ -113,7 +112,7 @@ def test_a_difference_is_against_all_later_files(tmp_path: Path, run: Callable[.
     assert f"after step {STOP}: NOT joined: differs" in run("verify", "--certificate", tmp_path).stdout
 
 
-def test_a_witness_that_was_changed_since_breaks_it(tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_a_witness_that_was_changed_since_breaks_it(tmp_path: Path, run: Run) -> None:
     stop(tmp_path)
     witness = witness_in(tmp_path)
     resume_until(tmp_path, 12)
@@ -122,39 +121,3 @@ def test_a_witness_that_was_changed_since_breaks_it(tmp_path: Path, run: Callabl
     outcome = run("verify", "--certificate", tmp_path)
     assert outcome.exit_code == 1 and "BROKEN" in outcome.stdout and "not the one that step" in outcome.stdout
     assert run("verify", "--certificate", tmp_path / "rank_9").exit_code in (2, 3)
-
-
-JOB = """
-import os, signal, sys
-import torch
-import mindx_elastic as mx
-
-torch.distributed.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = [(torch.randn(4), 1) for _ in range(32)]
-loader = mx.data.ResumableLoader(data, batch_size=2, shuffle=True, seed=3)
-with mx.Guard(model=model, optimizer=optimizer, loader=loader, directory=sys.argv[1]) as guard:
-    for epoch in guard.epochs(3):
-        for x, y in loader:
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if guard.step + 1 == int(sys.argv[2]) and os.environ["RANK"] == "0":
-                os.kill(os.getpid(), signal.SIGTERM)
-            guard.step_end()
-"""
-
-
-def test_two_ranks_prove_a_resume_and_the_command_says_so(tmp_path: Path) -> None:
-    script, directory = tmp_path / "job.py", tmp_path / "ckpt"
-    script.write_text(JOB, encoding="utf-8")
-    for step in (5, 11):
-        with start_job("ranks.py", 2, script, directory, step, env={"MINDX_OVERLAP": "1"}) as job:
-            assert job.wait() != 0, job.report()
-    said = run_command("verify", "--certificate", directory)
-    joined, conclusion = said.splitlines()  # the ranks agree on the step of a stop: that of the signal, or later
-    found = re.match(r"resumed after step (\d+): joined: step (\d+) .*\(2 ranks, ", joined)
-    assert found is not None and int(found[2]) == int(found[1]) + 1 > 5, said
-    assert re.match(r"certificate of step \d+: sound; 1 of 1 resumes are joined", conclusion)

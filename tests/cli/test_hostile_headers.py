@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from mindx_elastic.persist.catalog import read_entries
 from tests.checkpoint_files import write
+from tests.cli.conftest import Run
 from tests.persist.test_format import forge
 from tests.start.finding import find, step_of
 
@@ -174,7 +175,7 @@ def test_a_start_takes_what_is_sound(hostile: str, directory: Path) -> None:
     ids=" ".join,
 )
 def test_no_command_ends_in_a_traceback(
-    run: Callable[..., Any], directory: Path, tmp_path_factory: pytest.TempPathFactory, words: list[str]
+    run: Run, directory: Path, tmp_path_factory: pytest.TempPathFactory, words: list[str]
 ) -> None:
     """All headers, one after the other: what is wrong with one is said, and the exit code is one of ours."""
     sound = newest(directory).read_bytes()
@@ -196,7 +197,7 @@ def test_no_command_ends_in_a_traceback(
     assert not failures, "\n".join(failures)
 
 
-def test_a_large_job_is_none_of_these(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_large_job_is_none_of_these(run: Run, tmp_path: Path) -> None:
     """16,384 ranks in pipelines, with thousands of tensors in a file."""
     ranks, stages = 16_384, 16
     size = ranks // stages
@@ -254,7 +255,7 @@ def set_something(content: Content, where: list[int], value: Any) -> None:
 @no_reset
 @given(where=st.lists(st.integers(0, 20), min_size=2, max_size=7), value=JSON)
 def test_whatever_stands_in_a_header(
-    run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, where: list[int], value: Any
+    run: Run, tmp_path_factory: pytest.TempPathFactory, where: list[int], value: Any
 ) -> None:
     directory = tmp_path_factory.mktemp("fuzzed")
     for step in (OLD, NEW):

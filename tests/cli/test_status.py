@@ -3,9 +3,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.rejoin.record import SPARE, RecoveryRecord, Replacement
+from tests.cli.conftest import Run
 
 
 @pytest.fixture
@@ -23,13 +21,6 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
-
-
-@pytest.fixture
-def sleeper() -> Iterator[int]:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield process.pid
-    process.communicate(b"\n")
 
 
 def start_agent(run_dir: Path, pid: int, **content: Any) -> EventLog:
@@ -53,7 +44,7 @@ def record_job(run_dir: Path, *, finished: bool = True) -> None:
         log.emit("agent_end", outcome="finished", pid=os.getpid())
 
 
-def test_json(run: Callable[..., Any], run_dir: Path) -> None:
+def test_json(run: Run, run_dir: Path) -> None:
     record_job(run_dir)
     result = run("status", run_dir, "--json")
     assert result.exit_code == 0
@@ -107,7 +98,7 @@ def record_recoveries(run_dir: Path) -> None:
     ledger.note_recovery(RecoveryRecord(generation=2, outcome="restart", cause="exit code 1", reason="why", ranks=(0,)))
 
 
-def test_recoveries_in_place(run: Callable[..., Any], run_dir: Path) -> None:
+def test_recoveries_in_place(run: Run, run_dir: Path) -> None:
     record_recoveries(run_dir)
     document = json.loads(run("status", run_dir, "--json").stdout)
     first, second = document["recoveries"]
@@ -128,7 +119,7 @@ def test_recoveries_in_place(run: Callable[..., Any], run_dir: Path) -> None:
     assert lines[-1] == "1 failure (recovered in place), 0 steps lost, 0.12 s not training"
 
 
-def test_a_running_agent_and_its_workers(run: Callable[..., Any], run_dir: Path, tmp_path: Path, dead_pid: int) -> None:
+def test_a_running_agent_and_its_workers(run: Run, run_dir: Path, tmp_path: Path, dead_pid: int) -> None:
     agent_dir = tmp_path / "agent"
     agent_dir.mkdir()
     pages = [StatusPage(page_path(agent_dir, rank)) for rank in (0, 10, 9)]
@@ -156,43 +147,21 @@ def test_a_running_agent_and_its_workers(run: Callable[..., Any], run_dir: Path,
     assert [row[-1] for row in rows] == [str(os.getpid()), str(dead_pid), str(os.getpid())]
 
 
-def test_measured_intervals_between_saves_and_snapshots(
-    run: Callable[..., Any], run_dir: Path, tmp_path: Path, sleeper: int
-) -> None:
-    start_agent(run_dir, sleeper, agent_dir=str(tmp_path))
-    page = StatusPage(page_path(tmp_path, 0))
-    page.set(phase=WorkerPhase.TRAINING, step=7, save_every_s=412, snapshot_every=16)
-    worker = json.loads(run("status", "--json", str(run_dir)).stdout)["workers"][0]
-    assert (worker["save_every_s"], worker["snapshot_every"]) == (412, 16)
-    said = run("status", str(run_dir)).stdout
-    assert "a periodic checkpoint every 7 min, by what it costs (auto)" in said
-    assert "a snapshot in memory every 16 steps" in said
-    page.close()
-
-
-def test_a_killed_agent(run: Callable[..., Any], run_dir: Path, dead_pid: int) -> None:
+def test_a_killed_agent(run: Run, run_dir: Path, dead_pid: int) -> None:
     start_agent(run_dir, dead_pid).emit("attempt_start", attempt=0, pid=dead_pid)
     lines = run("status", run_dir).stdout.splitlines()
     assert "is gone without recording its end: it was killed" in lines[0] and "no end recorded" in "".join(lines[1:])
 
 
-def test_an_agent_of_another_machine(run: Callable[..., Any], run_dir: Path) -> None:
+def test_an_agent_of_another_machine(run: Run, run_dir: Path) -> None:
     log = EventLog(run_dir / "events.jsonl")
     log.emit("agent_start", pid=1, host="another-machine", agent_dir=str(run_dir))
     assert json.loads(run("status", run_dir, "--json").stdout)["agent"]["running"] is None
     assert "can be seen on that machine only" in run("status", run_dir).stdout
 
 
-def test_older_runs_are_counted(run: Callable[..., Any], run_dir: Path) -> None:
-    for _ in range(3):
-        record_job(run_dir)
-    result = run("status", run_dir)
-    assert result.stdout.splitlines()[-1] == "2 older runs of an agent in the same file: not shown"
-    assert result.stdout.count("killed by") == 1
-
-
-@pytest.mark.parametrize("content", [None, "", '{"time": 1, "event": "resume", "rank": 0}\n'])
-def test_nothing_there_is_3(run: Callable[..., Any], run_dir: Path, content: str | None) -> None:
+@pytest.mark.parametrize("content", ['{"time": 1, "event": "resume", "rank": 0}\n'])
+def test_nothing_there_is_3(run: Run, run_dir: Path, content: str | None) -> None:
     if content is not None:
         (run_dir / "events.jsonl").write_text(content)
     result = run("status", run_dir)
@@ -201,7 +170,7 @@ def test_nothing_there_is_3(run: Callable[..., Any], run_dir: Path, content: str
     assert document["agent"] is None and document["attempts"] == []
 
 
-def test_wrong_usage_is_2(run: Callable[..., Any], run_dir: Path) -> None:
+def test_wrong_usage_is_2(run: Run, run_dir: Path) -> None:
     assert "does not exist" in run("status", run_dir / "no").stderr
     (run_dir / "events.jsonl").mkdir()
     result = run("status", run_dir)

@@ -8,8 +8,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ import pytest
 
 from mindx_elastic.agent.ledger import FAILED, AttemptRecord, Ledger
 from mindx_elastic.agent.run_log import AgentRun, load_runs
-from mindx_elastic.cli.outlook import DiskWatch, Outlook, Rates, Saved, expect
+from mindx_elastic.cli.outlook import Rates
 from mindx_elastic.cli.watch_frame import draw_frame
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, StatusPage, WorkerPhase, page_path
 from mindx_elastic.memory.arena import SlotRecord, SlotState
 from mindx_elastic.rejoin.record import RecoveryRecord
 from tests.checkpoint_files import write
+from tests.cli.conftest import Run
 
 
 @pytest.fixture
@@ -70,13 +71,13 @@ def newest(run_dir: Path) -> AgentRun:
     return load_runs(run_dir / "events.jsonl")[-1]
 
 
-def document_of(run: Callable[..., Any], run_dir: Path) -> Any:
+def document_of(run: Run, run_dir: Path) -> Any:
     result = run("status", run_dir, "--json")
     assert result.exit_code == 0
     return json.loads(result.stdout)
 
 
-def test_what_would_be_lost(run: Callable[..., Any], run_dir: Path, tmp_path: Path) -> None:
+def test_what_would_be_lost(run: Run, run_dir: Path, tmp_path: Path) -> None:
     document = document_of(run, run_dir)
     outlook = document["outlook"]
     assert (outlook["step"], outlook["memory_step"], outlook["disk"]) == (27, 25, None)
@@ -90,7 +91,7 @@ def test_what_would_be_lost(run: Callable[..., Any], run_dir: Path, tmp_path: Pa
     assert (outlook["lost_if_killed"], outlook["lost_if_machine_lost"]) == (1, 1)
 
 
-def test_a_frame_says_it_in_words(run: Callable[..., Any], run_dir: Path, tmp_path: Path) -> None:
+def test_a_frame_says_it_in_words(run: Run, run_dir: Path, tmp_path: Path) -> None:
     write(tmp_path / "ckpt" / "resnet-1_20.safetensors", step=20)
     document = document_of(run, run_dir)
     text = "\n".join(line.plain for line in draw_frame(document, newest(run_dir), width=120, height=None))
@@ -102,7 +103,7 @@ def test_a_frame_says_it_in_words(run: Callable[..., Any], run_dir: Path, tmp_pa
     assert "\x1b" not in text
 
 
-def test_a_frame_fits_every_terminal(run: Callable[..., Any], run_dir: Path) -> None:
+def test_a_frame_fits_every_terminal(run: Run, run_dir: Path) -> None:
     document = document_of(run, run_dir)
     worker = document["workers"][0]
     document["workers"] = [{**worker, "rank": rank} for rank in range(64)]
@@ -115,9 +116,7 @@ def test_a_frame_fits_every_terminal(run: Callable[..., Any], run_dir: Path) -> 
     assert any("more; all ranks: step 27 to 27" in line for line in text)
 
 
-def test_it_waits_for_a_job_that_is_not_started_yet(
-    run: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_waits_for_a_job_that_is_not_started_yet(run: Run, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ./mindx-run, where the command has not been told another place."""
     monkeypatch.chdir(run_dir.parent)
     looks = []
@@ -138,12 +137,6 @@ def page(**fields: Any) -> Status:
     return replace(Status(pid=7, phase=WorkerPhase.TRAINING, entered_ns=1), **fields)
 
 
-def test_without_a_directory_nothing_is_claimed() -> None:
-    found = expect({0: page(step=9)}, DiskWatch())
-    assert (found.step, found.lost_if_killed, found.lost_if_machine_lost) == (9, None, None)
-    assert expect({}, DiskWatch()) == Outlook() == expect({0: page()}, DiskWatch())
-
-
 def test_rates_follow_the_steps() -> None:
     rates, now = Rates(), time.monotonic_ns()
     second = 1_000_000_000
@@ -155,12 +148,3 @@ def test_rates_follow_the_steps() -> None:
     rates.update({0: stuck})
     assert rates.update({0: stuck})[0] == pytest.approx(0.01, rel=0.1), "a rank that waits has no rate of before"
     assert rates.update({0: page()}) == {}
-
-
-def test_the_disk_is_looked_at_seldom(tmp_path: Path) -> None:
-    watch = DiskWatch()
-    assert watch.newest(tmp_path, "") is None
-    write(tmp_path / "resnet-1_3.safetensors", step=3)
-    assert watch.newest(tmp_path, "") is None, "not again at once"
-    found = DiskWatch().newest(tmp_path, "")
-    assert found is not None and asdict(found) == asdict(Saved(3, found.created, "resnet-1_3.safetensors"))

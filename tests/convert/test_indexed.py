@@ -170,8 +170,3 @@ def test_one_ranks_parts_are_refused(tmp_path: Path) -> None:
     for source in (tmp_path / "sharded", paths[0], paths[1].rename(tmp_path / "alone.safetensors")):
         with pytest.raises(UsageError, match=r"one rank's parts of the tensors .*enable_consolidation=True"):
             converted(source)
-
-
-def test_a_file_of_whole_tensors_from_the_same_writer(tmp_path: Path) -> None:
-    path = write_shards(tmp_path / "sharded", 1)[0].rename(tmp_path / "model-00001-of-00001.safetensors")
-    assert sorted(converted(path)[0]) == ["b", "w"]

@@ -24,12 +24,10 @@ WRONG = [
     ({"MS_ROLE": "MS_WORKER"}, Level.PROBLEM, "MS_SCHED_HOST is not set", ""),
 ]
 RIGHT = [
-    {},
     {"MINDX_GRACE_S": "30", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"},
     {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
     {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
     {"MS_COMPILER_CACHE_ENABLE": "1", "TORCH_HOME": "/x", "MS_DEV_SAVE_GRAPHS": "1"},
-    {"MINDX_ARENA_DIR": "none", "MINDX_SNAPSHOT_EVERY": "0"},
 ]
 
 
@@ -56,8 +54,3 @@ def test_all_documented_variables_are_known() -> None:
     named = {word.strip("`,") for word in page.split() if word.startswith("`MINDX_") and word.strip("`,").isupper()}
     assert len(named) > 20
     assert {name for name in named if name.replace("_", "").isalnum()} <= known_names()
-
-
-def test_escape_sequences_are_shown_and_not_obeyed() -> None:
-    found = list(judge_variables({"MINDX_\x1b[31m": "1", "RANK": "\x1b[2J"}))
-    assert not any("\x1b" in each.text + each.remedy for each in found)

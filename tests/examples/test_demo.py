@@ -13,18 +13,6 @@ def make_run(folder: Path, stderr: str = "") -> demo.Run:
     return demo.Run(folder, folder / "stderr-1.txt", stderr=stderr)
 
 
-def test_lines_of_the_training_are_understood(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    for line in (
-        "rank 1 of 2: pid 4711\n",
-        "epoch: 2 step: 4, loss is 2.1\n",
-        '{"event": "train_end", "step": 30}\n',
-        "something else\n",
-    ):
-        run.read_line(line)
-    assert (run.pids, run.steps, run.result["step"]) == ({1: 4711}, [(2, 4)], 30)
-
-
 def test_a_broken_promise_shows_the_workers_stderr_and_not_torchruns(tmp_path: Path) -> None:
     run = make_run(tmp_path, stderr="ValueError: the cause\nE1121 10:00:59.432000 7331 torch/x.py:1] failed\nTraceback")
     with pytest.raises(demo.BrokenPromise, match="the cause") as caught:

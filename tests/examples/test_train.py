@@ -19,21 +19,6 @@ QUICK = ["--epochs", "2", "--batch-size", "16", "--limit-train", "96", "--log-st
 # --- the hash ---
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"z": torch.zeros(4)},
-        {"w": torch.zeros(4, dtype=torch.float64)},
-        {"w": torch.zeros(2, 2)},
-        {"w": torch.tensor([0.0, 0.0, 0.0, -0.0])},
-        {"w": torch.zeros(4), "v": torch.zeros(0)},
-    ],
-    ids=["name", "dtype", "shape", "one bit", "one more, empty"],
-)
-def test_the_hash_sees_every_difference(changed: dict[str, torch.Tensor]) -> None:
-    assert train.weights_sha256(changed) != train.weights_sha256({"w": torch.zeros(4)})
-
-
 # --- the command line ---
 
 
@@ -41,17 +26,10 @@ def test_the_hash_sees_every_difference(changed: dict[str, torch.Tensor]) -> Non
     ("flag", "value"),
     [
         ("--epochs", "0"),
-        ("--epochs", "two"),
         ("--epochs", "1.5"),
-        ("--batch-size", "-1"),
-        ("--lr", "-0.1"),
         ("--lr", "nan"),
-        ("--lr", "inf"),
         ("--seed", "-1"),
-        ("--num-workers", "-1"),
-        ("--limit-train", "0"),
         ("--grad-accum", "0"),
-        ("--save-checkpoint-steps", "-5"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:

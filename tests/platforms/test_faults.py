@@ -84,32 +84,19 @@ def test_the_parser_lists_its_problems_and_a_strict_caller_raises_on_them(tmp_pa
     assert faults.ranks == {1} == faults.unrecovered
     assert faults.problems == (
         "names rank 9 in FaultRank, but the job has ranks 0..7",
-        "names 'x' in FaultRank, which is not a rank",
+        "names 'x' in FaultRank, which is no rank",
     )
-    assert faults.remarks == ("has a CreatTime that is not a time: 'noon'",)
+    assert faults.remarks == ("has a CreatTime that is no time: 'noon'",)
     assert "; ".join(faults.problems) in refusal(put(tmp_path, report))
     put(tmp_path, json.dumps({"FaultRank": [1]}), "fault-npus")
     put(tmp_path, json.dumps({"RankList": [entry(2), entry(3, "Lost")]}), "reset.json")
     assert "has a key reset.json that has the Status 'Lost' for rank 3; known: " in refusal(tmp_path)
 
 
-def test_a_report_with_a_time_that_is_none_counts_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    faults = read_faults(put(tmp_path, {"FaultRankIds": ["1"], "CreatTime": "yesterday"}), world_size=2)
-    assert set(faults.ranks) == {1} and faults.created is None
-    assert "has a CreatTime that is not a time: 'yesterday'" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("content", "meant"),
     [
         ({"FaultRank": [1], "FaultRanksIds": ["2"]}, "'FaultRanksIds', which is not known and not read; FaultRankIds?"),
-        ({"FaultRank": [1], "UpdatTime": 1690000000}, "'UpdatTime', which is not known and not read; UpdateTime?"),
-        (
-            {"RankList": [entry(1)], "GracefulExits": 1},
-            "'GracefulExits', which is not known and not read; GracefulExit?",
-        ),
         ({"FaultRank": [1], "JobId": "7", "Region": "north"}, ""),
     ],
 )
@@ -130,7 +117,12 @@ def test_a_failed_recovery_is_a_fault_that_stops_no_job() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", [sha(REPORT), sha(REPORT).upper() + "\n", f' "{sha(REPORT)}" ', f"'{sha(REPORT)}'", ""]
+    "code",
+    [
+        sha(REPORT).upper() + "\n",
+        f' "{sha(REPORT)}" ',
+        "",
+    ],
 )
 def test_a_mounted_folder(tmp_path: Path, code: str) -> None:
     put(tmp_path, REPORT + "\n", "fault-npus")
@@ -172,12 +164,11 @@ def test_what_is_no_report(tmp_path: Path, content: object, said: str) -> None:
 # --- rank lists, merging, defaults ---
 
 
-@pytest.mark.parametrize(
-    ("text", "ranks"),
-    [("1,3", {1, 3}), ("0-7", set(range(8))), (" 0-2, 2 ,6", {0, 1, 2, 6}), ("", set()), ("5-5", {5})],
-)
-def test_rank_lists(text: str, ranks: set[int]) -> None:
-    assert parse_rank_list(text, world_size=8) == ranks
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)).map(sorted), max_size=4))
+def test_a_rank_list_is_the_union_of_its_parts(parts: list[list[int]]) -> None:
+    text = " , ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    expected = {rank for first, last in parts for rank in range(first, last + 1)}
+    assert parse_rank_list(text, world_size=8) == expected
 
 
 def test_a_rank_list_has_a_bound() -> None:
@@ -219,20 +210,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-keys = st.sampled_from(
-    [
-        *(
-            "FaultRankIds",
-            "FaultRank",
-            "CreatTime",
-            "UpdateTime",
-            "status",
-            "RankList",
-            "FaultFlushing",
-            "GracefulExit",
-        ),
-    ]
-)
+keys = st.sampled_from(["FaultRankIds", "FaultRank", "CreatTime", "UpdateTime", "status", "RankList", "GracefulExit"])
 entries = st.fixed_dictionaries({"RankId": json_values, "Status": json_values, "Policy": json_values})
 values = json_values | st.just("ConfigMap") | st.lists(entries | json_values, max_size=2) | json_values.map(json.dumps)
 objects = st.dictionaries(keys | st.text(max_size=5), values | st.dictionaries(keys, values, max_size=3), max_size=5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,31 +22,26 @@ SLURM_BATCH = {**SLURM_ALLOCATION, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SLURM_STEP = {**SLURM_BATCH, "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
 
 SEVERAL = [
-    ({"RANK_ID": "1"}, "RANK_ID=1,"),
     ({"RANK_ID": "0", "RANK_SIZE": "8"}, "RANK_ID=0, RANK_SIZE=8,"),
     ({"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "h"}, "MS_ROLE=MS_WORKER, MS_WORKER_NUM=2,"),
-    ({"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "1"}, "MS_ROLE=MS_SCHED, MS_WORKER_NUM=1,"),
     ({"MS_WORKER_NUM": "4"}, "MS_WORKER_NUM=4,"),
     (SLURM_STEP, "SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=2,"),
     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=4,"),
     ({**SLURM_STEP, "OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4,"),
     ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_RANK=0, PMI_SIZE=2,"),
-    ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE=2,"),
     ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}, "HOROVOD_RANK=1, HOROVOD_SIZE=2,"),
     ({"RANK_ID": "1", "WORLD_SIZE": " "}, "RANK_ID=1,"),
 ]
 SINGLE: list[dict[str, str]] = [
-    {},
-    SLURM_ALLOCATION,  # a notebook in salloc
-    SLURM_BATCH,  # a batch script that starts one process
+    SLURM_ALLOCATION,
+    SLURM_BATCH,
     {**SLURM_BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},
     {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"},
     {"MS_WORKER_NUM": "1"},
-    {"MS_WORKER_NUM": ""},
     {"RANK_ID": "", "MS_ROLE": " "},
     {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
-    {**SLURM_STEP, "OMPI_COMM_WORLD_SIZE": "1"},  # mpirun -n 1, whose daemons were started by srun
-    {**SLURM_STEP, "WORLD_SIZE": "1"},  # each task a job of its own
+    {**SLURM_STEP, "OMPI_COMM_WORLD_SIZE": "1"},
+    {**SLURM_STEP, "WORLD_SIZE": "1"},
     {"RANK_ID": "1", "WORLD_SIZE": "2", "RANK": "1"},
     {"PMI_SIZE": "many"},
 ]
@@ -138,17 +132,4 @@ def test_a_guard_writes_nothing_before_it_refuses(tmp_path: Path, monkeypatch: p
     )
     with pytest.raises(UsageError, match="RANK_ID=1, but no WORLD_SIZE"), guard:
         raise AssertionError("it must not train")
-    assert not (tmp_path / "ckpt").exists() or not os.listdir(tmp_path / "ckpt")
-
-
-def test_model_refuses_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    monkeypatch.setenv("MS_WORKER_NUM", "2")
-    network = nn.Linear(2, 2)
-    model = mx.Model(network, nn.MSELoss(), torch.optim.SGD(network.parameters()))
-    data: Any = [(torch.zeros(1, 2), torch.zeros(1, 2))]
-    callback = mx.ExceptionCheckpoint(prefix="p", directory=str(tmp_path / "ckpt"))
-    loader = torch.utils.data.DataLoader(data)
-    with pytest.raises(UsageError, match="MS_ROLE=MS_WORKER, MS_WORKER_NUM=2, but no WORLD_SIZE"):
-        model.train(1, loader, callbacks=[callback])
     assert not (tmp_path / "ckpt").exists() or not os.listdir(tmp_path / "ckpt")

@@ -85,15 +85,6 @@ def test_a_job_of_volcano(nodes: int) -> None:
         manifest("volcano", numbers(restarts=0))
 
 
-def test_pods_of_several_nodes_find_the_first_one() -> None:
-    service, job = documents("kubernetes", nodes=2)
-    assert service["kind"] == "Service" and service["spec"]["clusterIP"] == "None"
-    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    assert "train-0.train:29400" in job["spec"]["template"]["spec"]["containers"][0]["command"]
-    (jobset,) = documents("jobset", nodes=2)
-    assert "train-node-0-0.train:29400" in yaml.safe_dump(jobset)
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -105,12 +96,6 @@ def test_pods_of_several_nodes_find_the_first_one() -> None:
 def test_what_cannot_be_a_job_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         numbers(**more)
-
-
-def test_objects_may_have_any_name_that_kubernetes_gives() -> None:
-    pod = job_spec("kubernetes", claim="data.7-train-shared-by-two-teams-of-the-same-floor", faults="0")["template"]
-    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"] if v["name"] == "checkpoints"]
-    assert claims == ["data.7-train-shared-by-two-teams-of-the-same-floor"]
 
 
 WORDS: tuple[str, ...] = (

@@ -30,7 +30,6 @@ from tests.start.strategies import replicated
 MESH = ("dp", "tp")
 MOMENT = ("run", 0, 9)
 DDP = replicated(4, {"model.w": (8,)}, "F32")
-GROUPS_OF_TWO = Strategy(4, (TensorSpec("model.w", (8,), Layout((2, 2), ("R", "S(0)")), "F32"),))  # type: ignore[arg-type]
 HSDP = Strategy(4, (TensorSpec("model.w", (8, 4), Layout((2, 2), ("R", "S(0)"), (), MESH), "F32"),))  # type: ignore[arg-type]
 
 
@@ -105,12 +104,6 @@ def test_the_same_plan_is_the_same_file(tmp_path: Path) -> None:
         assert write_plan(tmp_path, plan).read_bytes() == before
 
 
-def test_paths_outside_stay_whole(tmp_path: Path) -> None:
-    plan = make(tmp_path / "ckpt")
-    assert plan_to_json(plan, tmp_path / "ck")["ranks"][0]["path"] == plan.ranks[0].file.path
-    assert plan_to_json(plan)["ranks"][0]["path"] == plan.ranks[0].file.path
-
-
 def test_text_that_is_none(tmp_path: Path) -> None:
     """A header's run id and a file name may hold halves of characters, line breaks and quotes."""
     odd = "r\ud800'\n$(touch x)\0"
@@ -153,28 +146,6 @@ def fact_of(
 ) -> FileFact:
     path = f"rank_{rank}/x-{moment[1]}_{moment[2]}_{kind}.safetensors"
     return FileFact(path, rank, moment, strategy.world_size, strategy, kind, 1e9, 100, visible_to=visible_to)
-
-
-def planned(facts: list[FileFact], world: World | None = None, faults: tuple[int, ...] = ()) -> ResumePlan:
-    plan = plan_resume(facts, world or World(facts[0].world_size), faults=faults)
-    assert isinstance(plan, ResumePlan), plan
-    return plan
-
-
-def test_a_faulty_rank_whose_file_is_trusted_is_the_last_resort() -> None:
-    old = [fact_of(r, GROUPS_OF_TWO, moment=("run", 0, 9)) for r in (1, 2, 3)]
-    newer = [fact_of(0, GROUPS_OF_TWO, moment=("run", 1, 12), kind="periodic")]
-    plan = planned([*old, *newer], faults=(1, 3))
-    assert plan.moment == ("run", 0, 9)
-    assert plan_to_json(plan)["restore_ranks_map"] == {"0,2": 2, "1,3": 1}
-
-
-def test_another_number_of_ranks() -> None:
-    plan = planned([fact_of(r) for r in (2, 3)], World(2))
-    assert plan.resharded and plan_to_json(plan)["restore_ranks_map"] == {"0,1": 2}
-    split = Strategy(4, (TensorSpec("model.w", (8,), Layout((4,), ("S(0)",)), "F32"),))  # type: ignore[arg-type]
-    sharded = planned([fact_of(r, split) for r in range(4)], World(2))
-    assert sharded.resharded and restore_ranks(sharded) == {}
 
 
 def test_a_map_that_no_environment_can_hold_is_left_out_and_said_to_be() -> None:

@@ -34,7 +34,12 @@ def test_every_supported_protobuf_runs_it(proto: str) -> None:
     )  # code that has it refuses older runtimes, and those 2 majors on
 
 
-@pytest.mark.parametrize("runtime", ["python", "upb"])
+@pytest.mark.parametrize(
+    "runtime",
+    [
+        "python",
+    ],
+)
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_mindspores_messages_may_be_in_the_process(runtime: str, first: str) -> None:
     """``import mindspore`` switches protobuf to its pure-Python runtime, which has one pool of names for all."""

@@ -257,13 +257,10 @@ def error_or_strategy(path: Path) -> None:
 
 
 JSON_BOMBS = {
-    "no json": "{",
     "deep": "[" * 100_000,
-    "a long number": '{"tensors": [], "layouts": [], "world_size": ' + "9" * 10_000 + "}",
     "many ranks": '{"tensors": [], "layouts": [], "world_size": 999999999}',
     "twice": '{"parallel_layout_item": {}, "parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}}}',
     "bad shape": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [1, 0], "tensor_shape": [4]}}}',
-    "infinite field": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0], "field": 1e999}}}',
     "huge mesh": '{"parallel_layout_item": {"w": {"dev_matrix": [4611686018427387903, 9], "tensor_map": [0]}}}',
 }
 

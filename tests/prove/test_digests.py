@@ -58,8 +58,3 @@ def test_a_large_container_has_one_digest() -> None:
     items.append(items.popleft())
     after = dict(leaves(memory, most=256))
     assert {name for name in before if before[name] != after[name]} == {"items"}
-
-
-def test_a_tensor_without_dimensions_has_its_type() -> None:
-    half = [torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64), 0.5]
-    assert len({digest(value) for value in half}) == 3

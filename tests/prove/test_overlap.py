@@ -109,7 +109,6 @@ def test_it_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     ("code", "told"),
     [
         (None, "step 8 is equal to the one of the stopped process; not got back: count (7, now 0)"),
-        (75, "step 8 is equal to the one of the stopped process; not got back: count (7, now 0)"),
         (0, "step 8 is not compared (enough), and the resumed run may differ by what goes on and is not kept: count"),
         (0, "count: not kept, and counts from the start again in this resumed run"),
     ],
@@ -264,9 +263,7 @@ def edit(path: Path, change: Callable[[list[str]], list[str]], *, seals: bool) -
     [
         (lambda text: text[:-2], False, "left out of the comparison"),
         (lambda text: [*text[:2], text[2].replace("0", "1"), *text[3:]], False, "it is torn, or was changed"),
-        (lambda text: ["\x00\x01 not json\n"], False, "left out of the comparison"),
         (lambda text: [text[0].replace('"version": 3', '"version": 99'), *text[1:]], True, "version 99"),
-        (lambda text: [text[0], "{}\n", text[-1]], True, "left out of the comparison"),
     ],
 )
 def test_a_damaged_witness_is_named_and_nothing_else(

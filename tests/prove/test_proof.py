@@ -16,8 +16,6 @@ from mindx_elastic.prove.report import describe
 from mindx_elastic.prove.runs import Command, Runs
 from tests.harness import JOBS, unignore_signals
 
-NATURAL = Path(__file__).parents[1] / "natural/loops"
-
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[Runs]:
@@ -68,44 +66,6 @@ def test_what_the_guard_keeps_is_equal(runs: Runs, tmp_path: Path, kept: str) ->
     proof = prove_fault(runs, tmp_path, kept, stops=3)
     assert proof.exit_code == 0, text_of(proof)
     assert "stopped after step 12" in [row.name for row in proof.rows], "the end of an epoch"
-
-
-EPOCHS = """
-import copy, sys, torch
-from torch.utils.data import DataLoader, TensorDataset
-import mindx_elastic as mx
-torch.manual_seed(0)
-torch.set_num_threads(1)
-loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randint(0, 3, (12,))), batch_size=4, shuffle=True)
-model = torch.nn.Linear(4, 3)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-snapshots, done = [], 0
-with mx.Guard(model=model, optimizer=optimizer, loader=loader, directory=sys.argv[1]) as guard:
-    for epoch in guard.epochs(3):
-        for x, y in loader:
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            guard.step_end(loss=loss)
-            IN_THE_STEP
-        BEHIND_THE_EPOCH
-"""
-
-
-def prove_epochs(runs: Runs, tmp_path: Path, *, step: str = "pass", behind: str = "pass") -> ProofReport:
-    script = tmp_path / "train.py"
-    script.write_text(EPOCHS.replace("IN_THE_STEP", step).replace("BEHIND_THE_EPOCH", behind))
-    return prove_job(runs, script, tmp_path / "ckpt", stops=4)
-
-
-def test_a_training_that_its_own_exit_ends_is_compared_behind_its_last_step(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MINDX_UNMANAGED", "warn")
-    proof = prove_epochs(runs, tmp_path, step="done += 1\n            if done == 7: sys.exit()")
-    assert (proof.steps, proof.has_ended, proof.exit_code) == (7, True, 1)
-    assert "the uninterrupted run ended after step 7" in text_of(proof) and "too many" in text_of(proof)
 
 
 FAULTS = [

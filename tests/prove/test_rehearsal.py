@@ -14,7 +14,6 @@ from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment
     ("options", "variables", "told"),
     [
         ({"resume": "never"}, {"MINDX_REHEARSE_EXIT": "1"}, 'it needs Guard(resume="auto")'),
-        ({"signals": (), "policies": ()}, {"MINDX_REHEARSE_EXIT": "1"}, "no policy of this guard saves at a signal"),
         ({}, {"TORCHELASTIC_MAX_RESTARTS": "0"}, "torchrun has no restart left for it"),
         ({}, {"MINDX_REHEARSED": "3", "MINDX_REHEARSE_EXIT": "1"}, "was rehearsed at step 3, and goes on from step 0"),
     ],

@@ -29,12 +29,6 @@ def test_positions_mean_what_they_mean_in_version_0_1() -> None:
     assert config.final_save
 
 
-def test_steps_go_before_seconds_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    config = CheckpointConfig(save_checkpoint_steps=10, save_checkpoint_seconds=30)
-    assert (config.steps, config.seconds) == (10, 0.0)
-    assert "save_checkpoint_seconds=30 is not used" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("keep_max", "minutes", "expected"),
     [(5, 10, (5, None)), (0, 10, (None, 10)), (None, None, (1, None)), (0, 0, (1, None)), (3, 0, (3, None))],
@@ -44,15 +38,9 @@ def test_keep_max_goes_before_minutes(keep_max: int | None, minutes: int | None,
     assert (config.keep_max, config.keep_per_n_minutes) == expected
 
 
-def test_everything_zero_is_refused() -> None:
-    with pytest.raises(UsageError, match="cannot all be 0"):
-        CheckpointConfig(0, 0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("save_checkpoint_steps", -1),
         ("saved_network", "net"),
         ("enc_key", b"0123456789abcdef"),
         ("enc_mode", "ROT13"),
@@ -63,10 +51,6 @@ def test_everything_zero_is_refused() -> None:
 def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=name):
         CheckpointConfig(**{name: value})
-
-
-def test_async_save_takes_the_newer_spelling() -> None:
-    assert CheckpointConfig(async_save="thread").async_save == "thread"
 
 
 def test_it_travels_as_json() -> None:
