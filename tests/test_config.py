@@ -36,21 +36,6 @@ def test_no_place_of_a_rehearsal(value: object) -> None:
         parse_rehearse(value, "rehearse")
 
 
-def test_every_variable_is_read() -> None:
-    env = {
-        "MINDX_GRACE_S": "12.5",
-        "MINDX_AGREEMENT_S": "3",
-        "MINDX_FLAG_POLL_S": "0.5",
-        "MS_ENABLE_GRACEFUL_EXIT": "1",
-        "MINDX_LOG_LEVEL": "debug",
-    }
-    assert Settings.from_env(env) == Settings(
-        grace_s=12.5, agreement_s=3.0, flag_poll_s=0.5, graceful_exit=True, log_level="DEBUG"
-    )
-    env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "3"}
-    assert RankInfo.from_env(env) == RankInfo(rank=2, world_size=4, local_rank=1, attempt=3)
-
-
 @pytest.mark.parametrize("name", ["MINDX_GRACE_S", "MS_ENABLE_GRACEFUL_EXIT", "MINDX_LOG_LEVEL"])
 @pytest.mark.parametrize("text", ["", "  "])
 def test_an_empty_value_is_the_default(name: str, text: str) -> None:

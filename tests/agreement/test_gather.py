@@ -10,7 +10,6 @@ import pytest
 
 from mindx_elastic import errors
 from mindx_elastic.agreement import gather as module
-from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Merged, _error_of, all_or_none
 from mindx_elastic.errors import (
     MismatchError,
@@ -37,11 +36,6 @@ def meetings(*names: str, broken: Any = None, rank: int = 1, at: int = 0) -> Any
     return work
 
 
-def test_rank_0_merges_what_all_say_in_rank_order() -> None:
-    expected = [["a of 0", "a of 1", "a of 2"], ["b of 0", "b of 1", "b of 2"]]
-    assert on_all_ranks(3, meetings("a", "b")) == [expected] * 3
-
-
 def test_an_answer_has_a_part_for_each_rank_and_parts_to_ask_for() -> None:
     def merge(said: list[int]) -> Merged:
         return Merged(sum(said), own=[each * 10 for each in said], more={"7": [1, 2], "8": {"a": None}})
@@ -64,14 +58,6 @@ def test_a_false_bell_does_not_end_the_wait() -> None:
     meetings("a")(1, BoardExchange(board, 1))
     first.join(60)
     assert found == [[["a of 0", "a of 1"]]]
-
-
-def test_alone_there_is_nobody_to_wait_for() -> None:
-    exchange = Exchange()
-    answer = exchange.gather("a", "x", lambda said: Merged(said, own=said), timeout_s=0.0)
-    assert (answer.common, answer.own) == (["x"], "x")
-    with pytest.raises(ValueError, match="mine"), all_or_none(exchange):
-        raise ValueError("mine")
 
 
 @pytest.mark.parametrize(
@@ -198,6 +184,16 @@ def test_errors_of_the_work_of_a_part_are_not_taken_for_a_strangers_message(erro
     assert isinstance(other, PeerStartError) and other.cause.startswith(type(error).__name__)
     for found in on_all_ranks(2, lambda rank, exchange: work(rank, exchange, Decodes())):
         assert isinstance(found, UntrustedMessageError), "what it decodes was written by somebody"
+
+
+def test_an_exchange_that_is_gone_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise ConnectionError("the store")
+
+    exchange = BoardExchange(Board(1), 0)
+    monkeypatch.setattr(exchange, "_write_first", gone)
+    with pytest.raises(ValueError, match="mine"), all_or_none(exchange):
+        raise ValueError("mine")
 
 
 @pytest.mark.parametrize(

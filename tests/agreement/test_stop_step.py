@@ -95,18 +95,6 @@ def test_whoever_commits_commits_to_one_step_under_any_interleaving(data: st.Dat
             assert not any(isinstance(offer, int) for offer in made), "an alarm was heard: nobody may leave unsaved"
 
 
-@given(made=st.lists(offers, min_size=1, max_size=8))
-def test_all_offers_give_the_largest_step_unless_one_rank_is_torn(made: list[Offer]) -> None:
-    decision = conclude(made)
-    if CANNOT in made:
-        assert decision.step is None
-        assert decision.reason
-    elif not any(isinstance(offer, int) for offer in made):
-        assert decision == FINISHED
-    else:
-        assert decision.step == max(step for offer in made if (step := step_of(offer)) is not None)
-
-
 @given(made=st.lists(offers, min_size=1, max_size=5), data=st.data())
 def test_every_decision_that_follows_from_offers_is_believed_by_who_made_them(
     made: list[Offer], data: st.DataObject

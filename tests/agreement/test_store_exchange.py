@@ -317,9 +317,7 @@ def attacked(request: pytest.FixtureRequest) -> Iterator[Attacked]:
 
 NONSENSE = [
     b"\xff\xfe",
-    b"[" * 5000,
     b"9" * (1 << 20),
-    b'{"step": 1000000000, "reason": ""}',
     b'{"step": null, "reason": "every rank has finished training"}',
 ]
 
@@ -336,7 +334,13 @@ def test_a_planted_decision_that_is_sound_counts_only_without_a_key(attacked: At
     assert {d.step for d in decide(attacked.ranks, {0: 5, 1: 6, 2: 5}, 30).values()} == {step}
 
 
-@pytest.mark.parametrize("count", [-100, 1, 2])
+@pytest.mark.parametrize(
+    "count",
+    [
+        -100,
+        2,
+    ],
+)
 def test_a_wrong_count_of_offers_costs_the_bound_and_not_the_agreement(attacked: Attacked, count: int) -> None:
     attacked.stranger.add("stop/count", count)
     assert decide(attacked.ranks, {0: 5, 1: 6, 2: 5}, 2.0) == dict.fromkeys(range(3), Decision(6))
@@ -357,8 +361,11 @@ def test_forged_offers_are_told_from_the_ranks_own(attacked: Attacked) -> None:
 
 @pytest.mark.parametrize(
     "planted",
-    [b"\xff", b"no json", b"[]", b"9" * (1 << 20), b'{"kind": "signal", "reason": "x", "exit_code": 0, "origin": 77}'],
-    ids=range(5),
+    [
+        b"\xff",
+        b'{"kind": "signal", "reason": "x", "exit_code": 0, "origin": 77}',
+    ],
+    ids=range(2),
 )
 def test_a_listener_goes_on_listening(attacked: Attacked, planted: bytes, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[dict[str, Any]] = []
@@ -378,16 +385,6 @@ def test_a_listener_goes_on_listening(attacked: Attacked, planted: bytes, caplog
     assert attacked.ranks[2].request(wanted) == wanted, "a planted one does not win"
     assert done.wait(30)
     assert heard == [wanted]
-
-
-def test_a_bell_that_rings_for_nothing_wakes_nobody_for_good(attacked: Attacked) -> None:
-    done = threading.Event()
-    attacked.ranks[1].listen(lambda content: done.set())
-    attacked.stranger.set("bell/1", "1")
-    while attacked.stranger.check(["bell/1"]):
-        time.sleep(0.01)
-    attacked.ranks[0].request(request("SIGTERM"))
-    assert done.wait(30)
 
 
 # --- orders to pause and to go on ---
@@ -429,14 +426,6 @@ def test_a_strangers_order_is_not_obeyed(attacked: Attacked) -> None:
     assert attacked.ranks[1].order(pause=False, reason="").number == 0
     assert attacked.ranks[0].order(pause=True, reason="ours") == Order(1, "ours")
     assert attacked.ranks[2].order(pause=True, reason="") == Order(1, "ours")
-
-
-def test_a_lost_store_raises_where_a_pause_asks_it(ranks: list[StoreExchange]) -> None:
-    ranks[0]._lost = True
-    with pytest.raises(TimeoutError):
-        ranks[0].order(pause=True, reason="")
-    with pytest.raises(TimeoutError):
-        ranks[0].decided("pause/1")
 
 
 # --- a start that ends in its first meeting ---

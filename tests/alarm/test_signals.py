@@ -78,15 +78,6 @@ def send(signum: int) -> None:
     os.kill(os.getpid(), signum)
 
 
-def test_a_signal_ends_nothing_and_reaches_the_watcher(ears: Ears) -> None:
-    with ears.handle(ONE, TWO):
-        send(ONE)
-        assert ears.next() == ONE
-        send(TWO)
-        assert ears.next() == TWO
-    assert signal.getsignal(ONE) is signal.SIG_DFL
-
-
 def test_a_python_predecessor_is_called_on_leaving_and_put_back(ears: Ears) -> None:
     """Not before: it may end the process."""
     called: list[int] = []
@@ -171,6 +162,18 @@ def test_every_signal_is_forwarded_to_the_wakeup_descriptor_that_was_there(
         assert signal.set_wakeup_fd(-1) == fd
     finally:
         signal.signal(TWO, original)
+
+
+def test_a_predecessor_descriptor_that_is_closed_does_no_harm(ears: Ears) -> None:
+    theirs, mine = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    with ears.handle(ONE):
+        theirs.close()
+        mine.close()
+        send(ONE)
+        assert ears.next() == ONE
+    assert signal.set_wakeup_fd(before) == -1, "it cannot be installed again"
 
 
 def test_a_signal_that_nobody_heard_is_delivered_again_on_leaving() -> None:

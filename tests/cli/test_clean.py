@@ -85,6 +85,11 @@ def test_nothing_there(run: Run, base: Path) -> None:
     assert run("clean", "--base", base / "no").exit_code == 2
 
 
+def test_the_base_comes_from_the_environment(run: Run, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDX_ARENA_DIR", str(base))
+    assert str(base) in run("clean", "--dry-run").stdout
+
+
 def test_the_folder_of_a_dead_proof_is_removed(run: Run, base: Path, dead_pid: int) -> None:
     living = make_own_folder(base, "prove")
     dead = living.with_name(f"prove-{dead_pid}-00ff")

@@ -25,17 +25,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_to_torch_says_what_was_done_and_how_to_load_it(run: Run, ckpt: Path, tmp_path: Path) -> None:
-    made = tmp_path / "weights.pt"
-    result = run("convert", ckpt, made)
-    assert result.exit_code == 0 and result.stderr == ""
-    first, second = result.stdout.splitlines()
-    assert first == f"{ckpt} (mindx, step 17) -> {made} (torch): 2 tensors, 3.9 KiB"
-    assert second == f"    model.load_state_dict(torch.load({str(made)!r}, weights_only=True))"
-    assert torch.equal(torch.load(made, weights_only=True)["weight"], WEIGHT)
-    assert names(tmp_path) == ["ckpt", "weights.pt"]
-
-
 @pytest.mark.parametrize(
     ("kind", "everything"),
     [("mindspore", []), *((kind, words) for kind in ("torch", "dcp", "mindx") for words in ([], ["--all"]))],

@@ -53,17 +53,15 @@ def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: lis
 
 @pytest.mark.slow
 def test_faults_of_one_process_with_all_reports(tmp_path: Path) -> None:
-    faults = ["kill:step=3", "exception:step=2,at=backward", "terminate:step=2,at=update"]
-    words = [*(word for fault in faults for word in ("--fault", fault)), "--steps", 5]
-    killed, raised, stopped = drill(*words, cwd=tmp_path)
-    assert [each["outcome"] for each in (killed, raised, stopped)] == ["exact"] * 3
-    assert (killed["exit_codes"], killed["reached_step"], killed["resumed_step"]) == ([-9, 0], 3, None)
-    assert killed["steps_lost"] == 3, "nothing had been saved, and no agent keeps memory"
+    faults = ["kill:step=2", "exception:step=2,at=backward"]
+    words = [*(word for fault in faults for word in ("--fault", fault)), "--steps", 4]
+    killed, raised = drill(*words, cwd=tmp_path)
+    assert [each["outcome"] for each in (killed, raised)] == ["exact"] * 2
+    assert (killed["exit_codes"], killed["reached_step"], killed["resumed_step"]) == ([-9, 0], 2, None)
+    assert killed["steps_lost"] == 2, "nothing had been saved, and no agent keeps memory"
     assert (raised["exit_codes"], raised["reached_step"], raised["steps_lost"]) == ([1, 0], 1, 0)
     assert raised["resumed_step"] == 1, "the step with the exception is done again"
-    assert (stopped["exit_codes"], stopped["steps_lost"]) == ([143, 0], 0)
-    for each in (raised, stopped):
-        assert 0 <= each["noticed_s"] <= each["saved_s"] <= each["first_step_s"]
+    assert 0 <= raised["noticed_s"] <= raised["saved_s"] <= raised["first_step_s"]
 
 
 @pytest.mark.drill

@@ -24,7 +24,7 @@ from tests.start.finding import find, step_of
 Content = dict[str, Any]
 Damage = Callable[[Content], None]
 NEW, OLD = 9, 5
-no_reset = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+no_reset = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=15)
 
 
 def info(**fields: Any) -> Damage:
@@ -160,7 +160,7 @@ def test_a_start_takes_what_is_sound(hostile: str, directory: Path) -> None:
     assert put_aside or hostile in HARMLESS or f"step {NEW}" in " ".join(found.rejected if found else ())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "words",
     [

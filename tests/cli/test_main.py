@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.cli.main import main
 from tests.checkpoint_files import write
 from tests.cli.conftest import Run
 
@@ -56,6 +55,7 @@ def test_a_missing_path_is_named_with_the_part_that_exists(run: Run, tmp_path: P
     assert result.exit_code == 2 and result.stdout == ""
     assert f"{tmp_path / 'chekpt' / 'rank_0'} does not exist (the part that exists is {tmp_path})" in result.stderr
     assert run(command, tmp_path / "chekpt").stderr.endswith("does not exist\n")
+    assert "/dev/null is neither a folder nor a file" in run(command, "/dev/null").stderr
 
 
 def test_help_and_version_do_not_wait_for_torch() -> None:
@@ -68,19 +68,6 @@ def test_help_and_version_do_not_wait_for_torch() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60, check=False).returncode == 0
     )
-
-
-def test_a_package_error_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from mindx_elastic.errors import UsageError
-
-    def fail() -> None:
-        raise UsageError("this cannot work\nat all")
-
-    monkeypatch.setattr("mindx_elastic.cli.main.app", fail)
-    with pytest.raises(SystemExit) as exit_info:
-        main()
-    assert exit_info.value.code == 2
-    assert capsys.readouterr().err == "mindx-elastic: error: this cannot work\\nat all\n"
 
 
 @pytest.mark.drill

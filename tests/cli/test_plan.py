@@ -107,7 +107,9 @@ def test_the_simplest_plan(run: Run, ddp: Path) -> None:
 
 def test_a_damaged_file_is_found_and_planned_around(run: Run, ddp: Path) -> None:
     flip_bit_in_data(stop(ddp, 0))
+    before = sorted(ddp.rglob("*"))
     found = document(run, ddp)
+    assert sorted(ddp.rglob("*")) == before, "nothing is written unless asked for"
     assert (found["step"], found["ranks"][0]["donor"], found["restore_ranks"]) == (17, 1, "1")
     assert found["digests_checked"] and found["checked_files"] == 4
     (rejected,) = found["rejected"]
@@ -116,6 +118,16 @@ def test_a_damaged_file_is_found_and_planned_around(run: Run, ddp: Path) -> None
     trusting = document(run, ddp, "--no-verify")
     assert trusting["ranks"][0]["donor"] is None and not trusting["digests_checked"]
     assert "NOT checked" in run("plan", ddp, "--no-verify").stdout
+
+
+def test_it_falls_back_and_counts_what_is_lost(run: Run, ddp: Path) -> None:
+    for rank in range(4):
+        flip_bit_in_data(stop(ddp, rank))
+    result = run("plan", ddp)
+    assert result.exit_code == 0 and "RESTORABLE from run run-a step 10" in result.stdout
+    assert "lost      7 steps: up to 17 had been seen" in result.stdout
+    assert "RESTORE_RANKS=-1" in result.stdout
+    assert document(run, ddp)["steps_lost"] == 7
 
 
 def test_one_step_or_run_only(run: Run, ddp: Path) -> None:
@@ -156,6 +168,13 @@ def test_everybody_is_faulty(run: Run, ddp: Path) -> None:
     assert "dying saves are not used" in found["rejected"][0]["reason"]
     result = run("plan", ddp, "--fault-ranks", "0-3", "--step", 17)
     assert result.exit_code == 1 and "--faults none" in result.stdout
+
+
+def test_fewer_ranks(run: Run, ddp: Path) -> None:
+    result = run("plan", ddp, "--world-size", 2)
+    assert result.exit_code == 0 and "world     4 ranks become 2 ranks" in result.stdout
+    found = document(run, ddp, "--world-size", 2)
+    assert found["resharded"] and found["restore_ranks_map"] == {"0,1": 0} and found["checked_files"] == 2
 
 
 # --- other worlds ---
@@ -221,13 +240,6 @@ def test_files_for_scripts(run: Run, ddp: Path, tmp_path: Path) -> None:
     )
 
 
-def test_nothing_is_written_unless_asked_for(run: Run, ddp: Path) -> None:
-    flip_bit_in_data(stop(ddp, 0))
-    before = sorted(ddp.rglob("*"))
-    run("plan", ddp)
-    assert sorted(ddp.rglob("*")) == before
-
-
 # --- nothing, or nothing that can be used ---
 
 
@@ -236,6 +248,12 @@ def test_what_is_in_quarantine_is_no_fresh_start(run: Run, tmp_path: Path) -> No
     quarantine(path, "damaged", tmp_path / "ckpt")
     result = run("plan", tmp_path / "ckpt")
     assert result.exit_code == 1 and "quarantine: 1 file that could not be used" in result.stdout
+
+
+def test_only_what_is_not_meant_for_resuming(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "ckpt" / "a_eval.safetensors", kind="eval", resumable=False)
+    result = run("plan", tmp_path / "ckpt")
+    assert result.exit_code == 1 and "is not meant for resuming (eval)" in result.stdout
 
 
 # --- bad input ---

@@ -36,3 +36,8 @@ def test_only_a_quarantine_is_mentioned(run: Run, tree: Path) -> None:
         f"no checkpoint found in {tree}; its quarantine holds 5 files that could not be used"
     )
     assert json.loads(run("verify", tree, "--json").stdout)["quarantined"] == 5
+
+
+def test_any_other_file_is_bad_not_a_crash(run: Run, tree: Path) -> None:
+    result = run("verify", tree / "events.jsonl")
+    assert result.exit_code == 1 and "is not a checkpoint file" in result.stdout

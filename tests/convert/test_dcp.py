@@ -91,16 +91,6 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path / "ck")
 
 
-def test_lists_and_numbers_as_torch_writes_them(tmp_path: Path) -> None:
-    state = {
-        "a": [torch.ones(1), {"b": torch.zeros(2)}],
-        "optimizer": {"state": {7: {"x": torch.ones(1)}}, "param_groups": [1]},
-    }
-    write_dcp(tmp_path / "ck", state)
-    found = read(tmp_path / "ck")
-    assert torch.equal(found["a"][1]["b"], torch.zeros(2)) and list(found["optimizer"]["state"]) == [7]
-
-
 def without_a_chunk(folder: Folder) -> None:
     folder.entry.chunks.pop()
 

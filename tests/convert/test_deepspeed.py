@@ -189,6 +189,12 @@ def test_files_of_an_older_job_with_more_ranks(tmp_path: Path) -> None:
         convert(ConversionRequest(source=folder, destination=tmp_path / "w.pt"))
 
 
+def test_a_name_whose_tensor_is_nowhere_is_told(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "ds", 3, 2, shared_params={})
+    result = convert(ConversionRequest(source=folder, destination=tmp_path / "w.pt"))
+    assert result.notes == ["in the module and in no file, left out: head.weight"]
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -145,6 +145,14 @@ def test_stages_that_all_count_from_zero_are_refused(tmp_path: Path) -> None:
     assert torch.equal(model["w"], WEIGHT + 1) and "other ranks of 2 may hold more" in result.notes[0]
 
 
+def test_weights_that_ranks_keep_equal_by_themselves(tmp_path: Path) -> None:
+    for rank in range(2):
+        alone = Layout((1,), ("R",), ranks=(rank,))  # type: ignore[arg-type]
+        write_rank(tmp_path / "ckpt", rank, 2, {"model": {"w": WEIGHT}}, layouts=[alone], default=0)
+    model, _ = run(tmp_path / "ckpt")
+    assert torch.equal(model["w"], WEIGHT)
+
+
 @pytest.mark.parametrize(("volatile", "fits"), [({"model": ["mean"]}, True), ({}, False)])
 def test_what_is_only_assumed_to_be_equal(tmp_path: Path, volatile: dict[str, Any], fits: bool) -> None:
     both = Layout((2,), ("R",))  # type: ignore[arg-type]
@@ -157,6 +165,14 @@ def test_what_is_only_assumed_to_be_equal(tmp_path: Path, volatile: dict[str, An
     else:
         with pytest.raises(MismatchError, match=r"model.mean: rank 0 and rank 1 .*taken to be equal"):
             run(tmp_path / "ckpt")
+
+
+def test_replicas_without_a_layout(tmp_path: Path) -> None:
+    for rank in range(2):
+        state = {"model": {"w": WEIGHT, "mean": BIAS + rank}}
+        write_rank(tmp_path / "ckpt", rank, 2, state, coordinates={"replicas": 2})
+    model, _ = run(tmp_path / "ckpt")
+    assert torch.equal(model["mean"], BIAS)
 
 
 def test_optimizers_that_number_differently_are_refused(tmp_path: Path) -> None:

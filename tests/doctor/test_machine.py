@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from mindx_elastic.doctor.container import judge_first_process, judge_slurm
 from mindx_elastic.doctor.finding import Level, worst
-from mindx_elastic.doctor.machine import available_memory, memory_of_container
+from mindx_elastic.doctor.machine import available_memory, judge_open_files, memory_of_container
 from mindx_elastic.doctor.places import Mount, find_mount, read_mounts
+
+
+@pytest.mark.parametrize(("files", "level"), [(-1, Level.GOOD), (128, Level.PROBLEM), (1000, Level.WARNING)])
+def test_open_files(files: int, level: Level) -> None:
+    found = judge_open_files(files)
+    assert found.level is level and bool(found.remedy) == (level is not Level.GOOD)
 
 
 def write(path: Path, text: str) -> None:

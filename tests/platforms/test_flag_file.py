@@ -122,12 +122,6 @@ def answered_by(path: Path, before: AnsweredFlags | None = None) -> AnsweredFlag
     return resumed
 
 
-def test_a_flag_that_nobody_has_answered_counts_also_when_it_is_old(path: Path) -> None:
-    path.write_text('{"GracefulExit": 1}')
-    os.utime(path, (LONG_AGO, LONG_AGO))
-    assert FlagFile(path, answered=AnsweredFlags()).poll()
-
-
 def test_a_flag_that_has_stopped_this_run_is_named_once_and_counts_again_when_it_is_set_again(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -151,34 +151,6 @@ def test_a_count_that_is_not_kept_is_told(
     assert not lines(caplog, "is not compared"), caplog.text
 
 
-def test_a_variable_that_goes_on_and_rests_in_the_played_step_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also in front of the fifth boundary, where nothing is known yet of what is not kept."""
-
-    def train(job: Job) -> None:
-        best = 9.0
-        with job.guard as guard:
-            for _ in guard.epochs(1):
-                for x, y in job.loader:
-                    scale = 2.0 if best > 100 else 1.0
-                    (scale * torch.nn.functional.cross_entropy(job.network(x), y)).backward()
-                    job.optimizer.step()
-                    job.optimizer.zero_grad()
-                    if guard.step == 1:
-                        best = 0.125
-                    if guard.step == 2 and guard.resumed_from_step is None:
-                        os.kill(os.getpid(), signal.SIGTERM)
-                        wait_until(lambda: job.guard.stopper.agreed_step == 3, "the agreement")
-                    guard.step_end()
-
-    with pytest.raises(SystemExit):
-        train(Quiet(tmp_path))
-    train(Quiet(tmp_path, seed=1))
-    assert lines(caplog, "not got back: best (0.125, now 9.0)"), caplog.text
-    assert outcomes(tmp_path) == ["variables differ"]
-
-
 def scaled_by(number: float) -> Callable[[Job, int], None]:
     """As a value of the program that a start has otherwise: it acts on the gradients of the step behind the stop."""
 
@@ -287,14 +259,6 @@ def test_where_the_witness_cannot_be_written_the_checkpoint_counts(
     assert len(lines(caplog, "the witness of the next step cannot be written")) == 1
     job, _ = resume(tmp_path)
     assert job.guard.resumed_from_step == STOP
-
-
-def test_witnesses_go_with_their_checkpoints(tmp_path: Path) -> None:
-    stop(tmp_path)
-    first = witness_in(tmp_path)
-    first.with_name(first.name.removesuffix(WITNESS_SUFFIX)).unlink()
-    stop(tmp_path, seed=2, resume="never")
-    assert witness_in(tmp_path).read_text() and not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("place", ["state", "made_step", "_streams"])

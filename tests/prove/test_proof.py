@@ -59,7 +59,7 @@ def test_an_exact_script_is_proved(runs: Runs, tmp_path: Path) -> None:
     assert all("own_steps" in note for note in proof.notes), proof.notes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kept", ["freeze", "buffer", "prefetch", "evaluates"])
 def test_what_the_guard_keeps_is_equal(runs: Runs, tmp_path: Path, kept: str) -> None:
     """Flags, buffers that are not persistent, batches that were fetched ahead, draws between two epochs."""
@@ -136,12 +136,6 @@ def test_a_script_that_fails(runs: Runs, tmp_path: Path) -> None:
     assert proof.exit_code == 4 and len(proof.rows) == 1
     text = text_of(proof)
     assert "the uninterrupted run fails with exit code 1: RuntimeError: the disk with the data is not there" in text
-
-
-def test_a_refused_script(runs: Runs, tmp_path: Path) -> None:
-    proof = prove_fault(runs, tmp_path, "refused")
-    assert proof.exit_code == 4
-    assert "is refused: the queue is not named. Write Guard(stateful={'queue': queue})" in text_of(proof)
 
 
 def test_a_resumed_run_that_is_refused(runs: Runs, tmp_path: Path) -> None:

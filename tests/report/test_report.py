@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -229,19 +227,3 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     result = run("report", tmp_path / "empty", "-o", page, "--json")
     assert result.exit_code == 3 and json.loads(result.stdout)["page"] is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "empty", "r.html", "run"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
-def test_a_browser_shows_it_without_a_word_on_its_console(tmp_path: Path) -> None:
-    record_run(tmp_path, cause=EVIL, attempts=20)
-    story = tell(tmp_path / "run" / "events.jsonl")
-    assert story is not None
-    (tmp_path / "r.html").write_text(make_page(story), encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-    flags += ["--disable-background-networking", "--disable-component-update", "--enable-logging=stderr", "--v=0"]
-    command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{tmp_path}/r.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Step over time" in done.stdout and "<polyline" in done.stdout and "<script" not in done.stdout
-    assert not re.findall(r".*CONSOLE.*", done.stderr)

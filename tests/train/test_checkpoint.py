@@ -29,6 +29,12 @@ def test_positions_mean_what_they_mean_in_version_0_1() -> None:
     assert config.final_save
 
 
+def test_steps_go_before_seconds_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = CheckpointConfig(save_checkpoint_steps=10, save_checkpoint_seconds=30)
+    assert (config.steps, config.seconds) == (10, 0.0)
+    assert "save_checkpoint_seconds=30 is not used" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("keep_max", "minutes", "expected"),
     [(5, 10, (5, None)), (0, 10, (None, 10)), (None, None, (1, None)), (0, 0, (1, None)), (3, 0, (3, None))],
@@ -36,6 +42,11 @@ def test_positions_mean_what_they_mean_in_version_0_1() -> None:
 def test_keep_max_goes_before_minutes(keep_max: int | None, minutes: int | None, expected: Any) -> None:
     config = CheckpointConfig(keep_checkpoint_max=keep_max, keep_checkpoint_per_n_minutes=minutes)
     assert (config.keep_max, config.keep_per_n_minutes) == expected
+
+
+def test_everything_zero_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot all be 0"):
+        CheckpointConfig(0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ def test_one_hot_targets_and_segmentation() -> None:
     assert metric.eval() == 1.0
 
 
+def test_regression_errors() -> None:
+    made = MetricSet({"mae", "mse"})
+    made.add(None, torch.tensor([1.0, 3.0]), torch.tensor([0.0, 1.0]), 2)
+    assert made.results(None) == {"mae": 1.5, "mse": 2.5}
+
+
 def test_reduced_over_ranks_by_one_sum(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[Tensor] = []
 

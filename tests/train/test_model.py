@@ -175,6 +175,20 @@ def test_a_step_of_ones_own_trains_the_same(changes: dict[str, Any]) -> None:
     assert model.lr_scheduler.last_epoch == 12
 
 
+def test_a_network_that_returns_its_loss() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_network()
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"loss": nn.functional.cross_entropy(self.inner(x), y)}
+
+    model = make_model(network=WithLoss(), loss_fn=None, metrics="loss")
+    model.train(1, make_loader(), progress=False)
+    assert model.eval(make_loader())["loss"] > 0
+
+
 def test_eval_counts_every_sample_once_and_disturbs_nothing() -> None:
     model = make_model(metrics={"accuracy", "loss"})
     model.network.train()
@@ -228,8 +242,29 @@ def test_train_refuses_what_cannot_work() -> None:
         model.train(1, [torch.zeros(2, 4)], progress=False)
 
 
+def test_parameters_that_would_not_be_saved_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    network, other = make_network(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*network.parameters(), *other.parameters()], lr=0.1)
+    model = Model(network, nn.CrossEntropyLoss(), optimizer, device="cpu")
+    model.train(1, make_loader(), progress=False)
+    assert "2 parameters that belong neither" in caplog.text
+
+
 def test_a_model_without_a_loss_says_what_is_missing() -> None:
     model = make_model(network=nn.Linear(4, 2), loss_fn=None)
     told = r"made without a loss_fn.*Linear.forward cannot take it: too many positional.*Give Model\(network, loss_fn"
     with pytest.raises(UsageError, match=told):
         model.train(1, [(torch.ones(3, 4), torch.zeros(3))])
+
+
+def test_a_type_error_of_the_networks_own_is_the_networks() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_network()
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own"):
+        make_model(network=Broken(), loss_fn=None).train(1, [(torch.ones(3, 4), torch.zeros(3))])

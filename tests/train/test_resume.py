@@ -282,6 +282,12 @@ def test_two_callbacks_that_want_the_same_breakpoint_file_write_it_once() -> Non
     assert [path.name for path in Path("out").glob("*.safetensors")] == ["resnet-2_2_breakpoint.safetensors"]
 
 
+def test_two_model_checkpoints_need_two_prefixes() -> None:
+    with pytest.raises(UsageError, match="different prefixes"):
+        train([ModelCheckpoint(directory="out"), ModelCheckpoint(directory="out")])
+    train([ModelCheckpoint("a", "out"), ModelCheckpoint("b", "out")], epochs=1)
+
+
 @pytest.mark.parametrize(
     ("grad_accum", "step"),
     [
