@@ -84,9 +84,9 @@ def test_the_parser_lists_its_problems_and_a_strict_caller_raises_on_them(tmp_pa
     assert faults.ranks == {1} == faults.unrecovered
     assert faults.problems == (
         "names rank 9 in FaultRank, but the job has ranks 0..7",
-        "names 'x' in FaultRank, which is no rank",
+        "names 'x' in FaultRank, which is not a rank",
     )
-    assert faults.remarks == ("has a CreatTime that is no time: 'noon'",)
+    assert faults.remarks == ("has a CreatTime that is not a time: 'noon'",)
     assert "; ".join(faults.problems) in refusal(put(tmp_path, report))
     put(tmp_path, json.dumps({"FaultRank": [1]}), "fault-npus")
     put(tmp_path, json.dumps({"RankList": [entry(2), entry(3, "Lost")]}), "reset.json")
