@@ -131,18 +131,20 @@ def test_buffers_that_are_not_persistent_are_kept_however_they_change(size: int)
     module = nn.Linear(2, 2)
     module.register_buffer("seen", torch.zeros(size), persistent=False)
     collector = Collector({"model": module})
-    collector.copy(Position(step=1, epoch=1, step_in_epoch=1, batch_num=20))
-    assert ("seen" in collector.state()["module_extras"]["model"]["buffers"]) is (size == 10)  # a large one: as built
+
+    def at_boundary(step: int) -> dict[str, torch.Tensor]:
+        collector.copy(Position(step=step, epoch=1, step_in_epoch=step, batch_num=20))
+        return dict(collector.state()["module_extras"]["model"]["buffers"])
+
+    assert ("seen" in at_boundary(1)) is (size == 10)  # a large one: as built
     module.get_buffer("seen").data.add_(1)
-    collector.copy(Position(step=2, epoch=1, step_in_epoch=2, batch_num=20))
-    assert collector.state()["module_extras"]["model"]["buffers"]["seen"][-1] == 1
+    assert at_boundary(2)["seen"][-1] == 1
 
 
 @pytest.mark.parametrize(
     ("value", "fresh", "change"),
     [
         ({"b": 1, "a": [1, {"c": 2}]}, {"a": 0, "z": 1}, lambda v: v["a"][1].update(c=9)),
-        (deque([1, (2, 3)], 4), deque(maxlen=4), lambda v: v.append(5)),
         (Counter("aab"), Counter(), lambda v: v.update("c")),
         (OrderedDict(b=1, a=2), OrderedDict(a=1), lambda v: v.move_to_end("b")),
         ({3, 4}, set(), lambda v: v.add(5)),
@@ -164,7 +166,7 @@ def test_containers_come_back_in_place_as_they_were_at_the_boundary(value: Any, 
 
 class Player:
     def __init__(self, seed: int) -> None:
-        self.rng, self.moves = np.random.default_rng(seed), 0
+        self.rng = np.random.default_rng(seed)
 
 
 def test_generators_in_containers_and_objects_go_on_where_they_were() -> None:
@@ -217,20 +219,11 @@ def test_an_object_is_kept_by_its_attributes_and_what_it_refers_to_is_not_kept_t
     assert other.count == 2 and all(torch.equal(ema.shadow[name], other.shadow[name]) for name in ema.shadow)
 
 
-def test_slots_and_dataclasses() -> None:
-    stats = Stats(1.0, Phase.MAIN, [1])
-    fresh = Stats()
-    component_for("stats", fresh).load(stored(component_for("stats", stats).state()))
-    assert fresh == stats
-
-
 @pytest.mark.parametrize(
     ("target", "words"),
     [
         (0.9, r"thing is a float, which cannot be changed in place .*stateful=\{\"state\": state\}"),
-        ((1, 2), r"thing is a tuple, which cannot be changed in place"),
         (np.float64(1), r"thing is a float64, which cannot"),
-        (iter([1]), r"thing is a list_iterator without state_dict"),
         (lambda: 0, r"thing is a function without state_dict"),
         (Ema(nn.Linear(1, 1)), r"holds a Linear in model: name that by itself, stateful="),
     ],

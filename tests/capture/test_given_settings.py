@@ -51,10 +51,6 @@ def cosine(steps: int) -> Callable[[Any], Any]:
     return lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 
 
-def milestones(*at: int) -> Callable[[Any], Any]:
-    return lambda optimizer: lr_scheduler.MultiStepLR(optimizer, list(at))
-
-
 def test_another_rate_and_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, 2, cosine(9), lr=0.1)
     optimizer = train(tmp_path, 4, cosine(20), lr=0.5)
@@ -64,24 +60,16 @@ def test_another_rate_and_length(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "T_max is 20 in the program and 9 in it" in caplog.text and "base_lrs is [0.5]" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda o, n: lr_scheduler.LambdaLR(o, Decay(n)), "length of function 0 is 20 in the program and 9 in it"),
-        (
-            lambda o, n: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 9)], [n]),
-            r"milestones is \[20\] in the program and \[9\] in it",
-        ),
-    ],
-)
-def test_another_length_in_a_state(
-    make: Callable[[Any, int], Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for steps in (2, 3):
-        train(tmp_path, steps, lambda optimizer: make(optimizer, 9), lr=0.1)
-    assert "goes on with the settings" not in caplog.text
-    train(tmp_path, 4, lambda optimizer: make(optimizer, 20), lr=0.1)
-    assert re.search(told, caplog.text)
+def test_another_length_in_a_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def in_turn(optimizer: Any, steps: int) -> Any:
+        parts = [lr_scheduler.LambdaLR(optimizer, Decay(steps)), lr_scheduler.StepLR(optimizer, 9)]
+        return lr_scheduler.SequentialLR(optimizer, parts, [steps])
+
+    for steps, length in ((2, 9), (3, 9), (4, 20)):
+        assert "goes on with the settings" not in caplog.text
+        train(tmp_path, steps, partial(in_turn, steps=length), lr=0.1)
+    assert re.search("length of function 0 .*is 20 in the program and 9 in it", caplog.text)
+    assert re.search(r"milestones is \[20\] in the program and \[9\] in it", caplog.text)
 
 
 def moved_by_hand(optimizer: Any) -> None:
@@ -97,17 +85,19 @@ def moved_by_hand(optimizer: Any) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        milestones(1, 3),
         moved_by_hand,
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=9),
-        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-        lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9)]),
+        lambda optimizer: lr_scheduler.ChainedScheduler(
+            [
+                lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=9),
+                lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+                lr_scheduler.MultiStepLR(optimizer, [1, 3]),
+            ]
+        ),
     ],
 )
 def test_the_same_settings(make: Callable[[Any], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, 3, make, lr=0.1)
-    train(tmp_path, 5, make, lr=0.1)
-    train(tmp_path, 7, make, lr=0.1)
+    for steps in (3, 5, 7):
+        train(tmp_path, steps, make, lr=0.1)
     assert "goes on with the settings" not in caplog.text
 
 
@@ -127,9 +117,6 @@ def test_objects_that_have_trained_before(tmp_path: Path, caplog: pytest.LogCapt
         for _ in range(3):
             scheduler.step(1.0)
     assert "goes on with the settings" not in caplog.text
-
-
-# --- what no checkpoint brings back ---
 
 
 def by_function(length: int) -> Callable[[Any], Any]:
