@@ -6,7 +6,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,51 +36,38 @@ def sample() -> dict[str, Any]:
 
 def change_everything(value: Any) -> None:
     """Change every mutable thing in place, at any depth."""
-    if isinstance(value, torch.Tensor):
-        value.add_(100)
-    elif isinstance(value, np.ndarray):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
         value += 100
-    elif isinstance(value, dict):
-        for item in value.values():
-            change_everything(item)
-        value["new"] = 1
-    elif isinstance(value, (list, deque, tuple)):
-        for item in value:
-            change_everything(item)
-        if not isinstance(value, tuple):
-            value.append("new")
     elif isinstance(value, set):
         value.add("new")
+    elif isinstance(value, (dict, list, deque, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            change_everything(item)
+        if isinstance(value, dict):
+            value["new"] = 1
+        elif not isinstance(value, tuple):
+            value.append("new")
 
 
-def test_changes_do_not_reach_the_copy() -> None:
+def test_changes_do_not_reach_the_copy_and_it_goes_through_the_format() -> None:
     value = sample()
     copy = copy_tree(value)
     change_everything(value)
     assert_same(copy, sample())
+    del copy["default"]
+    assert_same(through_format(copy), copy)
 
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4) | st.tuples(inner, inner)
-    ),
-    max_leaves=15,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=10,
 )
 
 
 @given(plain)
 def test_any_plain_state_is_copied_exactly(value: Any) -> None:
     assert_same(copy_tree(value), value)
-
-
-@pytest.mark.parametrize("name", [name for name in sample() if name != "default"])
-def test_a_copy_goes_through_the_format(name: str) -> None:
-    value = sample()[name]
-    assert_same(through_format(copy_tree(value)), value)
-
-
-# --- into host memory ---
 
 
 def test_every_tensor_is_replaced_wherever_it_lies() -> None:

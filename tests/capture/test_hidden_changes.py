@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -32,24 +34,18 @@ def as_before(p: nn.Parameter) -> None:
     p.data = p.data.clone()
 
 
-@pytest.mark.parametrize(
-    ("change", "count"), [(by_data, 1), (by_other_data, 1), (counted, 0), (as_before, 0), (lambda p: None, 0)]
-)
-@pytest.mark.parametrize("shape", [(1,), (3,), (7, 5), (2, 3, 4, 4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("change", "count"), [(by_data, 1), (by_other_data, 1), (counted, 0), (as_before, 0)])
+@pytest.mark.parametrize("shape", [(1,), (7, 5), (2, 3, 4, 4)])
 def test_what_no_counter_shows_is_counted(
-    change: object, count: int, shape: tuple[int, ...], dtype: torch.dtype
+    change: Callable[[nn.Parameter], None], count: int, shape: tuple[int, ...]
 ) -> None:
-    parameters = [
-        nn.Parameter(torch.ones(shape, dtype=dtype)),
-        nn.Parameter(torch.ones(2)),
-        nn.Parameter(torch.empty(0)),
-    ]
+    first = torch.ones(shape, dtype=torch.bfloat16)
     if len(shape) == 4:
-        parameters[0] = nn.Parameter(parameters[0].detach().to(memory_format=torch.channels_last))
+        first = first.to(memory_format=torch.channels_last)
+    parameters = [nn.Parameter(first), nn.Parameter(torch.full((2,), float("nan"))), nn.Parameter(torch.empty(0))]
     samples = samples_of(parameters)
     before = samples.take()
-    assert callable(change)
+    assert samples.num_hidden(before) == 0
     change(parameters[0])
     assert samples.num_hidden(before) == count
 
@@ -63,12 +59,6 @@ def test_elements_of_parameters_with_gaps_and_of_inference_are_compared() -> Non
     assert samples.num_hidden(before) == 0
     by_data(transposed)
     assert samples.num_hidden(before) == 1 and samples.changed_since(before) == ["model"]
-
-
-def test_nan_is_no_change() -> None:
-    parameters = [nn.Parameter(torch.full((3,), float("nan")))]
-    samples = samples_of(parameters)
-    assert samples.num_hidden(samples.take()) == 0
 
 
 def test_other_parameters_are_not_compared() -> None:

@@ -72,9 +72,6 @@ class Laid(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
 
 
-# --- one process ---
-
-
 def test_a_plain_job_says_little() -> None:
     network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     targets = {"model": network, "optimizer": stepped(network.parameters())}
@@ -102,14 +99,10 @@ def test_a_plain_job_says_little() -> None:
 def test_what_is_known_of_the_job_comes_back_in_the_strategy() -> None:
     network = nn.Linear(3, 2)
     one = recorder({"model": network}, rank=1)
-    one.set_job_layouts([TensorSpec("model.other", (8, 3), Layout((2,), ("S(0)",), (2, 3)))])  # type: ignore[arg-type]
+    told = TensorSpec("model.other", (8, 3), Layout((2,), ("S(0)",), (2, 3)))  # type: ignore[arg-type]
+    one.set_job_layouts([told])
     strategy = strategy_of({"model": network}, one)
-    (other,) = strategy.by_name["model.other"]
-    assert (other.shape, list(other.layout.ranks), other.layout.num_shards) == ((8, 3), [2, 3], 2)
-    assert strategy.world_size == 4
-
-
-# --- DDP, and nothing at all ---
+    assert strategy.by_name["model.other"] == (told,) and strategy.world_size == 4
 
 
 def test_without_ddp_each_rank_has_its_own() -> None:
@@ -140,14 +133,11 @@ def test_zero_state_is_its_ranks_alone_and_marked(one_rank_group: None) -> None:
     assert recorder({"model": network, "optimizer": stepped(network.parameters())}).markers() == []
 
 
-# --- DTensors ---
-
-
 def part(mesh: DeviceMesh, placements: list[Any], *local: int) -> DTensor:
     return DTensor.from_local(torch.zeros(*local), mesh, placements, run_check=False)
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [0, 3])
 def test_placements_of_dtensors(join: Join, rank: int) -> None:
     join(rank)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -176,7 +166,7 @@ splits_unevenly = pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.
 
 
 @splits_unevenly
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [0, 3])
 def test_fsdp2_around_tensor_parallel(join: Join, rank: int) -> None:
     """6 and 7 rows, 2 x 2: uneven and strided. Weights that are not tensor parallel lie on the dp part of the mesh."""
     join(rank)
@@ -224,9 +214,6 @@ def test_a_sum_that_is_not_done_is_refused(join: Join) -> None:
         one.record()
 
 
-# --- by hand ---
-
-
 def by_hand(network: nn.Module, layouts: Mapping[str, Layout], rank: int) -> tuple[dict[str, Any], LayoutRecorder]:
     targets: dict[str, Any] = {"model": network, "optimizer": stepped(network.parameters())}
     one = LayoutRecorder(
@@ -236,7 +223,7 @@ def by_hand(network: nn.Module, layouts: Mapping[str, Layout], rank: int) -> tup
     return targets, one
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [0, 3])
 def test_layouts_by_hand(rank: int) -> None:
     """Experts on two ranks each, everything else everywhere; the first pattern that fits counts."""
     network = nn.ModuleDict({"experts": nn.Linear(3, 2), "rest": nn.Linear(4, 4)})
@@ -279,20 +266,12 @@ def test_ranks_that_are_not_consecutive_and_one_shape_under_two_names(join: Join
     assert layout_at(record, "model.y") == ({**known, "placements": ["R", "S(0)"], "names": ["c", "d"]}, (4, 2))
 
 
-@pytest.mark.parametrize(
-    ("layouts", "message"),
-    [
-        ({"model.*": "replicate"}, "give a pattern of names and a Layout"),
-        ({3: Layout((1,), ("R",))}, "give a pattern"),  # type: ignore[arg-type]
-        ({"model.*": Layout((2,), ("R",), ranks=(3, 4))}, "names rank 4; the job has 4"),  # type: ignore[arg-type]
-    ],
-)
-def test_layouts_by_hand_that_are_none(layouts: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        by_hand(nn.Linear(3, 2), layouts, 0)
-
-
-# --- names, blueprints ---
+def test_layouts_by_hand_that_are_none() -> None:
+    outside: Any = {"model.*": Layout((2,), ("R",), ranks=(3, 4))}  # type: ignore[arg-type]
+    wrong: list[Any] = [{"model.*": "replicate"}, {3: Layout((1,), ("R",))}]  # type: ignore[arg-type]
+    for layouts, message in ((outside, "names rank 4; the job has 4"), *((each, "give a pattern") for each in wrong)):
+        with pytest.raises(UsageError, match=message):
+            by_hand(nn.Linear(3, 2), layouts, 0)
 
 
 class Counting(nn.Module):
@@ -331,23 +310,7 @@ def test_a_parameter_of_no_model_is_known_by_its_number() -> None:
     assert set(strategy_of(targets, one).by_name) >= {"optimizer.state.optimizer.0.exp_avg"}
 
 
-# --- the way back ---
-
-
-def test_a_record_of_another_rank_or_other_shapes_is_refused(join: Join) -> None:
-    join(1)
-    network = Laid(w=part(init_device_mesh("cpu", (4,)), [Shard(0)], 2, 3))
-    one = recorder({"model": network}, 1)
-    record = one.record().json
-    with pytest.raises(UsageError, match=r"model\.w has shape \[3, 3\], which is not rank 1's part of \[8, 3\]"):
-        strategy_from_record(record, {"model.w": ("F32", (3, 3))})
-    wrongs: list[dict[str, Any]] = [{"rank": 7}, {"layouts": []}, {"default": 99}, {"world_size": None}]
-    for wrong in (*wrongs, {"tensors": {"model.w": [0]}}):
-        with pytest.raises(UsageError):
-            strategy_from_record({**record, **wrong}, {"model.w": ("F32", (2, 3)), "model.x": ("F32", (1,))})
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_ranks_of_one_job_say_the_same(world_size: int) -> None:
     network = nn.Linear(3, 2)
     targets = {"model": network, "optimizer": stepped(network.parameters())}

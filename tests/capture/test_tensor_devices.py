@@ -17,18 +17,11 @@ from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 CPU, META = torch.zeros(2), torch.zeros(2, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("state", "devices"),
-    [
-        ({"step": 3, "values": [1.0, None]}, ""),
-        ({"a": CPU, "b": (CPU, 1)}, ""),
-        ({"a": META, "b": deque([META, META], 4)}, "meta"),
-        ({"a": META, 7: [CPU, {"b": META}]}, ["meta", "cpu", "meta"]),
-        (META, "meta"),
-    ],
-)
-def test_what_is_noted(state: Any, devices: str | list[str]) -> None:
-    assert devices_of(state, None) == devices
+def test_what_is_noted() -> None:
+    for state in ({"step": 3, "values": [1.0, None]}, {"a": CPU, "b": (CPU, 1)}):
+        assert devices_of(state, None) == ""
+    assert devices_of({"a": META, "b": deque([META, META], 4)}, None) == "meta"
+    assert devices_of({"a": META, 7: [CPU, {"b": META}]}, None) == ["meta", "cpu", "meta"]
 
 
 def kinds(state: Any) -> Any:
@@ -51,8 +44,6 @@ def test_each_tensor_goes_where_it_was() -> None:
 def test_what_cannot_be_said_stays_in_host_memory() -> None:
     state = {"a": CPU}
     assert put_on(state, "") is state and put_on(state, ["meta", "meta"]) is state
-    if not torch.cuda.is_available():
-        assert kinds(put_on(state, "cuda")) == {"a": "cpu"}
 
 
 def test_the_device_of_the_ranks_weights_has_no_number() -> None:
