@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("clean")
 # --- stop and resume ---
 
 
-@pytest.mark.parametrize("number", [1, 4, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, 3 * STEPS_PER_EPOCH])
+@pytest.mark.parametrize("number", [1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1])
 def test_a_signal_in_mid_step_stops_at_the_coming_boundary_and_resumes_bit_for_bit(tmp_path: Path, number: int) -> None:
     expected = weights_of_uninterrupted(tmp_path)
     first = Job(tmp_path)
@@ -56,10 +56,9 @@ def test_a_signal_in_mid_step_stops_at_the_coming_boundary_and_resumes_bit_for_b
     assert second.guard.run_id == first.guard.run_id
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])
-def test_other_signals_and_their_exit_codes(tmp_path: Path, signum: int, code: int) -> None:
-    leaving = stopped(Job(tmp_path), middle=stop_at(2, signum))
-    assert (leaving.code, leaving.step) == (code, 2)
+def test_other_signals_have_their_exit_codes(tmp_path: Path) -> None:
+    leaving = stopped(Job(tmp_path), middle=stop_at(2, signal.SIGUSR1))
+    assert (leaving.code, leaving.step) == (138, 2)
 
 
 def test_a_signal_before_the_first_batch(tmp_path: Path) -> None:
@@ -245,12 +244,9 @@ def test_an_exception_saves_the_last_boundary_and_is_raised(tmp_path: Path) -> N
     info = read_header(path).info
     assert (info.step, info.reason, info.resumable) == (6, "exception: ValueError: injected", True)
     assert_same(Job(tmp_path, seed=99).run(), expected)
-
-
-def test_an_exception_is_not_saved_when_that_is_not_wanted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="injected"):
-        Job(tmp_path, save_on_exception=False).run(middle=fail_at(7))
-    assert not list(tmp_path.glob("*.safetensors"))
+        Job(tmp_path / "not wanted", save_on_exception=False).run(middle=fail_at(7))
+    assert not list((tmp_path / "not wanted").glob("*.safetensors"))
 
 
 def test_an_exception_on_the_way_to_the_stop_is_still_a_graceful_stop(tmp_path: Path) -> None:

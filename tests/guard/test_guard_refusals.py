@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from mindx_elastic import Guard
 from mindx_elastic.errors import (
     GracefulExit,
     MismatchError,
     NoUsableCheckpointError,
-    UnsupportedStateError,
     UsageError,
 )
 from tests.guarded import Job, stop_at, stopped, weights_of_uninterrupted
@@ -103,23 +101,17 @@ def test_a_thread_whose_host_answers_signals_trains_stops_and_resumes(tmp_path: 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-class Holding:
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, object]:
-        return {"inner": [self.value]}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        pass
-
-
-@pytest.mark.parametrize("value", [object(), torch.eye(2).to_sparse(), threading.Lock()])
-def test_unsupported_state_is_named_before_training(tmp_path: Path, value: object) -> None:
-    job = Job(tmp_path, stateful={"mine": Holding(value)})
-    with pytest.raises(UnsupportedStateError, match=r"^mine\.inner\.0: "):
-        job.run()
-    assert job.steps == []
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        *(({"grace_s": value}, "grace_s=") for value in (0, -1, True, "30", float("nan"), float("inf"))),
+        ({"signals": [signal.SIGKILL]}, "cannot be caught"),
+        ({"prefix": "../job"}, "prefix"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_training(tmp_path: Path, wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        Job(tmp_path, **wrong).run()
 
 
 def test_a_changed_model_is_refused_with_names_and_shapes(tmp_path: Path) -> None:
@@ -139,25 +131,3 @@ def test_damaged_files_are_never_a_fresh_start(tmp_path: Path) -> None:
     job = Job(tmp_path, resume="never")
     job.run()
     assert job.steps[0] == 1 and job.guard.resumed_from_step is None
-
-
-@pytest.mark.parametrize("grace_s", [0, -1, True, "30", float("nan"), float("inf")])
-def test_a_wrong_grace_period_is_refused(tmp_path: Path, grace_s: Any) -> None:
-    with pytest.raises(UsageError, match="grace_s="):
-        Job(tmp_path, grace_s=grace_s).run()
-
-
-def test_signals_that_cannot_be_caught_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be caught"):
-        Job(tmp_path, signals=[signal.SIGKILL]).run()
-
-
-@pytest.mark.parametrize("prefix", ["sub/job", "../job", "/job"])
-def test_a_prefix_with_a_folder_is_refused(tmp_path: Path, prefix: str) -> None:
-    with pytest.raises(UsageError, match="prefix"):
-        Guard(directory=tmp_path, prefix=prefix)
-
-
-def test_append_info_that_is_no_json_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="append_info"):
-        Job(tmp_path, append_info=[{"epoch_num": 3}, {"net": object()}])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from mindx_elastic import Guard
-from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
+from tests.guard.test_saver import Every
 from tests.guarded import Job, stop_and_wait
 from tests.harness import events
 
@@ -46,72 +44,8 @@ def test_an_update_without_a_boundary_is_not_saved_at_the_end(tmp_path: Path) ->
     assert outcomes(tmp_path) == ["finished"]
 
 
-class Interrupted(torch.optim.SGD):
-    """Runs something between two of its own parameters' updates."""
-
-    middle: Callable[[], object] = staticmethod(lambda: None)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
-                p.add_(p.grad, alpha=-0.1)
-                if number == 0:
-                    self.middle()
-
-
-def test_a_handler_of_the_programs_that_exits_waits_for_the_save_of_the_whole_step(tmp_path: Path) -> None:
-    def leave(signum: int, frame: object) -> None:
-        raise SystemExit(0)
-
-    network = nn.Linear(2, 2)
-    optimizer = Interrupted(network.parameters(), lr=0.1)
-    before = signal.signal(signal.SIGTERM, leave)
-    guard = Guard(model=network, optimizer=optimizer, directory=tmp_path)
-
-    def run() -> None:
-        with guard:
-            for step in guard.steps(9):
-                network(torch.ones(3, 2)).sum().backward()
-                if step == 3:
-                    optimizer.middle = stop
-                optimizer.step()
-                optimizer.zero_grad()
-                guard.step_end()
-
-    def stop() -> None:
-        signal.raise_signal(signal.SIGTERM)
-        guard.stopper.step_gate.wait_for_limit(60)
-
-    try:
-        with pytest.raises(GracefulExit) as caught:
-            run()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (caught.value.code, caught.value.step) == (143, 3)
-    assert len(list(tmp_path.glob("*_3_breakpoint.safetensors"))) == 1
-
-
-class EveryStep:
-    """A periodic policy."""
-
-    asynchronous = False
-    keep_max: int | None = None
-    keep_per_n_minutes: float | None = None
-    append_info: Sequence[object] = ()
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def due(self, position: Position) -> bool:
-        return False
-
-    def name(self, position: Position) -> str:
-        return f"p-{position.step}.safetensors"
-
-
 def test_a_periodic_save_inside_an_update_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    policy = EveryStep(tmp_path)
+    policy = Every(tmp_path, steps=99)
     job = Job(tmp_path, periodic=[policy])
     with job.guard:
         update(job)
@@ -119,7 +53,7 @@ def test_a_periodic_save_inside_an_update_is_refused(tmp_path: Path, caplog: pyt
         assert "step 0 is not saved: an optimizer had stepped" in caplog.text
         job.guard.step_end()
         assert job.guard.save_periodic(policy)
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["p-1.safetensors"]
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["every-1_1.safetensors"]
 
 
 @pytest.mark.parametrize(

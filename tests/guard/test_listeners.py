@@ -99,10 +99,6 @@ def test_an_order_of_the_agent(listen: Listen) -> None:
     assert alarm is not None and (alarm.kind, alarm.reason) == ("fault", "npu 3 is broken")
 
 
-def test_a_control_signal_without_a_new_order(listen: Listen) -> None:
-    assert listen(Link()).hear(CONTROL_SIGNAL) is None
-
-
 def test_after_the_end_of_the_training_no_signal_is_heard(listen: Listen) -> None:
     heard = listen(signals=(signal.SIGTERM,))
     heard.parts.stopper.dismiss()

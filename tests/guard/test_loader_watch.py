@@ -84,7 +84,7 @@ def of_ours(p: Program) -> None:
 @pytest.mark.parametrize(
     ("loop", "is_named", "words"),
     [
-        (another, True, r"steps use batches of a DataLoader over Pictures, beside the named ones.*loader=loader"),
+        (another, True, r"steps use batches of a DataLoader over Pictures, next to the named ones.*loader=loader"),
         (another, False, r"no loader is named.*Guard\(loader=loader"),
         (of_ours, False, r"a FunctionLoader of drawn\(\), and no loader is named.*write Guard\(loader=loader, ...\)"),
         (after_the_step, True, r"moves after guard.step_end\(\).*outside_step"),

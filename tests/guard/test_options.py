@@ -33,6 +33,7 @@ def test_the_guards_arguments_are_these_and_the_state() -> None:
         ({"directory": 3}, "directory"),
         ({"final_save": 1}, "final_save"),
         ({"signals": 15}, "signals"),
+        ({"unmanaged": "ignore"}, 'give "error", "warn" or None'),
         ({"prefix": "a/b"}, "plain file name"),
         ({"append_info": [object()]}, "JSON"),
         *(

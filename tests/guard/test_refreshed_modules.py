@@ -67,22 +67,6 @@ def test_one_that_is_set_at_the_head_of_each_step(tmp_path: Path, stop: int, cap
     assert "not named" not in caplog.text
 
 
-def test_one_that_the_step_trains_further(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The inner loop of a meta-learner."""
-    job = Job(tmp_path)
-    fast = copy.deepcopy(job.network)
-
-    def middle(job: Job, step: int) -> None:
-        fast.load_state_dict(job.network.state_dict())
-        inner = torch.optim.SGD(fast.parameters(), 0.1)
-        fast(torch.randn(4, 4)).square().mean().backward()
-        inner.step()
-        inner.zero_grad()
-
-    job.run(middle=middle)
-    assert "not named" not in caplog.text
-
-
 @pytest.mark.parametrize("place", ["before the update", "end"])
 def test_one_that_is_set_later(tmp_path: Path, place: str) -> None:
     with pytest.raises(UnmanagedStateError, match=r'module "old" .* changes in the training and is not named'):
@@ -93,17 +77,3 @@ def test_one_that_is_set_later(tmp_path: Path, place: str) -> None:
 def test_one_that_is_set_in_every_nth_step(tmp_path: Path, every: int) -> None:
     with pytest.raises(UnmanagedStateError, match=r'module "old" .* changes in the training and is not named'):
         train(tmp_path, "head", every=every)
-
-
-def test_one_that_follows_slowly(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    slow = network(job)
-
-    def middle(job: Job, step: int) -> None:
-        slow(torch.randn(4, 4))
-        with torch.no_grad():
-            for mine, other in zip(slow.parameters(), job.network.parameters(), strict=True):
-                mine.lerp_(other, 0.1)
-
-    with pytest.raises(UnmanagedStateError, match='module "slow"'):
-        job.run(middle=middle)

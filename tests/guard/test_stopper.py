@@ -52,12 +52,6 @@ def test_an_exception_saves_the_boundary_before_it(parts: Parts) -> None:
     assert (alarm.kind, alarm.reason, alarm.exit_code) == ("exception", "exception: ValueError: broken", 1)
 
 
-def test_an_exception_that_no_policy_wants_is_left_alone(make_parts: Make) -> None:
-    parts = make_parts(alarms=frozenset({"signal"}))
-    parts.stopper.on_exception(ValueError("broken"))
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.TRAINING, [])
-
-
 @pytest.mark.parametrize("before", ["nothing", "SIGTERM"])
 def test_a_recovery_that_comes_to_nothing_in_mid_update_does_not_wait_for_a_boundary(
     make_parts: Make, before: str

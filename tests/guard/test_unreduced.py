@@ -57,15 +57,6 @@ def test_the_last_forward_in_front_of_an_update_counts(job: Job, forwards: tuple
     assert all("DDP has not reduced (under no_sync())" in note for note in job.unmanaged.notes)
 
 
-def test_local_sgd_that_begins_later_is_told_once(job: Job) -> None:
-    told = []
-    for reduces in (True, True, False, False):
-        job.forward(job.first, reduces=reduces).backward()
-        job.update(job.first)
-        told.append(job.end_step())
-    assert told == [0, 0, 1, 1]
-
-
 def test_gradients_that_the_program_averages_are_not_meant(job: Job) -> None:
     for _ in range(2):
         job.forward(job.first, reduces=False).backward()
