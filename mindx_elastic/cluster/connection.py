@@ -35,7 +35,8 @@ __all__ = ["Listener", "SchedulerConnection"]
 _BEATS = 5  # in the time after which a silent process is dead
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0
-_MOST_PAUSE_S = 1.0
+_MOST_PAUSE_S = 0.4  # a connection that has ended must be there again within `Limits.reconnect_s`
+_SHORT_S = 1.0
 _SAY_AGAIN_S = 60.0
 _UNACKNOWLEDGED_MS = 10_000
 _MORE_S = 1.0
@@ -163,7 +164,7 @@ class SchedulerConnection:
                 within = f"within {self.settings.formation_s:g} s (MS_TOPO_TIMEOUT)"
                 self._give_up(UsageError(f"the scheduler at {self._place} cannot be reached {within}: {why}"))
                 return
-            pause_s = 0.05 if time.monotonic() - began > _MOST_PAUSE_S else min(_MOST_PAUSE_S, 2 * pause_s)
+            pause_s = 0.05 if time.monotonic() - began > _SHORT_S else min(_MOST_PAUSE_S, 2 * pause_s)
             self._closed.wait(pause_s)
 
     @property
@@ -219,8 +220,7 @@ class SchedulerConnection:
         while not self._closed.is_set():
             now = time.monotonic()
             if now >= next_beat:
-                if self.job:
-                    sock.sendall(line.pack(messages.Beat()))
+                sock.sendall(line.pack(messages.Beat()))
                 next_beat = now + self._heartbeat_s / _BEATS
             for fd, _ in poll.poll(max(0.0, next_beat - now) * 1000):
                 if fd == sock.fileno():
@@ -229,19 +229,12 @@ class SchedulerConnection:
                 else:
                     self._wakeup.drain()
             if self.job and self._farewell is not None:
+                # To close at once would not do: what the scheduler has sent meanwhile is unread, and TCP then answers
+                # with a reset, by which the farewell can be lost.
                 sock.sendall(line.pack(self._farewell))
-                self._part(sock)
+                while self._feed(sock, line):
+                    pass
                 return
-
-    def _part(self, sock: socket.socket) -> None:
-        """The scheduler ends the connection when it has understood the farewell. Raises OSError: say it again.
-
-        To close at once would not do: what the scheduler has sent meanwhile is unread, and TCP then answers with a
-        reset, by which the farewell can be lost."""
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(_PIECE):
-            pass
-        self._is_understood()
 
     def _is_understood(self) -> None:
         self._closed.set()
@@ -280,6 +273,9 @@ class SchedulerConnection:
                 self._hear_welcome(message)
             case messages.Taken():
                 self._hear_taken(message)
+                return False
+            case messages.Noted():
+                self._is_understood()
                 return False
             case messages.Refused() | messages.Dead():
                 self._hear_refusal(message)

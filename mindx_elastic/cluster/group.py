@@ -116,6 +116,7 @@ def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:
     store = dist.PrefixStore(f"mindx-cluster/{group.generation}", connection.store_of(group))
     local_rank = group.local_rank if settings.device is None else settings.device
     _start(backend, local_rank, {"store": store, "rank": group.rank, "world_size": group.size})
+    end.has_joined()
 
 
 @contextmanager

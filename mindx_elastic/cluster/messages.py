@@ -5,7 +5,7 @@ worker says   what                               then
 ============  =================================  ======================================================================
 `Register`    who it is, and where its store is  `Welcome`, `Taken`, `Refused` or `Dead`; `Group`, when all are there
 `Beat`        it lives                           nothing
-`Farewell`    how it ends                        the connection is closed
+`Farewell`    how it ends                        `Noted`, and the connection is closed
 ============  =================================  ======================================================================
 
 The scheduler says besides: `Death` (of another rank), `Fail` (the job is over). Each is a JSON object with ``op``;
@@ -36,6 +36,7 @@ __all__ = [
     "Message",
     "Name",
     "NodeId",
+    "Noted",
     "Port",
     "Rank",
     "Refused",
@@ -140,6 +141,11 @@ class Dead:
     why: Why
 
 
+@dataclass(frozen=True)
+class Noted:
+    """The worker's farewell is in the table, also for a scheduler that is started again."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """A formed group, as one of its ranks sees it."""
@@ -172,7 +178,7 @@ class Fail:
     """Whose death has ended it; None: of none."""
 
 
-Message: TypeAlias = Register | Beat | Farewell | Welcome | Taken | Refused | Dead | Group | Death | Fail
+Message: TypeAlias = Register | Beat | Farewell | Welcome | Taken | Refused | Dead | Noted | Group | Death | Fail
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in Message.__args__}
 
 

@@ -33,6 +33,7 @@ from mindx_elastic.errors import SaveError, UsageError
 
 __all__ = ["Scheduler"]
 
+_TURN_S = 0.2
 _HELLO_S = 5.0  # for a new connection to say what it is
 _FAREWELL_S = 45.0  # for the workers to save and leave a job that is over; their own grace period is 30 s
 _MORE_CONNECTIONS = 64
@@ -64,9 +65,10 @@ class Scheduler:
         self._stack = ExitStack()
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
-        self._answers: list[tuple[_Connection, Welcome | Taken | messages.Refused | messages.Dead]] = []
-        """To registrations, not told yet."""
+        self._answers: list[tuple[_Connection, messages.Message]] = []
+        """To registrations and farewells, not told yet."""
         self._signal = 0
+        self._listened_at = time.monotonic()
         self._write_again_at = 0.0
         self._records: TableFile | None = None
         with ExitStack() as stack:
@@ -141,33 +143,22 @@ class Scheduler:
             logger.info(
                 "the scheduler waits on %s:%d for %d workers", self._settings.host, self._settings.port, self.table.size
             )
-            self._deliver()
-            last = time.monotonic()
             while self.table.outcome is None and not self._signal:
-                last = self._turn(last)
+                self._turn()
             return self._conclude()
 
-    def _turn(self, last: float) -> float:
-        """Wait for events and handle them. `last`: when the turn before has ended."""
+    def _turn(self) -> None:
+        """Wait a moment for events, and handle them."""
+        events = self._selector.select(_TURN_S)
         now = time.monotonic()
-        due = [self.table.next_deadline(), *(c.opened_at + _HELLO_S for c in self._connections if not c.incarnation)]
-        if self.table.changed:
-            due.append(self._write_again_at)
-        wait = min((at for at in due if at is not None), default=now + 60.0) - now
-        events = self._selector.select(max(0.0, min(wait, 60.0)))
-        now = time.monotonic()
-        if now - last > max(0.0, wait) + self.table.limits.heartbeat_s / 2:
-            self.table.forgive(now)  # this process was held up, and not the workers
+        self.table.forgive(now - self._listened_at - _TURN_S)
+        self._listened_at = now
         for key, _ in events:
             self._handle(key, now)
-        for connection, _ in self._answers:  # it says nothing before it has its answer, which waits for the disk
-            if connection in self._connections and connection.incarnation:
-                self.table.hear(connection.incarnation, now)
-        self.table.tick(time.monotonic())
+        self.table.tick(now)
         for connection in [c for c in self._connections if not c.incarnation and now > c.opened_at + _HELLO_S]:
             self._close(connection)
         self._deliver()
-        return time.monotonic()
 
     def _conclude(self) -> int:
         """The job is over, or this process was told to end."""
@@ -191,12 +182,17 @@ class Scheduler:
             logger.info("the job has ended: all %d workers have finished", self.table.size)
         self._deliver()
         end = time.monotonic() + _FAREWELL_S
-        # Not for a connection of which no worker is known: a stranger's, who may keep it open for ever.
-        while any(connection.incarnation for connection in self._connections) and time.monotonic() < end:
-            for key, _ in self._selector.select(0.2):
+        for key, _ in self._selector.select(0.0):  # a worker may connect again, to say once more how it ends
+            self._handle(key, time.monotonic())
+        while (self.table.changed or any(map(self._counts, self._connections))) and time.monotonic() < end:
+            for key, _ in self._selector.select(_TURN_S):
                 self._handle(key, time.monotonic())
             self._deliver()
         return exit_code_of_signal(self._signal) if self._signal else outcome.code
+
+    def _counts(self, connection: _Connection) -> bool:
+        """Whether it is a worker's, or may be. A stranger may keep his open for ever."""
+        return bool(connection.incarnation) or time.monotonic() < connection.opened_at + _HELLO_S
 
     def _signals(self) -> ExitStack:
         """Notes the first signal and wakes the selector."""
@@ -269,8 +265,8 @@ class Scheduler:
             return
         if not name or not self.table.hear(name, now):
             if name:  # it was taken for dead meanwhile
-                self._send(connection, messages.Dead("the scheduler holds this process for dead"))
                 connection.closing = True
+                self._send(connection, messages.Dead("the scheduler holds this process for dead"))
             return
         match message:
             case messages.Beat():
@@ -279,7 +275,7 @@ class Scheduler:
                 said = f"{message.how} ({message.why})" if message.why else message.how
                 logger.info("%s leaves: %s", self.table.find(name), said)
                 self.table.leave(name, message, now)
-                connection.closing = True
+                self._answers.append((connection, messages.Noted()))
             case _:
                 raise WireError("it asks for what is not known")
 
@@ -321,12 +317,10 @@ class Scheduler:
         if self._write():
             while self._answers:
                 connection, answer = self._answers.pop(0)
-                self._send(connection, answer)
                 connection.closing = not isinstance(answer, Welcome)
+                self._send(connection, answer)
             while self.table.outbox:
                 self._tell(self.table.outbox.pop(0))
-        for connection in list(self._connections):
-            self._flush(connection)
 
     def _tell(self, tell: Tell) -> None:
         connection = next((c for c in self._connections if c.incarnation == tell.incarnation), None)

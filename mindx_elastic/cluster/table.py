@@ -261,11 +261,11 @@ class Table:
             self._waiting_since = now
         self._settle()
 
-    def forgive(self, now: float) -> None:
-        """The scheduler itself was held up: what it has not heard meanwhile says nothing about the workers."""
-        for place in self.living():
-            place.heard_at = now
-            place.lost_at = None if place.lost_at is None else now
+    def forgive(self, held_s: float) -> None:
+        """The scheduler itself was held up for so long: what it has not heard meanwhile says nothing of the workers."""
+        for place in self.living() if held_s > 0 else ():
+            place.heard_at += held_s
+            place.lost_at = None if place.lost_at is None else place.lost_at + held_s
 
     def fail(self, why: str) -> None:
         """The job is over, for this reason."""
@@ -290,14 +290,6 @@ class Table:
                 f"only {len(self.living())} of {self.size} workers {what} within {self.limits.formation_s:g} s "
                 f"(MS_TOPO_TIMEOUT){why}; missing: {listed(self.missing(), _SHOWN)}"
             )
-
-    def next_deadline(self) -> float | None:
-        """When `tick` is due next."""
-        times = [m.heard_at + self.limits.heartbeat_s for m in self.living()]
-        times += [m.lost_at + self.limits.reconnect_s for m in self.living() if m.lost_at is not None]
-        if self._waiting_since is not None:
-            times.append(self._waiting_since + self.limits.formation_s)
-        return min(times, default=None)
 
     # --- how it goes on ---
 

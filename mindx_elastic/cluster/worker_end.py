@@ -55,6 +55,7 @@ class WorkerEnd:
         self._program = SameProgram()
         self._code: object = None
         self._once = threading.Lock()
+        self._is_joining = True
         self._pid = os.getpid()
         connection.listener = self
 
@@ -65,10 +66,21 @@ class WorkerEnd:
         atexit.register(self._at_exit)
         add_last_act(self._last_act)
 
+    def has_joined(self) -> None:
+        """torch's process group is there. Main thread."""
+        self._is_joining = False
+
     # --- what the connection's thread hears ---
 
     def hear_death(self, rank: int) -> None:
-        report_death(rank)  # without a guard the program's own collectives fail
+        """Without a guard the program's own collectives fail. torch's start of a process group does not: it waits half
+        an hour for a rank that has died before it was there."""
+        if not report_death(rank) and self._is_joining:
+            threading.Thread(target=self._join_again, name="mindx-cluster-join", daemon=True).start()
+
+    def _join_again(self) -> None:
+        with self._once:
+            self._follow("", EXIT_TEMPORARY)
 
     def hear_end(self, why: str, rank: int | None) -> None:
         """The job is over: the guard saves and leaves; a program without one is ended after a while."""

@@ -1,6 +1,6 @@
-"""Puts defects of stops back, one at a time: after how many schedules does the simulation find each?
+"""Puts defects back, one at a time: after how many schedules does the simulation find each?
 
-    python -m tests.simulation.mutants [--most 20000]
+    python -m tests.simulation.mutants [--most 20000] [--only cluster]
 
 Each is a change of a few lines that a good engineer could make, and most of them were made here once. The table names
 after how many schedules it shows, and what is wrong then. Exit code 1: one was not found.
@@ -28,6 +28,8 @@ class Mutant:
     file: str
     old: str
     new: str
+    simulation: str = "stops"
+    """The module of `tests.simulation` that is to find it."""
 
 
 MUTANTS = (
@@ -80,14 +82,126 @@ MUTANTS = (
         "lambda: not self._paused or self._step < self._limit)",
         "lambda: self._step < self._limit)",
     ),
+    Mutant(
+        "a heartbeat is not noted",
+        "cluster/table.py",
+        "        place.heard_at, place.lost_at = now, None\n        return True",
+        "        return True",
+        "cluster",
+    ),
+    Mutant(
+        "the next group has the generation of the one before",
+        "cluster/table.py",
+        "_Formed(self.generation + 1, ",
+        "_Formed(max(0, self.generation), ",
+        "cluster",
+    ),
+    Mutant(
+        "workers are told before the table is written",
+        "cluster/scheduler.py",
+        "        if self._write():\n",
+        "        if self._write() or True:\n",
+        "cluster",
+    ),
+    Mutant(
+        "the others are not told of a death",
+        "cluster/table.py",
+        "            self.outbox.append(Tell(other.incarnation, messages.Death(place.rank, text)))",
+        "            pass",
+        "cluster",
+    ),
+    Mutant(
+        "a farewell is not waited for",
+        "cluster/connection.py",
+        "                while self._feed(sock, line):\n                    pass\n",
+        "                self._is_understood()\n",
+        "cluster",
+    ),
+    Mutant(
+        "a farewell is answered before the table is written",
+        "cluster/scheduler.py",
+        "                self._answers.append((connection, messages.Noted()))",
+        "                self._send(connection, messages.Noted())",
+        "cluster",
+    ),
+    Mutant(
+        "a rank that dies while the process group is started is waited for",
+        "cluster/worker_end.py",
+        "if not report_death(rank) and self._is_joining:",
+        "if not report_death(rank) and False:",
+        "cluster",
+    ),
+    Mutant(
+        "a worker connects again after a second, when it is held for dead",
+        "cluster/connection.py",
+        "_MOST_PAUSE_S = 0.4",
+        "_MOST_PAUSE_S = 1.5",
+        "cluster",
+    ),
+    Mutant(
+        "a scheduler that was held up holds the workers for dead",
+        "cluster/scheduler.py",
+        "        self.table.forgive(now - self._listened_at - _TURN_S)",
+        "        pass",
+        "cluster",
+    ),
+    Mutant(
+        "a worker that waits for its admission says nothing",
+        "cluster/connection.py",
+        "                sock.sendall(line.pack(messages.Beat()))",
+        "                if self.job:\n                    sock.sendall(line.pack(messages.Beat()))",
+        "cluster",
+    ),
+    Mutant(
+        "a second process takes the place of a living one",
+        "cluster/table.py",
+        "        return until if place.lost_at is None else min(until, place.lost_at + self.limits.reconnect_s)",
+        "        return 0.0",
+        "cluster",
+    ),
+    Mutant(
+        "a process that is in a group already is in the next one, too",
+        "cluster/table.py",
+        "return self.group is None or place.incarnation not in self.group.incarnations",
+        "return True",
+        "cluster",
+    ),
+    Mutant(
+        "a new process gets any free rank",
+        "cluster/table.py",
+        'place.state, place.why, place.code = ProcessState.LIVING, "", 0',
+        'place.state, place.why, place.rank = ProcessState.LIVING, "", None',
+        "cluster",
+    ),
+    Mutant(
+        "a process that is held for dead goes on",
+        "cluster/connection.py",
+        "                self.listener.hear_obsolete(why)",
+        "                pass",
+        "cluster",
+    ),
+    Mutant(
+        "the scheduler leaves before the end is on disk",
+        "cluster/scheduler.py",
+        "while (self.table.changed or any(map(self._counts, self._connections)))",
+        "while any(map(self._counts, self._connections))",
+        "cluster",
+    ),
+    Mutant(
+        "a job is finished though a rank was lost",
+        "cluster/table.py",
+        "if states == {ProcessState.DONE}:",
+        "if ProcessState.DONE in states:",
+        "cluster",
+    ),
 )
 
 
-def _schedules_until_found(root: Path, most: int) -> tuple[int, str]:
+def _schedules_until_found(root: Path, simulation: str, most: int) -> tuple[int, str]:
     """How many schedules it took, and what was found; 0: nothing."""
     for first in range(0, most, _AT_ONCE):
         arguments = ["--schedules", str(_AT_ONCE), "--first", str(first)]
-        command = [sys.executable, "-m", "tests.simulation.stops", *arguments]
+        command = [sys.executable, "-m", f"tests.simulation.{simulation}", *arguments]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         found = sorted(
             (int(line.split()[1].rstrip(":")), line) for line in done.stdout.splitlines() if line.startswith("seed ")
@@ -102,6 +216,7 @@ def _schedules_until_found(root: Path, most: int) -> tuple[int, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=20_000, help="schedules for each")
+    parser.add_argument("--only", default="", help="those of this simulation: stops, cluster")
     options = parser.parse_args()
     most = options.most
     missed = 0
@@ -110,7 +225,7 @@ def main() -> int:
         for part in ("mindx_elastic", "tests/simulation"):
             shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
         (root / "tests/__init__.py").touch()
-        for mutant in MUTANTS:
+        for mutant in (each for each in MUTANTS if options.only in ("", each.simulation)):
             path = root / "mindx_elastic" / mutant.file
             text = path.read_text()
             if text.count(mutant.old) != 1:
@@ -118,7 +233,7 @@ def main() -> int:
                 missed += 1
                 continue
             path.write_text(text.replace(mutant.old, mutant.new))
-            took, found = _schedules_until_found(root, most)
+            took, found = _schedules_until_found(root, mutant.simulation, most)
             path.write_text(text)
             missed += not took
             print(f"| {mutant.what} | {took or 'not found'} | {found[:120]} |", flush=True)

@@ -81,9 +81,10 @@ def main(
     plan_of: Callable[[int], Any],
     play: Callable[[Any], Any],
     count: Callable[[Any], Counter[str]],
+    play_told: Callable[[Any], Any] | None = None,
 ) -> int:
-    """The command line of a simulation; 1: something was wrong. All three functions are found by name in their module,
-    for the processes that play the schedules import it."""
+    """The command line of a simulation; 1: something was wrong. The first three functions are found by name in their
+    module, for the processes that play the schedules import it. `play_told`: as `play`, with a longer story."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
@@ -94,7 +95,7 @@ def main(
         plan = plan_of(options.seed)
         if play(plan).wrong:
             plan = shrink(plan, lambda smaller: bool(play(smaller).wrong))
-        print(tell(plan, play))
+        print(tell(plan, play_told or play))
         return 0
     began = time.monotonic()
     seeds = range(options.first, options.first + options.schedules)

@@ -340,7 +340,8 @@ class _Rank:
         """As the kernel: the interpreter's C handler writes the number to the wake-up descriptor."""
         if self.process.is_alive:
             self.alarm_at = self.alarm_at or self._world.now
-            self._world._sockets[self.watcher.wakeup_fd].send(bytes([signum]))
+            wakeup: Any = self._world.descriptors[self.watcher.wakeup_fd]
+            wakeup.send(bytes([signum]))
 
     def hear_death(self, rank: int) -> None:
         """As the descriptor of the other process becomes readable."""

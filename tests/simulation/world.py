@@ -11,6 +11,7 @@ A thread can be cut off between any two such points: `Process.kill`. Interleavin
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import os
 import queue
@@ -20,23 +21,29 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-__all__ = ["Process", "Stuck", "World"]
+__all__ = ["Process", "Readable", "Stuck", "World"]
 
-_PREFIXES = tuple(f"mindx_elastic.{part}" for part in ("alarm", "agreement", "guard", "core", "capture.update_gate"))
-_STANDARD = {"threading": threading, "time": time, "queue": queue, "socket": socket, "select": select, "os": os}
+_PARTS = "alarm", "agreement", "cluster", "guard", "core", "capture.update_gate"
+_PREFIXES = tuple(f"mindx_elastic.{part}" for part in _PARTS)
 _STEP_S = 1e-6
 """What a switch takes: time passes, and no two moments are the same."""
 
 
 class Stuck(AssertionError):
     """Threads wait, and nothing will ever wake them; or the schedule does not end."""
+
+
+class Readable(Protocol):
+    """A socket or pipe."""
+
+    def is_readable(self) -> bool: ...
 
 
 class Process:
@@ -90,8 +97,12 @@ class World:
         self._threads: list[_Thread] = []
         self._started: list[_Thread] = []
         self._numbers = 0
-        self._sockets: dict[int, _Socket] = {}
-        self._events: list[tuple[float, Callable[[], None]]] = []
+        self.descriptors: dict[int, Readable] = {}
+        """What can be polled."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        """A heap of what is to happen, and when."""
+        self._due: list[Callable[[], None]] = []
+        self._num_events = 0
         self.is_closed = False
 
     def note(self, text: str) -> None:
@@ -103,7 +114,8 @@ class World:
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         """Let `act` happen at `when`: a fault, a message that arrives. It must not wait."""
-        self._events.append((when, act))
+        self._num_events += 1
+        heapq.heappush(self._events, (when, self._num_events, act))
 
     @property
     def thread(self) -> _Thread | None:
@@ -126,17 +138,16 @@ class World:
     def run(self, until: float) -> None:
         """Until every process has ended. Raises Stuck where that does not come before `until`."""
         while any(thread.is_main for thread in self._threads):
-            due = [event for event in self._events if event[0] <= self.now]
-            if due:
-                event = self.random.choice(due)
-                self._events.remove(event)
-                event[1]()
+            while self._events and self._events[0][0] <= self.now:
+                self._due.append(heapq.heappop(self._events)[2])
+            if self._due:
+                self._due.pop(self.random.randrange(len(self._due)))()
             elif (thread := self._any_ready()) is not None:
                 self.switches += 1
                 self.now += _STEP_S
                 thread.switch()
             else:
-                later = [when for when, _ in self._events] + [thread.wakes_at for thread in self._threads]
+                later = [event[0] for event in self._events[:1]] + [thread.wakes_at for thread in self._threads]
                 when = min(later, default=float("inf"))
                 if when > until:
                     waiting = ", ".join(sorted(thread.name for thread in self._threads))
@@ -186,9 +197,9 @@ class World:
     # --- the stand-ins ---
 
     @contextmanager
-    def replaced(self) -> Iterator[None]:
-        """The package's modules use this world. Closes it at the end."""
-        instead = {
+    def replaced(self, more: Mapping[str, Mapping[str, object]] | None = None) -> Iterator[None]:
+        """The package's modules use this world. Closes it at the end. `more`: by module, further names in it."""
+        own: dict[str, object] = {
             "threading": _Threading(self),
             "time": _Time(self),
             "queue": _Queues(self),
@@ -196,32 +207,39 @@ class World:
             "select": _Select(self),
             "os": _Os(self),
         }
-        changed: list[tuple[Any, str]] = []
+        more = more or {}
+        replaced: dict[str, Any] = {name: sys.modules[name] for name in {**own, **more}}
+        changed: list[tuple[Any, str, object]] = []
         for name, module in list(sys.modules.items()):
             if name.startswith(_PREFIXES):
-                for attribute, standard in _STANDARD.items():
+                for attribute, standard in replaced.items():
                     if vars(module).get(attribute) is standard:
-                        setattr(module, attribute, _Either(instead[attribute], standard))
-                        changed.append((module, attribute))
+                        found = _Either(own.get(attribute, standard), standard, more.get(attribute, {}))
+                        setattr(module, attribute, found)
+                        changed.append((module, attribute, standard))
         try:
             yield
         finally:
             self.close()
-            for module, attribute in changed:
-                setattr(module, attribute, _STANDARD[attribute])
+            for module, attribute, standard in changed:
+                setattr(module, attribute, standard)
 
 
 class _Either:
-    """What a module of the package finds in the place of `standard`: `instead`, but only in the thread of the world.
+    """What a module of the package finds in the place of `standard`: `names` and `instead`, but only in the thread of
+    the world.
 
     A guard of an earlier test may still linger in a thread of this process; that one meets the real clock.
     """
 
-    def __init__(self, instead: object, standard: object) -> None:
-        self._instead, self._standard, self._ident = instead, standard, threading.get_ident()
+    def __init__(self, instead: object, standard: object, names: Mapping[str, object]) -> None:
+        self._instead, self._standard, self._names = instead, standard, names
+        self._ident = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._instead if threading.get_ident() == self._ident else self._standard, name)
+        if threading.get_ident() != self._ident:
+            return getattr(self._standard, name)
+        return self._names[name] if name in self._names else getattr(self._instead, name)
 
 
 def _always() -> bool:
@@ -485,7 +503,7 @@ class _Socket:
         self._world, self._fd = world, world.number()
         self.buffer = bytearray()
         self.other: _Socket | None = None
-        world._sockets[self._fd] = self
+        world.descriptors[self._fd] = self
 
     def fileno(self) -> int:
         return self._fd
@@ -505,6 +523,9 @@ class _Socket:
         data = bytes(self.buffer[:size])
         del self.buffer[:size]
         return data
+
+    def is_readable(self) -> bool:
+        return bool(self.buffer)
 
     def close(self) -> None:
         self.other = None
@@ -537,10 +558,14 @@ class _Poll:
         self._fds.remove(what if isinstance(what, int) else what.fileno())
 
     def _readable(self) -> list[int]:
-        return [fd for fd in self._fds if self._world._sockets[fd].buffer]
+        return [fd for fd in self._fds if self._world.descriptors[fd].is_readable()]
 
     def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
-        self._world.wait(lambda: bool(self._readable()), None if timeout_ms is None else timeout_ms / 1000)
+        descriptors = self._world.descriptors
+        self._world.wait(
+            lambda: any(descriptors[fd].is_readable() for fd in self._fds),
+            None if timeout_ms is None else timeout_ms / 1000,
+        )
         return [(fd, select.POLLIN) for fd in self._readable()]
 
 

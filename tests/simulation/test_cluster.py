@@ -1,0 +1,74 @@
+"""Hundreds of simulated dynamic clusters: whatever dies, freezes or is cut off, and whenever, its promises hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.cluster import Fault, Plan, plan_of, play
+
+EACH = 50
+
+
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(3)) for first in range(0, 20_000, EACH)])
+def test_a_cluster_keeps_its_promises_whatever_goes_wrong(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + EACH) if (found := play(plan_of(seed)).wrong)}
+    assert not wrong, f"tell one with: python -m tests.simulation.cluster --seed {min(wrong)}"
+
+
+def test_a_seed_is_a_cluster_that_comes_again() -> None:
+    one, other = play(plan_of(8)), play(plan_of(8))
+    assert one.story == other.story
+    assert one.switches == other.switches > 100
+
+
+def test_every_kind_of_fault_strikes_and_clusters_end_as_they_do_in_life() -> None:
+    outcomes = [play(plan_of(seed)) for seed in range(EACH)]
+    struck = {kind for outcome in outcomes for kind in outcome.job.struck}
+    assert len(struck) > 10 and {"kill", "freeze", "cut off", "kill scheduler", "full disk", "twice"} <= struck
+    assert {outcome.job.scheduler_code for outcome in outcomes} >= {0, 1}
+    assert max(generation for outcome in outcomes for _, generation in outcome.job.meetings) >= 1
+
+
+def plan(*faults: Fault, size: int = 2, recovery: bool = True) -> Plan:
+    """Workers with a guard, each on its computer."""
+    names = tuple(map(str, range(size)))
+    return Plan(
+        1,
+        size,
+        recovery,
+        steps=4,
+        step_s=0.3,
+        node_ids=names,
+        hosts=tuple(range(size)),
+        has_guard=True,
+        collectives="fails",
+        heartbeat_s=5.0,
+        key=None,
+        faults=faults,
+    )
+
+
+def test_the_farewell_of_a_rank_survives_a_scheduler_that_is_killed_before_it_has_written_it_down() -> None:
+    """Its end closed the connection, which passed for an answer: the finished rank was held for dead later."""
+    for after_s in (0.0, 0.001, 0.002, 0.003):
+        outcome = play(plan(Fault("kill scheduler", 0, after_s, 0.5, on=("end", 1))))
+        assert not outcome.wrong and outcome.job.scheduler_code == 0
+
+
+def test_a_rank_that_dies_before_torchs_process_group_is_there_is_not_waited_for() -> None:
+    """torch waits half an hour for it."""
+    outcome = play(plan(Fault("kill", 1, 0.0, 0.5, on=("group", 1)), size=3))
+    assert not outcome.wrong and outcome.job.struck
+    assert outcome.job.ended_at < 20.0
+
+
+def test_a_scheduler_that_stands_still_in_the_midst_of_its_work_holds_nobody_for_dead() -> None:
+    for event in (("write begins", 2), ("write", 2), ("end", 1)):
+        outcome = play(plan(Fault("freeze scheduler", 0, 0.0, 9.0, on=event)))
+        assert not outcome.wrong and outcome.job.struck and len(outcome.job.meetings) == 1
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(1024, marks=pytest.mark.drill)])
+def test_a_large_cluster_forms_its_group_again_after_a_death(size: int) -> None:
+    outcome = play(plan(Fault("kill", 5, 0.3, 0.5, on=("train", size)), size=size))
+    assert not outcome.wrong and len(outcome.job.meetings) == 2
