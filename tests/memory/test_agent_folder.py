@@ -52,7 +52,7 @@ def test_orders_are_numbered_and_replace_each_other(tmp_path: Path) -> None:
     assert [path.name for path in folder.path.iterdir()] == ["agent.json"]
 
 
-@pytest.mark.parametrize("planted", ["wide", "link", "file", "no shared memory"])
+@pytest.mark.parametrize("planted", ["wide", "link", "no shared memory"])
 def test_a_place_that_cannot_be_used_is_passed_over(
     tmp_path: Path, planted: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -63,8 +63,6 @@ def test_a_place_that_cannot_be_used_is_passed_over(
     elif planted == "link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         place.symlink_to("elsewhere")
-    elif planted == "file":
-        place.write_text("")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
     folder = AgentFolder(tmp_path / "missing" if planted == "no shared memory" else tmp_path)

@@ -10,99 +10,47 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import MemorySettings, RankInfo
-from mindx_elastic.core.events import EventLog
-from mindx_elastic.core.position import Position
-from mindx_elastic.guard.saver import Saver
 from mindx_elastic.memory import memory as memory_module
-from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.memory import Memory, open_memory
-from mindx_elastic.persist.format import read_header
+from mindx_elastic.persist.reader import read_checkpoint
 from tests.guarded import Job, no_traces, plain_environment
-
-
-class Place:
-    def __init__(self, folder: Path) -> None:
-        self.base, self.directory = folder / "shm", folder / "ckpt"
-        self.base.mkdir()
-        self.directory.mkdir()
-        self.job = job_folder(self.base, self.directory)
-
-    def open(self, every: int | None = 1) -> Memory | None:
-        settings = MemorySettings(base=self.base, snapshot_every=every)
-        return open_memory(settings, self.directory, RankInfo(), replicated=False)
-
-    def left(self) -> list[str]:
-        return sorted(str(path.relative_to(self.job)) for path in self.job.rglob("*") if not path.is_dir())
+from tests.start.arenas import Machine
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
 
 
-class Training:
-    """Boundaries of a small network into a memory."""
-
-    def __init__(self, place: Place, memory: Memory) -> None:
-        self.memory = memory
-        network = nn.Linear(2, 2)
-        self.collector = Collector({"model": network})
-        self.gate = UpdateGate()
-        events = EventLog(place.directory / "events.jsonl")
-        events.run_id = "run-a"
-        saver = Saver(self.collector, RankInfo(), events)
-        memory.start(
-            self.collector,
-            self.gate,
-            Exchange(),
-            events,
-            replicas=[],
-            next_step=lambda: 1,
-            describe=lambda: saver.describe("snapshot"),
-        )
-
-    def reach(self, step: int) -> None:
-        self.gate.pass_boundary(lambda: self.collector.copy(Position(step, 1, step, 10)))
-        self.memory.at_boundary(step)
+def open_on(machine: Machine, every: int) -> Memory | None:
+    settings = MemorySettings(base=machine.base, snapshot_every=every)
+    return open_memory(settings, machine.directory, RankInfo(), replicated=False)
 
 
-def steps(place: Place) -> set[int]:
-    return {read_header(path).info.step for path in place.job.rglob("slot_*")}
+def test_nothing_is_opened_where_nothing_is_to_be_kept(machine: Machine) -> None:
+    assert open_on(machine, 0) is None
+    settings = MemorySettings(base=None, snapshot_every=1)
+    assert open_memory(settings, machine.directory, RankInfo(), replicated=True) is None
+    assert list(machine.base.iterdir()) == []
 
 
-def test_nothing_is_opened_where_nothing_is_to_be_kept(place: Place) -> None:
-    assert place.open(0) is None
-    assert (
-        open_memory(MemorySettings(base=None, snapshot_every=1), place.directory, RankInfo(), replicated=True) is None
-    )
-    assert list(place.base.iterdir()) == []
-
-
-def test_what_an_earlier_run_has_left_is_taken_over_even_without_snapshots_now(place: Place) -> None:
-    memory = place.open(1)
-    assert memory is not None
-    training = Training(place, memory)
-    for step in (1, 2, 3):
-        training.reach(step)
-    memory.close(keep=True)
-    assert place.left() == [
-        *("owner.json", "rank_0/commit", "rank_0/lock", "rank_0/slot_0.safetensors", "rank_0/slot_1.safetensors")
-    ]
-    again = place.open(0)
-    assert again is not None and steps(place) == {2, 3}
-    again.close(keep=False)
-    assert list(place.base.iterdir()) == []
+def test_what_an_earlier_run_has_left_is_taken_over_even_without_snapshots_now(machine: Machine) -> None:
+    machine.snapshot(2)
+    machine.snapshot(3, sealed=False)
+    for keep in (True, False):
+        memory = open_on(machine, 0)
+        assert memory is not None
+        assert [read_checkpoint(path, verify=True).info.step for path in machine.slots(0)] == [2, 3]
+        memory.close(keep=keep)
+    assert list(machine.base.iterdir()) == []
 
 
 @pytest.mark.parametrize("trouble", ["in use", "wide"])
 def test_trouble_is_said_and_the_training_goes_on_without(
-    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, trouble: str
+    machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     if trouble == "in use":
 
@@ -112,9 +60,9 @@ def test_trouble_is_said_and_the_training_goes_on_without(
         monkeypatch.setattr("fcntl.lockf", refuse)
         monkeypatch.setattr("mindx_elastic.memory.arena._PREDECESSOR_S", 0.0)
     else:
-        place.job.parent.mkdir(mode=0o700)
-        place.job.mkdir(mode=0o755)
-    assert place.open() is None
+        machine.job.parent.mkdir(mode=0o700)
+        machine.job.mkdir(mode=0o755)
+    assert open_on(machine, 1) is None
     assert "nothing is kept in memory, checkpoints on disk are not affected" in caplog.text
 
 
@@ -174,34 +122,31 @@ def _locks_held() -> list[str]:
     return [path for link in links if link.is_symlink() and (path := os.readlink(link)).endswith("/lock")]
 
 
+@pytest.mark.parametrize("trouble", ["the store is lost", "nothing can be adopted"])
 def test_a_start_that_fails_leaves_no_arena_locked(
-    tmp_path: Path, memory_base: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory_base: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """The store is lost between opening memory and the first meeting."""
-    fired = []
+    """`trouble`: between opening memory and the first meeting, or while it is opened."""
+    held: list[list[str]] = []
     real = Exchange.gather
 
     def lost(self: Exchange, name: str, value: Any, merge: Any, **more: Any) -> Any:
         if name != "here":
             return real(self, name, value, merge, **more)
-        fired.append(_locks_held())
-        raise ConnectionError("injected: the store is gone")
+        held.append(_locks_held())
+        raise ConnectionError("injected")
 
-    monkeypatch.setattr(Exchange, "gather", lost)
-    with pytest.raises(ConnectionError, match="injected"):
-        Job(tmp_path / "ckpt", snapshot_every=1).run()
-    assert len(fired) == 1 and len(fired[0]) == 1, "the arena was open"
-    assert _locks_held() == []
-    assert list(memory_base.iterdir()) == [], "an arena with nothing in it is removed"
-
-
-def test_memory_that_cannot_be_adopted_is_not_left_locked(
-    tmp_path: Path, memory_base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def fail(arena: Any) -> Any:
         raise OSError("injected")
 
-    monkeypatch.setattr(memory_module, "adopt_slots", fail)
-    Job(tmp_path / "ckpt", snapshot_every=1).run(epochs=1)
+    job = Job(tmp_path / "ckpt", snapshot_every=1)
+    if trouble == "the store is lost":
+        monkeypatch.setattr(Exchange, "gather", lost)
+        with pytest.raises(ConnectionError, match="injected"):
+            job.run()
+        assert [len(locks) for locks in held] == [1], "the arena was open"
+    else:
+        monkeypatch.setattr(memory_module, "adopt_slots", fail)
+        job.run(epochs=1)
     assert _locks_held() == []
     assert list(memory_base.iterdir()) == [], "an arena with nothing in it is removed"

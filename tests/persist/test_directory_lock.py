@@ -172,27 +172,6 @@ def test_rank_0_goes_on_without_its_byte_where_its_own_job_holds_it(
             hold_directory(tmp_path, ranks, owners, grace_s=600.0, job="another one")
 
 
-def test_who_takes_a_killed_ranks_place_asks_often_while_that_one_dies(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may come before the kernel has taken the dead process's locks back: all other ranks wait for it."""
-    pauses: list[float] = []
-    with holder(tmp_path, 1, 2) as (process, _):
-
-        def sleep(seconds: float) -> None:
-            pauses.append(seconds)
-            process.kill()
-            process.wait()
-
-        monkeypatch.setattr(time, "sleep", sleep)
-        ranks = RankInfo(rank=1, world_size=2, local_rank=1)
-        lock = hold_directory(tmp_path, ranks, find_owners(tmp_path), grace_s=600.0, joins=True)
-    assert lock is not None
-    lock.close()
-    assert pauses and pauses[0] <= 0.001
-    assert "in use" not in caplog.text
-
-
 def test_the_file_that_goes_with_its_last_holder_lets_nobody_in_beside_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,8 @@ def test_all_of_a_checkpoint_comes_back(file: Path, monkeypatch: pytest.MonkeyPa
     assert_same(checkpoint.state, make_state())
     assert checkpoint.info.step == 17
     assert checkpoint.layout == {"a": 1}
+    for name in ("layer0", "layer1"):  # alone in its memory: one that is kept or resized takes no others along
+        assert checkpoint.state[name].untyped_storage().nbytes() == checkpoint.state[name].nbytes
 
 
 @pytest.mark.parametrize("large", [1, 1 << 30])
@@ -61,11 +63,6 @@ def test_flipped_bit_names_the_tensor(file: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CorruptCheckpointError, match="layer3") as caught:
         read_checkpoint(file)
     assert (caught.value.path, caught.value.tensor) == (file, "layer3")
-
-
-def test_digests_can_be_left_out(file: Path) -> None:
-    damage(file, "layer1")
-    assert_same(read_checkpoint(file, verify=False).state["layer2"], make_state()["layer2"])
 
 
 def test_file_cut_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +100,7 @@ def test_verify_finds_every_bad_tensor(file: Path) -> None:
     damage(file, "layer5", byte=77)
     problems = verify_file(file)
     assert ["layer1" in problems[0], "layer5" in problems[1], len(problems)] == [True, True, 2]
+    assert_same(read_checkpoint(file, verify=False).state["layer2"], make_state()["layer2"])
 
 
 def test_verify_reports_what_is_not_a_checkpoint(tmp_path: Path) -> None:
@@ -112,38 +110,3 @@ def test_verify_reports_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     for name, says in [("text", "header"), ("link", "symbolic"), ("stock", "mindx"), ("none", "No such")]:
         (problem,) = verify_file(tmp_path / name)
         assert says in problem
-
-
-# --- small tensors ---
-
-SHAPES: list[tuple[int, ...]] = [(), (3, 5), (0, 4), (1000,), (2, 1, 7)]
-
-
-def make_small(count: int = 600) -> dict[str, Any]:
-    """Runs of three types, with empty tensors, scalars and one large tensor between them."""
-    generator = torch.Generator().manual_seed(1)
-    dtypes = (torch.float32, torch.int32, torch.bool)
-    state: dict[str, Any] = {}
-    for i in range(count):
-        drawn = torch.rand(SHAPES[i % len(SHAPES)], generator=generator) * 100
-        state[f"{i}"] = drawn.to(dtypes[i * len(dtypes) // count])
-    state["50"] = torch.rand(100_000, generator=generator)
-    return {"small": state}
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    path = tmp_path / "small.safetensors"
-    write_checkpoint(path, make_small(), INFO)
-    return path
-
-
-def test_a_small_tensor_is_alone_in_its_memory(small: Path) -> None:
-    """So that one that is kept, saved or resized takes no others along."""
-    state = read_checkpoint(small).state["small"]
-    for tensor in state.values():
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    neighbour = state["4"].clone()
-    state["3"].untyped_storage().resize_(8000)
-    state["3"].fill_(7)
-    assert torch.equal(state["4"], neighbour)

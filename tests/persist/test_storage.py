@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
@@ -112,8 +113,6 @@ def test_only_our_regular_temporary_files_are_removed(tmp_path: Path) -> None:
 
 
 def test_cleaner_between_creation_and_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
     flock = fcntl.flock
     removed: list[Path] = []
 
@@ -131,32 +130,23 @@ def test_cleaner_between_creation_and_lock(tmp_path: Path, monkeypatch: pytest.M
 
 # ------------------------------------------------------------------------------------------------ names
 # ------------------------------------------------------------------------------------------------ quarantine
-def test_quarantine_never_overwrites(tmp_path: Path) -> None:
-    bad = tmp_path / "x"
-    (tmp_path / "quarantine").mkdir()
-    (tmp_path / "quarantine" / "x.1").write_text("without a note")
+def test_quarantine_never_overwrites_and_lists_what_is_there(tmp_path: Path) -> None:
+    assert quarantined(tmp_path) == quarantined(tmp_path / "not there") == []
+    (tmp_path / "rank_0").mkdir()
+    (tmp_path / "quarantine" / "rank_0").mkdir(parents=True)
+    (tmp_path / "quarantine" / "rank_0" / "x.1").write_text("without a note")
+    bad = tmp_path / "rank_0" / "x"
     places = []
     for content in "ab":
         bad.write_text(content)
         places.append(quarantine(bad, content, tmp_path))
     assert [place.name for place in places] == ["x", "x.2"]
     assert [place.read_text() for place in places] == ["a", "b"]
-    assert (tmp_path / "quarantine" / "x.1").read_text() == "without a note"
-    assert not (tmp_path / "quarantine" / "x.1.reason.txt").exists()
-
-
-def test_what_is_in_quarantine(tmp_path: Path) -> None:
-    assert quarantined(tmp_path) == quarantined(tmp_path / "not there") == []
-    places = []
-    for folder in ("rank_0", "."):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        bad = tmp_path / folder / "x"
-        bad.symlink_to(tmp_path)
-        places.append(quarantine(bad, "link", tmp_path))
-    (tmp_path / "rank_1").mkdir()
-    (tmp_path / "rank_1" / "x").write_text("on another disk")
-    places.append(quarantine(tmp_path / "rank_1" / "x", "bad", tmp_path / "rank_1"))
-    assert quarantined(tmp_path) == places
+    assert (places[0].with_name("x.1")).read_text() == "without a note"
+    assert not (places[0].with_name("x.1.reason.txt")).exists()
+    bad.symlink_to(tmp_path)
+    places.append(quarantine(bad, "on another disk", tmp_path / "rank_0"))
+    assert sorted(quarantined(tmp_path)) == sorted([*places, places[0].with_name("x.1")])
 
 
 def test_quarantine_by_several_ranks_at_once(tmp_path: Path) -> None:

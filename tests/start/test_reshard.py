@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,9 +30,6 @@ from tests.harness import no_descriptor_left
 from tests.persist.states import bits, tensor_of
 from tests.start.finding import found_on
 from tests.start.worlds import Saved, cut, plan_for, resharded, target_of
-from tests.watchdog import finish
-
-ROOT = Path(__file__).parents[2]
 
 
 def assemble_for(plan: ResumePlan, rank: int, target: Target) -> Checkpoint:
@@ -288,49 +283,3 @@ def test_a_large_part_that_is_cut_off_while_it_is_read(tmp_path: Path, monkeypat
     assert str(caught.value.path) == path
     assert len(readers) == 1 and readers[0].startswith("mindx-persist-read"), readers
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mindx-persist-read")]
-
-
-_MEASURE = """
-import json, sys
-from pathlib import Path
-import torch
-from mindx_elastic.core.layout import Layout
-from mindx_elastic.start.reshard import assemble
-from tests.start.worlds import plan_for, target_of
-
-root, mesh, placement, shape = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-
-def rss(key):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(key))
-
-def put_together(wanted):
-    target = target_of(mesh, {"w": (wanted, Layout((mesh,), (placement,)))})
-    plan = plan_for(root / str(wanted[0]), target)
-    return assemble(plan, plan.ranks[0], target.blueprint).state["model"]["w"]
-
-put_together([64, 64])  # what is imported and kept by the way
-Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-before = rss("VmRSS:")
-tensor = put_together(shape)
-print(json.dumps({"part": tensor.nbytes, "grown": rss("VmHWM:") - before}))
-"""
-
-
-@pytest.mark.drill
-@pytest.mark.slow
-def test_memory_is_the_part_itself_and_little_more(tmp_path: Path) -> None:
-    """256 MiB that lie on 4 ranks, by rows; in a process of its own, by the peak of its resident memory."""
-    rows, columns = 8192, 8192
-    tensor = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
-    assert tensor.nbytes == 256 << 20
-    Saved(4, {"w": (tensor, layout([4], "S(0)"))}).write(tmp_path / str(rows))
-    Saved(4, {"w": (tensor[:64, :64].clone(), layout([4], "S(0)"))}).write(tmp_path / "64")
-    for mesh, placement in ((1, "R"), (2, "S(0)"), (4, "S(1)")):
-        command = [sys.executable, "-c", _MEASURE, str(tmp_path), str(mesh), placement, json.dumps([rows, columns])]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = finish(command, env=env)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert found["part"] == (256 << 20) // mesh
-        assert found["part"] <= found["grown"] <= 1.2 * found["part"], f"{placement} over {mesh}: {found}"

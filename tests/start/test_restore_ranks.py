@@ -15,11 +15,9 @@ import torch
 
 from mindx_elastic.agreement.gather import meet
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.events import EVENTS_FILE, EventLog
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError
 from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.start import findings as looking
 from mindx_elastic.start import reader as reading
@@ -69,6 +67,18 @@ def test_an_error_that_nobody_foresaw_ends_the_start_of_all(
     assert other.cause == "MemoryError: no room for w" and found[other.rank] is failed
 
 
+def test_an_error_of_the_planner_is_raised_and_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ValueError, which a stranger's message gives, too."""
+    error = ValueError("an odd layout")
+
+    def plan(*_: object, **__: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(Inventory, "plan", plan)
+    own, other = start(saved, 2)
+    assert own is error and isinstance(other, PeerStartError) and other.cause == "ValueError: an odd layout"
+
+
 def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,18 +97,6 @@ def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
     assert len(list(saved.glob("rank_*/*.safetensors"))) == 4
 
 
-def test_a_fault_in_the_planner_is_not_called_a_strangers_message(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ValueError("an odd layout")
-
-    def plan(*_: object, **__: object) -> Any:
-        raise error
-
-    monkeypatch.setattr(Inventory, "plan", plan)
-    own, other = start(saved, 2)
-    assert own is error
-    assert isinstance(other, PeerStartError) and (other.rank, other.cause) == (0, "ValueError: an odd layout")
-
-
 # --- what changes while the ranks meet, and disks that are not shared ---
 
 
@@ -108,29 +106,6 @@ def by_hand(directory: Path, rank: int, exchange: Any, disks: Disks) -> Resumed 
     plan = PlanPart(exchange, RankInfo(rank=rank, world_size=4), places_of([directory], "auto"), disks)
     meet(exchange, "plan", [plan])
     return read_together(exchange, plan)
-
-
-def test_a_log_that_grows_while_the_ranks_meet_costs_no_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank logs at its entry: no two listings have the same size of it."""
-    write_step(tmp_path, 7, world_size=4)
-    read: list[Path] = []
-
-    def counted(path: Path, **options: Any) -> CatalogEntry | None:
-        read.append(path)
-        return read_entry(path, **options)
-
-    monkeypatch.setattr(looking, "read_entry", counted)
-
-    def logging(rank: int, exchange: Any) -> Resumed | None:
-        EventLog(tmp_path / EVENTS_FILE).emit("alarm", text=f"rank {rank} is here")
-        return by_hand(tmp_path, rank, exchange, Disks(places_of([tmp_path], "auto")))
-
-    found = on_all_ranks(4, logging)
-    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [7] * 4, found
-    headers = [path for path in read if path.suffix == ".safetensors"]
-    assert sorted(headers) == sorted(tmp_path.glob("rank_*/*.safetensors"))
 
 
 def test_files_that_come_while_a_rank_waits_are_found_by_all(tmp_path: Path) -> None:
