@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from mindx_elastic.core.division import Division, parts_of_member
+from mindx_elastic.core.layout import REPLICATE, Layout
+from mindx_elastic.core.strategy import LaidOut, LayoutRecord
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import Held
@@ -34,20 +36,8 @@ class Replicas:
         return {"model": {**weights, "tiny": torch.tensor(2.0)}, "rng": {"own": torch.full((3,), rank)}}
 
     def layout(self, rank: int) -> dict[str, Any]:
-        everywhere = {"mesh": [self.size], "placements": ["R"], "ranks": list(range(self.size))}
-        return {
-            "version": 2,
-            "rank": rank,
-            "world_size": self.size,
-            "layouts": [everywhere],
-            "default": 0,
-            "assumed": [],
-            "tensors": {},
-            "job": [],
-            "parameters": {},
-            "modules": ["model"],
-            "volatile": {},
-        }
+        whole = LaidOut(Layout((self.size,), (REPLICATE,)), (), False)
+        return LayoutRecord(rank=rank, world_size=self.size, default=whole, modules=["model"]).json
 
     def division(self) -> Division:
         _, tensors = flatten(self.state(0))

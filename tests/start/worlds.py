@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.layouts import Blueprint
-from mindx_elastic.core.layout import Layout
-from mindx_elastic.core.strategy import Strategy, TensorSpec
+from mindx_elastic.core.layout import REPLICATE, Layout
+from mindx_elastic.core.strategy import LaidOut, LayoutRecord, Strategy, TensorSpec
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.start.facts import Refusal, ResumePlan, World
@@ -101,33 +101,27 @@ class Saved:
 
     def record(self, rank: int) -> dict[str, Any]:
         """``mindx.layout``, as `capture.layouts` writes it."""
-        layouts: list[dict[str, Any]] = [Layout((self.world_size,), ("R",)).to_json()]  # type: ignore[arg-type]
-        named: dict[str, Any] = {}
+        named: dict[str, LaidOut] = {}
         order = [n for group in self.all_groups for n in group if rank in self.parameters[n][1]]
         for name, (tensor, layout) in self.parameters.items():
             if rank not in layout:
                 continue
-            layouts.append(layout.to_json())
-            shape = [len(layouts) - 1, list(tensor.shape)]
+            laid = LaidOut(layout, tuple(tensor.shape), False)
             for place in (name, *(other for other, first in self.tied.items() if first == name)):
-                named[f"model.{place}"] = shape
+                named[f"model.{place}"] = laid
             if name in self.moments:
-                layouts.append(Layout((layout.size,), ("R",), layout.ranks).to_json())  # type: ignore[arg-type]
-                named[f"optimizer.state.{order.index(name)}.exp_avg"] = shape
-                named[f"optimizer.state.{order.index(name)}.step"] = [len(layouts) - 1, []]
-        return {
-            "version": 2,
-            "rank": rank,
-            "world_size": self.world_size,
-            "layouts": layouts,
-            "default": 0,
-            "assumed": [],
-            "tensors": named,
-            "job": [],
-            "parameters": {"optimizer": [f"model.{name}" for name in order]},
-            "modules": ["model"],
-            "volatile": {"model": ["running"]},
-        }
+                named[f"optimizer.state.{order.index(name)}.exp_avg"] = laid
+                whole = LaidOut(Layout((layout.size,), (REPLICATE,), layout.ranks), (), False)
+                named[f"optimizer.state.{order.index(name)}.step"] = whole
+        return LayoutRecord(
+            rank=rank,
+            world_size=self.world_size,
+            default=LaidOut(Layout((self.world_size,), (REPLICATE,)), (), False),
+            tensors=named,
+            parameters={"optimizer": [f"model.{name}" for name in order]},
+            modules=["model"],
+            volatile={"model": ["running"]},
+        ).json
 
 
 def target_of(
