@@ -111,6 +111,19 @@ class Job:
         """Worker process ids by rank, from the READY lines printed so far."""
         return {int(m[1]): int(m[2]) for m in self.matches(r"READY (\d+) (\d+)")}
 
+    def processes(self) -> dict[int, list[int]]:
+        """All processes of each rank, in the order in which they came, from the READY lines printed so far."""
+        found: dict[int, list[int]] = {}
+        for match in self.matches(r"READY (\d+) (\d+)"):
+            pids = found.setdefault(int(match[1]), [])
+            if int(match[2]) not in pids:
+                pids.append(int(match[2]))
+        return found
+
+    def resumed(self) -> list[str]:
+        """The step that each process went on from, None for a fresh start, from the READY lines."""
+        return [match[1] for match in self.matches(r"READY \d+ \d+ (\w+)")]
+
     def signal_rank(self, rank: int, signum: int = signal.SIGTERM) -> None:
         os.kill(self.pids()[rank], signum)
 

@@ -1,6 +1,6 @@
 """MindIO's guide as our example has it: train, kill rank 0, go on with ``--is_recover 1``.
 
-Every run of the tests asks the same of a job under torchrun: tests/system/test_tft.py.
+Every run of the tests asks the same of a job under torchrun: tests/system/test_model.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A small guarded loop for the tests of the agent: one tensor a rank, no process group, so that it starts fast.
+"""A small guarded loop for the tests of the agent and of the directory's lock: one tensor a rank, no process group, so
+that it starts fast.
 
-Prints ``READY rank pid resumed_from`` and ``DONE rank step``.
+Prints ``READY rank pid resumed_from``, ``CHILD pid``, ``BLOCKED`` when a save has begun that waits, and ``DONE rank
+step``.
 """
 
 from __future__ import annotations
@@ -9,11 +11,14 @@ import argparse
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import mindx_elastic as mx
-from tests.jobs.kit import say
+from mindx_elastic.guard import saver as saving
+from tests.jobs.kit import say, wait_for
 
 
 def parse() -> argparse.Namespace:
@@ -28,20 +33,44 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--own-count", action="store_true", help="a count that is not kept decides the loss")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--own-name", action="store_true", help="each process gives the directory another name")
+    parser.add_argument("--prefix", default="small")
+    parser.add_argument("--fork", action="store_true", help="leave a forked child behind")
+    parser.add_argument("--walk", action="store_true", help="open and close every file of the directory")
+    parser.add_argument("--slow-save", type=Path, metavar="GO", help="each save waits for this file")
     return parser.parse_args()
+
+
+def slow_down_saves(go: Path) -> None:
+    write = saving.write_checkpoint  # type: ignore[attr-defined]
+
+    def wait_then_write(*arguments: Any, **more: Any) -> Any:
+        say("BLOCKED")
+        wait_for(go)
+        return write(*arguments, **more)
+
+    saving.write_checkpoint = wait_then_write  # type: ignore[attr-defined]
 
 
 def main() -> None:
     args = parse()
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", "0"))
+    if args.slow_save is not None:
+        slow_down_saves(args.slow_save)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     directory = os.path.join(args.directory, str(rank)) if rank else args.directory
     directory += f"-{os.getpid()}" * args.own_name
     count = 0
-    guard = mx.Guard(model=model, optimizer=optimizer, directory=directory, prefix="small")
+    guard = mx.Guard(model=model, optimizer=optimizer, directory=directory, prefix=args.prefix)
     with guard:
         resumed = guard.resumed_from_step
+        if args.fork and os.fork() == 0:
+            say(f"CHILD {os.getpid()}")
+            time.sleep(600)
+            os._exit(0)
+        for path in Path(directory).rglob("*") if args.walk else ():
+            if path.is_file():
+                path.read_bytes()
         say(f"READY {rank} {os.getpid()} {resumed}")
         if resumed == args.poison:
             os.kill(os.getpid(), signal.SIGKILL)

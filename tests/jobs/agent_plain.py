@@ -35,12 +35,6 @@ def leave(code: str, only_rank: str = "-1", only_attempt: str = "-1") -> None:
     sys.exit(int(code) if wanted else 0)
 
 
-def late(seconds: str, fail_attempts: str) -> None:
-    """Fail after some seconds, in the first attempts; then succeed."""
-    time.sleep(float(seconds))
-    sys.exit(1 if int(fail_attempts) > ATTEMPT else 0)
-
-
 def world(size: str) -> None:
     """Succeed in a world of that size, wait in any other."""
     say(f"WORLD {os.environ['WORLD_SIZE']}")
@@ -69,18 +63,6 @@ def hold(fail_attempts: str = "0") -> None:
     while not os.path.exists(f"go-{ATTEMPT}"):
         time.sleep(0.01)
     sys.exit(1 if int(fail_attempts) > ATTEMPT else 0)
-
-
-def handle(code: str) -> None:
-    """On SIGTERM or SIGINT leave with `code`."""
-
-    def leave_now(signum: int, frame: object) -> None:
-        say(f"GOT {RANK} {signum}")
-        sys.exit(int(code))
-
-    signal.signal(signal.SIGTERM, leave_now)
-    signal.signal(signal.SIGINT, leave_now)
-    wait()
 
 
 def ignore() -> None:
@@ -126,20 +108,8 @@ def gloo(fail_attempts: str = "1") -> None:
     dist.destroy_process_group()
 
 
-def record() -> None:
-    """Raise under torch's @record."""
-    from torch.distributed.elastic.multiprocessing.errors import record as recorded
-
-    @recorded
-    def main() -> None:
-        raise ValueError("a bad sample")
-
-    main()
-
-
 ACTIONS: dict[str, Callable[..., None]] = {
-    function.__name__: function
-    for function in (show, leave, late, world, die, wait, hold, handle, ignore, nest, gloo, record)
+    function.__name__: function for function in (show, leave, world, die, wait, hold, ignore, nest, gloo)
 }
 
 if __name__ == "__main__":

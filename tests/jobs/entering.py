@@ -52,6 +52,8 @@ def enter(fault: str, victim: bool, directory: Path) -> None:
         options["directory"] = file
     if victim and fault == "state":
         options["stateful"] = {"mine": Unsupported(object())}
+    if victim and fault == "optimizer":
+        options["optimizer"] = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     if victim and fault == "layout":
         options["layouts"] = {"model.*": Layout((64,), (parse_placement("replicate"),))}
     if victim and fault == "last":

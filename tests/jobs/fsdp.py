@@ -1,4 +1,7 @@
-"""A training job for the system tests: FSDP2 on CPU, each rank saving its own shards. Same lines as ``loop.py``."""
+"""A training job for the system tests: FSDP2 on CPU, each rank saving its own shards. Same lines as ``loop.py``.
+
+Each rank draws random numbers of its own, so that another one's file will not do.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import mindx_elastic as mx
 from mindx_elastic.persist import writer
 from mindx_elastic.persist.first_save import FirstSave
-from tests.jobs.kit import kill_here, say
+from tests.jobs.kit import Every, kill_here, say
 from tests.jobs.loop import hold, kill_in_snapshot
 
 STEPS = 12
@@ -55,9 +58,10 @@ def kill_in_save(stage: str, victim: int, rank: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("directory")
+    parser.add_argument("directory", type=Path)
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--every", type=int, default=0, help="a periodic save every so many steps")
     parser.add_argument("--freeze-at", type=int, default=-1, help="freeze the first layer, which keeps its gradient")
     parser.add_argument("--kill-in-snapshot", default="")
     parser.add_argument("--kill-in-save", default="", help="STAGE:RANK; STAGE: written, noted or named")
@@ -75,21 +79,21 @@ def main() -> None:
         stage, victim = args.kill_in_save.split(":")
         kill_in_save(stage, int(victim), rank)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    network = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 5))  # 33 rows: uneven shards
+    network = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Dropout(0.1), nn.Linear(33, 5))  # 33 rows: uneven
     fully_shard(network[0], mesh=mesh)
     fully_shard(network, mesh=mesh)
+    torch.manual_seed(rank)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
-    policies = None
+    policies, periodic = None, [Every(args.directory, args.every)] if args.every else []
     if args.tft:
         optimizer = mx.OptTFTWrapper(optimizer)
-        policies = mx.TFTRegister(0, "127.0.0.1", 30051, args.directory).exit_policies()
-    guard = mx.Guard(model=network, optimizer=optimizer, directory=args.directory, policies=policies)
+        policies = mx.TFTRegister(0, "127.0.0.1", 30051, str(args.directory)).exit_policies()
+    guard = mx.Guard(model=network, optimizer=optimizer, directory=args.directory, policies=policies, periodic=periodic)
     with guard:
         say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
         for _ in guard.epochs(1):
             while guard.position.step < args.steps:
-                generator = torch.Generator().manual_seed(guard.position.step * 10 + rank)
-                network(torch.randn(4, 16, generator=generator)).pow(2).mean().backward()
+                network(torch.randn(4, 16)).pow(2).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=args.freeze_at < 0)
                 if guard.step + 1 == args.freeze_at:

@@ -1,27 +1,28 @@
-"""A training under ``mindx-elastic run --recover in-place``, with faults at given places.
+"""A training under ``mindx-elastic run``, mostly with ``--recover in-place``, with faults at given places.
 
 ``--fault RANK:STEP:WHERE[:WHAT]``, as often as wanted: the process of RANK does WHAT when it has come to WHERE in the
-step: start, worker (the start of a loader worker), forward, mid, backward, update, after, eval, save. WHAT is
-``kill``, ``stop``, ``sleep``, ``spin``, ``raise``, ``term``, or it kills its agent (``agent``), and then itself
-(``node``), or the next rank, and goes on when that has a new process (``next``), or at once (``next-now``). A loader
-worker kills its rank, or itself (``loader``). Each fires once in a job, however often the step is done; ``FAULT rank
-step where`` says so.
+step: start, worker (the start of a loader worker), forward, mid, backward, update, after, eval, save; inside, where a
+form of ``programs.py`` has it. WHAT is ``kill``, ``stop``, ``spin``, ``raise``, ``term``, or it kills its agent
+(``agent``), and then itself (``node``), or the next rank, and goes on when that has a new process (``next``), or at
+once (``next-now``). A loader worker kills its rank, or itself (``loader``). Each fires once in a job, however often the
+step is done; ``FAULT rank step where`` says so.
 
 ``--meanwhile WHO:STAGE:WHAT``: the same in a recovery, see ``in_recovery.py``.
 
-Prints ``READY rank pid``, ``SEEN epoch index,... rank step`` where a step begins (again where it is done
+Prints ``READY rank pid resumed_from``, ``SEEN epoch index,... rank step`` where a step begins (again where it is done
 again), and ``DONE rank sha256 step``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,41 +32,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 import mindx_elastic as mx
-from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
 from tests.jobs.in_recovery import InRecovery
-from tests.jobs.kit import say
+from tests.jobs.kit import Every, say
 from tests.jobs.loop import Pictures
 
 PLACES = ("start", "worker", "inside", "forward", "mid", "backward", "update", "after", "eval", "save")
 
 
-class Every:
-    """A periodic policy: every so many steps."""
-
-    keep_max: int | None = 2
-    keep_per_n_minutes: float | None = None
-    append_info: Sequence[object] = ()
-
-    def __init__(self, directory: Path, steps: int, *, asynchronous: bool) -> None:
-        self.directory, self.steps, self.asynchronous = directory, steps, asynchronous
-
-    def due(self, position: Position) -> bool:
-        return position.step % self.steps == 0
-
-    def name(self, position: Position) -> str:
-        return f"every-{position.epoch}_{position.step_in_epoch}.safetensors"
-
-
-def parse() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--size", type=int, default=96)
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--compile", choices=("no", "model", "ddp", "loss", "step"), default="no")
+    parser.add_argument("--shard", choices=("no", "fsdp", "zero"), default="no", help="zero: of the optimizer alone")
     parser.add_argument("--evaluate", choices=("no", "no_grad", "inference", "ddp"), default="no")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--save-beside", action="store_true", help="periodic saves are asynchronous")
@@ -83,7 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hold-at", type=int, default=-1, help="after this step, until there is a file go")
     parser.add_argument("--late-rank", action="store_true", help="ask for the rank only when the model is built")
     parser.add_argument("--resources", action="store_true", help="RESOURCES rank step threads fds kB files")
-    return parser.parse_args()
+    return parser
 
 
 class Faults:
@@ -151,43 +141,41 @@ class Faults:
         elif what == "spin":
             while True:
                 pass
-        elif what == "sleep":
-            time.sleep(3600)
 
 
 def _lives(path: Path) -> bool:
     return Path("/proc", path.name.rpartition("-")[2]).exists()
 
 
-class Trainer:
-    """One rank's training."""
+class Training:
+    """One rank's objects, and the parts of its step."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.count = args, 0
+        self.args, self.count, self.number = args, 0, 0
         dist.init_process_group("gloo")
         self.world_size = dist.get_world_size()
         self.rank = -1 if args.late_rank else dist.get_rank()
-        if args.setup == "gather":
-            sizes = [torch.zeros(1) for _ in range(self.world_size)]
-            dist.all_gather(sizes, torch.ones(1))
-        elif args.setup == "barrier":
-            dist.barrier()
-        self.group = dist.new_group(list(range(self.world_size))) if args.setup == "group" else None
+        self.set_up()
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for _ in range(4):  # enough for several buckets
             layers += [nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU()]
-        self.network = nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(24, 5))
+        self.network: Any = nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(24, 5))
         if args.megabytes:
             self.network.register_parameter("bulk", nn.Parameter(torch.zeros(args.megabytes << 18)))
-        self.ddp = nn.parallel.DistributedDataParallel(
-            self.network, bucket_cap_mb=0.002, find_unused_parameters=bool(args.megabytes)
-        )
-        if args.compress:
-            self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        self.criterion: Any = nn.functional.cross_entropy
+        self.ddp = self.wrap(self.network)
         self.network[0].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
+        self.optimizer: Any = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
+        if args.shard == "zero":
+            self.optimizer = ZeroRedundancyOptimizer(self.network.parameters(), torch.optim.AdamW, lr=1e-2)
+        self.compiled_step: Any = None
+        if args.compile == "loss":
+            self.criterion = torch.compile(self.criterion, backend="aot_eager")
+        if args.compile == "step":
+            self.compiled_step = torch.compile(self.optimizer.step, backend="aot_eager")
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=args.amp, init_scale=1024.0, growth_interval=5)
         self.loader = mx.data.ResumableLoader(
             Pictures(args.size),
             batch_size=4,
@@ -203,36 +191,67 @@ class Trainer:
         torch.manual_seed(77 + self.rank)
         random.seed(78 + self.rank)
         np.random.seed(79 + self.rank)
+        directory = args.directory / "ckpt"
         self.guard = mx.Guard(
             model=self.ddp,
             optimizer=self.optimizer,
             lr_scheduler=self.scheduler,
+            scaler=self.scaler if args.amp else None,
             loader=self.loader,
-            directory=args.directory / "ckpt",
+            directory=directory,
             prefix="job",
             flag_file=args.directory / "graceful_exit.json" if args.flag_file else None,
-            periodic=[Every(args.directory / "ckpt", args.save_every, asynchronous=args.save_beside)]
-            if args.save_every
-            else [],
+            periodic=[Every(directory, args.save_every, args.save_beside)] if args.save_every else [],
         )
-        self.generations: set[int] = set()
         self.faults.watch_saves()
+
+    def set_up(self) -> None:
+        """What the program does with the others before it has a model."""
+        self.group = None
+        if self.args.setup == "gather":
+            dist.all_gather([torch.zeros(1) for _ in range(self.world_size)], torch.ones(1))
+        elif self.args.setup == "barrier":
+            dist.barrier()
+        elif self.args.setup == "group":
+            self.group = dist.new_group(list(range(self.world_size)))
+
+    def wrap(self, network: Any) -> Any:
+        args = self.args
+        if args.shard == "fsdp":
+            return fully_shard(network)
+        if args.compile == "model":
+            network = torch.compile(network, backend="aot_eager")
+        cap = 0.002 if args.compile == "no" else None  # dynamo does not take one that is smaller than the first bucket
+        ddp: Any = nn.parallel.DistributedDataParallel(
+            network, bucket_cap_mb=cap, find_unused_parameters=bool(args.megabytes)
+        )
+        if args.compress:
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return torch.compile(ddp, backend="aot_eager") if args.compile == "ddp" else ddp
 
     @property
     def step(self) -> int:
         """The number of the step under way."""
-        return self.guard.step + 1
+        return int(self.guard.step) + 1
 
-    def run(self) -> None:
+    @property
+    def updates(self) -> bool:
+        """Whether this step ends a window of accumulation."""
+        return bool(self.number % self.args.accumulate == 0)
+
+    def run(self, train: Any) -> None:
         self.in_recovery.at("guard")
         if self.args.with_guard:
             with self.guard:
-                self.train()
+                train(self)
         else:
-            self.guard.run(self.train)
-        say(f"DONE {self.rank} {self.digest()} {self.guard.step}")
+            self.guard.run(lambda: train(self))
+        digest = digest_of(self.network, self.optimizer, self.scheduler, self.scaler if self.args.amp else None)
+        say(f"DONE {self.rank} {digest} {self.guard.step}")
 
-    def train(self) -> None:
+    # --- the parts of the training ---
+
+    def epochs(self) -> Iterator[int]:
         say(f"READY {self.rank} {os.getpid()} {self.guard.resumed_from_step}")
         if self.args.resources:
             self.tell_resources()
@@ -242,33 +261,61 @@ class Trainer:
             self.network[2].register_forward_hook(lambda _, __, output: 1.1 * output)
             self.optimizer.register_step_post_hook(lambda *_: self.shrink())
         for epoch in self.guard.epochs(self.args.epochs):
-            for batch in self.loader:
-                self.train_step(epoch, *batch)
-            if self.args.evaluate != "no":
-                self.evaluate()
+            self.number = 0
+            yield epoch
 
-    def train_step(self, epoch: int, x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> None:
-        args, faults, step = self.args, self.faults, self.step
-        say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {self.rank} {step}")
-        self.count += args.inside == "count"
-        faults.at(step, "start")
-        if args.step_s:
-            time.sleep(args.step_s)
-        loss = nn.functional.cross_entropy(self.ddp(x), y)
-        faults.at(step, "forward")
-        loss.backward()
-        faults.at(step, "backward")
-        self.optimizer.step()
-        faults.at(step, "update")
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        self.guard.step_end(loss=loss)
-        faults.at(step, "after")
-        if step == args.hold_at:
+    def begin(self, epoch: int, index: torch.Tensor) -> None:
+        say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {self.rank} {self.step}")
+        self.number += self.args.accumulate > 1
+        self.count += self.args.inside == "count"
+        self.faults.at(self.step, "start")
+        if self.args.step_s:
+            time.sleep(self.args.step_s)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor
+        with self.reducing(), torch.autocast("cpu", torch.bfloat16, enabled=self.args.amp):
+            loss = self.criterion(self.ddp(x).float(), y) / self.args.accumulate
+        self.faults.at(self.step, "forward")
+        return loss
+
+    def reducing(self) -> Any:
+        return contextlib.nullcontext() if self.updates else self.ddp.no_sync()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with self.reducing():
+            self.scaler.scale(loss).backward()
+        self.faults.at(self.step, "backward")
+
+    def update(self) -> None:
+        if self.updates:
+            if self.args.clip:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.network.parameters(), 0.5)
+            if self.compiled_step is not None:
+                self.compiled_step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            self.faults.at(self.step, "update")
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def end(self, **told: torch.Tensor) -> None:
+        step = self.step
+        self.guard.step_end(**told)
+        self.faults.at(step, "after")
+        if step == self.args.hold_at:
             say(f"HOLD {self.rank} {step}")
-            while not (args.directory / "go").exists():
+            while not (self.args.directory / "go").exists():
                 time.sleep(0.01)
                 self.guard.poll()
+
+    def do_step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = self.forward(x, y)
+        self.backward(loss)
+        self.update()
+        self.end(loss=loss)
 
     def start_worker(self, number: int) -> None:
         """In a loader worker."""
@@ -297,16 +344,22 @@ class Trainer:
         words = status["Threads"].strip(), fds, status["VmRSS"].split()[0], files
         say(f"RESOURCES {self.rank} {self.guard.step} {' '.join(map(str, words))}")
 
-    def digest(self) -> str:
-        return digest_of(self.network, self.optimizer, self.scheduler)
+
+def plain(t: Training) -> None:
+    for epoch in t.epochs():
+        for x, y, index in t.loader:
+            t.begin(epoch, index)
+            t.do_step(x, y)
+        if t.args.evaluate != "no":
+            t.evaluate()
 
 
 def digest_of(network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any = None) -> str:
     """Of the weights, the optimizer, the schedule, the scaler and the random streams."""
-    digest = hashlib.sha256()
+    digest, local = hashlib.sha256(), getattr(optimizer, "optim", optimizer)  # what is spread over ranks: its own part
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode() + _own_bytes(tensor))
-    for number, state in sorted(optimizer.state_dict()["state"].items()):
+    for number, state in sorted(local.state_dict()["state"].items()):
         for name, value in sorted(state.items()):
             digest.update(f"{number}{name}".encode() + _own_bytes(torch.as_tensor(value)))
     scale = None if scaler is None else scaler.state_dict()
@@ -326,5 +379,5 @@ def _own_bytes(tensor: torch.Tensor) -> bytes:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Trainer(parse()).run()
+    Training(make_parser().parse_args()).run(plain)
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""What the jobs share: lines that tests wait for, a sudden death, a wait for other ranks, a digest to compare."""
+"""What the jobs share: lines that tests wait for, a sudden death, a wait for other ranks, a digest to compare, a policy
+of periodic saves."""
 
 from __future__ import annotations
 
@@ -6,12 +7,17 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-__all__ = ["digest_of", "kill_here", "say", "wait_for"]
+if TYPE_CHECKING:
+    from mindx_elastic.core.position import Position
+
+__all__ = ["Every", "digest_of", "kill_here", "say", "wait_for"]
 
 
 def say(line: str) -> None:
@@ -36,3 +42,21 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+@dataclass
+class Every:
+    """A periodic policy: every so many steps, two of which are kept."""
+
+    directory: Path
+    steps: int = 1
+    asynchronous: bool = False
+    append_info: Sequence[object] = ()
+    keep_max: int | None = 2
+    keep_per_n_minutes: float | None = None
+
+    def due(self, position: Position) -> bool:
+        return position.step % self.steps == 0
+
+    def name(self, position: Position) -> str:
+        return f"every-{position.epoch}_{position.step_in_epoch}.safetensors"

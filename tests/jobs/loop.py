@@ -2,20 +2,26 @@
 
 Prints lines that tests wait for: ``READY rank pid resumed_from``, ``HOLD rank step``, ``SEEN epoch index,...`` and
 ``DONE rank sha256 step``. ``--hold-at STEP`` keeps the loop after that step until an alarm is heard, so that a signal
-always finds it there.
+always finds it there. ``--inject``: faults that no signal can bring about, see `INJECTIONS`; each says that it has
+fired.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import logging
 import os
 import random
 import resource
 import signal
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -31,6 +37,7 @@ from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.active import entered as active_guards
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
+from mindx_elastic.platforms.flag_file import FlagFile
 from tests.jobs.kit import kill_here, say
 
 
@@ -92,11 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hold-in-eval", type=int, default=-1, help="epoch after which to hold between two steps")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
-    parser.add_argument(
-        "--fail-where",
-        choices=("forward", "backward", "late", "after"),
-        default="forward",
-    )
+    parser.add_argument("--fail-where", choices=("forward", "backward", "late", "after"), default="forward")
     parser.add_argument("--fail-resumed", action="store_true", help="fail at that step after a resume too")
     parser.add_argument("--stuck-at", type=int, default=-1, help="sleep for ever in this step, in C code")
     parser.add_argument("--stuck-rank", type=int, default=0)
@@ -107,9 +110,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--say-passed", action="store_true")
     parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it), boundary or end")
     parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.memory.snapshots")
-    parser.add_argument(
-        "--after", default="", help="stop:RANK, spin:RANK or work:RANK: what a rank does after its guard"
-    )
+    parser.add_argument("--after", default="", help="stop:RANK or spin:RANK: what a rank does after its guard")
+    parser.add_argument("--inject", action="append", default=[], metavar="FAULT[:VALUE]")
     parser.add_argument("--ddp", choices=["given", "hidden", "static"], default="given", help="hidden: not the guard's")
     return parser.parse_args()
 
@@ -194,6 +196,10 @@ class Trainer:
 
     def step(self, x: torch.Tensor, y: torch.Tensor, number: int) -> None:
         args, step = self.args, self.guard.position.step + 1
+        if is_played_on(self.guard):
+            begin_played_step(args.inject)
+        elif step == args.hold_at and self.guard.resumed_from_step is None:
+            begin_held_step(args)
         failing = step == args.fail_at and self.rank == args.fail_rank
         failing &= args.fail_resumed or self.guard.resumed_from_step is None
         if step == args.stuck_at and self.rank == args.stuck_rank and self.guard.resumed_from_step is None:
@@ -237,16 +243,15 @@ class Trainer:
 
 
 def after_training(order: str) -> None:
-    """After the guard: stop, spin, or work until there is a file ``go``; the other ranks wait in a barrier."""
+    """After the guard: stop or spin; the other ranks wait in a barrier."""
     what, _, rank = order.partition(":")
     if rank != os.environ.get("RANK", "0"):
-        if what != "work":
-            dist.barrier()
+        dist.barrier()
         return
     say(f"AFTER {rank} {what}")
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    while what == "spin" or (what == "work" and not os.path.exists("go")):
+    while what == "spin":
         time.sleep(0.01)
 
 
@@ -254,59 +259,157 @@ def announce_worker(worker_id: int) -> None:
     say(f"WORKER {os.getpid()}")
 
 
-def break_save(order: str, rank: str) -> None:
-    """``WHERE:RANK,...``: what happens to these ranks in the save of a stop. WHERE: before (killed before its own file
-    is durable), stop (it stands still before), full (its disk is full)."""
-    where, _, ranks = order.partition(":")
-    if rank not in ranks.split(","):
-        return
+# --- injected faults ---
+
+
+def drop_key(value: str) -> None:
+    """As if a launcher did not say how many ranks a node has: the job has no key."""
+    del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def own_key(value: str) -> None:
+    """Each rank has another one."""
+    os.environ["MINDX_JOB_KEY"] = f"each rank has another one {os.environ['RANK']}"
+
+
+def file_size(value: str) -> None:
+    """Files of more than so many bytes cannot be written, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(value), int(value)))
+
+
+def replace_write(before: Callable[[Any], None]) -> None:
+    """`before` comes in front of each checkpoint that is written."""
     write = getattr(saving_module, "write_checkpoint")  # noqa: B009
 
-    def broken(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if where == "before":
-            kill_here(f"in the save {rank}")
-        if where == "stop":
-            say(f"STOPPED {rank}")
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if where == "full":
-            say(f"FULL {rank}")
-            raise SaveError(f"{path}: cannot save: No space left on device", path=path)
+    def replaced(path: Any, *args: Any, **kwargs: Any) -> Any:
+        before(path)
         return write(path, *args, **kwargs)
 
-    mock.patch.object(saving_module, "write_checkpoint", broken).start()
+    mock.patch.object(saving_module, "write_checkpoint", replaced).start()
 
 
-def inject(environment: Mapping[str, str]) -> None:
-    """Faults that no signal can bring about; each says that it has fired."""
-    if environment.get("LOOP_NO_KEY"):  # as if a launcher did not say how many ranks a node has
-        del os.environ["LOCAL_WORLD_SIZE"]
-    if environment.get("LOOP_OWN_KEY"):
-        os.environ["MINDX_JOB_KEY"] = f"each rank has another one {environment['RANK']}"
-    if environment.get("LOOP_FSIZE"):
-        limit = int(environment["LOOP_FSIZE"])
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    if environment.get("LOOP_BREAK_SAVE"):
-        break_save(environment["LOOP_BREAK_SAVE"], environment.get("RANK", "0"))
-    if environment.get("LOOP_HOLD_SAVE"):
-        write = getattr(saving_module, "write_checkpoint")  # noqa: B009
+def of_one_rank(act: Callable[[Any], None]) -> Callable[[str], None]:
+    """An injection whose value is the rank whose save of a stop it comes in front of."""
+    return lambda value: replace_write(act) if value == os.environ.get("RANK", "0") else None
 
-        def slow(*args: Any, **kwargs: Any) -> Any:
-            say("SAVING")
-            end = time.monotonic() + 60
-            while active_guards[0].stopper.events.path.read_text().count('"event": "alarm"') < 2:
-                if time.monotonic() > end:
-                    sys.exit("no second alarm came in 60 s")
-                time.sleep(0.005)
-            return write(*args, **kwargs)
 
-        mock.patch.object(saving_module, "write_checkpoint", slow).start()
+def stand_still(path: Any) -> None:
+    say(f"STOPPED {os.environ['RANK']}")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def disk_is_full(path: Any) -> None:
+    say(f"FULL {os.environ['RANK']}")
+    raise SaveError(f"{path}: cannot save: No space left on device", path=path)
+
+
+def wait_for_second_alarm(path: Any) -> None:
+    say("SAVING")
+    while active_guards[0].stopper.events.path.read_text().count('"event": "alarm"') < 2:
+        time.sleep(0.005)
+
+
+def hang(what: str) -> None:
+    """For ever: a real wait, not a slow machine, so that no test need look at a clock."""
+    say(f"HANGS {what}")
+    threading.Event().wait()
+
+
+def hang_in_poll(flag: FlagFile) -> None:
+    hang("flag")
+
+
+def hang_in_copy(value: str) -> None:
+    """In the copy of a snapshot, which the training thread has lent the update gate to."""
+    hangs = {"copying": lambda: hang("copy")}
+    mock.patch.object(snapshotting_module, "reach", lambda stage: hangs.get(stage, lambda: None)()).start()
+
+
+def kill_at_call(value: str) -> None:
+    """SIGKILL at this call of a function of the overlap's, from where it begins."""
+    modules = ("prove/play_on.py", "prove/overlap.py", "prove/witness.py", "prove/digests.py", "prove/variables.py")
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        code = frame.f_code
+        if event == "call" and code.co_filename.endswith(modules):
+            if calls or (code.co_name == "_begin" and code.co_filename.endswith(modules[0])):
+                calls += 1
+            if calls == int(value):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(note)
+
+
+INJECTIONS: dict[str, Callable[[str], None]] = {
+    "no-key": drop_key,
+    "own-key": own_key,
+    "file-size": file_size,
+    "save-killed": of_one_rank(lambda _: kill_here("in the save")),
+    "save-stopped": of_one_rank(stand_still),
+    "save-full": of_one_rank(disk_is_full),
+    "save-held": lambda _: replace_write(wait_for_second_alarm),
+    "hang-copy": hang_in_copy,
+    "played-call": kill_at_call,
+}
+"""From the start. Later: `begin_held_step`, `begin_played_step`."""
+
+
+def begin_held_step(args: argparse.Namespace) -> None:
+    """The step that the job is held at: what hangs or is scarce from here on."""
+    for order in args.inject:
+        what, _, value = order.partition(":")
+        if what == "hang-stderr":
+            fill_stderr()
+            # The lock of the handler is held by a thread that hangs in its write.
+            threading.Thread(target=lambda: logging.getLogger("mindx_elastic").error("full"), daemon=True).start()
+            say("HANGS stderr")
+        elif what == "hang-flag":  # its file system is gone
+            mock.patch.object(FlagFile, "poll", hang_in_poll).start()
+        elif what == "hang-log":
+            log = Path(args.directory) / "events.jsonl"
+            log.rename(log.with_suffix(".kept"))
+            os.mkfifo(log)  # opening it for writing waits for a reader
+            say("HANGS log")
+        elif what == "scarce-mib":  # of address space
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            room = pages * os.sysconf("SC_PAGE_SIZE") + (int(value) << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (room, room))
+            say(f"SCARCE {value}")
+
+
+def fill_stderr() -> None:
+    """The process at its other end has stopped reading."""
+    _, end = os.pipe()
+    os.set_blocking(end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(end, b"x" * 4096)
+    os.set_blocking(end, True)
+    os.dup2(end, 2)
+
+
+def begin_played_step(orders: Sequence[str]) -> None:
+    """The step that a stop plays on: ``played:raise``, ``kill`` or ``hang``, on the last rank."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    say(f"PLAYS {rank}")
+    if rank == size - 1 and "played:raise" in orders:
+        raise RuntimeError("only in the step that is played on")
+    if rank == size - 1 and "played:kill" in orders:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == size - 1 and "played:hang" in orders:
+        threading.Event().wait()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     arguments = parse()
-    inject(os.environ)
+    for each in arguments.inject:
+        name, _, text = each.partition(":")
+        if name in INJECTIONS:
+            INJECTIONS[name](text)
     if arguments.kill_in_snapshot:
         kill_in_snapshot(arguments.kill_in_snapshot, int(os.environ.get("RANK", "0")))
     Trainer(arguments).run()

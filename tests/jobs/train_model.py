@@ -8,20 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import time
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 import mindx_elastic as mx
-from mindx_elastic.guard import saver as saving_module
-from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.terminating_message import ExceptionCheckpoint
 from tests.jobs.kit import say
-from tests.jobs.loop import Pictures, build_network, weights_hash
+from tests.jobs.loop import Pictures, build_network, hold, weights_hash
 
 
 def parse() -> argparse.Namespace:
@@ -47,6 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fail-rank", type=int, default=0)
     parser.add_argument("--kill-at", type=int, default=-1, help="rank 1 kills itself in a callback of this step")
     parser.add_argument("--eval-only", action="store_true", help="no training; OnRequestExit on rank 0")
+    parser.add_argument("--unguarded", action="store_true", help="see `train_without_a_guard`")
     return parser.parse_args()
 
 
@@ -63,17 +61,9 @@ class Drop(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return self.pictures[index][:2]
 
 
-def wait_for_alarm(model: mx.Model, rank: int, step: int) -> None:
-    say(f"HOLD {rank} {step}")
-    end = time.monotonic() + 60
+def guard_of(model: mx.Model) -> mx.Guard:
     guard: Any = model._guard
-    while guard.stopper.phase is StopPhase.TRAINING:
-        if time.monotonic() > end:
-            sys.exit("no alarm came in 60 s")
-        time.sleep(0.005)
-    alarm = guard.stopper.alarm
-    if alarm is not None and alarm.kind not in ("exception", "peer"):  # then the coming boundary is the one to stop at
-        guard.stopper.step_gate.wait_for_limit(60)
+    return guard  # type: ignore[no-any-return]
 
 
 class Watch(mx.Callback):
@@ -100,7 +90,7 @@ class Watch(mx.Callback):
         if self.model.resumed_from_step is not None:
             return
         if step == self.args.hold_at:
-            wait_for_alarm(self.model, self.rank, step)
+            hold(guard_of(self.model), self.rank)
         if step == self.args.kill_at and self.rank == 1:
             say(f"KILL {self.rank} {step}")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -133,8 +123,8 @@ class HoldInEval(mx.Callback):
     def on_eval_step_begin(self, run_context: mx.RunContext) -> None:
         self.batches += 1
         if self.batches == 2:
-            wait_for_alarm(self.watch.model, self.watch.rank, 0)
-            guard: Any = self.watch.model._guard
+            guard = guard_of(self.watch.model)
+            hold(guard, self.watch.rank)
             while self.for_ever:
                 guard.poll()
                 time.sleep(0.005)
@@ -179,8 +169,6 @@ def main() -> None:
     torch.set_num_threads(1)
     args = parse()
     rank = int(os.environ.get("RANK", "0"))
-    if os.environ.get("MODEL_SLOW_PERIODIC"):
-        slow_down_periodic_saves()
     model = build_model(args)
     config = mx.CheckpointConfig(
         save_checkpoint_steps=args.save_steps or 10**6,
@@ -203,26 +191,27 @@ def main() -> None:
         asked = [mx.OnRequestExit(directory=args.directory)] if rank == 0 else []
         say(f"LOSS {rank} {model.eval(loader, asked)['loss']:.6f}")
         return
+    if args.unguarded:
+        return train_without_a_guard(model, loader, rank)
     model.train(args.epochs, loader, callbacks=callbacks)
     say(f"DONE {rank} {weights_hash(model.bare_network)} {model.position.step}")
 
 
-def slow_down_periodic_saves() -> None:
-    """The first periodic save says that it has begun and ends only once an alarm is heard."""
-    write = getattr(saving_module, "write_checkpoint")  # noqa: B009
+class Broken(mx.Callback):
+    """Fails behind the meeting over the ranks' callbacks."""
 
-    def slow(path: Any, state: Any, info: Any, **kwargs: Any) -> Any:
-        from mindx_elastic.guard.active import entered as active_guards
+    def exit_policies(self) -> Sequence[Any]:
+        raise RuntimeError("injected behind the meeting")
 
-        stopper = active_guards[0].stopper
-        if info.kind == "periodic" and stopper.phase is StopPhase.TRAINING:
-            say(f"PERIODIC {info.rank} {info.step}")
-            end = time.monotonic() + 60
-            while stopper.phase is StopPhase.TRAINING and time.monotonic() < end:
-                time.sleep(0.005)
-        return write(path, state, info, **kwargs)
 
-    mock.patch.object(saving_module, "write_checkpoint", slow).start()
+def train_without_a_guard(model: mx.Model, loader: Any, rank: int) -> None:
+    """Rank 1 cannot start the first training. Says ``REFUSED rank class message``, then trains on all ranks."""
+    try:
+        model.train(1, loader, callbacks=[Broken()] if rank == 1 else [], progress=False)
+    except Exception as error:
+        say(f"REFUSED {rank} {model.position.step} {type(error).__name__} {error}")
+    model.train(1, loader, progress=False)
+    say(f"TRAINED {rank} {model.position.step}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A training of several ranks that draws from a generator of its own: ``unmanaged.py DIRECTORY WHO STEPS``.
 
-WHO: ``all`` ranks draw from it, only rank ``1``, or ``none``. ``entry``: rank 1 alone has a parameter in its optimizer
-that no module has.
+WHO: ``all`` ranks draw from it, only rank ``1``, or ``none``.
 Prints ``READY rank pid resumed_from`` and ``DONE rank steps``.
 """
 
@@ -27,10 +26,7 @@ def main() -> None:
     net: nn.Module = nn.Linear(3, 3)
     if dist.is_initialized():
         net = nn.parallel.DistributedDataParallel(net)
-    parameters = list(net.parameters())
-    if who == "entry" and rank == 1:
-        parameters.append(nn.Parameter(torch.zeros(1)))
-    opt = torch.optim.Adam(parameters)
+    opt = torch.optim.Adam(net.parameters())
     rng = np.random.default_rng(rank)
     with Guard(directory=directory, model=net, optimizer=opt) as guard:
         os.write(1, f"READY {rank} {os.getpid()} {guard.resumed_from_step}\n".encode())

@@ -26,7 +26,7 @@ from mindx_elastic.mirror.wire import Endpoint
 from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import flip_bit_in_data, write
 from tests.harness import wait_until
-from tests.jobs.nodes import Every
+from tests.jobs.kit import Every
 from tests.start.finding import find_and_read
 from tests.start.shared_store import on_all_ranks
 

@@ -33,9 +33,7 @@ class Nodes:
         nnodes: str = "",
         host: int | None = None,
         options: Sequence[str] = (),
-        script: str = JOB,
     ):
-        self._script = script
         self.folder, self._stack, self._ranks, self._args, self._options = folder, stack, ranks, args, options
         self._port, self._nnodes = free_port(), nnodes or str(num_nodes)
         if host is None:
@@ -54,7 +52,7 @@ class Nodes:
         options += ["--log-dir", str(own / "logs"), *self._options]
         env = {"MINDX_ARENA_DIR": str(own / "shm")}
         args = (self.folder / "job", *self._args)
-        job = start_agent(self._script, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run")
+        job = start_agent(JOB, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run")
         self.jobs.append(self._stack.enter_context(job))
         return self.jobs[-1]
 
@@ -85,15 +83,6 @@ class Nodes:
         for match in self.found(r"SEEN (\d+ [\d,]+) (\d+) (\d+)"):
             assert steps.setdefault((match[2], match[3]), match[1]) == match[1], "a step that is done again"
         return hashes, steps
-
-    def processes(self) -> dict[int, list[int]]:
-        """The processes of each rank, in the order in which they came."""
-        found: dict[int, list[int]] = {}
-        for match in self.found(r"READY (\d+) (\d+)"):
-            pids = found.setdefault(int(match[1]), [])
-            if int(match[2]) not in pids:
-                pids.append(int(match[2]))
-        return found
 
     def report(self) -> str:
         return "\n\n".join(f"=== node {number} ===\n{job.report()}" for number, job in enumerate(self.jobs))

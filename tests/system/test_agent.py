@@ -15,6 +15,7 @@ import pytest
 from tests.harness import JOBS, Job, children, events, free_port, start_agent, start_job, wait_until
 
 pytestmark = pytest.mark.slow
+drill = pytest.mark.drill
 
 PLAIN = "agent_plain.py"
 
@@ -45,8 +46,11 @@ def nothing_left() -> bool:
 
 
 def test_a_script_sees_what_it_sees_under_torchrun() -> None:
-    with agent("show", "--flag", "x y", ranks=2) as job:
+    Path("temporary").mkdir()
+    fresh = {"TMPDIR": str(Path("temporary").absolute())}
+    with agent("show", "--flag", "x y", ranks=2, under=["env"], env=fresh) as job:  # a fork would have imported more
         job.expect(0)
+    assert not list(Path("temporary").iterdir()), "nothing is left in the folder for temporary files"
     ours = environments(job)
     assert sorted(ours) == [0, 1]
     env = ours[1]["env"]
@@ -80,14 +84,7 @@ def test_a_script_sees_what_it_sees_under_torchrun() -> None:
     assert events(Path("mindx-run"), "agent_end")[0]["exit_code"] == 0
 
 
-def test_a_run_leaves_nothing_in_the_folder_for_temporary_files() -> None:
-    Path("temporary").mkdir()
-    fresh, env = ["env"], {"TMPDIR": str(Path("temporary").absolute())}  # a fork would have imported more by then
-    with agent("leave", "0", ranks=2, under=fresh, env=env) as job:
-        job.expect(0)
-    assert not list(Path("temporary").iterdir())
-
-
+@drill
 def test_redirects_and_tee_write_logs_per_rank() -> None:
     with agent("show", ranks=2, options=["--log-dir", "logs", "--redirects", "3", "--tee", "0:1"]) as job:
         job.expect(0)
@@ -110,73 +107,46 @@ def test_a_module_and_a_program_that_is_no_python() -> None:
     assert job.matches("^SHELL 0 word")
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.py"], "missing.py: no such file"),
-        (["--nnodes", "0", str(JOBS / PLAIN)], "min_nodes"),
-        (["--grace", "never", str(JOBS / PLAIN)], "--grace"),
-        (["--no-such-option", str(JOBS / PLAIN)], "no-such-option"),
-        (["--snapshot-every", "-1", str(JOBS / PLAIN)], "--snapshot-every"),
-    ],
-)
-def test_wrong_usage_is_exit_code_2_and_starts_nothing(arguments: Sequence[str], message: str) -> None:
-    with start_agent(None, options=arguments) as job:
-        job.expect(2)
-    assert any(message in line for line in job.lines)
-    assert not job.matches("READY")
-
-
 # --- exit codes ---
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("code", [0, 1, 3, 75, 143])
-def test_the_script_s_exit_code_is_the_agent_s(code: int) -> None:
-    with agent("leave", str(code), ranks=2, options=["--max-restarts", "0"]) as job:
+@pytest.mark.parametrize(
+    ("action", "code"),
+    [
+        (("die", int(signal.SIGKILL), 1), 137),
+        *(pytest.param(("leave", code), code, marks=drill) for code in (0, 1, 75, 143)),
+        pytest.param(("leave", 3, 1), 3, marks=drill),  # rank 1 alone: the first failure counts, not those that follow
+    ],
+)
+def test_the_script_s_exit_code_is_the_agent_s(action: Sequence[object], code: int) -> None:
+    """A death by a signal is 128 and its number."""
+    with agent(*action, ranks=2, options=["--max-restarts", "0"]) as job:
         job.expect(code)
-    assert nothing_left()
-
-
-def test_killed_by_a_signal_is_128_and_its_number() -> None:
-    with agent("die", str(int(signal.SIGKILL)), "1", ranks=2, options=["--max-restarts", "0"]) as job:
-        job.expect(137)
-    assert job.matches(r"rank 1 .*killed by SIGKILL")
-
-
-def test_the_first_failure_counts_not_those_that_follow() -> None:
-    with agent("leave", "3", "1", ranks=2, options=["--max-restarts", "0"]) as job:
-        job.expect(3)
+    assert nothing_left() and bool(job.matches(r"rank 1 .*killed by SIGKILL")) == (code == 137)
 
 
 # --- restarts ---
 
 
-@pytest.mark.drill
-def test_workers_meet_again_after_one_was_killed() -> None:
-    with agent("gloo", "2", ranks=2, options=["--standalone"]) as job:
+@drill
+@pytest.mark.parametrize("where", ["--standalone", "--master-port"])
+def test_workers_meet_again_after_one_was_killed(where: str) -> None:
+    """A fixed port is kept over restarts."""
+    port = str(free_port())
+    with agent("gloo", "2", ranks=2, options=[where, *([port] if where == "--master-port" else [])]) as job:
         job.expect(0)
     sums = job.matches(r"^SUM (\d) (\d) 3 (\d+)")
     assert sorted((int(m[1]), int(m[2])) for m in sums) == [(r, a) for r in range(2) for a in range(3)]
+    assert where == "--standalone" or {m[3] for m in sums} == {port}
     assert job.matches("restart 2 of 3")
-    attempts = events(Path("mindx-run"), "attempt_start")
-    assert [event["attempt"] for event in attempts] == [0, 1, 2]
+    assert [event["attempt"] for event in events(Path("mindx-run"), "attempt_start")] == [0, 1, 2]
     assert events(Path("mindx-run"), "summary")[0]["failures"] == 2
-
-
-@pytest.mark.drill
-def test_a_fixed_master_port_is_kept_over_restarts() -> None:
-    port = free_port()
-    with agent("gloo", "1", ranks=2, options=["--master-port", str(port)]) as job:
-        job.expect(0)
-    assert {match[3] for match in job.matches(r"^SUM (\d) (\d) 3 (\d+)")} == {str(port)}
 
 
 # --- stops ---
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.drill)])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=drill)])
 def test_a_signal_to_the_agent_reaches_the_workers(signum: signal.Signals) -> None:
     with agent("wait", ranks=2) as job:
         job.wait_for("WAITING", 2)
@@ -186,7 +156,7 @@ def test_a_signal_to_the_agent_reaches_the_workers(signum: signal.Signals) -> No
     assert nothing_left()
 
 
-@pytest.mark.drill
+@drill
 @pytest.mark.parametrize(
     ("under", "signals"),
     [
@@ -219,6 +189,7 @@ def test_a_job_that_is_started_with_ignored_signals_outlives_them(
     assert job.matches(rf"{' and '.join(number.name for number in signals)} .*ignored")
 
 
+@drill
 def test_loader_workers_do_not_get_the_signal() -> None:
     with agent("nest") as job:
         job.wait_for("CHILD-READY")
@@ -229,7 +200,7 @@ def test_loader_workers_do_not_get_the_signal() -> None:
     assert not job.matches("CHILD-SIGTERM")
 
 
-@pytest.mark.drill
+@drill
 def test_what_a_killed_trainer_leaves_is_ended_too() -> None:
     with agent("nest", options=["--max-restarts", "0"]) as job:
         pid = int(job.wait_for(r"CHILD-READY (\d+)")[0][1])
@@ -239,6 +210,7 @@ def test_what_a_killed_trainer_leaves_is_ended_too() -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or is_zombie(pid), "end of the orphan")
 
 
+@drill
 def test_who_does_not_stop_is_killed_at_the_end_of_the_grace_period() -> None:
     with agent("ignore", options=["--grace", "0.5"]) as job:
         job.wait_for("WAITING")
@@ -263,7 +235,7 @@ def test_workers_do_not_outlive_a_killed_agent() -> None:
 # --- an agent that breaks ---
 
 
-@pytest.mark.drill
+@drill
 @pytest.mark.parametrize("where", ["before", "starting", "run"])
 def test_an_agent_that_fails_leaves_nothing(where: str) -> None:
     options = ["--nproc-per-node", "2", "--event-log-handler", "console", "--run-dir", "mindx-run", "--grace", "3"]
@@ -285,7 +257,7 @@ def test_an_agent_that_fails_leaves_nothing(where: str) -> None:
 # --- two nodes ---
 
 
-@pytest.mark.drill
+@drill
 def test_a_new_node_is_let_in() -> None:
     options = ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1", "--rdzv-backend", "c10d", "--rdzv-id", "grow"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "0"]
@@ -298,6 +270,7 @@ def test_a_new_node_is_let_in() -> None:
     assert [event["outcome"] for event in events(Path("a"), "attempt")] == ["restarted for a new node", "finished"]
 
 
+@drill
 def test_a_signal_ends_an_agent_that_waits_for_other_nodes() -> None:
     options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
     with agent("wait", options=options) as job:
@@ -311,6 +284,7 @@ def test_a_signal_ends_an_agent_that_waits_for_other_nodes() -> None:
 # --- the platform ---
 
 
+@drill
 def test_fault_flushing_holds_the_start_back(tmp_path: Path) -> None:
     state = tmp_path / "reset" / "reset.json"
     state.parent.mkdir()

@@ -17,13 +17,14 @@ import pytest
 from typer.testing import CliRunner
 
 from mindx_elastic.cli.main import app
-from tests.harness import Job, events, start_agent
+from tests.harness import events, start_agent
 from tests.system.test_agent import nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
 SMALL, LOOP = "agent_guarded.py", "loop.py"
 RUN = Path("mindx-run")
+drill = pytest.mark.drill
 
 
 def agent(script: str, *args: object, **more: Any) -> Any:
@@ -36,11 +37,7 @@ def attempts(run_dir: Path = RUN) -> list[tuple[str, int | None]]:
     return [(event["outcome"], event["steps_lost"]) for event in events(run_dir, "attempt")]
 
 
-def resumed(job: Job) -> list[str]:
-    return [match[1] for match in job.matches(r"^READY \d+ \d+ (\w+)")]
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.drill)])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=drill)])
 def test_a_stop_of_the_agent_is_a_graceful_stop(signum: signal.Signals) -> None:
     """The guard does not listen to SIGHUP; it gets a SIGTERM instead of dying of it."""
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
@@ -58,7 +55,7 @@ def test_a_killed_worker_costs_nothing() -> None:
         job.wait_for("HOLD", 2)
         job.signal_rank(0, signal.SIGKILL)
         job.expect(0)
-    assert resumed(job) == ["None", "None", "7", "7"]
+    assert job.resumed() == ["None", "None", "7", "7"]
     assert attempts() == [("failed", 0), ("finished", None)]
     first = events(RUN, "attempt")[0]
     assert (first["reason"], first["cause_rank"], first["step"], first["saved_step"]) == ("killed by SIGKILL", 0, 7, 7)
@@ -66,7 +63,8 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
 
 
-@pytest.mark.parametrize("squatted", [False, pytest.param(True, marks=pytest.mark.drill)])
+@drill
+@pytest.mark.parametrize("squatted", [False, True])
 def test_shared_memory_that_was_emptied_under_the_agent_costs_no_restart(squatted: bool) -> None:
     """As systemd does it at a user's log-out (RemoveIPC). Where another one has the agent's folder, that is named."""
     base = Path("shm").absolute() / f"mindx-elastic-{os.geteuid()}"
@@ -81,12 +79,13 @@ def test_shared_memory_that_was_emptied_under_the_agent_costs_no_restart(squatte
         assert job.matches(rf"the job has failed: .*{re.escape(str(base))}"), job.report()
         assert not job.matches("Traceback"), job.report()
         return
-    assert resumed(job)[2:] == ["7", "7"], job.report()
+    assert job.resumed()[2:] == ["7", "7"], job.report()
     assert len(job.matches(r"agent-\d+-\w+ was emptied while the job ran")) == 1, job.report()
     assert attempts() == [("failed", 0), ("finished", None)]
     assert nothing_left()
 
 
+@drill
 def test_a_restart_in_another_directory_is_told_with_both_names() -> None:
     """As with a name that has the time of the start. Where the name is the same, nothing is said."""
     with agent(SMALL, "ckpt", "--own-name", "--steps", 20, "--step-s", 0.2, options=["--snapshot-every", "0"]) as job:
@@ -114,7 +113,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-@pytest.mark.drill
+@drill
 def test_a_stop_on_a_full_disk_says_that_its_step_is_in_memory_and_why(small_disk: Path) -> None:
     with agent(SMALL, small_disk / "ckpt", "--steps", 1000, "--step-s", 0.2) as job:
         job.wait_for("READY")
@@ -133,10 +132,11 @@ def test_a_stop_on_a_full_disk_says_that_its_step_is_in_memory_and_why(small_dis
     (small_disk / "fill").unlink()
     with agent(SMALL, small_disk / "ckpt", "--steps", result["saved_step"] + 1) as job:
         job.expect(0)
-    assert resumed(job) == [str(result["saved_step"])], job.report()
+    assert job.resumed() == [str(result["saved_step"])], job.report()
 
 
-@pytest.mark.parametrize("what", ["no process group", pytest.param("unsafe directory", marks=pytest.mark.drill)])
+@drill
+@pytest.mark.parametrize("what", ["no process group", "unsafe directory"])
 def test_an_error_that_no_restart_can_mend_is_told_and_not_restarted(what: str) -> None:
     ranks = 2 if what == "no process group" else 1
     words = {2: "UsageError: WORLD_SIZE=2 but", 1: "UnsafeDirectoryError: .*ckpt"}[ranks]
@@ -154,7 +154,7 @@ def test_an_error_that_no_restart_can_mend_is_told_and_not_restarted(what: str) 
     assert len(attempts()) == 1
 
 
-@pytest.mark.drill
+@drill
 def test_a_killed_agent_and_a_new_one() -> None:
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
         job.wait_for("HOLD", 2)
@@ -163,11 +163,11 @@ def test_a_killed_agent_and_a_new_one() -> None:
         job.wait()
     with agent(LOOP, "ckpt", ranks=2) as job:
         job.expect(0)
-    assert set(resumed(job)) & {"7", "8"}, "the step of the stop"
+    assert set(job.resumed()) & {"7", "8"}, "the step of the stop"
     assert nothing_left()
 
 
-@pytest.mark.drill
+@drill
 def test_a_stopped_rank_is_found_and_replaced() -> None:
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=["--hang-timeout", "2"]) as job:
         job.wait_for("HOLD", 2)
@@ -183,7 +183,7 @@ def test_a_stopped_rank_is_found_and_replaced() -> None:
     assert first["detect_s"] > 2 and first["cause_rank"] == 1
 
 
-@pytest.mark.drill
+@drill
 def test_the_same_failure_again_and_again_stops_the_job() -> None:
     with agent(SMALL, "ckpt", "--fail-at", 5, options=["--max-restarts", "10"]) as job:
         job.expect(1)
@@ -194,17 +194,17 @@ def test_the_same_failure_again_and_again_stops_the_job() -> None:
     assert events(RUN, "crash_loop")[0]["outcome"] == "stop"
 
 
-@pytest.mark.drill
+@drill
 def test_a_checkpoint_that_kills_its_resumes_stops_the_job_and_an_older_one_can_be_taken() -> None:
     arguments = ["--save-at", 2, 4, "--kill-at", 5, "--poison", 4]
     with agent(SMALL, "ckpt", *arguments, options=["--max-restarts", "10", "--snapshot-every", "0"]) as job:
         job.wait()
-    assert resumed(job) == ["None", "4", "4", "4"]
+    assert job.resumed() == ["None", "4", "4", "4"]
     assert job.matches("move all files of step 4 out of the directory")
     Path("ckpt/small-1_4.safetensors").unlink()
     with agent(SMALL, "ckpt", *arguments) as job:
         job.expect(0)
-    assert resumed(job) == ["2"]
+    assert job.resumed() == ["2"]
 
 
 def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
 # --- after the training ---
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("what", ["stop", pytest.param("spin", marks=pytest.mark.drill)])
+@drill
+@pytest.mark.parametrize("what", ["stop", "spin"])
 def test_a_rank_that_does_not_end_after_the_training_is_ended(what: str) -> None:
     """The other one waits for it in a barrier and fails: the job has finished all the same, and nothing is redone."""
     with agent(LOOP, "ckpt", "--after", f"{what}:1", ranks=2, options=["--exit-timeout", "1"]) as job:

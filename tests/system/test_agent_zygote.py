@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -13,11 +12,12 @@ import pytest
 
 from tests.harness import Job, children, start_agent, wait_until
 from tests.system.test_agent import nothing_left
-from tests.system.test_agent_guarded import attempts, resumed
+from tests.system.test_agent_guarded import attempts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
 LOOP = "loop.py"
+drill = pytest.mark.drill
 
 
 def agent(*args: object, env: dict[str, str] | None = None, **more: Any) -> Any:
@@ -55,67 +55,42 @@ def forked(job: Job) -> int:
     return len(job.matches(r"process \d+ is forked from the zygote"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        pytest.param(["--redirects", "3", "--log-dir", "logs"], marks=pytest.mark.drill),
-        pytest.param(["--tee", "3"], marks=pytest.mark.drill),
-    ],
-)
-def test_restarted_workers_are_forked(options: list[str]) -> None:
+def written(word: str, attempt: int = 0) -> list[str]:
+    """The lines of all workers' logs that begin with a word."""
+    logs = sorted(Path("logs").glob(f"*/attempt_{attempt}/*/stdout.log"))
+    return [line for log in logs for line in log.read_text().splitlines() if line.startswith(word)]
+
+
+@pytest.mark.parametrize("options", [[], pytest.param(["--tee", "3"], marks=drill)])
+def test_restarted_workers_are_forked_and_look_as_ever(options: list[str]) -> None:
     unbuffered = {"PYTHONUNBUFFERED": "1"}  # else the agent keeps for a while what its workers print
     with agent("ckpt", "--hold-at", 7, ranks=2, options=options, env=unbuffered, under=["env"]) as job:
-        redirected = "--redirects" in options
-        if redirected:
-            wait_until(lambda: said("HOLD") == 2, "both ranks at their step")
-            pid = int(re.findall(r"READY \d+ (\d+)", read("stdout"))[0])
-            zygote = wait_for_zygote(job)
-            os.kill(pid, signal.SIGKILL)
-        else:
-            job.wait_for("HOLD", 2)
-            zygote = wait_for_zygote(job)
-            job.signal_rank(0, signal.SIGKILL)
+        job.wait_for("HOLD", 2)
+        fresh = set(job.pids().values())
+        zygote = wait_for_zygote(job)
+        job.signal_rank(0, signal.SIGKILL)
+        job.wait_for("READY", 4)
+        assert set(job.pids().values()) <= set(children(job.process.pid)) - fresh
         job.expect(0)
-    assert forked(job) == 2
-    assert attempts() == [("failed", 0), ("finished", None)]
-    if redirected:
-        assert said("READY", attempt=1) == 2 and not resumed(job)
-    else:
-        prefix = r"^\[default[01]\]:" if options else "^"
-        assert [match[1] for match in job.matches(prefix + r"READY \d+ \d+ (\w+)")][2:] == ["7", "7"]
+    assert forked(job) == 2 and attempts() == [("failed", 0), ("finished", None)]
+    assert job.resumed()[2:] == ["7", "7"] and len(job.matches(r"^\[default[01]\]:READY")) == 4 * bool(options)
     assert nothing_left() and not Path(f"/proc/{zygote}").exists()
 
 
-def read(name: str, attempt: int = 0) -> str:
-    return "".join(path.read_text() for path in sorted(Path("logs").glob(f"*/attempt_{attempt}/*/{name}.log")))
-
-
-def said(word: str, attempt: int = 0) -> int:
-    return read("stdout", attempt).count(word)
-
-
-@pytest.mark.drill
-def test_a_forked_worker_dies_and_is_replaced_and_looks_as_ever() -> None:
-    with agent("ckpt", "--hold-at", 7, ranks=2) as job:
-        job.wait_for("HOLD", 2)
-        fresh = {pid: command_line(pid) for pid in job.pids().values()}
+@drill
+def test_the_output_of_forked_workers_is_redirected_too() -> None:
+    with agent("ckpt", "--hold-at", 7, ranks=2, options=["--redirects", "3", "--log-dir", "logs"]) as job:
+        wait_until(lambda: len(written("HOLD")) == 2, "both ranks at their step")
         wait_for_zygote(job)
-        job.signal_rank(0, signal.SIGKILL)
-        job.wait_for("READY", 4)
-        pids = job.pids()
-        assert set(pids.values()) <= set(children(job.process.pid)) and not set(pids.values()) & set(fresh)
+        os.kill(int(written("READY")[0].split()[2]), signal.SIGKILL)
         job.expect(0)
-    assert forked(job) == 2
+    assert forked(job) == 2 and attempts() == [("failed", 0), ("finished", None)]
+    assert [line.split()[3] for line in written("READY", attempt=1)] == ["7", "7"] and not job.resumed()
 
 
-@pytest.mark.drill
+@drill
 @pytest.mark.parametrize(
-    ("options", "env"),
-    [
-        (["--recover", "in-place"], {}),
-        pytest.param(["--max-restarts", "0"], {"MINDX_ZYGOTE": "first"}, marks=pytest.mark.drill),
-    ],
+    ("options", "env"), [(["--recover", "in-place"], {}), (["--max-restarts", "0"], {"MINDX_ZYGOTE": "first"})]
 )
 def test_the_first_workers_are_forked_in_place_and_where_that_is_asked_for(
     options: list[str], env: dict[str, str]
@@ -125,7 +100,7 @@ def test_the_first_workers_are_forked_in_place_and_where_that_is_asked_for(
     assert forked(job) == 2 and attempts() == [("finished", None)]
 
 
-@pytest.mark.drill
+@drill
 def test_a_killed_zygote_is_replaced() -> None:
     with agent("ckpt", "--hold-at", 7, ranks=2) as job:
         job.wait_for("HOLD", 2)
@@ -138,7 +113,7 @@ def test_a_killed_zygote_is_replaced() -> None:
     assert attempts() == [("failed", 0), ("finished", None)]
 
 
-@pytest.mark.drill
+@drill
 def test_a_killed_agent_takes_forked_workers_and_zygote_with_it() -> None:
     with agent("ckpt", "--hold-after", 5, ranks=2) as job:
         job.wait_for("HOLD", 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,8 +17,14 @@ from tests.harness import Job, run_job, start_job
 from tests.system.conftest import Reference, Uninterrupted
 
 pytestmark = pytest.mark.slow
+drill = pytest.mark.drill
 STAGES = ("wiped", "reserved", "copying", "copied", "headed", "committed", "sealed")
 LONG = ("--epochs", 8, "--say-passed")
+
+
+def drilled(*values: object) -> Any:
+    """A case for `make drill`: one of its kind is enough each time."""
+    return pytest.param(*values, marks=drill)
 
 
 class Place:
@@ -55,10 +62,6 @@ def passed(job: Job) -> dict[int, int]:
     return {int(m[1]): int(m[2]) for m in job.matches(r"PASSED (\d+) (\d+)")}
 
 
-def resumed_from(job: Job) -> set[str]:
-    return {m[1] for m in job.matches(r"READY \d+ \d+ (\w+)")}
-
-
 def kill_all(job: Job) -> None:
     """At one instant: nobody can do anything for the others."""
     pids = job.pids().values()
@@ -68,50 +71,45 @@ def kill_all(job: Job) -> None:
                 os.kill(pid, number)
 
 
+def assert_goes_on(resumed: Job, killed: Job, whole: Job, step: int) -> None:
+    """At a step that is at least this one, and to the same end."""
+    report = f"{killed.report()}\n{resumed.report()}"
+    (found,) = set(resumed.resumed())
+    assert found.isdecimal() and int(found) >= step, report
+    assert resumed.hashes() == whole.hashes(), report
+
+
 # --- replicas: the survivors hold the weights, the boundary log holds what was the killed rank's own ---
 
 
-def drilled(*values: object) -> Any:
-    """A case for `make drill`: one of its kind is enough each time."""
-    return pytest.param(*values, marks=pytest.mark.drill)
-
-
-@pytest.mark.drill
+@drill
 @pytest.mark.parametrize(
-    ("ranks", "victim"), [drilled(2, 0), drilled(2, 1), drilled(3, 0), (3, 1), drilled(4, 0), drilled(4, 2)]
+    ("where", "ranks", "victim"),
+    [
+        *(("forward", *case) for case in ((2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 2))),
+        *(("update", *case) for case in ((2, 0), (3, 2))),
+        ("boundary", 2, 1),
+    ],
 )
-def test_a_killed_rank_costs_no_step_and_no_bit(place: Place, reference: Reference, ranks: int, victim: int) -> None:
-    with place.start("--kill", f"forward:8:{victim}", "--say-passed", ranks=ranks) as job:
-        job.expect(1)
-    assert len(job.matches("KILLED in forward 8")) == 1
-    seen = passed(job)
-    assert seen.pop(victim) == 7 and set(seen.values()) <= {6, 7}, job.report()  # one that stops at 7 prints it no more
-    assert {path.parent.name for path in place.files()} == {f"rank_{r}" for r in range(ranks) if r != victim}
-    resumed = place.run(ranks=ranks)
-    assert resumed_from(resumed) == {"7"}, resumed.report()
-    assert resumed.matches(f"rank {victim} has no file of step 7.* from memory"), resumed.report()
-    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize(
-    ("where", "ranks", "victim"), [("update", 2, 0), drilled("update", 3, 2), drilled("boundary", 2, 1)]
-)
-def test_a_rank_killed_where_the_others_can_end_the_step(
+def test_a_killed_rank_costs_no_step_and_no_bit(
     place: Place, reference: Reference, where: str, ranks: int, victim: int
 ) -> None:
-    """They save this boundary or the one before; the killed rank's own state of it is known or foreseen."""
+    """In the update and behind the boundary the others can end the step: they save this boundary or the one before, and
+    the killed rank's own state of it is known or foreseen."""
     with place.start("--kill", f"{where}:8:{victim}", ranks=ranks) as job:
         job.expect(1)
     assert len(job.matches(f"KILLED in {where} 8")) == 1
+    assert {path.parent.name for path in place.files()} == {f"rank_{r}" for r in range(ranks) if r != victim}
     resumed = place.run(ranks=ranks)
-    steps = resumed_from(resumed)
-    assert len(steps) == 1 and steps <= ({"8"} if where == "boundary" else {"7", "8"}), resumed.report()
+    (step,) = set(resumed.resumed())
+    assert step in {"forward": ("7",), "update": ("7", "8"), "boundary": ("8",)}[where], resumed.report()
+    assert where != "forward" or resumed.matches(f"rank {victim} has no file of step 7.* from memory")
     assert not resumed.matches("random numbers start over"), resumed.report()
     assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
 
 
-@pytest.mark.parametrize("victim", [drilled(0), drilled(2)])
+@drill
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_at_any_moment(place: Place, reference: Reference, victim: int) -> None:
     with place.start(*LONG, ranks=3) as job:
         job.wait_for(f"PASSED {victim} 11")
@@ -119,15 +117,13 @@ def test_a_rank_killed_at_any_moment(place: Place, reference: Reference, victim:
         job.expect(1)
     assert job.matches(r"exitcode\s*: -9|Signal 9"), job.report()
     resumed = place.run(*LONG, ranks=3)
-    (step,) = resumed_from(resumed)
-    assert step.isdecimal() and int(step) >= min(passed(job).values()), f"{job.report()}\n{resumed.report()}"
-    assert resumed.hashes() == reference(3, *LONG).hashes(), f"{job.report()}\n{resumed.report()}"
+    assert_goes_on(resumed, job, reference(3, *LONG), min(passed(job).values()))
 
 
 # --- everybody at once: only shared memory is left ---
 
 
-@pytest.mark.drill
+@drill
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_all_killed_with_a_snapshot_of_every_step(place: Place, reference: Reference, ranks: int) -> None:
     with place.start(*LONG, ranks=ranks, every=1) as job:
@@ -136,10 +132,8 @@ def test_all_killed_with_a_snapshot_of_every_step(place: Place, reference: Refer
         job.expect(1 if ranks > 1 else -signal.SIGKILL)
     assert place.files() == []
     resumed = place.run(*LONG, ranks=ranks, every=1)
-    (step,) = resumed_from(resumed)
-    assert step.isdecimal() and int(step) >= min(passed(job).values()), f"{job.report()}\n{resumed.report()}"
     assert len(resumed.matches("INFO resumed from .*/shm/.*/slot_.*because of snapshot")) == 1, resumed.report()
-    assert resumed.hashes() == reference(ranks, *LONG).hashes(), f"{job.report()}\n{resumed.report()}"
+    assert_goes_on(resumed, job, reference(ranks, *LONG), min(passed(job).values()))
 
 
 @pytest.mark.parametrize("ranks", [1, drilled(2)])
@@ -151,14 +145,13 @@ def test_save_every_keeps_steps_on_disk_for_a_plain_program(place: Place, refere
         job.expect(1 if ranks > 1 else -signal.SIGKILL)
     assert 1 <= len(place.files()) <= 6 * ranks, place.files()
     resumed = place.run(*LONG, "--save-every", 4, ranks=ranks)
-    (step,) = resumed_from(resumed)
-    assert step.isdecimal() and int(step) >= 12 and int(step) % 4 == 0, f"{job.report()}\n{resumed.report()}"
-    assert resumed.hashes() == reference(ranks, *LONG).hashes(), f"{job.report()}\n{resumed.report()}"
+    assert_goes_on(resumed, job, reference(ranks, *LONG), 12)
+    assert all(int(step) % 4 == 0 for step in resumed.resumed()), resumed.report()
     assert not job.matches("nothing is saved between the stops"), job.report()
     assert len(resumed.matches("resumed from .*because of periodic")) == 1, resumed.report()
 
 
-@pytest.mark.drill
+@drill
 def test_real_shared_memory(tmp_path: Path, reference: Reference) -> None:
     """All killed, with a snapshot of every step; the one test that uses /dev/shm, with the defaults but for the
     interval."""
@@ -177,13 +170,12 @@ def test_real_shared_memory(tmp_path: Path, reference: Reference) -> None:
         assert path.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in job_arenas.rglob("*") if path.is_file()} == {0o600}
     resumed = run_job("loop.py", tmp_path, *LONG, ranks=2, env=env)
-    (step,) = resumed_from(resumed)
-    assert step.isdecimal() and int(step) >= min(passed(job).values()), f"{job.report()}\n{resumed.report()}"
     assert len(resumed.matches("INFO resumed from .*/slot_.*because of snapshot")) == 1, resumed.report()
-    assert resumed.hashes() == reference(2, *LONG).hashes(), resumed.report()
+    assert_goes_on(resumed, job, reference(2, *LONG), min(passed(job).values()))
     assert not job_arenas.exists()
 
 
+@drill
 def test_a_directory_that_was_emptied_begins_anew(place: Place, reference: Reference) -> None:
     with place.start("--kill", "boundary:5:0", every=1) as job:
         job.expect(-signal.SIGKILL)
@@ -191,14 +183,14 @@ def test_a_directory_that_was_emptied_begins_anew(place: Place, reference: Refer
     for path in place.directory.iterdir():
         path.unlink()
     fresh = place.run(every=1)
-    assert resumed_from(fresh) == {"None"}
+    assert set(fresh.resumed()) == {"None"}
     assert fresh.hashes() == reference(1).hashes()
 
 
 # --- killed in the middle of a copy ---
 
 
-@pytest.mark.parametrize("stage", [s if s in ("copying", "committed") else drilled(s) for s in STAGES])
+@pytest.mark.parametrize("stage", [s if s == "copying" else drilled(s) for s in STAGES])
 def test_killed_in_the_middle_of_a_copy(place: Place, reference: Reference, stage: str) -> None:
     """The fourth snapshot, of step 8: a record that was not written yet means that the other slot is used."""
     with place.start("--kill-in-snapshot", f"{stage}:4", every=2) as job:
@@ -206,12 +198,13 @@ def test_killed_in_the_middle_of_a_copy(place: Place, reference: Reference, stag
     assert len(job.matches(f"KILLED in {stage}")) == 1
     resumed = place.run(every=2)
     is_kept = stage in ("committed", "sealed")
-    assert resumed_from(resumed) == {"8" if is_kept else "6"}, resumed.report()
+    assert set(resumed.resumed()) == {"8" if is_kept else "6"}, resumed.report()
     assert len(resumed.matches("verified: steps 7 to 8, done again")) == (not is_kept), resumed.report()
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
-@pytest.mark.parametrize("stage", [drilled("wiped"), drilled("copying"), drilled("headed")])
+@drill
+@pytest.mark.parametrize("stage", ["wiped", "copying", "headed"])
 def test_killed_again_in_the_first_copy_after_the_resume(place: Place, reference: Reference, stage: str) -> None:
     """What the job goes on from is the last to be overwritten."""
     for count in (4, 1, 1):
@@ -219,15 +212,15 @@ def test_killed_again_in_the_first_copy_after_the_resume(place: Place, reference
             job.expect(-signal.SIGKILL)
         assert len(job.matches(f"KILLED in {stage}")) == 1
     resumed = place.run(every=2)
-    assert resumed_from(resumed) == {"6"}, resumed.report()
+    assert set(resumed.resumed()) == {"6"}, resumed.report()
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
 # --- sharded state: nobody else has it ---
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("every", [1, drilled(2)])
+@drill
+@pytest.mark.parametrize("every", [1, 2])
 def test_all_ranks_of_a_sharded_job_killed(place: Place, uninterrupted: Uninterrupted, every: int) -> None:
     with place.start("--steps", 40, script="fsdp.py", ranks=4, every=every) as job:
         job.wait_for(r"PASSED \d 9", count=4)
@@ -235,16 +228,12 @@ def test_all_ranks_of_a_sharded_job_killed(place: Place, uninterrupted: Uninterr
         job.expect(1)
     assert place.files() == []
     resumed = place.run("--steps", 40, script="fsdp.py", ranks=4, every=every)
-    (step,) = resumed_from(resumed)
-    lost = min(passed(job).values()) - int(step)
-    assert lost <= every - 1 + (every > 1), f"{lost} steps lost\n{job.report()}\n{resumed.report()}"
-    assert resumed.hashes() == uninterrupted("fsdp.py", 4, "--steps", 40).hashes(), (
-        f"{job.report()}\n{resumed.report()}"
-    )
+    lost = every - 1 + (every > 1)
+    assert_goes_on(resumed, job, uninterrupted("fsdp.py", 4, "--steps", 40), min(passed(job).values()) - lost)
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("stage", [drilled("wiped"), "copying", drilled("committed")])
+@drill
+@pytest.mark.parametrize("stage", ["wiped", "copying", "committed"])
 def test_one_rank_of_a_sharded_job_killed_in_its_copies(place: Place, uninterrupted: Uninterrupted, stage: str) -> None:
     """Twice: the slot that the job goes on from must not be overwritten first on a rank that has a newer one too."""
     args = ("--steps", 12)
@@ -253,6 +242,54 @@ def test_one_rank_of_a_sharded_job_killed_in_its_copies(place: Place, uninterrup
             job.expect(1)
         assert len(job.matches(f"KILLED in {stage}")) == 1, job.report()
     resumed = place.run(*args, script="fsdp.py", ranks=2, every=1)
-    (step,) = resumed_from(resumed)
-    assert step.isdecimal() and int(step) >= 5, resumed.report()
-    assert resumed.hashes() == uninterrupted("fsdp.py", 2, *args).hashes(), resumed.report()
+    assert_goes_on(resumed, job, uninterrupted("fsdp.py", 2, *args), 5)
+
+
+# --- sharded state, cut off in its very first save: nothing was ever whole ---
+
+POWER_CUT = {"MINDX_ARENA_DIR": "none"}
+STEPS = ("--steps", 8)
+
+
+def stop_at_4(directory: Path, *args: object) -> Job:
+    with start_job("fsdp.py", directory, *STEPS, "--hold-at", 3, *args, ranks=2, env=POWER_CUT) as job:
+        job.wait_for("HOLD", count=2)
+        job.signal_rank(0)
+        return job.expect(1)
+
+
+def saved(directory: Path) -> list[str]:
+    return sorted(path.parent.name for path in directory.rglob("*.safetensors"))
+
+
+@drill
+def test_cut_off_in_the_very_first_save_the_job_begins_anew(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
+    for number in range(2):  # the second time with the first one's files beside it
+        job = stop_at_4(tmp_path, "--kill-in-save", "written:1")
+        assert job.matches("KILLED in written"), job.report()
+        assert set(job.resumed()) == {"None"}, job.report()
+        assert len(job.matches("the job starts over: it was cut off in its very first save")) == number, job.report()
+        assert set(saved(tmp_path)) == {"rank_0"}
+    again = run_job("fsdp.py", tmp_path, *STEPS, ranks=2, env=POWER_CUT)
+    (line,) = again.matches(r"WARNING the job starts over: (.*)")
+    assert "step 4 is not used" in line[1] and "rank 1" in line[1], again.report()
+    assert again.hashes() == uninterrupted("fsdp.py", 2, *STEPS).hashes(), again.report()
+
+
+@drill
+@pytest.mark.parametrize("lost", ["file", "folder", "events", "named"])
+def test_a_lost_file_of_a_whole_step_is_refused(tmp_path: Path, lost: str) -> None:
+    """Also where rank 1 died right after the rename, since the step was whole then."""
+    job = stop_at_4(tmp_path, *(("--kill-in-save", "named:1") if lost == "named" else ()))
+    assert saved(tmp_path) == ["rank_0", "rank_1"], job.report()
+    assert bool(job.matches("KILLED in named")) == (lost == "named"), job.report()
+    assert not list((tmp_path / "rank_1").glob("first-save-*"))
+    for path in (tmp_path / "rank_1").glob("*.safetensors"):
+        path.unlink()
+    if lost == "folder":
+        shutil.rmtree(tmp_path / "rank_1")
+    if lost == "events":
+        (tmp_path / "events.jsonl").unlink()
+    failed = run_job("fsdp.py", tmp_path, *STEPS, ranks=2, env=POWER_CUT, code=1)
+    assert failed.matches("NoUsableCheckpointError"), failed.report()
+    assert not failed.matches("starts over:"), failed.report()

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, events, wait_until
-from tests.system.nodes import JOB, Nodes
+from tests.system.nodes import Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 drill = pytest.mark.drill
 
-PLAIN, SHARDED = (JOB, 24), ("sharded.py", 16)
-"""The script, and its last step."""
+LAST = 24
+"""The last step."""
 
 
 def held_in_final_save(nodes: Nodes, rank: int) -> tuple[Job, list[Job]]:
@@ -44,16 +44,13 @@ def end_of_plain(folder: Path, num_nodes: int, *args: object) -> dict[int, str]:
         return nodes.end[0]
 
 
-@pytest.mark.parametrize(
-    ("script", "lost"),
-    [(PLAIN, 1), pytest.param(PLAIN, 0, marks=drill), *(pytest.param(SHARDED, node, marks=drill) for node in (0, 1))],
-)
-def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, script: tuple[str, int], lost: int) -> None:
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=drill)])
+@pytest.mark.parametrize("shard", ["no", pytest.param("fsdp", marks=drill)])
+def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, shard: str, lost: int) -> None:
     """Its part of the state may be nowhere: the job must not say that it has finished."""
-    name, step = script
     with ExitStack() as stack:
-        args = ("--epochs", 2, "--fault", f"{lost}:{step}:save:stop")
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, *args, script=name)
+        args = ("--epochs", 2, "--shard", shard, "--fault", f"{lost}:{LAST}:save:stop")
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, *args)
         job, (other,) = held_in_final_save(nodes, lost)
         signal_node(job, lost, signal.SIGKILL)
         other.wait_for(r"restart 1", 1, 200)
@@ -61,14 +58,12 @@ def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, script: tup
         assert other.wait(400) == 0 and new.wait(400) == 0, nodes.report()
         (told,) = events(nodes.folder / f"node{nodes.jobs.index(other)}" / "run", "restart")
         assert re.search(rf"node {lost} has not come to its end: ", told["reason"]), told
-        with ExitStack() as plain:
-            undisturbed = Nodes(plain, tmp_path / "plain", 2, 1, "--epochs", 2, script=name)
-            undisturbed.expect(0)
+        undisturbed = end_of_plain(tmp_path, 2, "--epochs", 2, "--shard", shard)
         # What the lost node alone had (its random numbers) starts over where the end was saved, and a warning says so.
         # The nodes meet in any order, so the survivor may have the lost node's rank now.
         ended = {**other.hashes(), **new.hashes()}
         assert sorted(ended) == [0, 1], nodes.report()
-        differing = ended.items() - undisturbed.end[0].items()
+        differing = ended.items() - undisturbed.items()
         assert {rank for rank, _ in differing} <= {lost}, nodes.report()
         assert not differing or nodes.found(rf"rank {lost} .*not bit for bit"), nodes.report()
 
@@ -78,7 +73,7 @@ def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, script: tup
 def test_a_node_that_stands_still_in_its_final_save(tmp_path: Path, lost: int) -> None:
     """The others wait for it in the next meeting, where it comes when it goes on."""
     with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", f"{lost}:24:save:stop")
+        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", f"{lost}:{LAST}:save:stop")
         job, (other,) = held_in_final_save(nodes, lost)
         signal_node(job, lost, signal.SIGSTOP)
         other.wait_for(r"restart 1", 1, 200)
@@ -92,10 +87,10 @@ def test_a_node_that_stands_still_in_its_final_save(tmp_path: Path, lost: int) -
 def test_a_rank_killed_in_its_final_save_restarts_the_job_on_all_nodes(tmp_path: Path, rank: int) -> None:
     """What it does after its training is still to be done. The others had ended, and come back for it."""
     with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, "--fault", f"{rank}:24:save:stop")
+        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, "--fault", f"{rank}:{LAST}:save:stop")
         job, _ = held_in_final_save(nodes, rank)
         os.kill(job.pids()[rank], signal.SIGKILL)
         nodes.expect(0)
         assert len(nodes.found(r"restart 1")) == 2, nodes.report()
         assert nodes.end[0] == end_of_plain(tmp_path, 2, "--epochs", 2), nodes.report()
-        assert [len(pids) for _, pids in sorted(nodes.processes().items())] == [2, 2], nodes.report()
+        assert [sum(map(len, job.processes().values())) for job in nodes.jobs] == [2, 2], nodes.report()

@@ -13,21 +13,22 @@ from tests.harness import start_job
 
 pytestmark = pytest.mark.slow
 QUICK = {"MINDX_GRACE_S": "1"}
+JOB, LONG = "agent_guarded.py", ("--steps", 10**6, "--step-s", 0.01)
 
 
 @pytest.mark.drill
 def test_a_second_job_is_refused_while_the_first_lives_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
-    with start_job("locked.py", tmp_path, "--hold", "--fork", "--walk", env=QUICK) as first:
-        (ready,) = first.wait_for(r"READY (\d+)")
+    with start_job(JOB, tmp_path, *LONG, "--fork", "--walk", env=QUICK) as first:
+        (ready,) = first.wait_for(r"READY 0 (\d+)")
         (child,) = first.wait_for(r"CHILD (\d+)")
         try:
-            with start_job("locked.py", tmp_path, env=QUICK) as second:
+            with start_job(JOB, tmp_path, env=QUICK) as second:
                 second.expect(1)
             assert second.matches(f"DirectoryInUseError.*in use by rank 0 of another job, process {ready[1]} on host")
             assert not second.matches("READY"), second.report()
             os.kill(int(ready[1]), signal.SIGKILL)
             first.process.wait()
-            with start_job("locked.py", tmp_path, env={"MINDX_GRACE_S": "600"}) as third:
+            with start_job(JOB, tmp_path, env={"MINDX_GRACE_S": "600"}) as third:
                 third.expect(0)
             assert not third.matches("waiting for its end"), third.report()
             os.kill(int(child[1]), 0)
@@ -38,30 +39,27 @@ def test_a_second_job_is_refused_while_the_first_lives_and_a_killed_one_leaves_i
 
 def test_a_start_waits_for_the_dying_save_of_its_predecessor_and_goes_on_from_it(tmp_path: Path) -> None:
     directory, go = tmp_path / "ckpt", tmp_path / "go"
-    with (
-        start_job("locked.py", directory, "--hold", "--slow-save", go) as first,
-    ):
+    with start_job(JOB, directory, *LONG, "--slow-save", go) as first:
         first.wait_for("READY")
         first.process.send_signal(signal.SIGTERM)
         first.wait_for("BLOCKED")
-        with start_job("locked.py", directory) as second:
+        with start_job(JOB, directory, "--steps", 1) as second:
             second.wait_for("in use by rank 0 of another job.*waiting for its end")
             assert not second.matches("READY")
             go.touch()
             first.expect(143)
             second.expect(0)
     (saved,) = first.matches(r"step (\d+) saved in")
-    (ready,) = second.matches(r"READY \d+ (\d+)")
-    assert ready[1] == saved[1], f"{first.report()}\n{second.report()}"
+    assert second.resumed() == [saved[1]], f"{first.report()}\n{second.report()}"
 
 
 @pytest.mark.drill
 def test_another_prefix_in_a_directory_is_refused_with_the_ways_out(tmp_path: Path) -> None:
-    with start_job("locked.py", tmp_path, "--hold", "--prefix", "resnet") as first:
+    with start_job(JOB, tmp_path, *LONG, "--prefix", "resnet") as first:
         first.wait_for("READY")
         first.process.send_signal(signal.SIGTERM)
         first.expect(143)
-    with start_job("locked.py", tmp_path, "--prefix", "bert") as second:
+    with start_job(JOB, tmp_path, "--prefix", "bert") as second:
         second.expect(1)
     (line,) = second.matches("MismatchError: .*")
     for text in ("'resnet'", "'bert'", "its own", 'resume="PATH"', 'resume="never"'):

@@ -44,7 +44,7 @@ def start_nodes(folder: Path, *args: object, per_node: int = 1, redundancy: int 
                 "MINDX_ARENA_DIR": str(memory),
                 "MINDX_REDUNDANCY": str(redundancy),
             }
-            command = [sys.executable, str(JOBS / "nodes.py"), str(disk(folder, node)), *map(str, args)]
+            command = [sys.executable, str(JOBS / "fsdp.py"), str(disk(folder, node)), *map(str, args)]
             jobs.append(Job(command, harness._environment(env), fresh=False))
             stack.callback(jobs[-1].end)
         yield jobs

@@ -18,7 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,13 +34,10 @@ SIZE, STEPS = 60, 12  # samples; 5 updates an epoch
 SAVED, STOPPED = 4, 7  # an older whole step in epoch 1, and the one at the SIGTERM, in epoch 2
 CLOSE = 1e-5
 drill = pytest.mark.drill
-FSDP_TRAINS = hasattr(torch.cpu.Stream, "record_event")
 
 
-def need_fsdp(kind: str) -> None:
-    """Skip where torch itself cannot train a job of this kind."""
-    if kind in ("2d", "fsdp", "hsdp") and not FSDP_TRAINS:
-        pytest.skip("FSDP of torch 2.6 does not train on CPUs, nor split unevenly around tensor parallelism")
+def drilled(*values: object) -> Any:
+    return pytest.param(*values, marks=drill)
 
 
 @dataclass
@@ -54,27 +53,27 @@ class Place:
 
     @contextmanager
     def start(self, kind: str, ranks: int, *args: object, torchrun: bool = False) -> Iterator[Job]:
-        need_fsdp(kind)
+        if kind in ("2d", "fsdp", "hsdp") and not hasattr(torch.cpu.Stream, "record_event"):
+            pytest.skip("FSDP of torch 2.6 does not train on CPUs, nor split unevenly around tensor parallelism")
         env = {"MINDX_ARENA_DIR": str(self.memory)}
         forked = () if torchrun else ("--ranks", ranks)
-        given = ("transformer.py", kind, self.directory, *forked, *args)
-        with start_job(*given, ranks=ranks if torchrun else 1, env=env) as job:
+        given = (kind, self.directory, *forked, *args)
+        with start_job("transformer.py", *given, ranks=ranks if torchrun else 1, env=env) as job:
             yield job
 
-    def run(self, kind: str, ranks: int, *args: object, code: int = 0) -> Job:
-        need_fsdp(kind)
-        env = {"MINDX_ARENA_DIR": str(self.memory)}
-        job = run_job("transformer.py", kind, self.directory, "--ranks", ranks, *args, env=env, code=code)
+    def run(self, kind: str, ranks: int, *args: object) -> Job:
+        with self.start(kind, ranks, *args) as job:
+            job.expect(0)
         assert not list(self.memory.iterdir()), f"something is left in memory\n{job.report()}"
         return job
 
-    def stop(self, kind: str, ranks: int, *args: object, torchrun: bool = False) -> Job:
+    def stop(self, kind: str, ranks: int, *args: object) -> Job:
         """SIGTERM for one rank, in the middle of an epoch; an older whole step lies beside what is saved then."""
         options = ("--save-at", SAVED, "--hold-at", STOPPED - 1, *args)
-        with self.start(kind, ranks, *options, torchrun=torchrun) as job:
+        with self.start(kind, ranks, *options) as job:
             job.wait_for("HOLD", count=ranks)
             job.signal_rank(ranks - 1, signal.SIGTERM)
-            job.expect(1 if torchrun else 143)
+            job.expect(143)
             assert len(job.matches("Graceful exit is triggered, stop training.")) == 1
         saved = [read_header(path).info for path in self.directory.rglob("*.safetensors")]
         steps = {(info.rank, info.step) for info in saved}
@@ -104,31 +103,29 @@ class Stopped:
         return Place(folder)
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stopped]:
-    """``stopped(kind, ranks, *args)``"""
-    done: dict[tuple[object, ...], Stopped] = {}
+Stops = Callable[..., Stopped]
+Wholes = Callable[..., Job]
 
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stops:
+    """``stopped(kind, ranks, *args)``, once for each."""
+
+    @cache
     def make(kind: str, ranks: int, *args: object) -> Stopped:
-        key = (kind, ranks, *args)
-        if key not in done:
-            place = Place(tmp_path_factory.mktemp(f"{kind}-{ranks}"))
-            done[key] = Stopped(place, place.stop(kind, ranks, *args))
-        return done[key]
+        place = Place(tmp_path_factory.mktemp(f"{kind}-{ranks}"))
+        return Stopped(place, place.stop(kind, ranks, *args))
 
     return make
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Wholes:
     """``whole(kind, ranks)``: an uninterrupted run."""
-    done: dict[tuple[object, ...], Job] = {}
 
-    def make(kind: str, ranks: int, *args: object) -> Job:
-        key = (kind, ranks, *args)
-        if key not in done:
-            done[key] = Place(tmp_path_factory.mktemp("whole")).run(kind, ranks, *args)
-        return done[key]
+    @cache
+    def make(kind: str, ranks: int) -> Job:
+        return Place(tmp_path_factory.mktemp("whole")).run(kind, ranks)
 
     return make
 
@@ -148,10 +145,6 @@ def states(job: Job) -> dict[int, set[str]]:
     return found
 
 
-def resumed_from(job: Job) -> set[str]:
-    return {m[1] for m in job.matches(r"READY \d+ \d+ (\w+)")}
-
-
 def seen(job: Job, upto: int = STEPS) -> Counter[tuple[int, int]]:
     """How often each sample of each epoch went into an update that counts: one up to step `upto`."""
     found: Counter[tuple[int, int]] = Counter()
@@ -164,7 +157,7 @@ def seen(job: Job, upto: int = STEPS) -> Counter[tuple[int, int]]:
 def assert_goes_on(step: int, before: Job, after: Job, reference: Job, *, exact: bool = False) -> None:
     """`after` went on from `step` of `before`: with its very state, with every sample once, on the same loss curve."""
     report = f"{before.report()}\n\n{after.report()}"
-    assert resumed_from(after) == {str(step)}, report
+    assert set(after.resumed()) == {str(step)}, report
     assert states(after)[step] == states(before)[step], f"the state is not the saved one\n{report}"
     assert set(losses(after)) == set(range(step + 1, STEPS + 1)), report
     for number, loss in losses(after).items():
@@ -188,7 +181,7 @@ def assert_one_after_the_other(jobs: list[Job], steps: list[int], reference: Job
     """Each of `jobs` went on where the one before had stopped, `steps`; all together they are `reference`."""
     report = "\n\n".join(job.report() for job in jobs)
     for step, before, after in zip(steps, jobs, jobs[1:], strict=False):
-        assert resumed_from(after) == {str(step)}, report
+        assert set(after.resumed()) == {str(step)}, report
         assert states(after)[step] == states(before)[step], f"weights and all moments, put together\n{report}"
     together = sum(map(seen, jobs), Counter[tuple[int, int]]())
     assert all(together[epoch, index] == 1 for epoch in (1, 2) for index in range(SIZE)), report
@@ -205,98 +198,63 @@ def flip_bit(path: Path) -> None:
         os.pwrite(file.fileno(), bytes([byte ^ 0x10]), place)
 
 
-def lose(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert not path.exists()
-
-
-DAMAGES = [(damage, ranks) for damage in (lose, flip_bit) for ranks in (4, 2, 1)]
-
-
-# --- FSDP2 x TP: no weight is on two ranks ---
-
-
-@pytest.mark.drill
-def test_same_ranks_and_own_files_give_the_same_bits(
-    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job]
-) -> None:
-    before = stopped("2d", 4)
-    after = before.copy(tmp_path).run("2d", 4)
-    assert_goes_on(STOPPED, before.job, after, whole("2d", 4), exact=True)
-    assert not after.matches("not bit for bit"), after.report()
+# --- FSDP2 x TP: no weight is on two ranks; and every other way of spreading the same weights ---
 
 
 @drill
 @pytest.mark.parametrize(
     ("kind", "ranks", "args"),
     [
+        ("2d", 4, ()),
         ("2d", 2, ()),
-        pytest.param("2d", 2, ("--tensor-parallel", 1), marks=drill),
-        pytest.param("2d", 4, ("--tensor-parallel", 1), marks=drill),
-        pytest.param("fsdp", 4, (), marks=drill),
-        pytest.param("hsdp", 4, (), marks=drill),
-        pytest.param("ddp", 2, (), marks=drill),
+        ("2d", 2, ("--tensor-parallel", 1)),
+        ("2d", 4, ("--tensor-parallel", 1)),
+        ("fsdp", 4, ()),
+        ("hsdp", 4, ()),
+        ("ddp", 2, ()),
         ("plain", 1, ()),
     ],
 )
-def test_fsdp2_with_tensor_parallel_goes_on_in_another_world(
-    tmp_path: Path,
-    stopped: Callable[..., Stopped],
-    whole: Callable[..., Job],
-    kind: str,
-    ranks: int,
-    args: tuple[object, ...],
+def test_a_state_of_two_dimensions_goes_on_in_another_world(
+    tmp_path: Path, stopped: Stops, whole: Wholes, kind: str, ranks: int, args: tuple[object, ...]
 ) -> None:
     before = stopped("2d", 4)
     after = before.copy(tmp_path).run(kind, ranks, *args)
-    assert_goes_on(STOPPED, before.job, after, whole("2d", 4))
-    assert after.matches("not bit for bit the uninterrupted run: "), after.report()
-    assert {e["resharded"] for e in events(tmp_path / "ckpt", "resume")} == {True}
+    same = (kind, ranks, args) == ("2d", 4, ())
+    assert_goes_on(STOPPED, before.job, after, whole("2d", 4), exact=same)
+    assert bool(after.matches("not bit for bit the uninterrupted run: ")) != same, after.report()
+    assert {e["resharded"] for e in events(tmp_path / "ckpt", "resume")} == {not same}
 
 
 @pytest.mark.parametrize(
-    ("damage", "ranks"),
-    [(flip_bit, 1), *(pytest.param(d, r, marks=drill) for d, r in DAMAGES if (d, r) != (flip_bit, 1))],
+    ("ranks", "lost", "damaged"),
+    [
+        (1, (), 1),
+        *(drilled(ranks, (), 1) for ranks in (4, 2)),
+        *(drilled(ranks, lost, None) for lost in ((1,), (2, 3), (1, 3)) for ranks in (4, 2, 1)),
+    ],
 )
-def test_one_ranks_file_is_needed_so_the_older_step_is_taken_whole(
-    tmp_path: Path,
-    stopped: Callable[..., Stopped],
-    whole: Callable[..., Job],
-    damage: Callable[[Path], None],
-    ranks: int,
+def test_where_a_needed_file_is_lost_or_damaged_the_older_step_is_taken_whole(
+    tmp_path: Path, stopped: Stops, whole: Wholes, ranks: int, lost: tuple[int, ...], damaged: int | None
 ) -> None:
+    """(2, 3) are a node of tensor-parallel ranks, (1, 3) one of data-parallel ranks."""
     before = stopped("2d", 4)
     place = before.copy(tmp_path)
-    bad = place.file(1, STOPPED)
-    damage(bad)
+    for rank in lost:
+        place.file(rank, STOPPED).unlink()
+    if damaged is not None:
+        bad = place.file(damaged, STOPPED)
+        flip_bit(bad)
     after = place.run("2d", ranks)
-    if damage is flip_bit:
-        assert place.quarantined() == {bad.name}, after.report()
-        assert len(after.matches(f"step {STOPPED} is not used: .*{bad.name} is damaged")) == 1, after.report()
-    else:
-        assert len(after.matches(f"step {STOPPED} is not used: .*no usable file of rank 1, which held it")) == 1, (
-            after.report()
-        )
+    words = f"{bad.name} is damaged" if damaged is not None else f"no usable file of rank {lost[0]}, which held it"
+    words = words if len(lost) < 2 else f"rank {lost[1]}"
+    assert len(after.matches(f"step {STOPPED} is not used: .*{words}")) == 1, after.report()
+    assert place.quarantined() == ({bad.name} if damaged is not None else set()), after.report()
     assert_goes_on(SAVED, before.job, after, whole("2d", 4), exact=ranks == 4)
 
 
 @drill
-@pytest.mark.parametrize("ranks", [4, 2, 1])
-@pytest.mark.parametrize("node", [(2, 3), (1, 3)], ids=["tp group", "dp group"])
-def test_a_nodes_newest_files_are_gone(
-    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job], ranks: int, node: tuple[int, int]
-) -> None:
-    before = stopped("2d", 4)
-    place = before.copy(tmp_path)
-    for rank in node:
-        lose(place.file(rank, STOPPED))
-    after = place.run("2d", ranks)
-    assert after.matches(f"step {STOPPED} is not used: .*rank {node[1]}"), after.report()
-    assert_goes_on(SAVED, before.job, after, whole("2d", 4), exact=ranks == 4)
-
-
-@drill
-def test_four_two_one_four_under_torchrun(tmp_path: Path, whole: Callable[..., Job]) -> None:
+def test_four_two_one_four_under_torchrun(tmp_path: Path, whole: Wholes) -> None:
     """As users start it, and with a stop in each world."""
     place, jobs = Place(tmp_path), []
     for ranks, hold in ((4, 2), (2, 5), (1, 7)):
@@ -314,20 +272,16 @@ def test_four_two_one_four_under_torchrun(tmp_path: Path, whole: Callable[..., J
 
 @drill
 @pytest.mark.parametrize("ranks", [4, 2, 1])
-@pytest.mark.parametrize("damage", [lose, flip_bit])
+@pytest.mark.parametrize("damage", [Path.unlink, flip_bit])
 def test_hsdp_a_replica_stands_in_also_in_another_world(
-    tmp_path: Path,
-    stopped: Callable[..., Stopped],
-    whole: Callable[..., Job],
-    damage: Callable[[Path], None],
-    ranks: int,
+    tmp_path: Path, stopped: Stops, whole: Wholes, damage: Callable[[Path], None], ranks: int
 ) -> None:
     before = stopped("hsdp", 4)
     place = before.copy(tmp_path)
     bad = place.file(0, STOPPED)
     damage(bad)
     after = place.run("hsdp", ranks)
-    # A file that nobody has to read is not checked: with 1 rank the sound replica may be read in the first place.
+    # A file that no rank has to read is not checked: with 1 rank the sound replica may be read in the first place.
     assert place.quarantined() <= ({bad.name} if damage is flip_bit else set())
     assert bad.exists() or ranks != 4, "what the replica and a neighbour had is made a file of its own again"
     assert_goes_on(STOPPED, before.job, after, whole("hsdp", 4), exact=ranks == 4)
@@ -338,9 +292,9 @@ def test_hsdp_a_replica_stands_in_also_in_another_world(
 ONE = ("--batch-size", 1)  # 12 samples are then 3, 4, 6 or 12 batches for 4, 3, 2 or 1 ranks
 
 
-@pytest.mark.parametrize("worlds", [(2, 3), pytest.param((4, 2, 3), marks=drill), pytest.param((3, 1, 4), marks=drill)])
+@pytest.mark.parametrize("worlds", [(2, 3), drilled((4, 2, 3)), drilled((3, 1, 4))])
 def test_zero_in_one_world_after_the_other(
-    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job], worlds: tuple[int, ...]
+    tmp_path: Path, stopped: Stops, whole: Wholes, worlds: tuple[int, ...]
 ) -> None:
     first = stopped("zero", worlds[0], *ONE)
     place, jobs, steps = first.copy(tmp_path), [first.job], [STOPPED]
@@ -367,12 +321,12 @@ def test_every_sample_once_over_changing_worlds(tmp_path: Path, worlds: tuple[in
         last.signal_rank(0, signal.SIGTERM)
         jobs.append(last.expect(143))
     report = "\n\n".join(job.report() for job in jobs)
-    assert [resumed_from(job) for job in jobs] == [{"None"}, {"3"}, {"5"}], report
+    assert [set(job.resumed()) for job in jobs] == [{"None"}, {"3"}, {"5"}], report
     together = sum((seen(job, 1000) for job in jobs), Counter[tuple[int, int]]())
     assert {index: n for (epoch, index), n in together.items() if epoch == 1} == dict.fromkeys(range(size), 1), report
 
 
-@pytest.mark.drill
+@drill
 def test_a_frozen_sharded_layer_that_has_kept_its_gradient(tmp_path: Path) -> None:
     """Its gradient has no layout: with other ranks it is left out, in words; with the same it is kept."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

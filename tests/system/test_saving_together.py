@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ AT = 8  # the step at which a job held at 7 stops
 
 
 def stop(directory: Path, *args: object, ranks: int = RANKS, fault: str = "", said: str = "") -> Job:
-    """A job that got a SIGTERM in mid-epoch. `fault`: see ``LOOP_BREAK_SAVE``; `said`: the line that tells of it."""
-    env = {**ALWAYS, **({"LOOP_BREAK_SAVE": fault} if fault else {})}
-    with start_job("loop.py", directory, "--hold-at", AT - 1, *args, ranks=ranks, env=env) as job:
+    """A job that got a SIGTERM in mid-epoch. `fault`: an injection; `said`: the line that tells of it."""
+    args = ("--hold-at", AT - 1, *args, *(("--inject", fault) if fault else ()))
+    with start_job("loop.py", directory, *args, ranks=ranks, env=ALWAYS) as job:
         job.wait_for("HOLD", count=ranks)
         pids = job.pids()
         for rank in range(ranks):
@@ -62,21 +63,22 @@ def assert_resumes_equal(directory: Path, whole: Job, first: Job, ranks: int = R
     return resumed
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Job, Path]]:
-    """A job of three ranks that has divided its save, once for several tests; each takes a copy of the folder."""
-    done: list[tuple[Job, Path]] = []
+Stopped = Callable[[], tuple[Job, Path]]
 
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """A job of three ranks that has divided its save, once for several tests; each takes a copy of the folder."""
+
+    @cache
     def get() -> tuple[Job, Path]:
-        if not done:
-            directory = tmp_path_factory.mktemp("together")
-            done.append((stop(directory), directory))
-        return done[0]
+        directory = tmp_path_factory.mktemp("together")
+        return stop(directory), directory
 
     return get
 
 
-def test_each_rank_writes_two_parts_of_three(stopped: Callable[[], tuple[Job, Path]]) -> None:
+def test_each_rank_writes_two_parts_of_three(stopped: Stopped) -> None:
     job, directory = stopped()
     found = headers(directory)
     assert len(found) == RANKS, job.report()
@@ -90,12 +92,8 @@ def test_each_rank_writes_two_parts_of_three(stopped: Callable[[], tuple[Job, Pa
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(
-    "lost", [0, pytest.param(1, marks=pytest.mark.drill), pytest.param(2, marks=pytest.mark.drill)]
-)
-def test_the_loss_of_a_file_is_exact(
-    stopped: Callable[[], tuple[Job, Path]], tmp_path: Path, reference: Reference, lost: int
-) -> None:
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_loss_of_a_file_is_exact(stopped: Stopped, tmp_path: Path, reference: Reference, lost: int) -> None:
     """The other two files have all parts, and the small state of the rank whose file is gone."""
     job, made = stopped()
     directory = tmp_path / "ckpt"
@@ -107,6 +105,7 @@ def test_the_loss_of_a_file_is_exact(
     assert resumed.matches(rf"rank {lost} has no file of step {AT}: .* CPU buffers from .*rank_"), resumed.report()
 
 
+@pytest.mark.drill
 def test_the_loss_of_a_periodic_file_is_exact(tmp_path: Path, reference: Reference) -> None:
     """A job that had saved periodically, and then lost its newest step and a file of the one before."""
     directory = tmp_path / "ckpt"
@@ -119,6 +118,7 @@ def test_the_loss_of_a_periodic_file_is_exact(tmp_path: Path, reference: Referen
     assert_resumes_equal(directory, reference(RANKS), job, step=6)
 
 
+@pytest.mark.drill
 def test_a_stop_inside_an_accumulation_carries_the_small_states_too(tmp_path: Path) -> None:
     """It is agreed on for a step from which all go on to the end of the window."""
     directory = tmp_path / "ckpt"
@@ -134,10 +134,10 @@ def test_a_stop_inside_an_accumulation_carries_the_small_states_too(tmp_path: Pa
 @pytest.mark.parametrize(
     ("fault", "said", "args"),
     [
-        ("before:1", "KILLED", ()),
-        pytest.param("before:0", "KILLED", ("--remove-redundancy",), marks=pytest.mark.drill),
-        pytest.param("full:0", "FULL 0", (), marks=pytest.mark.drill),
-        pytest.param("stop:1", "STOPPED 1", ("--grace-s", 12), marks=pytest.mark.drill),
+        ("save-killed:1", "KILLED", ()),
+        ("save-killed:0", "KILLED", ("--remove-redundancy",)),
+        ("save-full:0", "FULL 0", ()),
+        ("save-stopped:1", "STOPPED 1", ("--grace-s", 12)),
     ],
 )
 def test_a_rank_that_fails_in_the_save_costs_nothing(
@@ -151,9 +151,7 @@ def test_a_rank_that_fails_in_the_save_costs_nothing(
 
 
 @pytest.mark.drill
-def test_another_number_of_ranks_goes_on_from_a_divided_step(
-    stopped: Callable[[], tuple[Job, Path]], tmp_path: Path
-) -> None:
+def test_another_number_of_ranks_goes_on_from_a_divided_step(stopped: Stopped, tmp_path: Path) -> None:
     _, made = stopped()
     directory = tmp_path / "ckpt"
     shutil.copytree(made, directory)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Job, events, start_agent
+from tests.harness import events, start_agent
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +30,6 @@ def agent(folder: Path, script: str, *args: object, ranks: int = 1) -> Any:
     )
 
 
-def resumed(job: Job) -> list[str]:
-    return [match[1] for match in job.matches(r"^READY \d+ \d+ (\w+)")]
-
-
 def compared(folder: Path) -> list[tuple[int, str]]:
     found = events(folder / "ckpt", "compared")
     return [(event["step"], event["outcome"]) for event in found]
@@ -48,7 +44,7 @@ def test_steps_that_are_done_again_exactly_are_verified_on_all_ranks(tmp_path: P
                 job.signal_rank(rank, signum)
         job.process.send_signal(signal.SIGCONT)
         job.expect(0)
-    assert resumed(job) == ["None", "None", "5", "5"], job.report()
+    assert job.resumed() == ["None", "None", "5", "5"], job.report()
     (line,) = job.matches(r"verified: (.*)")
     assert line[1].startswith("steps 6 to 8, done again, are what they were before"), job.report()
     assert "losses" in line[1] and not job.matches("is not what it was"), job.report()
@@ -56,10 +52,11 @@ def test_steps_that_are_done_again_exactly_are_verified_on_all_ranks(tmp_path: P
     assert not list((tmp_path / "shm").iterdir()), job.report()
 
 
+@pytest.mark.drill
 def test_a_step_that_is_done_again_and_differs_is_told_with_both_values(tmp_path: Path) -> None:
     with agent(tmp_path, "agent_guarded.py", "--kill-at", 13, "--steps", 16, "--own-count") as job:
         job.expect(0)
-    assert resumed(job) == ["None", "10"], job.report()
+    assert job.resumed() == ["None", "10"], job.report()
     (line,) = job.matches(r"WARNING step 11, done again, is not what it was before: (.*)")
     values = re.match(r"loss \((\S+), now (\S+)\)\. ", line[1])
     assert values and float(values[1]) != float(values[2]), job.report()

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests import harness
-from tests.harness import Job, events, run_job, start_job
+from mindx_elastic.persist.format import read_header
+from tests.harness import Job, events, run_job, start_agent, start_job, wait_until
 from tests.system.conftest import Reference, Uninterrupted
 
 pytestmark = pytest.mark.slow
+drill = pytest.mark.drill
 SIZE = 90  # samples of loop.py
+NO_MEMORY = {"MINDX_ARENA_DIR": "none"}
+
+
+def drilled(*values: object) -> Any:
+    return pytest.param(*values, marks=drill)
 
 
 def assert_resumed_equal(reference: Job, stopped: Job, resumed: Job) -> None:
@@ -39,103 +44,74 @@ def resume(directory: Path, ranks: int, *args: object, fresh: bool = False) -> J
     return job
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """A job that was stopped in mid-epoch, for several tests."""
-
-    job: Job
-    directory: Path
-    copy: Path
-    """What the directory was then."""
+def stop(directory: Path, *args: object, ranks: int = 1, target: int = 0, **more: Any) -> Job:
+    """A job that has got a SIGTERM where it holds."""
+    with start_job("loop.py", directory, *args, ranks=ranks, **more) as job:
+        job.wait_for("HOLD", count=ranks)
+        job.signal_rank(target)
+        return job.expect(143 if ranks == 1 else 1)  # torchrun returns 1 whatever its workers return
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stopped]:
-    """``stopped(ranks, target, *args)``: a job, started as users do, whose `target` has got a SIGTERM."""
-    done: dict[tuple[object, ...], Stopped] = {}
-
-    def stop(ranks: int, target: str, *args: object) -> Stopped:
-        key = (ranks, target, *args)
-        if key not in done:
-            directory, copy = tmp_path_factory.mktemp("stopped"), tmp_path_factory.mktemp("copy") / "ckpt"
-            with start_job("loop.py", directory, "--hold-at", 7, *args, ranks=ranks, fresh=True) as job:
-                job.wait_for("HOLD", count=ranks)
-                if target == "torchrun":
-                    job.process.send_signal(signal.SIGTERM)
-                for rank in {"first": [0], "last": [ranks - 1], "all": range(ranks), "torchrun": []}[target]:
-                    job.signal_rank(rank)
-                job.expect(143 if ranks == 1 else 1)  # torchrun returns 1 whatever its workers return
-            shutil.copytree(directory, copy)
-            done[key] = Stopped(job, directory, copy)
-        return done[key]
-
-    return stop
+# --- where the signal comes ---
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("ranks", "target", "args"),
+    ("ranks", "targets", "args"),
     [
-        pytest.param(1, "first", (), marks=pytest.mark.drill),
-        (1, "first", ("--num-workers", 2)),
-        pytest.param(1, "first", ("--accumulate", 3), marks=pytest.mark.drill),
-        pytest.param(2, "first", ("--num-workers", 2), marks=pytest.mark.drill),
-        pytest.param(2, "last", (), marks=pytest.mark.drill),
-        pytest.param(3, "last", ("--num-workers", 1), marks=pytest.mark.drill),
-        pytest.param(4, "all", (), marks=pytest.mark.drill),
-        pytest.param(2, "torchrun", ("--num-workers", 1), marks=pytest.mark.drill),
-        (3, "torchrun", ()),
+        (1, [0], ("--num-workers", 2)),
+        drilled(1, [0], ()),
+        drilled(1, [0], ("--accumulate", 3)),
+        drilled(2, [0], ("--num-workers", 2)),
+        drilled(2, [1], ()),
+        drilled(3, [2], ("--num-workers", 1)),
+        drilled(4, [0, 1, 2, 3], ()),
+        drilled(2, [], ("--num-workers", 1)),
+        drilled(3, [], ()),
     ],
 )
 def test_sigterm_in_mid_epoch(
-    reference: Reference, stopped: Callable[..., Stopped], ranks: int, target: str, args: tuple[object, ...]
+    tmp_path: Path, reference: Reference, ranks: int, targets: list[int], args: tuple[object, ...]
 ) -> None:
-    """All as users start it, and the very same command again."""
-    before = stopped(ranks, target, *args)
-    assert len(before.job.matches("Graceful exit is triggered, stop training.")) == 1
-    steps = saved_steps(before.directory)
-    assert sorted(steps) == list(range(ranks)), before.job.report()
+    """All as users start it, and the very same command again. No target: the signal is torchrun's."""
+    with start_job("loop.py", tmp_path, "--hold-at", 7, *args, ranks=ranks, fresh=True) as job:
+        job.wait_for("HOLD", count=ranks)
+        for rank in targets:
+            job.signal_rank(rank)
+        if not targets:
+            job.signal_launcher(signal.SIGTERM)
+        job.expect(143 if ranks == 1 else 1)
+    assert len(job.matches("Graceful exit is triggered, stop training.")) == 1
+    steps = saved_steps(tmp_path)
+    assert sorted(steps) == list(range(ranks)), job.report()
     assert len(set(steps.values())) == 1, f"the ranks saved different steps: {steps}"
-    resumed = resume(before.directory, ranks, *args, fresh=True)
-    assert_resumed_equal(reference(ranks, *args), before.job, resumed)
+    assert_resumed_equal(reference(ranks, *args), job, resume(tmp_path, ranks, *args, fresh=True))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.drill)])
-def test_stop_at_the_last_boundary_of_an_epoch(tmp_path: Path, reference: Reference, ranks: int) -> None:
-    steps_per_epoch = SIZE // 5 // ranks
-    with start_job("loop.py", tmp_path, "--hold-at", steps_per_epoch - 1, ranks=ranks) as job:
-        job.wait_for("HOLD", count=ranks)
-        job.signal_rank(0)
-        job.expect(143 if ranks == 1 else 1)
-    assert set(saved_steps(tmp_path).values()) == {steps_per_epoch}
-    assert_resumed_equal(reference(ranks), job, resume(tmp_path, ranks))
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.drill)])
-def test_a_signal_in_the_very_last_step_is_not_lost(tmp_path: Path, reference: Reference, ranks: int) -> None:
-    last = 3 * SIZE // 5 // ranks
-    with start_job("loop.py", tmp_path, "--hold-at", last, ranks=ranks) as job:
-        job.wait_for("HOLD", count=ranks)
-        job.signal_rank(0)
-        job.expect(143 if ranks == 1 else 1)
-    assert set(saved_steps(tmp_path).values()) == {last}
+@pytest.mark.parametrize(
+    ("ranks", "hold", "epochs"),
+    [
+        drilled(1, "--hold-at", 1),
+        drilled(2, "--hold-at", 1),
+        (1, "--hold-at", 3),
+        drilled(2, "--hold-at", 3),
+        (1, "--hold-in-eval", 1),
+        drilled(3, "--hold-in-eval", 1),
+    ],
+)
+def test_a_stop_at_the_end_of_an_epoch_or_of_the_training_or_in_an_evaluation(
+    tmp_path: Path, reference: Reference, ranks: int, hold: str, epochs: int
+) -> None:
+    per_epoch = SIZE // 5 // ranks
+    before = per_epoch * epochs - (epochs == 1)  # held at the step in front of the epoch's last one
+    job = stop(tmp_path, hold, before if hold == "--hold-at" else epochs, ranks=ranks, target=ranks - 1)
+    assert set(saved_steps(tmp_path).values()) == {per_epoch * epochs}
     resumed = resume(tmp_path, ranks)
-    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
-    assert not resumed.seen(), "nothing is trained twice"
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.drill)])
-def test_stop_between_two_epochs_in_an_evaluation(tmp_path: Path, reference: Reference, ranks: int) -> None:
-    with start_job("loop.py", tmp_path, "--hold-in-eval", 1, ranks=ranks) as job:
-        job.wait_for("HOLD", count=ranks)
-        job.signal_rank(ranks - 1)
-        job.expect(143 if ranks == 1 else 1)
-    assert set(saved_steps(tmp_path).values()) == {SIZE // 5 // ranks}
-    assert_resumed_equal(reference(ranks), job, resume(tmp_path, ranks))
+    assert_resumed_equal(reference(ranks), job, resumed)
+    assert bool(resumed.seen()) == (epochs < 3), "nothing is trained twice"
 
 
 def test_a_second_signal_while_saving_changes_nothing(tmp_path: Path, reference: Reference) -> None:
-    with start_job("loop.py", tmp_path, "--hold-at", 7, env={"LOOP_HOLD_SAVE": "1"}) as job:
+    with start_job("loop.py", tmp_path, "--hold-at", 7, "--inject", "save-held") as job:
         job.wait_for("HOLD")
         job.signal_rank(0)
         job.wait_for("SAVING")  # the save waits until it has been signalled again
@@ -145,23 +121,16 @@ def test_a_second_signal_while_saving_changes_nothing(tmp_path: Path, reference:
     assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
 
 
-@pytest.mark.drill
+@drill
 def test_a_signal_at_once_after_a_resume_does_not_write_the_step_again(tmp_path: Path, reference: Reference) -> None:
-    with start_job("loop.py", tmp_path, "--hold-in-eval", 1) as job:
-        job.wait_for("HOLD")
-        job.signal_rank(0)
-        job.expect(143)
-    with start_job("loop.py", tmp_path, "--hold-in-eval", 1) as again:
-        again.wait_for("HOLD")
-        again.signal_rank(0)
-        again.expect(143)
-        assert again.matches("is already durable in")
-    assert len(events(tmp_path, "durable")) == 1
+    job = stop(tmp_path, "--hold-in-eval", 1)
+    again = stop(tmp_path, "--hold-in-eval", 1)
+    assert again.matches("is already durable in") and len(events(tmp_path, "durable")) == 1
     assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.drill), 2])
+@drill
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None:
     flag = tmp_path / "graceful_exit.json"
     flag.write_text('{"GracefulExit": 0}')
@@ -180,27 +149,144 @@ def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None
     assert_resumed_equal(reference(ranks), job, resumed)
 
 
-@pytest.mark.drill
+@drill
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
-    with start_job("loop.py", tmp_path, "--hold-at", 7, "--num-workers", 2, ranks=2) as job:
-        job.wait_for("HOLD", count=2)
-        workers = {int(m[1]) for m in job.matches(r"WORKER (\d+)")}
-        job.signal_rank(0)
-        job.expect(1)
+    job = stop(tmp_path, "--hold-at", 7, "--num-workers", 2, ranks=2)
+    workers = {int(m[1]) for m in job.matches(r"WORKER (\d+)")}
     assert workers, job.report()
-    harness.wait_until(lambda: not [p for p in workers if Path(f"/proc/{p}").exists()], "the loader workers ending")
+    wait_until(lambda: not [p for p in workers if Path(f"/proc/{p}").exists()], "the loader workers ending")
     assert set(Path("/dev/shm").iterdir()) <= before
     assert not list(tmp_path.rglob("*.mindx-tmp*"))
 
 
-@pytest.mark.drill
+@drill
 def test_fsdp2_shards_come_back_to_their_ranks(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
-    whole = uninterrupted("fsdp.py", 2)
-    with start_job("fsdp.py", tmp_path / "stopped", "--hold-at", 5, ranks=2) as job:
+    with start_job("fsdp.py", tmp_path, "--hold-at", 5, ranks=2) as job:
         job.wait_for("HOLD", count=2)
         job.signal_rank(1)
         job.expect(1)
-    resumed = run_job("fsdp.py", tmp_path / "stopped", "--hold-at", 5, ranks=2)
-    assert len(resumed.matches(r"READY \d \d+ 6")) == 2, resumed.report()
-    assert resumed.hashes() == whole.hashes(), resumed.report()
+    resumed = run_job("fsdp.py", tmp_path, ranks=2)
+    assert resumed.resumed() == ["6", "6"], resumed.report()
+    assert resumed.hashes() == uninterrupted("fsdp.py", 2).hashes(), resumed.report()
+
+
+@drill
+@pytest.mark.parametrize(("form", "stop_at"), [("hidden", 4), ("static", 1), ("static", 4)])
+def test_a_resumed_run_adds_gradients_in_the_same_order(
+    tmp_path: Path, uninterrupted: Uninterrupted, form: str, stop_at: int
+) -> None:
+    """DDP in other forms than ``Guard(model=DDP(model))``, on three ranks: two add up the same in any order."""
+    options = ("--ddp", form, "--epochs", 2)
+    run_job("loop.py", tmp_path, *options, "--ask-stop-at", stop_at, ranks=3, env=NO_MEMORY)
+    again = run_job("loop.py", tmp_path, *options, ranks=3, env=NO_MEMORY)
+    # A request leads to a stop at one of the next boundaries: its own step's, or that of one which a rank has begun.
+    assert set(again.resumed()) <= {str(stop_at), str(stop_at + 1)}, again.report()
+    assert again.hashes() == uninterrupted("loop.py", 3, *options).hashes(), again.report()
+    assert not again.matches("could not be restored|no DDP"), again.report()
+
+
+# --- the deadline: what hangs does not end at all, so there is nothing to measure ---
+
+
+@drill
+def test_a_save_does_not_wait_for_the_copy_of_a_snapshot(tmp_path: Path, reference: Reference) -> None:
+    (tmp_path / "arena").mkdir()
+    env = {"MINDX_SNAPSHOT_EVERY": "6", "MINDX_ARENA_DIR": str(tmp_path / "arena")}
+    with start_job("loop.py", tmp_path / "job", "--grace-s", 3, "--inject", "hang-copy", env=env) as job:
+        job.wait_for("HANGS copy")  # the training thread waits at optimizer.step() of the seventh
+        job.signal_rank(0)
+        job.expect(143)
+    (durable,) = events(tmp_path / "job", "durable")
+    assert (durable["reason"], durable["step"]) == ("SIGTERM", 6), job.report()
+    resumed = resume(tmp_path / "job", 1)
+    assert resumed.hashes() == reference(1).hashes(), resumed.report()
+
+
+@drill
+@pytest.mark.parametrize("what", ["flag", "log", "stderr"])
+def test_what_hangs_does_not_hold_up_the_stop(tmp_path: Path, reference: Reference, what: str) -> None:
+    args = ("--hold-at", 7, "--grace-s", 4, "--flag-file", tmp_path / "graceful_exit.json", "--inject", f"hang-{what}")
+    with start_job("loop.py", tmp_path, *args, env=NO_MEMORY) as job:
+        job.wait_for(f"HANGS {what}")
+        job.wait_for("HOLD")
+        job.signal_rank(0)
+        job.expect(143)
+    if what == "log":
+        log = tmp_path / "events.jsonl"
+        assert log.is_fifo()
+        os.replace(log.with_suffix(".kept"), log)
+    (saved,) = tmp_path.glob("*.safetensors")  # the log, of all things, need not know
+    assert read_header(saved).info.step in (7, 8), job.report()
+    resumed = resume(tmp_path, 1)
+    assert resumed.hashes() == reference(1).hashes(), resumed.report()
+
+
+@drill
+def test_a_frozen_host_of_the_store_holds_up_no_rank(tmp_path: Path) -> None:
+    with start_job("loop.py", tmp_path, "--hold-at", 7, "--grace-s", 6, ranks=2, env=NO_MEMORY) as job:
+        job.wait_for("HOLD", count=2)
+        job.signal_launcher(signal.SIGSTOP)  # torchrun hosts the store
+        for rank in (0, 1):
+            job.signal_rank(rank)
+        job.wait_for(r"step \d+ saved in", count=2)
+        job.signal_launcher(signal.SIGCONT)
+        job.wait()
+    assert set(saved_steps(tmp_path)) == {0, 1}, job.report()
+
+
+@drill
+@pytest.mark.parametrize(("spare_mib", "ranks"), [(8, 1), (8, 2), (1, 1)])
+def test_a_dying_save_needs_no_new_thread_and_little_memory(
+    tmp_path: Path, reference: Reference, spare_mib: int, ranks: int
+) -> None:
+    args = ("--hold-at", 7, "--inject", f"scarce-mib:{spare_mib}")
+    job = stop(tmp_path, *args, ranks=ranks, env=NO_MEMORY, fresh=True)
+    assert len(job.matches(f"SCARCE {spare_mib}")) == ranks, job.report()
+    assert not job.matches("can't start new thread|MemoryError|Cannot allocate"), job.report()
+    assert saved_steps(tmp_path) == dict.fromkeys(range(ranks), 8), job.report()
+    resumed = resume(tmp_path, ranks)
+    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
+
+
+# --- a stop plays on one step, whatever happens in it ---
+
+
+def witnesses(directory: Path) -> int:
+    return len(list(directory.rglob("*.witness.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fault"), [(2, ""), drilled(2, "kill"), drilled(1, ""), drilled(2, "raise"), drilled(2, "hang")]
+)
+def test_the_stop_is_the_same_and_the_next_start_compares(
+    tmp_path: Path, reference: Reference, ranks: int, fault: str
+) -> None:
+    args = ("--hold-at", 7, "--grace-s", 8 if fault == "hang" else 30, "--inject", f"played:{fault}")
+    start = start_job if ranks == 1 else start_agent
+    with start("loop.py", tmp_path, *args, ranks=ranks, env=NO_MEMORY) as job:
+        job.wait_for("HOLD", count=ranks)
+        job.signal_rank(0)
+        job.expect(143)
+    assert len(job.matches("PLAYS")) >= 1, job.report()
+    assert saved_steps(tmp_path) == dict.fromkeys(range(ranks), 8), job.report()
+    assert not job.matches("attempt 1"), job.report()
+    assert witnesses(tmp_path) == (0 if fault else ranks)
+    resumed = resume(tmp_path, ranks)
+    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
+    compared = [event["outcome"] for event in events(tmp_path, "compared")]
+    assert compared == ([] if fault else ["verified"] * ranks), resumed.report()
+
+
+@drill
+@pytest.mark.parametrize("call", [1, 20, 500, 2000, 4000, 5000])
+def test_a_kill_at_any_call_of_it_costs_the_comparison_only(tmp_path: Path, reference: Reference, call: int) -> None:
+    """37 calls drawn by chance have been tried once, too."""
+    with start_job("loop.py", tmp_path, "--hold-at", 7, "--inject", f"played-call:{call}", env=NO_MEMORY) as job:
+        job.wait_for("HOLD")
+        job.signal_rank(0)
+        job.expect(-9)
+    assert saved_steps(tmp_path) == {0: 8} and witnesses(tmp_path) == 0
+    resumed = resume(tmp_path, 1)
+    assert resumed.hashes() == reference(1).hashes(), resumed.report()
+    assert not events(tmp_path, "compared")

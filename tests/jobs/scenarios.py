@@ -1,0 +1,779 @@
+"""Trainings that change, keep or set something that no state_dict has: ``scenarios.py DIRECTORY SCENARIO [options]``.
+
+A scenario is a class below, by its name in lower case with underscores. One rank, or several with DDP.
+
+Prints ``READY rank pid resumed_from``, ``KILLED rank`` and ``DONE rank sha256 step``. ``--stop-at STEP`` sends a real
+SIGTERM to rank 0 in the middle of that step, on every start. ``--kill RANK:STEP:PLACE`` is a SIGKILL, once in a job,
+when the other ranks have come as far as they can without this one. ``--fail RANK:STEP`` raises behind the update, on
+a fresh start. All may be given several times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
+
+import mindx_elastic as mx
+from mindx_elastic.guard.stop_state import StopPhase
+from tests.jobs.kit import kill_here, say, wait_for
+
+PER_STEP = 12
+"""Samples of all ranks."""
+CHANGE = 8
+"""The step in which most scenarios change something: the second one of epoch 2."""
+OTHERS = {
+    "forward": ("forward", 0),  # the loss is there
+    "backward": ("boundary", 0),  # the gradients are
+    "update": ("boundary", 0),
+    "end": ("boundary", 0),  # the program has done all of the step
+    "boundary": ("start", 0),
+    "tail": ("boundary", 0),  # the epoch has ended; the program's code for its end comes
+    "late": ("start", 1),  # that code has run
+}
+"""The places of a kill, and where the other ranks have to be by then: a place, and how many steps later."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.backbone(x))
+        return made
+
+
+class Training:
+    """A loop without surprises; the scenarios override what surprises."""
+
+    known: ClassVar[dict[str, type[Training]]] = {}
+    ddp: ClassVar[dict[str, Any]] = {}
+    epochs = 3
+    steps_per_epoch = 6
+    network: Any
+    model: Any
+
+    def __init_subclass__(cls) -> None:
+        Training.known[re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()] = cls
+
+    def __init__(self, args: argparse.Namespace, rank: int, world_size: int) -> None:
+        self.args, self.rank, self.world_size = args, rank, world_size
+        self.marks = Path(f"{args.directory}-marks")
+        self.marks.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        self.build()
+        self.model = self.wrap()
+        self.optimizer = self.make_optimizer()
+        self.wrapped()
+        size = PER_STEP * self.steps_per_epoch
+        self.data: Any = self.make_data(torch.randn(size, 8), torch.randint(0, 4, (size,)))
+        self.loader: Any = self.make_loader(PER_STEP // world_size)
+        torch.manual_seed(rank)
+        parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, **self.more()}
+        self.guard = mx.Guard(directory=args.directory, prefix="job", **parts)
+
+    # --- what scenarios override ---
+
+    def build(self) -> None:
+        self.network = Net()
+
+    def wrap(self) -> nn.Module:
+        return DistributedDataParallel(self.network, **self.ddp) if self.world_size > 1 else self.network
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.network.parameters() if p.requires_grad], lr=1e-2)
+
+    def wrapped(self) -> None:
+        """DDP and the optimizer exist, the guard does not."""
+
+    def make_data(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return TensorDataset(x, y)
+
+    def make_loader(self, batch_size: int) -> Any:
+        return mx.data.ResumableLoader(self.data, batch_size=batch_size, shuffle=True, seed=1)
+
+    def more(self) -> dict[str, Any]:
+        """Further arguments of the guard."""
+        return {}
+
+    def head(self, epoch: int) -> None:
+        """At the epoch's beginning."""
+
+    def before(self, step: int) -> None:
+        """At the step's beginning."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return cross_entropy(self.model(batch[0]), batch[1])
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        """After the update, before the boundary."""
+
+    def passed(self, step: int, batch: Any) -> None:
+        """Behind the boundary."""
+
+    def tail(self, epoch: int) -> None:
+        """Behind the epoch."""
+
+    def kept(self) -> list[Any]:
+        """What has to be equal in the end beside the weights and the random numbers: tensors, and what has a repr."""
+        return []
+
+    # --- the training ---
+
+    def train(self) -> None:
+        guard = self.guard
+        say(f"READY {self.rank} {os.getpid()} {guard.resumed_from_step}")
+        for epoch in guard.epochs(self.epochs):
+            self.head(epoch)
+            for batch in self.loader:
+                self.end_step(batch, self.begin_step(batch))
+            self.come_to("tail", guard.step)
+            self.tail(epoch)
+            self.come_to("late", guard.step)
+
+    def begin_step(self, batch: Any) -> torch.Tensor:
+        step = self.guard.step + 1
+        self.come_to("start", step)
+        self.before(step)
+        self.optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.come_to("forward", step)
+        return loss
+
+    def end_step(self, batch: Any, loss: torch.Tensor) -> None:
+        step = self.guard.step + 1
+        loss.backward()
+        if step in self.args.stop_at and self.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for_stop(self.guard)
+        self.come_to("backward", step)
+        self.optimizer.step()
+        self.come_to("update", step)
+        if f"{self.rank}:{step}" in self.args.fail and self.guard.resumed_from_step is None:
+            raise ValueError("injected")
+        self.after(step, loss)
+        self.come_to("end", step)
+        self.guard.step_end()
+        self.come_to("boundary", step)
+        self.passed(step, batch)
+
+    def come_to(self, place: str, step: int) -> None:
+        (self.marks / f"{place}-{step}-{self.rank}").touch()
+        if f"{self.rank}:{step}:{place}" not in self.args.kill:
+            return
+        try:
+            (self.marks / f"killed-{step}-{self.rank}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        where, later = OTHERS[place]
+        victims = [order.split(":")[0] for order in self.args.kill if order.split(":")[1] == str(step)]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        wait_for(*(self.marks / f"killed-{step}-{rank}" for rank in victims))
+        wait_for(*(self.marks / f"{where}-{step + later}-{rank}" for rank in others))
+        kill_here(self.rank)
+
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        tensors = [value for _, value in sorted(self.network.state_dict().items())]
+        for value in (*tensors, *self.kept(), torch.get_rng_state()):
+            if isinstance(value, torch.Tensor):
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                digest.update(whole.detach().contiguous().numpy().tobytes())
+            else:
+                digest.update(repr(value).encode())
+        return digest.hexdigest()
+
+
+def wait_for_stop(guard: mx.Guard) -> None:
+    """Until the alarm is heard: the coming boundary is then the last, or the one after it on other ranks."""
+    while guard.stopper.phase is StopPhase.TRAINING:
+        time.sleep(0.001)
+
+
+# --- flags ---
+
+
+class Unfreezing(Training):
+    """The backbone is trained from step 8 on."""
+
+    ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)  # after DDP, which must know all parameters
+
+    def before(self, step: int) -> None:
+        if step == CHANGE:
+            self.network.backbone.requires_grad_(True)
+
+
+class Rewrapped(Training):
+    """DDP was built while the backbone was frozen; later another one is, that knows it."""
+
+    def build(self) -> None:
+        super().build()
+        self.network.backbone.requires_grad_(False)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.network.parameters(), lr=1e-2)
+
+    def before(self, step: int) -> None:
+        if step == CHANGE:
+            self.network.backbone.requires_grad_(True)
+            self.model = DistributedDataParallel(self.network)
+
+
+class Sharded(Training):
+    """FSDP2, with an average that is sharded as well; unfreezing in step 8."""
+
+    def build(self) -> None:
+        super().build()
+        self.network.backbone[1] = nn.LayerNorm(16)
+        self.average: Any = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+
+    def wrap(self) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (self.network.backbone, self.network, self.average.module):
+            fully_shard(part)
+        return self.network  # type: ignore[no-any-return]
+
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)
+
+    def more(self) -> dict[str, Any]:
+        return {"stateful": {"average": self.average}}
+
+    def before(self, step: int) -> None:
+        if step == CHANGE:
+            self.network.backbone.requires_grad_(True)
+            self.network.backbone[3].eval()
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        self.average.update_parameters(self.network)
+        with torch.no_grad():
+            self.network.head.bias.lerp_(self.average.module.head.bias, 0.1)
+
+    def kept(self) -> list[Any]:
+        return [self.average.n_averaged]
+
+
+# --- groups and modules ---
+
+
+class AddedGroup(Training):
+    """The backbone joins in step 8 with a learning rate of its own; a scheduler goes on."""
+
+    ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.network.head.parameters(), lr=1e-2)
+
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)
+        self.rates = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
+
+    def more(self) -> dict[str, Any]:
+        return {"lr_scheduler": self.rates}
+
+    def before(self, step: int) -> None:
+        if step == CHANGE:
+            self.network.backbone.requires_grad_(True)
+            group = {"params": list(self.network.backbone.parameters()), "lr": 1e-3, "weight_decay": 0.3}
+            self.optimizer.add_param_group(group)
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        self.rates.step()
+
+
+class ReplacedHead(Training):
+    """Another head of the same shape, known to the optimizer."""
+
+    def before(self, step: int) -> None:
+        if step == CHANGE:
+            old = list(self.network.head.parameters())
+            self.network.head = nn.Linear(16, 4)
+            new = dict(zip(map(id, old), self.network.head.parameters(), strict=True))
+            for parameter in old:
+                self.optimizer.state.pop(parameter, None)
+            group = self.optimizer.param_groups[0]
+            group["params"][:] = [new.get(id(p), p) for p in group["params"]]
+
+
+class ForgottenHead(Training):
+    def before(self, step: int) -> None:
+        if step == CHANGE:
+            self.network.head = nn.Linear(16, 4)
+
+
+class WiderHead(Training):
+    def before(self, step: int) -> None:
+        if step == CHANGE:
+            self.network.head = nn.Linear(16, 5)
+            self.optimizer.param_groups[0]["params"][-2:] = list(self.network.head.parameters())
+
+
+class Shrunk(Training):
+    """A part that the forward does not use goes."""
+
+    def wrapped(self) -> None:
+        self.network.spare = nn.Linear(2, 2)
+
+    def before(self, step: int) -> None:
+        if step == CHANGE:
+            del self.network.spare
+
+
+class LateParametrization(Training):
+    def before(self, step: int) -> None:
+        if step == CHANGE:
+            parametrizations.weight_norm(self.network.head)
+
+
+class LeftForExport(Training):
+    """The norm is taken off inside the block, after the training."""
+
+    def build(self) -> None:
+        super().build()
+        nn.utils.weight_norm(self.network.head)
+
+    def tail(self, epoch: int) -> None:
+        if epoch == self.epochs:
+            nn.utils.remove_weight_norm(self.network.head)
+
+
+class HeadOfLoop(Training):
+    """What people write at the head of an epoch, and what runs again in a resumed one."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.network.head.parameters(), lr=1e-2)
+
+    def head(self, epoch: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+        if epoch == 2:
+            self.optimizer.add_param_group({"params": self.network.backbone.parameters(), "lr": 1e-3})
+        if epoch == 3:
+            with torch.no_grad():
+                self.network.head.bias.zero_()
+            self.optimizer.state.clear()
+        prune.random_unstructured(self.network.head, "weight", amount=2)
+
+
+# --- buffers ---
+
+
+class Buffered(Net):
+    """Buffers that no state_dict has, that are made late, and that begin with None."""
+
+    noise: torch.Tensor
+    running: torch.Tensor
+    center: torch.Tensor | None
+    late: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.full((8,), float(os.environ["NOISE"])), persistent=False)
+        self.register_buffer("running", torch.zeros(8), persistent=False)
+        self.register_buffer("positions", torch.arange(4).expand(3, -1), persistent=False)
+        self.register_buffer("center", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.running.mul_(0.9).add_(x.mean(0))
+            if self.center is None:
+                self.center = x.mean(0)
+            if not hasattr(self, "late"):
+                self.register_buffer("late", x.std(0))
+        return super().forward(x - self.running + self.noise + self.center + self.late)
+
+
+class Buffers(Training):
+    """One of the buffers is another one in each process: ``NOISE`` in the environment."""
+
+    def build(self) -> None:
+        self.network = Buffered()
+
+
+class MomentumEncoder(Training):
+    """A second network follows the first one by ``.data``, which no version counter shows, before each step."""
+
+    def build(self) -> None:
+        self.network = nn.ModuleDict({"query": nn.Linear(8, 4)})
+        self.network["key"] = copy.deepcopy(self.network["query"]).requires_grad_(False)
+
+    def wrap(self) -> nn.Module:
+        query: nn.Module = self.network["query"]
+        return DistributedDataParallel(query) if self.world_size > 1 else query
+
+    def more(self) -> dict[str, Any]:
+        return {"model": [self.model, self.network["key"]]}
+
+    def before(self, step: int) -> None:
+        self.follow()
+
+    def follow(self) -> None:
+        for key, new in zip(self.network["key"].parameters(), self.network["query"].parameters(), strict=True):
+            key.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        query: torch.Tensor = self.model(batch[0])
+        loss: torch.Tensor = (query - self.network["key"](batch[0])).pow(2).mean() + query.mean()
+        return loss
+
+
+class MomentumEncoderBehind(MomentumEncoder):
+    """It follows behind the update."""
+
+    def before(self, step: int) -> None:
+        pass
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        self.follow()
+
+
+# --- hooks of DDP ---
+
+
+class PowerSgd(Training):
+    """Gradients are compressed from step 3 on, with error feedback."""
+
+    named = True
+
+    def wrapped(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+        self.state = power.PowerSGDState(
+            None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
+        self.model.register_comm_hook(self.state, power.powerSGD_hook)
+
+    def more(self) -> dict[str, Any]:
+        return {"stateful": {"powersgd": self.state}} if self.named else {}
+
+
+class UnnamedPowerSgd(PowerSgd):
+    named = False
+
+
+class OwnHookState:
+    def __init__(self) -> None:
+        self.scale, self.calls = 1.0, 0
+
+
+class UnnamedOwnHook(Training):
+    def wrapped(self) -> None:
+        def hook(state: OwnHookState, bucket: dist.GradBucket) -> Any:
+            state.calls += 1
+            return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+
+        # DDP compares the classes, and annotations are strings here.
+        hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        self.model.register_comm_hook(OwnHookState(), hook)
+
+
+# --- what each rank has of its own ---
+
+
+class Centred(nn.Module):
+    """Keeps a running mean of this rank's own in a buffer that no state_dict has."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class OwnObjects(Training):
+    """Generators, counts and a buffer that move before the forward; an average and a count, which all ranks have
+    alike, behind the update."""
+
+    ddp: ClassVar[dict[str, Any]] = {"broadcast_buffers": False}
+
+    def build(self) -> None:
+        self.network = nn.Sequential(Centred(), nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 4))
+
+    def more(self) -> dict[str, Any]:
+        self.noise, self.own = np.random.default_rng(self.rank), torch.Generator().manual_seed(self.rank)
+        self.drawn: dict[str, Any] = {"count": 10 * self.rank, "last": []}
+        self.average, self.updates = AveragedModel(self.network[3]), {"done": 0}
+        self.losses: list[float] = []
+        names = ("noise", "own", "drawn", "average", "updates")
+        return {"stateful": {name: getattr(self, name) for name in names}}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.drawn["count"] += 1
+        self.drawn["last"] = [float(self.noise.normal()), float(torch.rand((), generator=self.own))]
+        return super().loss([batch[0] + 0.1 * float(self.noise.normal()), batch[1]])
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        self.losses.append(loss.item())
+        self.average.update_parameters(self.network[3])
+        self.updates["done"] += 1
+
+    def kept(self) -> list[Any]:
+        say(f"LOSSES {self.rank} {len(self.losses)}")
+        kept: list[Any] = [*self.average.state_dict().values(), self.network[0].mean, self.own.get_state()]
+        return [*kept, self.updates, self.noise.bit_generator.state, self.drawn]
+
+
+class OwnLosses(OwnObjects):
+    """Also a list that is changed behind the update."""
+
+    def more(self) -> dict[str, Any]:
+        return {"stateful": {**super().more()["stateful"], "losses": self.losses}}
+
+
+class RankZeroDict(Training):
+    """An average in a dict, on rank 0 alone; the other ranks name nothing."""
+
+    others_name_it = False
+
+    def more(self) -> dict[str, Any]:
+        values = self.network.state_dict() if self.rank == 0 else {}
+        self.ema = {name: value.clone() for name, value in values.items()}
+        return {"stateful": {"ema": self.ema}} if self.rank == 0 or self.others_name_it else {}
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        for name, value in self.network.state_dict().items() if self.ema else ():
+            if value.is_floating_point():
+                self.ema[name].mul_(0.9).add_(value, alpha=0.1)
+
+
+class RankZeroDictNamed(RankZeroDict):
+    """They name an empty one."""
+
+    others_name_it = True
+
+
+class RankZeroAverages(Training):
+    """Averages of the weights that rank 0 alone updates, a small and a large one."""
+
+    def more(self) -> dict[str, Any]:
+        self.small, self.large = copy.deepcopy(self.network.head), nn.Linear(300, 300)
+        return {"stateful": {"small": self.small, "large": self.large}}
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        if self.rank == 0:
+            with torch.no_grad():
+                self.small.weight.lerp_(self.network.head.weight, 0.1)
+                self.large.weight.add_(self.network.head.weight.mean())
+
+    def kept(self) -> list[Any]:
+        return [self.small.weight]
+
+
+class OwnAverages(Training):
+    """Two averages. One is copied before DDP gives all ranks the weights of rank 0, as DeiT has it; one behind that."""
+
+    def build(self) -> None:
+        torch.manual_seed(self.rank)
+        self.network = nn.Linear(8, 12000)  # larger than what each rank keeps of its own at each step
+        self.early = copy.deepcopy(self.network).requires_grad_(False)
+
+    def more(self) -> dict[str, Any]:
+        self.late = copy.deepcopy(self.network).requires_grad_(False)
+        return {"stateful": {"early": self.early, "late": self.late}}
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        with torch.no_grad():
+            for average in (self.early, self.late):
+                for mine, new in zip(average.parameters(), self.network.parameters(), strict=True):
+                    mine.lerp_(new, 0.1)
+
+
+# --- data ---
+
+
+class Drawn(Sampler[int]):
+    """Samples of the whole data set, drawn with numbers of the rank's own."""
+
+    def __init__(self, rank: int, size: int, number: int) -> None:
+        self.generator, self.size, self.number = torch.Generator().manual_seed(rank), size, number
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randint(self.size, (self.number,), generator=self.generator).tolist())
+
+    def __len__(self) -> int:
+        return self.number
+
+
+class OwnOrder(Training):
+    """Each rank draws its samples with a generator of its own. ``ORDER rank step targets`` after each step."""
+
+    epochs, steps_per_epoch = 4, 3
+
+    def make_loader(self, batch_size: int) -> Any:
+        sampler = Drawn(self.rank, len(self.data), len(self.data) // self.world_size)
+        return DataLoader(self.data, batch_size, sampler=sampler)
+
+    def passed(self, step: int, batch: Any) -> None:
+        say(f"ORDER {self.rank} {step} {batch[0][:, 0].tolist()}")
+
+
+class Pictures(Dataset[Any]):
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y, self.mosaic, self.level = x, y, True, 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        x = self.x[index] + 0.1 * self.level * torch.randn(8)
+        return (x + self.x[int(torch.randint(len(self), ()))] if self.mosaic else x), self.y[index]
+
+
+class SetData(Training):
+    """The augmentation is switched off at the head of epoch 2, and a level goes up at the end of each epoch."""
+
+    epochs, steps_per_epoch = 4, 5
+    num_workers = 0
+
+    def make_data(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return Pictures(x, y)
+
+    def make_loader(self, batch_size: int) -> Any:
+        sampler: Any = DistributedSampler(self.data)
+        return DataLoader(self.data, batch_size, sampler=sampler, num_workers=self.num_workers)
+
+    def head(self, epoch: int) -> None:
+        if epoch == 2:
+            self.data.mosaic = False
+
+    def tail(self, epoch: int) -> None:
+        self.data.level += 1
+
+    def kept(self) -> list[Any]:
+        return [self.data.mosaic, self.data.level]
+
+
+class SetDataOfWorkers(SetData):
+    num_workers = 1
+
+
+class Stream(IterableDataset[Any]):
+    """A rank's share, whose length nobody knows."""
+
+    def __init__(self, data: Any, rank: int, world_size: int) -> None:
+        self.data, self.rank, self.world_size = data, rank, world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[i] for i in range(self.rank, len(self.data), self.world_size))
+
+
+class EpochTail(Training):
+    """Code behind each epoch reads its last loss, has a collective and sets the rate: ``LOSS rank epoch sum``."""
+
+    epochs, steps_per_epoch = 4, 3
+
+    def make_loader(self, batch_size: int) -> Any:
+        return DataLoader(self.data, batch_size, sampler=DistributedSampler(self.data))
+
+    def more(self) -> dict[str, Any]:
+        self.plan = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0, factor=0.5)
+        return {"lr_scheduler": self.plan}
+
+    def train(self) -> None:
+        guard = self.guard
+        say(f"READY {self.rank} {os.getpid()} {guard.resumed_from_step}")
+        for epoch in guard.epochs(self.epochs):
+            for batch in self.loader:
+                loss = self.begin_step(batch)
+                self.end_step(batch, loss)
+            self.come_to("tail", guard.step)
+            total = loss.detach().clone()
+            if dist.is_initialized():
+                dist.all_reduce(total)
+            say(f"LOSS {self.rank} {epoch} {float(total).hex()}")
+            self.plan.step(float(total) + epoch)
+            torch.rand(self.rank + 1)  # a stream of each rank's own
+            self.come_to("late", guard.step)
+
+    def kept(self) -> list[Any]:
+        return [self.optimizer.param_groups[0]["lr"]]
+
+
+class StreamTail(EpochTail):
+    """The loader does not know its length."""
+
+    def make_loader(self, batch_size: int) -> Any:
+        return DataLoader(Stream(self.data, self.rank, self.world_size), batch_size)
+
+
+# --- steps that are not the same on all ranks ---
+
+
+class InJoin(Training):
+    """In DDP's join()."""
+
+    def train(self) -> None:
+        for _ in self.guard.epochs(2):
+            with self.model.join():
+                for batch in self.loader:
+                    self.end_step(batch, self.begin_step(batch))
+
+
+class OwnLengths(Training):
+    """Each rank cycles through another number of batches."""
+
+    def make_loader(self, batch_size: int) -> Any:
+        return DataLoader(TensorDataset(*self.data[: len(self.data) - 12 * self.rank]), batch_size)
+
+    def train(self) -> None:
+        batches = iter(self.loader)
+        for _ in self.guard.steps(20):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(self.loader)
+                batch = next(batches)
+            self.end_step(batch, self.begin_step(batch))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("scenario", choices=Training.known)
+    parser.add_argument("--stop-at", type=int, action="append", default=[])
+    parser.add_argument("--kill", action="append", default=[])
+    parser.add_argument("--fail", action="append", default=[])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    training = Training.known[args.scenario](args, rank, world_size)
+    training.guard.run(training.train)
+    say(f"DONE {rank} {training.digest()} {training.guard.step}")
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
