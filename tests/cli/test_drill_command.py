@@ -75,7 +75,8 @@ def test_a_fault_that_does_not_come_about_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.drill
 @pytest.mark.slow
 def test_a_script_that_is_not_the_same_after_a_fault(tmp_path: Path) -> None:
-    (found,) = drill("--fault", "terminate:step=2", "--steps", 5, cwd=tmp_path, code=1, script=[JOBS / "gentler.py"])
+    script = (JOBS / "proved.py", "gentler")
+    (found,) = drill("--fault", "terminate:step=2", "--steps", 5, cwd=tmp_path, code=1, script=script)
     assert found["outcome"] == "differs" and found["step"] == 3
     assert "lr differs at step 3" in found["what"]
 

@@ -52,8 +52,9 @@ def enter(fault: str, victim: bool, directory: Path) -> None:
         options["directory"] = file
     if victim and fault == "state":
         options["stateful"] = {"mine": Unsupported(object())}
-    if victim and fault == "optimizer":
-        options["optimizer"] = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    loose = [nn.Parameter(torch.zeros(1))] if victim and fault == "optimizer" else []
+    options["optimizer"] = torch.optim.SGD([*model.parameters(), *loose], lr=0.1)
     if victim and fault == "layout":
         options["layouts"] = {"model.*": Layout((64,), (parse_placement("replicate"),))}
     if victim and fault == "last":
@@ -61,7 +62,7 @@ def enter(fault: str, victim: bool, directory: Path) -> None:
     if victim and fault == "copies":
         options["redundancy"] = 2
     try:
-        with mx.Guard(model=nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), **options):
+        with mx.Guard(model=model, **options):
             say(f"ENTERED {dist.get_rank()}")
     except Exception as error:
         say(f"REFUSED {fault} {dist.get_rank()} {type(error).__name__} {str(error).splitlines()[0]}")

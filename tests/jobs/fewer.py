@@ -137,7 +137,6 @@ class Job:
         args = self.args
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         say(f"READY {self.rank} {self.world_size} {guard.resumed_from_step}")
-        say(f"PID {self.rank} {self.world_size} {os.getpid()}")
         for epoch in guard.epochs(args.epochs):
             window = args.accumulate if args.deaf else guard.accumulation(args.accumulate)
             whole = len(self.loader) // window * window
@@ -179,7 +178,6 @@ class Job:
             def on_train_begin(self, run_context: RunContext) -> None:
                 job.rank, job.world_size = dist.get_rank(), run_context.original_args().device_number
                 say(f"READY {job.rank} {job.world_size} -")
-                say(f"PID {job.rank} {job.world_size} {os.getpid()}")
 
         callbacks = [ExceptionCheckpoint(prefix="job", directory=str(self.args.directory / "ckpt")), Begin()]
         model.train(self.args.epochs, self.loader, callbacks=callbacks, progress=False)

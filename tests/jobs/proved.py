@@ -87,6 +87,8 @@ def main() -> None:
         if FAULT == "schedule":
             for group in optimizer.param_groups:
                 group["lr"] = 0.01 * 0.9**own_steps
+        if FAULT == "gentler":
+            optimizer.param_groups[0]["lr"] = 0.01 if guard.resumed_from_step is None else 0.005
         if FAULT == "seeded" and own_steps == 1:
             torch.manual_seed(5)
         if FAULT == "buffer":
@@ -121,8 +123,6 @@ def main() -> None:
                 network[0].weight.clamp_(-0.1, 0.1)
 
     with guard:
-        if FAULT == "resume_crash" and guard.resumed_from_step is not None:
-            raise KeyError("not yet")
         if FAULT == "refused" or (FAULT == "refused_later" and guard.resumed_from_step is not None):
             raise mx.errors.UnmanagedStateError("the queue is not named. Write Guard(stateful={'queue': queue})")
         if FAULT == "counter":

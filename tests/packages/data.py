@@ -100,14 +100,8 @@ PARTS = (
         "t = Compose([EnsureTyped('x'), RandFlipd('x', prob=0.5, spatial_axis=0), RandGaussianNoised('x', prob=0.5)])\n"
         "cases = [{'x': images[i].reshape(1, 4, 4), 'y': labels[i]} for i in range(64)]\n"
         "loader = Loader(CacheDataset(cases, t, progress=False), batch_size=8, shuffle=True, num_workers=0)",
-        whole="""
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            for epoch in guard.epochs(3):
-                for batch in loader:
-                    opt.zero_grad(); loss = F.cross_entropy(model(batch['x'].as_tensor().reshape(-1, 16)), batch['y'].as_tensor() if hasattr(batch['y'], 'as_tensor') else batch['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
-        """,
+        batch="batch",
+        loss="F.cross_entropy(model(batch['x'].as_tensor().reshape(-1, 16)), batch['y'].as_tensor() if hasattr(batch['y'], 'as_tensor') else batch['y'])",
     ),
     Part(
         package="torchio",
@@ -115,43 +109,25 @@ PARTS = (
         make="import torchio as tio\n"
         "subjects = [tio.Subject(im=tio.ScalarImage(tensor=data.tensors[0][i].reshape(1, 4, 2, 2)), y=int(data.tensors[1][i])) for i in range(64)]\n"
         "loader = tio.SubjectsLoader(tio.SubjectsDataset(subjects, tio.Compose([tio.RandomFlip(axes=(0, 1)), tio.RandomNoise()])), batch_size=8, shuffle=True)",
-        whole="""
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            for epoch in guard.epochs(3):
-                for batch in loader:
-                    opt.zero_grad(); loss = F.cross_entropy(model(batch['im'][tio.DATA].reshape(-1, 16)), torch.as_tensor(batch['y'])); loss.backward(); opt.step(); guard.step_end(loss=loss)
-        """,
+        batch="batch",
+        loss="F.cross_entropy(model(batch['im'][tio.DATA].reshape(-1, 16)), torch.as_tensor(batch['y']))",
     ),
     Part(
         package="datasets",
         name="a map-style data set, with_format('torch')",
         make="import datasets\ntable = datasets.Dataset.from_dict({'x': data.tensors[0].tolist(), 'y': data.tensors[1].tolist()}).with_format('torch')\n"
         "loader = DataLoader(table, batch_size=8, shuffle=True)",
-        whole="""
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            for epoch in guard.epochs(3):
-                for b in loader:
-                    opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
-        """,
+        batch="b",
+        loss="F.cross_entropy(model(b['x']), b['y'])",
     ),
     Part(
         package="datasets",
         name="a shuffled IterableDataset",
         make="import datasets\ntable = datasets.Dataset.from_dict({'x': data.tensors[0].tolist(), 'y': data.tensors[1].tolist()}).with_format('torch')\n"
         "stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=0, buffer_size=16)\nloader = DataLoader(stream, batch_size=8)",
-        whole="""
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            for epoch in guard.epochs(3):
-                stream.set_epoch(epoch)
-                for b in loader:
-                    opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
-        """,
+        batch="b",
+        head="stream.set_epoch(epoch)",
+        loss="F.cross_entropy(model(b['x']), b['y'])",
     ),
     *(
         Part(
@@ -178,14 +154,8 @@ PARTS = (
         "        for i in range(64): out.write({'x': data.tensors[0][i].numpy(), 'y': int(data.tensors[1][i])})\n"
         "stream = StreamingDataset(local=folder, predownload=8, shuffle=True, shuffle_seed=0, batch_size=8, num_canonical_nodes=1)\n"
         "loader = StreamingDataLoader(stream, batch_size=8)",
-        whole="""
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            for epoch in guard.epochs(3):
-                for b in loader:
-                    opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
-        """,
+        batch="b",
+        loss="F.cross_entropy(model(b['x']), b['y'])",
         want="equal",
     ),
     Part(
@@ -199,14 +169,8 @@ PARTS = (
         "    for i in range(64): cache[i] = sample(i)\n    cache.done(); cache.merge()\n"
         "stream = litdata.StreamingDataset(folder, shuffle=True, seed=0)\n"
         "loader = litdata.StreamingDataLoader(stream, batch_size=8, num_workers=0)",
-        whole="""
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            for epoch in guard.epochs(3):
-                for b in loader:
-                    opt.zero_grad(); loss = F.cross_entropy(model(b['x']), b['y']); loss.backward(); opt.step(); guard.step_end(loss=loss)
-        """,
+        batch="b",
+        loss="F.cross_entropy(model(b['x']), b['y'])",
         want="equal",
     ),
     Part(

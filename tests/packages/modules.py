@@ -302,14 +302,8 @@ PARTS = (
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__(); self.c = GCNConv(16, 4)\n"
         "    def forward(self, b): return global_mean_pool(self.c(b.x, b.edge_index), b.batch)\n"
         "model = Net()",
-        whole="""
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            for epoch in guard.epochs(3):
-                for batch in loader:
-                    opt.zero_grad(); loss = F.cross_entropy(model(batch), batch.y); loss.backward(); opt.step(); guard.step_end(loss=loss)
-        """,
+        batch="batch",
+        loss="F.cross_entropy(model(batch), batch.y)",
     ),
     Part(
         package="cooper-optim",

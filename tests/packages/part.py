@@ -27,7 +27,8 @@ _OPTIMIZER = "opt = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
 _LOOP = """\
 with guard:
     for epoch in guard.epochs(3):
-        for x, y in loader:
+        {head}
+        for {batch} in loader:
             opt.zero_grad()
             loss = {loss}
             {backward}
@@ -62,6 +63,10 @@ class Part:
     update: str = "opt.step()"
     step: str = "pass"
     """After the update."""
+    head: str = "pass"
+    """In front of the epoch."""
+    batch: str = "x, y"
+    """What the loader's items are unpacked to."""
     epoch: str = "pass"
     """Behind the epoch."""
     result: str = "()"
@@ -88,6 +93,7 @@ class Part:
             own = "" if self.named.startswith("model=") else "model=model, optimizer=opt, loader=loader, "
             text += f"guard = mx.Guard({own}{self.named}{', ' * bool(self.named)}directory=sys.argv[1])\n"
             lines = {name: textwrap.dedent(getattr(self, name)).strip() for name in ("loss", "backward", "update")}
+            lines |= {"head": self.head, "batch": self.batch}
             lines["step"] = textwrap.indent(textwrap.dedent(self.step).strip(), " " * 12).strip()
             lines["epoch"] = textwrap.indent(textwrap.dedent(self.epoch).strip(), " " * 8).strip()
             text += _LOOP.format(**lines)

@@ -19,6 +19,14 @@ _TOKENS = """
         text = [" ".join(random.choice(words[2:]) for _ in range(6)) for _ in range(64)]
 """
 
+_KERAS = """
+        os.environ["KERAS_BACKEND"] = "torch"
+        import keras
+
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(4)])
+"""
+
 PARTS = (
     _recipe(
         "pytorch-ignite",
@@ -92,34 +100,17 @@ PARTS = (
             learn.fit(3, lr=1e-2, cbs=Boundary(), start_epoch=max(0, guard.position.epoch - 1))
         """,
     ),
-    _recipe(
-        "keras",
-        "3 on torch, a loop of its own",
-        """
-        os.environ["KERAS_BACKEND"] = "torch"
-        import keras
-
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(4)])
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            for epoch in guard.epochs(3):
-                for x, y in loader:
-                    opt.zero_grad()
-                    loss = F.cross_entropy(model(x, training=True), y)
-                    loss.backward()
-                    opt.step()
-                    guard.step_end(loss=loss)
-        """,
+    Part(
+        package="keras",
+        name="3 on torch, a loop of its own",
+        make=_KERAS,
+        loss="F.cross_entropy(model(x, training=True), y)",
     ),
-    _recipe(
-        "keras",
-        "3 on torch, its own optimizer",
-        """
-        os.environ["KERAS_BACKEND"] = "torch"
-        import keras
-
+    Part(
+        package="keras",
+        name="3 on torch, its own optimizer",
+        make=_KERAS
+        + """
         class Variables:
             def __init__(self, optimizer):
                 self.optimizer = optimizer
@@ -131,10 +122,10 @@ PARTS = (
                 for v in self.optimizer.variables:
                     v.assign(state[v.path])
 
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(4)])
         adam = keras.optimizers.Adam(1e-2)
         adam.build(model.trainable_variables)
+        """,
+        whole="""
         guard = mx.Guard(model=model, loader=loader, stateful={"adam": Variables(adam)}, directory=sys.argv[1])
         with guard:
             for epoch in guard.epochs(3):

@@ -13,33 +13,22 @@ from typing import Any
 import pytest
 
 from tests.harness import JOBS, Job, children, events, free_port, start_agent, start_job, wait_until
+from tests.system import agents
+from tests.system.agents import RUN, nothing_left
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 drill = pytest.mark.drill
 
 PLAIN = "agent_plain.py"
 
 
-@pytest.fixture(autouse=True)
-def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default run directory lies in the working directory; folders of the agents in the test's own place."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path / "shm"))
-
-
 def agent(*args: object, **more: Any) -> Any:
-    env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **more.pop("env", {})}
-    return start_agent(PLAIN, *args, env=env, plain=True, **more)
+    return agents.agent(PLAIN, *args, plain=True, **more)
 
 
 def environments(job: Job) -> dict[int, dict[str, Any]]:
     found = [json.loads(match[1]) for match in job.matches(r"^ENV (.*)")]
     return {int(each["env"]["RANK"]): each for each in found}
-
-
-def nothing_left() -> bool:
-    return not list(Path("shm").glob("*/agent-*"))
 
 
 # --- a drop-in for torchrun ---
@@ -74,14 +63,14 @@ def test_a_script_sees_what_it_sees_under_torchrun() -> None:
     assert {name: env.get(name) for name in expected} == expected
     assert env["MASTER_ADDR"] and int(env["MASTER_PORT"]) and env["TORCHELASTIC_RUN_ID"]
     assert "MINDX_GRACE_S" not in env, "only told when it was given"
-    assert env["MINDX_RUN_DIR"] == str(Path("mindx-run").absolute())
+    assert env["MINDX_RUN_DIR"] == str(RUN.absolute())
     keys = {each["env"]["MINDX_JOB_KEY_FILE"] for each in ours.values()}
     assert keys == {f"{env['MINDX_AGENT_DIR']}/job.key"}, "by a file, which is not printed with the environment"
     assert ours[1]["argv"] == ["show", "--flag", "x y"]
     assert ours[1]["cwd"] == os.getcwd()
     assert nothing_left()
-    assert events(Path("mindx-run"))[0]["event"] == "agent_start"
-    assert events(Path("mindx-run"), "agent_end")[0]["exit_code"] == 0
+    assert events(RUN)[0]["event"] == "agent_start"
+    assert events(RUN, "agent_end")[0]["exit_code"] == 0
 
 
 @drill
@@ -139,8 +128,8 @@ def test_workers_meet_again_after_one_was_killed(where: str) -> None:
     assert sorted((int(m[1]), int(m[2])) for m in sums) == [(r, a) for r in range(2) for a in range(3)]
     assert where == "--standalone" or {m[3] for m in sums} == {port}
     assert job.matches("restart 2 of 3")
-    assert [event["attempt"] for event in events(Path("mindx-run"), "attempt_start")] == [0, 1, 2]
-    assert events(Path("mindx-run"), "summary")[0]["failures"] == 2
+    assert [event["attempt"] for event in events(RUN, "attempt_start")] == [0, 1, 2]
+    assert events(RUN, "summary")[0]["failures"] == 2
 
 
 # --- stops ---
@@ -185,7 +174,7 @@ def test_a_job_that_is_started_with_ignored_signals_outlives_them(
             Path(f"go-{attempt}").touch()
         job.expect(0)
     assert job.matches("restart 1 of 3")
-    assert not events(Path("mindx-run"), "signal")
+    assert not events(RUN, "signal")
     assert job.matches(rf"{' and '.join(number.name for number in signals)} .*ignored")
 
 
@@ -239,7 +228,8 @@ def test_workers_do_not_outlive_a_killed_agent() -> None:
 @pytest.mark.parametrize("where", ["before", "starting", "run"])
 def test_an_agent_that_fails_leaves_nothing(where: str) -> None:
     options = ["--nproc-per-node", "2", "--event-log-handler", "console", "--run-dir", "mindx-run", "--grace", "3"]
-    with start_job("broken_agent.py", where, *options, JOBS / PLAIN, "ignore") as job:
+    env = {"MINDX_ARENA_DIR": str(Path("shm").absolute())}
+    with start_job("broken_agent.py", where, *options, JOBS / PLAIN, "ignore", env=env) as job:
         if where == "run":
             job.wait_for("WAITING", 2)
             Path("break").touch()
@@ -247,7 +237,7 @@ def test_an_agent_that_fails_leaves_nothing(where: str) -> None:
     assert job.matches("^RuntimeError: broken by the test"), "with a traceback: it is an error of ours"
     said = r"an error of the agent \(RuntimeError: broken by the test\)"
     assert job.matches(rf"ERROR the job has failed: {said}; exit code 1")
-    end = events(Path("mindx-run"), "agent_end")
+    end = events(RUN, "agent_end")
     assert [(each["exit_code"], bool(re.fullmatch(said, each["reason"]))) for each in end] == [(1, True)]
     assert job.matches(r'"source": "AGENT".*"state": "FAILED"') or job.matches(r'"state": "FAILED".*"source": "AGENT"')
     assert all(not Path(f"/proc/{pid}").exists() for pid in job.pids().values())

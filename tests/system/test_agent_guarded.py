@@ -11,30 +11,18 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from mindx_elastic.cli.main import app
-from tests.harness import events, start_agent
-from tests.system.test_agent import nothing_left
+from tests.harness import events
+from tests.system.agents import RUN, agent, attempts, nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
 SMALL, LOOP = "agent_guarded.py", "loop.py"
-RUN = Path("mindx-run")
 drill = pytest.mark.drill
-
-
-def agent(script: str, *args: object, **more: Any) -> Any:
-    env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **more.pop("env", {})}
-    return start_agent(script, *args, env=env, **more)
-
-
-def attempts(run_dir: Path = RUN) -> list[tuple[str, int | None]]:
-    """Outcome and steps lost of each attempt."""
-    return [(event["outcome"], event["steps_lost"]) for event in events(run_dir, "attempt")]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=drill)])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Job, children, start_agent, wait_until
-from tests.system.test_agent import nothing_left
-from tests.system.test_agent_guarded import attempts
+from tests.harness import Job, children, wait_until
+from tests.system import agents
+from tests.system.agents import attempts, nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
@@ -21,10 +21,7 @@ drill = pytest.mark.drill
 
 
 def agent(*args: object, env: dict[str, str] | None = None, **more: Any) -> Any:
-    shm = str(Path("shm").absolute())
-    return start_agent(
-        LOOP, *args, env={"MINDX_ARENA_DIR": shm, "MINDX_LOG_LEVEL": "DEBUG", **(env or {})}, plain=True, **more
-    )
+    return agents.agent(LOOP, *args, env={"MINDX_LOG_LEVEL": "DEBUG", **(env or {})}, plain=True, **more)
 
 
 def command_line(pid: int) -> str:

@@ -176,7 +176,7 @@ def test_real_shared_memory(tmp_path: Path, reference: Reference) -> None:
 
 
 @drill
-def test_a_directory_that_was_emptied_begins_anew(place: Place, reference: Reference) -> None:
+def test_a_directory_that_was_emptied_starts_over(place: Place, reference: Reference) -> None:
     with place.start("--kill", "boundary:5:0", every=1) as job:
         job.expect(-signal.SIGKILL)
     assert rank_folders(job_folder(place.memory, place.directory))
@@ -263,7 +263,7 @@ def saved(directory: Path) -> list[str]:
 
 
 @drill
-def test_cut_off_in_the_very_first_save_the_job_begins_anew(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
+def test_cut_off_in_the_very_first_save_the_job_starts_over(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     for number in range(2):  # the second time with the first one's files beside it
         job = stop_at_4(tmp_path, "--kill-in-save", "written:1")
         assert job.matches("KILLED in written"), job.report()

@@ -13,22 +13,21 @@ from typing import Any
 import pytest
 
 from mindx_elastic.agent.result import read_result
-from tests.harness import events, start_agent
+from tests.harness import events
 from tests.metadata_server import AWS_ACTION, AZURE_EVENTS, AZURE_NAME, GCE, MetadataServer, reply
+from tests.system import agents
+from tests.system.agents import RUN, nothing_left
 from tests.system.conftest import Reference
-from tests.system.test_agent import nothing_left
 from tests.system.test_agent_nodes import Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
 LOOP = "loop.py"
-RUN = Path("mindx-run")
 GOOGLE = {"Metadata-Flavor": "Google"}
 
 
 def agent(*args: object, **more: Any) -> Any:
-    env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **more.pop("env", {})}
-    return start_agent(LOOP, "ckpt", *args, env=env, ranks=2, **more)
+    return agents.agent(LOOP, "ckpt", *args, ranks=2, **more)
 
 
 def later(seconds: float) -> datetime:

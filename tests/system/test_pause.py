@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from mindx_elastic.core.status_page import Status, read_page
-from tests.harness import Job, events, free_port, job_status, run_command, start_agent, start_command, wait_until
+from tests.harness import Job, events, free_port, job_status, run_command, start_command, wait_until
+from tests.system import agents
+from tests.system.agents import RUN, nothing_left
 from tests.system.conftest import Uninterrupted
-from tests.system.test_agent import nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 drill = pytest.mark.drill
 
 JOB = "paused.py"
-RUN = Path("mindx-run")
 IN_PLACE = ["--recover", "in-place", "--rejoin-timeout", "120"]
 Whole = Callable[..., dict[int, str]]
 
@@ -32,8 +32,7 @@ def whole(uninterrupted: Uninterrupted) -> Whole:
 
 
 def agent(*args: object, **more: Any) -> Any:
-    env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **more.pop("env", {})}
-    return start_agent(JOB, "ckpt", *args, env=env, **more)
+    return agents.agent(JOB, "ckpt", *args, **more)
 
 
 def paused_at(text: str) -> int:
