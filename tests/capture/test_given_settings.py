@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, random_split
 
 from mindx_elastic import Guard
 from tests.guarded import no_traces, plain_environment
@@ -154,17 +154,14 @@ def by_method(length: int) -> Callable[[Any], Any]:
     return lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay(length).factor)
 
 
-def with_dropout(p: float) -> Callable[[], torch.nn.Module]:
-    return lambda: torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(3, 1), torch.nn.Dropout(p))
-
-
 class Scaled(torch.nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor, self.linear, self.made = factor, torch.nn.Linear(3, 1), time.time()
+        self.dropouts = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout(factor))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = self.linear(x) * self.factor
+        scaled: torch.Tensor = self.linear(self.dropouts(x)) * self.factor
         return scaled
 
 
@@ -183,11 +180,10 @@ class Scaled(torch.nn.Module):
         ),
         ({"make": by_method(8)}, {"make": by_method(16)}, "Decay.length is 16 in the program and was 8. To go on"),
         (
-            {"build": with_dropout(0.1)},
-            {"build": with_dropout(0.3)},
-            "Dropout.p is 0.1, 0.3 .* was 0.1 x 2",
+            {"build": lambda: Scaled(0.1)},
+            {"build": lambda: Scaled(0.3)},
+            "Scaled.factor is 0.3 in the program and was 0.1; Dropout.p is 0.1, 0.3 .* was 0.1 x 2",
         ),
-        ({"build": lambda: Scaled(1.5)}, {"build": lambda: Scaled(2)}, "Scaled.factor is 2 in the program and was 1.5"),
     ],
 )
 def test_another_function_or_setting_in_the_code(
@@ -221,14 +217,10 @@ def over(directory: Path, steps: int, data: Dataset[Any], seed: int = 0, **optio
     torch.manual_seed(seed)
     model, loader = torch.nn.Linear(3, 1), DataLoader(data, 4, **options)
     with Guard(model=model, loader=loader, directory=directory) as guard:
-        for _, (rows, *_) in zip(range(steps), map(as_list, loader), strict=False):
+        for _, rows in zip(range(steps), loader, strict=False):
             model(rows).sum().backward()
             guard.step_end()
         guard.save()
-
-
-def as_list(batch: Any) -> list[Any]:
-    return batch if isinstance(batch, list) else [batch]
 
 
 def listed_in(folder: str, first: int = 0) -> Files:
@@ -237,10 +229,6 @@ def listed_in(folder: str, first: int = 0) -> Files:
 
 def halves(seed: int) -> Dataset[Any]:
     return random_split(listed_in("/data"), [50, 50], torch.Generator().manual_seed(seed))[0]
-
-
-def rows(seed: int) -> Dataset[Any]:
-    return TensorDataset(torch.randn(100, 3, generator=torch.Generator().manual_seed(seed)), torch.zeros(100))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +241,6 @@ def rows(seed: int) -> Dataset[Any]:
             "dataset.samples has other items, or has them in another order",
         ),
         (partial(halves, 1), partial(halves, 1), partial(halves, 2), "dataset.indices has other items"),
-        (partial(rows, 1), partial(rows, 1), partial(rows, 2), r"dataset.tensors\[0\] has other items"),
     ],
 )
 def test_another_data_set_is_told_once(
@@ -264,7 +251,7 @@ def test_another_data_set_is_told_once(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Files in another order, another division, other rows; not another folder of the same files."""
+    """Files in another order, another division; not another folder of the same files."""
     over(tmp_path, 2, begun(), shuffle=True)
     over(tmp_path, 1, same(), shuffle=True)
     assert "another data set" not in caplog.text

@@ -174,27 +174,18 @@ def test_an_optimizer_that_makes_its_state_when_it_loads_keeps_that() -> None:
     assert optimizer.state[parameter]["momentum_buffer"].data_ptr() == optimizer.flat.data_ptr()
 
 
-def test_a_learning_rate_that_groups_share_stays_shared() -> None:
-    rate = torch.tensor(0.1)
-    optimizer = torch.optim.SGD(
-        [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))]}], rate
-    )
-    component = Collector({"optimizer": optimizer}).components["optimizer"]
-    wanted = component.state()
-    wanted["param_groups"] = [{**group, "lr": torch.tensor(0.03)} for group in wanted["param_groups"]]
-    component.load(wanted)
-    assert all(group["lr"] is rate for group in optimizer.param_groups) and float(rate) == pytest.approx(0.03)
-
-
-def test_state_that_shares_memory_is_not_filled_twice() -> None:
-    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def test_what_is_shared_stays_shared_and_is_not_filled_twice() -> None:
+    """A learning rate of two groups, and state that shares memory."""
+    parameters, rate = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))], torch.tensor(0.1)
+    optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=rate, momentum=0.9)
     shared = torch.zeros(2)
     for parameter in parameters:
         optimizer.state[parameter]["momentum_buffer"] = shared
     component = Collector({"optimizer": optimizer}).components["optimizer"]
     wanted = component.state()
     wanted["state"] = {n: {"momentum_buffer": torch.full((2,), float(n))} for n in range(2)}
+    wanted["param_groups"] = [{**group, "lr": torch.tensor(0.03)} for group in wanted["param_groups"]]
     component.load(wanted)
     found = [optimizer.state[parameter]["momentum_buffer"].tolist() for parameter in parameters]
     assert found == [[0.0, 0.0], [1.0, 1.0]]
+    assert all(group["lr"] is rate for group in optimizer.param_groups) and float(rate) == pytest.approx(0.03)

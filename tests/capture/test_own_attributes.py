@@ -9,7 +9,7 @@ from torch import nn
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.core.position import Position
-from tests.capture.test_adapters import stored
+from tests.capture.round_trip import through_format
 
 
 class Wealth(torch.optim.Optimizer):
@@ -53,7 +53,7 @@ def trained(steps: int, every: int = 3) -> tuple[nn.Linear, Wealth, Collector]:
 def test_attributes_that_change_go_on_in_a_resumed_run() -> None:
     straight, *_ = trained(5)
     for stop in (1, 2, 4):
-        saved = stored(trained(stop)[2].state())
+        saved = through_format(trained(stop)[2].state())
         model, optimizer, collector = trained(0)
         collector.load(saved)
         for _ in range(stop, 5):
@@ -62,7 +62,7 @@ def test_attributes_that_change_go_on_in_a_resumed_run() -> None:
 
 
 def test_a_setting_is_the_programs_own() -> None:
-    saved = stored(trained(2)[2].state())
+    saved = through_format(trained(2)[2].state())
     _, optimizer, collector = trained(0, every=2)
     collector.load(saved)
     assert optimizer.every == 2 and optimizer._count == 2
@@ -103,7 +103,7 @@ def test_a_module_that_is_named_by_itself_comes_back_whole() -> None:
     for step in range(1, 5):
         bank.add(torch.full((2,), float(step)))
         collector.copy(Position(step=step, epoch=1, step_in_epoch=step))
-    saved = stored(collector.state())
+    saved = through_format(collector.state())
     bank.add(torch.ones(2))  # after the boundary
     total = fresh.total
     Collector({"bank": fresh}).load(saved)

@@ -60,6 +60,7 @@ def paths(targets: dict[str, Any]) -> list[str]:
 def test_ddp_around_a_component_in_one_and_under_compile() -> None:
     whole = DistributedDataParallel(nn.Linear(2, 2))
     assert paths({"model": whole}) == ["model"] and replica_ranks(*with_ddp({"model": whole})) == [0]
+    assert paths({"model": nn.Linear(2, 2)}) == [], "it is around something else"
     compiled: Any = torch.compile(DistributedDataParallel(nn.Linear(2, 2)), backend="eager")
     assert paths({"model": compiled}) == ["model._orig_mod"] and replica_ranks(*with_ddp({"model": compiled})) == [0]
     assert outermost_replicas(*with_ddp({"model": compiled})) == [compiled]
@@ -73,18 +74,12 @@ def test_a_part_outside_of_ddp_makes_no_replica() -> None:
     assert replica_ranks(*with_ddp(targets)) == [0]
 
 
-def test_ddp_that_the_guard_was_not_given() -> None:
-    model = nn.Linear(2, 2)
-    wrapped = DistributedDataParallel(model)
-    targets = {"model": model}
-    assert ddp_modules(targets) == [("model", wrapped)] and replica_ranks(*with_ddp(targets)) == [0]
-    assert outermost_replicas(*with_ddp(targets)) == [wrapped]
-
-
 def test_ddp_in_an_object_that_is_no_module_or_around_parts_or_more() -> None:
     model = nn.Linear(2, 2)
     trainer = Trainer(model)
     assert ddp_modules({"model": model}) == [("model", trainer.wrapped)]
+    assert replica_ranks(*with_ddp({"model": model})) == [0]
+    assert outermost_replicas(*with_ddp({"model": model})) == [trainer.wrapped]
     pair = Pair(lambda module: module)
     parts = [DistributedDataParallel(pair.net), DistributedDataParallel(pair.head)]
     assert ddp_modules({"model": pair}) == [("model.head", parts[1]), ("model.net", parts[0])]
@@ -92,11 +87,6 @@ def test_ddp_in_an_object_that_is_no_module_or_around_parts_or_more() -> None:
     inner = nn.Linear(2, 2)
     around = DistributedDataParallel(nn.Sequential(inner, nn.ReLU()))
     assert ddp_modules({"model": inner}) == [("model", around)]
-
-
-def test_ddp_around_something_else_is_not_the_jobs() -> None:
-    other = DistributedDataParallel(nn.Linear(2, 2))
-    assert paths({"model": nn.Linear(2, 2)}) == [] and other is not None
 
 
 def test_parameters_that_ddp_ignores_have_the_paths_of_the_checkpoint() -> None:
@@ -108,9 +98,6 @@ def test_parameters_that_ddp_ignores_have_the_paths_of_the_checkpoint() -> None:
         "model.a.module.own.weight",
         "model.a.module.own.bias",
     }
-
-
-# --- what is told ---
 
 
 @pytest.mark.parametrize("other", [False, True])

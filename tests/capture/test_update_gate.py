@@ -41,6 +41,14 @@ def problem(gate: UpdateGate) -> str | None:
         return found
 
 
+def updated(layer: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has stepped once."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    backward(layer)
+    optimizer.step()
+    return optimizer
+
+
 def start(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
@@ -48,9 +56,7 @@ def start(work: Callable[[], object]) -> threading.Thread:
 
 
 def test_after_a_step_nothing_is_clean_until_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None:
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    backward(layer)
-    optimizer.step()
+    updated(layer)
     assert gate.state is GateState.DIRTY
     assert problem(gate) == "an optimizer had stepped and the boundary was not reached"
     copied: list[int] = []
@@ -59,22 +65,17 @@ def test_after_a_step_nothing_is_clean_until_the_boundary(gate: UpdateGate, laye
     assert (gate.state, problem(gate)) == (GateState.CLEAN, None)
 
 
-def test_an_optimizer_that_nobody_named_is_seen_where_it_changes_what_is_kept(gate: UpdateGate) -> None:
+def test_an_optimizer_is_seen_where_it_is_named_or_changes_what_is_kept(gate: UpdateGate) -> None:
     other = nn.Linear(3, 1)
-    backward(other)
-    probe = torch.optim.AdamW(other.parameters())
-    probe.step()
+    probe = updated(other)
     assert problem(gate) is None
-    probe.add_param_group({"params": list(gate._parameters)})
+    gate.named = {id(probe)}
     probe.step()
     assert gate.state is GateState.DIRTY
-
-
-def test_a_named_optimizer_is_seen_whatever_it_changes(gate: UpdateGate) -> None:
-    temperature = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.Adam([temperature])
-    gate.named = {id(optimizer)}
-    optimizer.step()
+    gate.named = set()
+    gate.pass_boundary(lambda: None)
+    probe.add_param_group({"params": list(gate._parameters)})
+    probe.step()
     assert gate.state is GateState.DIRTY
 
 
@@ -150,8 +151,7 @@ def test_gradients_without_an_update_are_an_open_window(gate: UpdateGate, layer:
 
 
 def test_an_exception_in_the_copy_leaves_the_gate_usable_and_not_clean(gate: UpdateGate, layer: nn.Linear) -> None:
-    backward(layer)
-    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    updated(layer)
 
     def fail() -> None:
         raise ValueError("injected")
@@ -160,11 +160,13 @@ def test_an_exception_in_the_copy_leaves_the_gate_usable_and_not_clean(gate: Upd
         gate.pass_boundary(fail)
     assert problem(gate) == "the boundary was being copied, or its copy failed"
     assert gate.pass_boundary(lambda: None)
+    with pytest.raises(ValueError, match="injected"), gate.hold(0.0):
+        fail()
+    assert problem(gate) is None
 
 
 def test_hold_waits_for_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None:
-    backward(layer)
-    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    updated(layer)
     order: list[str] = []
 
     def capture() -> None:
@@ -233,12 +235,6 @@ def test_a_forked_child_waits_for_no_reader_of_its_parent(gate: UpdateGate, laye
     gate.give_back()
     optimizer.step()
     assert gate.state is GateState.DIRTY, "the parent's hooks are still there"
-
-
-def test_an_exception_while_holding_lets_go(gate: UpdateGate) -> None:
-    with pytest.raises(ValueError, match="injected"), gate.hold(0.0):
-        raise ValueError("injected")
-    assert problem(gate) is None
 
 
 class _Replacing(torch.optim.SGD):
