@@ -334,7 +334,8 @@ class MemorySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SavingSettings:
-    """How a save is made: what replicas share (`guard.together`), and its way to the disk (`persist.direct_io`)."""
+    """How a save is made: what replicas share (`guard.divided_saves`), and its way to the disk
+    (`persist.direct_io`)."""
 
     divide: str = "auto"
     """``MINDX_DIVIDED_SAVES``: ``auto`` divides the state of a stop among the ranks of a machine where that is worth

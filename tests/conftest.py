@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _one_test_is_the_program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard looks at all modules of its program. The hundreds of other modules of tests that pytest has
     imported are none of it, and would take most of the time."""
-    surroundings = sys.modules.get("mindx_elastic.guard.checks.surroundings")
+    surroundings = sys.modules.get("mindx_elastic.guard.checks.program_variables")
     if surroundings is None:
         return
     every, own = surroundings._program_modules, getattr(request, "module", None)

@@ -43,13 +43,13 @@ from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
-from mindx_elastic.core.leaving import flush_output
 from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.stop_cause import flush_output
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.notices import NoticeWatch
 from mindx_elastic.rejoin.nccl import DUMP, ERROR_HANDLING
-from mindx_elastic.start.remains import find_remains, remarks
+from mindx_elastic.start.unused_state import find_unused_state, remarks
 
 __all__ = ["launch"]
 
@@ -389,7 +389,7 @@ def _kept_in_memory(supervisor: Supervisor) -> tuple[int, list[str]]:
     if any(os.path.exists(arena) for arena in supervisor.arenas):
         newest = find_progress(supervisor.ledger.records).saved_step
         for directory in sorted(supervisor.directories):
-            remains = find_remains(directory)
+            remains = find_unused_state(directory)
             why += remarks(remains, newest)
             step = max(step, -1 if remains["in_memory"] is None else remains["in_memory"]["step"])
     return step, why

@@ -10,11 +10,11 @@ from typing import Any
 from mindx_elastic.agreement.gather import START_TIMEOUT_S, Answer, Merge
 from mindx_elastic.agreement.stop_step import FINISHED, Decision, Offer, conclude
 
-__all__ = ["Exchange", "Order"]
+__all__ = ["Exchange", "PauseRequest"]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PauseRequest:
     """To pause, or to go on. The orders of a job are numbered, and each comes after the one before it: two ranks that
     pass on the same order write the same one, a second pause in a pause changes nothing, and a rank that has missed
     some orders needs only the newest."""
@@ -40,7 +40,7 @@ class Exchange:
         thread; asked while a rank waits for a decision."""
         self._values: dict[str, str] = {}
         self._offers: dict[str, Offer] = {}
-        self._order = Order()
+        self._order = PauseRequest()
 
     @property
     def is_sealed(self) -> bool:
@@ -48,7 +48,9 @@ class Exchange:
         return True
 
     def listen(
-        self, on_request: Callable[[dict[str, Any]], None], on_order: Callable[[Order], None] = lambda order: None
+        self,
+        on_request: Callable[[dict[str, Any]], None],
+        on_order: Callable[[PauseRequest], None] = lambda order: None,
     ) -> None:
         """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop, and `on_order` for a
         newer order of another rank.
@@ -60,11 +62,11 @@ class Exchange:
         """Ask every rank to stop; returns the request that won, this one or an earlier one."""
         return dict(content)
 
-    def order(self, *, pause: bool, reason: str) -> Order:
+    def order(self, *, pause: bool, reason: str) -> PauseRequest:
         """Order all ranks to pause, or to go on, unless the newest order says so already. Returns the newest one. Never
         blocks long; raises what a lost store raises."""
         if self._order.is_pause != pause:
-            self._order = Order(self._order.number + 1, reason)
+            self._order = PauseRequest(self._order.number + 1, reason)
         return self._order
 
     def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:

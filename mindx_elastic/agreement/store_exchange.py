@@ -36,7 +36,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from mindx_elastic.agreement.exchange import Exchange, Order
+from mindx_elastic.agreement.exchange import Exchange, PauseRequest
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
 from mindx_elastic.agreement.stop_step import (
@@ -110,7 +110,7 @@ class StoreExchange(StoreGathering, Exchange):
         self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's
         self._choosing = threading.Lock()
         self._warned: set[str] = set()
-        self._on_order: Callable[[Order], None] = lambda order: None
+        self._on_order: Callable[[PauseRequest], None] = lambda order: None
 
     @property
     def _answer_s(self) -> float:
@@ -125,7 +125,9 @@ class StoreExchange(StoreGathering, Exchange):
         return self.seal.derive(text)
 
     def listen(
-        self, on_request: Callable[[dict[str, Any]], None], on_order: Callable[[Order], None] = lambda order: None
+        self,
+        on_request: Callable[[dict[str, Any]], None],
+        on_order: Callable[[PauseRequest], None] = lambda order: None,
     ) -> None:
         self._on_order = on_order
 
@@ -190,11 +192,11 @@ class StoreExchange(StoreGathering, Exchange):
             self._on_order(self._order)
         return self._order.number > 0
 
-    def _newest_order(self, store: Store) -> Order:
+    def _newest_order(self, store: Store) -> PauseRequest:
         newest = self._order
         while (message := self._peek(store, key := f"pause/{newest.number + 1}")) is not None:
             try:
-                newest = Order(newest.number + 1, self.seal.open(key, message, limit=MAX_CELL))
+                newest = PauseRequest(newest.number + 1, self.seal.open(key, message, limit=MAX_CELL))
             except NotOursError as error:
                 self._warn_of_stranger(key, error)
                 break
@@ -202,8 +204,8 @@ class StoreExchange(StoreGathering, Exchange):
             self._order = newest
         return self._order
 
-    def order(self, *, pause: bool, reason: str) -> Order:
-        def give() -> Order:
+    def order(self, *, pause: bool, reason: str) -> PauseRequest:
+        def give() -> PauseRequest:
             with self._lock:
                 newest = self._newest_order(self._store)
                 if newest.is_pause == pause:

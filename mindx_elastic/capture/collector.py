@@ -326,7 +326,7 @@ class Collector:
         state["gradient_order"] = self.gradient_order
         if broadcasts := self.broadcasts.state():
             state["buffer_broadcasts"] = broadcasts
-        state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
+        state["module_extras"] = {name: module.module_extras() for name, module in self._modules.items()}
         if settings := self._settings.kept:
             state["settings_given"] = settings
         if are_in_use() and (devices := self._tensor_devices(state)):
@@ -373,7 +373,7 @@ class Collector:
         Call it where `state` may be called."""
         state = self.volatile()
         state["on_device"] = self.copied_from_device()
-        state["beside"] = {name: module.beside() for name, module in self._modules.items()}
+        state["beside"] = {name: module.module_extras() for name, module in self._modules.items()}
         state["buffer_broadcasts"] = self.broadcasts.state()
         copied: dict[str, Any] = copy_tree(state)
         return copied
@@ -448,14 +448,14 @@ class Collector:
                     theirs = state[name]["param_groups"]
                     merged = [{**mine, "params": g["params"]} for mine, g in zip(groups, theirs, strict=True)]
                     own[name] = {**state[name], "param_groups": merged}
-        if beside := volatile.get("beside"):
-            own["module_extras"] = state.get("module_extras", {}) | beside
+        if module_extras := volatile.get("beside"):
+            own["module_extras"] = state.get("module_extras", {}) | module_extras
         elif loose := volatile.get("loose"):
-            beside = state.get("module_extras", {})
-            own["module_extras"] = beside | {
-                name: {**beside[name], "buffers": beside[name].get("buffers", {}) | buffers}
+            module_extras = state.get("module_extras", {})
+            own["module_extras"] = module_extras | {
+                name: {**module_extras[name], "buffers": module_extras[name].get("buffers", {}) | buffers}
                 for name, buffers in loose.items()
-                if name in beside
+                if name in module_extras
             }
         if "buffer_broadcasts" in volatile:
             own.pop("buffer_broadcasts", None)
@@ -520,21 +520,25 @@ class Collector:
     def without_parts(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """A `state` that another world has written, less what of `module_extras` each rank holds in its own parts;
         and the names of that."""
-        beside = dict(state.get("module_extras", {}))
+        module_extras = dict(state.get("module_extras", {}))
         left_out: list[str] = []
         for name, module in self._modules.items():
-            if name in beside:
-                beside[name], parts = module.without_parts(beside[name])
+            if name in module_extras:
+                module_extras[name], parts = module.without_parts(module_extras[name])
                 left_out += [f"{part} ({name})" for part in parts]
-        return {**state, "module_extras": beside}, left_out
+        return {**state, "module_extras": module_extras}, left_out
 
     def _load_components(self, state: Mapping[str, Any], names: Iterable[str], *, live: bool = False) -> None:
         wanted = set(names)
         modules = {name: module for name, module in self._modules.items() if name in wanted}
         # Neither is in files of older versions.
-        beside, devices, own = state.get("module_extras", {}), state.get("tensor_devices", {}), self.devices.device
+        module_extras, devices, own = (
+            state.get("module_extras", {}),
+            state.get("tensor_devices", {}),
+            self.devices.device,
+        )
         for name, module in modules.items():
-            module.prepare(beside.get(name, {}), state[name])
+            module.prepare(module_extras.get(name, {}), state[name])
         self._regroup(state)
         for name, component in self.components.items():
             if name in wanted and live and isinstance(component, (ModuleComponent, OptimizerComponent)):
@@ -546,7 +550,7 @@ class Collector:
             elif name in wanted:
                 component.load(put_on(state[name], devices.get(name, ""), own))
         for name, module in modules.items():
-            module.load_beside(beside.get(name, {}))
+            module.load_module_extras(module_extras.get(name, {}))
 
     def load_again(self, state: Mapping[str, Any], names: Sequence[str]) -> None:
         """Put back the objects `names`, which code has touched since `load`. Training thread."""

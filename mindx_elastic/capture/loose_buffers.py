@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
-from mindx_elastic.capture.tables import buffers_of
+from mindx_elastic.capture.module_tables import buffers_of
 from mindx_elastic.capture.tensor_copy import TensorCopy
 
 __all__ = ["LooseBuffers"]

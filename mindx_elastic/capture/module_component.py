@@ -21,11 +21,11 @@ from mindx_elastic.capture.copying import copy_state
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
 from mindx_elastic.capture.loose_buffers import LooseBuffers
+from mindx_elastic.capture.module_tables import buffers_of, parameters_of
 from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.pruning import Masks, original_names
 from mindx_elastic.capture.stand_ins import originals
 from mindx_elastic.capture.structure import Structure
-from mindx_elastic.capture.tables import buffers_of, parameters_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
@@ -314,7 +314,7 @@ class ModuleComponent:
             state = {name: copies.get(name, value) for name, value in self.module.state_dict().items()}
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
 
-    def beside(self) -> dict[str, Any]:
+    def module_extras(self) -> dict[str, Any]:
         """What no state_dict has, as it was at the boundary; small, and the same for replicas but for some buffers (see
         `own_loose`)."""
         added = [
@@ -352,11 +352,11 @@ class ModuleComponent:
         kept = ((name, p.grad) for name, p in self._named.items() if not p.requires_grad)
         return {name: local_part(gradient).detach() for name, gradient in kept if gradient is not None}
 
-    def prepare(self, beside: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    def prepare(self, module_extras: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Before `load`: prune what was pruned, register the buffers that the module had got in mid-run, and give those
         that were resized the shape of then."""
-        changed = "pruned" in beside and self._masks.apply(beside["pruned"])
-        for name in beside.get("added_buffers", ()):
+        changed = "pruned" in module_extras and self._masks.apply(module_extras["pruned"])
+        for name in module_extras.get("added_buffers", ()):
             prefix, _, key = name.rpartition(".")
             child = dict(self.module.named_modules()).get(prefix)
             if child is not None and name in state and child._buffers.get(key) is None and key not in child._parameters:
@@ -364,7 +364,7 @@ class ModuleComponent:
                 value = state[name].clone()
                 child.register_buffer(key, value if like is None else value.to(like.device))
                 changed = True
-        for name, how in beside.get("resized_buffers", {}).items():
+        for name, how in module_extras.get("resized_buffers", {}).items():
             self._resize(name, how, state.get(name))
         if changed:
             self.follow()
@@ -387,29 +387,29 @@ class ModuleComponent:
         elif (own.shape, own.dtype) != (saved.shape, saved.dtype):
             child._buffers[key] = torch.empty_like(saved, device=own.device)
 
-    def without_parts(self, beside: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """`beside` of a file of another world, and the names of what had to be left out: what this world holds in
-        parts, for which no layout is kept."""
-        kept, left_out = dict(beside), []
+    def without_parts(self, module_extras: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """`module_extras` of a file of another world, and the names of what had to be left out: what this world holds
+        in parts, for which no layout is kept."""
+        kept, left_out = dict(module_extras), []
         live: dict[str, Mapping[str, torch.Tensor]] = {
             "frozen_gradients": self._named,
             "buffers": self._loose.live(),
             "pruned": original_names(self._named, (n.removesuffix("_orig") for n in self._named)),
         }
-        for key in live.keys() & beside.keys():
-            parts = [name for name, value in beside[key].items() if _is_part(value, live[key].get(name))]
+        for key in live.keys() & module_extras.keys():
+            parts = [name for name, value in module_extras[key].items() if _is_part(value, live[key].get(name))]
             left_out += [f"the gradient of {name}" if key == "frozen_gradients" else name for name in parts]
-            kept[key] = {name: value for name, value in beside[key].items() if name not in parts}
+            kept[key] = {name: value for name, value in module_extras[key].items() if name not in parts}
             if key == "pruned":  # the next forward makes it
                 kept[key] |= dict.fromkeys(parts)
         return kept, left_out
 
-    def load_beside(self, beside: Mapping[str, Any]) -> None:
-        """After `load`: the rest of what `beside` gives, without the flags."""
-        self._masks.load(beside.get("pruned", {}))
-        self._loose.load(beside.get("buffers", {}))
-        self._own.load(beside.get("attributes", {}))
-        for name, gradient in beside.get("frozen_gradients", {}).items():
+    def load_module_extras(self, module_extras: Mapping[str, Any]) -> None:
+        """After `load`: the rest of what `module_extras` gives, without the flags."""
+        self._masks.load(module_extras.get("pruned", {}))
+        self._loose.load(module_extras.get("buffers", {}))
+        self._own.load(module_extras.get("attributes", {}))
+        for name, gradient in module_extras.get("frozen_gradients", {}).items():
             if (parameter := self._named.get(name)) is not None:
                 if gradient.shape != local_part(parameter).shape:
                     raise MismatchError(

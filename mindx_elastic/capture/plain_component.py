@@ -116,7 +116,7 @@ class PlainComponent:
             stateful = _OldSwaScheduler(target)
         self._stateful: Stateful = stateful or target
         self._is_scheduler = stateful is None and _is_stock_scheduler(target)
-        self._giver = target if isinstance(target, GivesCopies) else None
+        self._copies_source = target if isinstance(target, GivesCopies) else None
         self._names: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._has_parameter_keys = False
@@ -132,7 +132,7 @@ class PlainComponent:
 
     def check(self) -> None:
         """Look once at what the state has. Raises UnsupportedStateError for an object that would not come back."""
-        if not self.is_heavy and self._giver is None:
+        if not self.is_heavy and self._copies_source is None:
             state = self.live_state()
             check_objects(state, self.name, self._parameters)
             self._has_parameter_keys = named_keys(state, self._names) is not state
@@ -145,7 +145,9 @@ class PlainComponent:
                 self._copy: Any = copy_items(variables, but="optimizer")
                 return
         state = self._stateful.state_dict() if not self._has_objects else self.live_state()
-        self._copy = state if self._giver is not None and self._giver.gives_copies else copy_state(state)
+        self._copy = (
+            state if self._copies_source is not None and self._copies_source.gives_copies else copy_state(state)
+        )
 
     def live_state(self) -> Any:
         """What its `state_dict` gives, the objects in it taken apart."""
@@ -155,7 +157,7 @@ class PlainComponent:
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
         state = self.live_state()
-        return state if self._giver is not None and self._giver.gives_copies else copy_state(state)
+        return state if self._copies_source is not None and self._copies_source.gives_copies else copy_state(state)
 
     @property
     def seen(self) -> Any:

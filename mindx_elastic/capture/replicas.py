@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.capture.ddp_order import DdpModules, GradientOrder
+from mindx_elastic.capture.find_objects import find_objects
 from mindx_elastic.capture.layouts import ByHand, ParallelSetup
-from mindx_elastic.capture.living import living_objects
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
@@ -78,7 +78,7 @@ def _hidden(targets: Mapping[str, Any], known: Collection[int]) -> list[tuple[st
     """DDP modules anywhere in the process around a module of `targets`."""
     modules = _named_modules(targets)
     paths = {id(module): path for path, module in modules.items()}
-    living = [each for each in living_objects(DistributedDataParallel) if id(each) not in known]
+    living = [each for each in find_objects(DistributedDataParallel) if id(each) not in known]
     found: dict[str, DistributedDataParallel] = {}
     for module in living:
         path = paths.get(id(unwrap_module(module))) or next(
@@ -178,7 +178,7 @@ class GradientOrders:
         """by_hand: the user has given layouts, or the guard does not train; then there is no warning without DDP."""
         self._collector, self._risks = collector, risks
         if world_size > 1 and not by_hand and not ddp and not collector.is_sharded:
-            others = living_objects(DistributedDataParallel)  # around something else: perhaps around a copy
+            others = find_objects(DistributedDataParallel)  # around something else: perhaps around a copy
             logger.log(
                 logging.WARNING if others else logging.INFO,
                 "no DDP or sharded module among the guard's objects: if the model is wrapped in DDP, give the guard "

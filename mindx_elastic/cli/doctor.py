@@ -76,10 +76,10 @@ def doctor_command(
 
     if grace is not None and not MIN_GRACE_S <= grace <= 86400:
         fail(f"--grace {grace:g}: give {MIN_GRACE_S:g} to 86400 seconds")
-    from mindx_elastic.doctor.examine import Wish, examine
+    from mindx_elastic.doctor.examine import ExamineOptions, examine
     from mindx_elastic.doctor.finding import Level, worst
 
-    wish = Wish(
+    wish = ExamineOptions(
         directory=directory,
         grace_s=grace,
         state_bytes=parse_size(state) if state else None,

@@ -13,9 +13,9 @@ from rich.console import Console
 from mindx_elastic.cli.common import JsonOption, fail, print_table, say, show
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
-    Asked,
     FreshOption,
     KeepOption,
+    ScriptOptions,
     StepsOption,
     TimeoutOption,
     interruptible,
@@ -78,7 +78,7 @@ def drill_command(
         return
     began = time.monotonic()
     faults = [_parsed(text) for text in fault or []]
-    asked = Asked.of("drill", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json)
+    asked = ScriptOptions.of("drill", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json)
     if not faults and not random:
         fail("name a fault (--fault kill:step=7), or a number of them (--random 20); --list names all")
     for each in faults:
@@ -117,7 +117,7 @@ def _print_kinds(as_json: bool) -> None:
         typer.echo(f"{name}\n    {says}")
 
 
-def _drill(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, seed: int) -> None:
+def _drill(drill: Drill, asked: ScriptOptions, faults: Sequence[Fault], number: int, seed: int) -> None:
     from mindx_elastic.drill.drill import Driller
     from mindx_elastic.drill.outside import DrillLeftovers
     from mindx_elastic.prove.runs import Runs
@@ -132,14 +132,14 @@ def _drill(drill: Drill, asked: Asked, faults: Sequence[Fault], number: int, see
             Driller(asked.command, runs, leftovers, faults=faults, show=bar.show_runs, into=drill, **drawn).drill()
 
 
-def _tell(drill: Drill, asked: Asked, seconds: float) -> None:
+def _tell(drill: Drill, asked: ScriptOptions, seconds: float) -> None:
     from mindx_elastic.drill.report import to_json
 
     document = to_json(drill, command=asked.words, seconds=seconds)
     show(document, asked.as_json, lambda console, _: _print(console, drill, asked, seconds))
 
 
-def _print(console: Console, drill: Drill, asked: Asked, seconds: float) -> None:
+def _print(console: Console, drill: Drill, asked: ScriptOptions, seconds: float) -> None:
     from mindx_elastic.drill.drill import GOOD
     from mindx_elastic.drill.report import COLUMNS, cells, describe, summary
     from mindx_elastic.prove.report import describe as describe_run

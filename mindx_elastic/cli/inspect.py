@@ -31,7 +31,7 @@ from mindx_elastic.cli.common import (
 from mindx_elastic.cli.verify import check_entries, entries_at
 from mindx_elastic.core.certificate import proof_of
 from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.start.remains import find_remains, remarks
+from mindx_elastic.start.unused_state import find_unused_state, remarks
 
 if TYPE_CHECKING:
     from mindx_elastic.persist.catalog import CatalogEntry
@@ -129,7 +129,7 @@ def _report(directory: Path, inventory: Inventory, findings: _Findings | None, *
         "steps": steps,
         "problems": [_problem(entry) for entry in inventory.entries.values() if entry.problem is not None],
         "quarantined": len(quarantined(directory)),
-        **find_remains(directory),
+        **find_unused_state(directory),
     }
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, JsonOption, fail, is_folder, say, show
-from mindx_elastic.start.remains import find_remains, remarks
+from mindx_elastic.start.unused_state import find_unused_state, remarks
 
 if TYPE_CHECKING:
     from mindx_elastic.cli.plan_inputs import Checked
@@ -147,7 +147,7 @@ def _document(path: Path, result: _Result) -> dict[str, Any]:
         "digests_checked": checked is not None,
         "checked_files": 0 if checked is None else checked.files,
         "checked_bytes": 0 if checked is None else checked.nbytes,
-        **find_remains(path),
+        **find_unused_state(path),
     }
     if isinstance(plan, ResumePlan):
         infos = [info for each in plan.ranks if (info := result.found.entries[each.file.path].info) is not None]

@@ -11,9 +11,9 @@ from rich.console import Console
 from mindx_elastic.cli.common import JsonOption, fail, print_table, say, show
 from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
-    Asked,
     FreshOption,
     KeepOption,
+    ScriptOptions,
     StepsOption,
     TimeoutOption,
     interruptible,
@@ -66,7 +66,7 @@ def prove_command(
     mindx-elastic prove --json -- -m project.train
     """
     number = _number_of(stops)
-    asked = Asked.of("prove", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json)
+    asked = ScriptOptions.of("prove", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json)
     began = time.monotonic()
     with interruptible():
         proof = _prove(asked, number, seed)
@@ -82,7 +82,7 @@ def _number_of(stops: str) -> int | None:
     return int(stops)
 
 
-def _prove(asked: Asked, stops: int | None, seed: int) -> ProofReport:
+def _prove(asked: ScriptOptions, stops: int | None, seed: int) -> ProofReport:
     from mindx_elastic.prove.proof import prove
     from mindx_elastic.prove.runs import Runs
 
@@ -91,14 +91,14 @@ def _prove(asked: Asked, stops: int | None, seed: int) -> ProofReport:
         return prove(runs, stops=stops, steps=asked.steps, seed=seed, show=bar.show_runs)
 
 
-def _tell(proof: ProofReport, asked: Asked, seconds: float) -> None:
+def _tell(proof: ProofReport, asked: ScriptOptions, seconds: float) -> None:
     from mindx_elastic.prove.report import to_json
 
     document = to_json(proof, command=asked.words, seconds=seconds)
     show(document, asked.as_json, lambda console, _: _print(console, proof, asked, seconds))
 
 
-def _print(console: Console, proof: ProofReport, asked: Asked, seconds: float) -> None:
+def _print(console: Console, proof: ProofReport, asked: ScriptOptions, seconds: float) -> None:
     rows = [_cells(row, proof) for row in proof.rows]
     print_table(console, _COLUMNS, rows, left="run|result", wraps="run|result")
     console.print()

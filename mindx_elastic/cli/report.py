@@ -59,7 +59,7 @@ def report_command(
     """
     from mindx_elastic.core.events import EVENTS_FILE
     from mindx_elastic.report.page import make_page
-    from mindx_elastic.report.story import tell
+    from mindx_elastic.report.run_history import tell
 
     log = path / EVENTS_FILE if is_folder(path) else path
     if checkpoints is not None and not (checkpoints / EVENTS_FILE).is_file():

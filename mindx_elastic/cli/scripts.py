@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCRIPT_SETTINGS",
-    "Asked",
     "FreshOption",
     "KeepOption",
     "ScriptCommand",
+    "ScriptOptions",
     "StepsOption",
     "TimeoutOption",
     "interruptible",
@@ -79,7 +79,7 @@ def split_line(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ScriptOptions:
     """What the command line says besides the command's own options; checked."""
 
     script: list[str]
@@ -92,9 +92,9 @@ class Asked:
     as_json: bool
 
     @staticmethod
-    def of(name: str, ctx: Any, **options: Any) -> Asked:
+    def of(name: str, ctx: Any, **options: Any) -> ScriptOptions:
         """Of a `ScriptCommand`. Ends the command for what would be found out by each run, or after the last one."""
-        asked = Asked(script=list(ctx.meta[_MARK]), agent=list(ctx.args), **options)
+        asked = ScriptOptions(script=list(ctx.meta[_MARK]), agent=list(ctx.args), **options)
         own = [word for parameter in ctx.command.params for word in parameter.opts]
         _check(name, asked.script, asked.agent, own)
         return asked

@@ -23,7 +23,7 @@ def make_report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, An
     """The JSON document; what is printed comes from it, so that the two cannot disagree."""
     from mindx_elastic.agent.ledger import add_up
     from mindx_elastic.agent.result import read_result
-    from mindx_elastic.report.story import remarks_of_run
+    from mindx_elastic.report.run_history import remarks_of_run
 
     report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
     report |= {"recoveries": [], "attempts": [], "workers": [], "remarks": []}

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from mindx_elastic.cli.common import find_runs, make_console
-from mindx_elastic.cli.outlook import DiskWatch, Rates, expect
+from mindx_elastic.cli.possible_loss import DiskWatch, Rates, expect
 from mindx_elastic.cli.scripts import interruptible
 from mindx_elastic.cli.status_report import make_report, read_pages
 from mindx_elastic.cli.watch_frame import draw_frame

@@ -8,7 +8,7 @@ process has to be started by hand.
 What cannot be carried over ``exec`` is closed first: descriptors that C code has opened, loader workers, signal
 handlers. Code that was registered with ``atexit`` before `cluster.init` was called does not run.
 
-An exit code cannot be read at the interpreter's end. What a guard's stop has noted counts (`core.leaving`), then the
+An exit code cannot be read at the interpreter's end. What a guard's stop has noted counts (`core.stop_cause`), then the
 exception that has ended the program, then the code given to `sys.exit`, which is noted for that.
 """
 
@@ -27,8 +27,8 @@ from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_TEMPORARY
 from mindx_elastic.alarm.peers import report_death
 from mindx_elastic.cluster.connection import SchedulerConnection
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.leaving import Leaving, add_last_act, flush_output, noted_leaving
 from mindx_elastic.core.same_program import SameProgram
+from mindx_elastic.core.stop_cause import StopCause, add_last_act, flush_output, noted_stop_cause
 
 __all__ = ["WorkerEnd"]
 
@@ -112,14 +112,14 @@ class WorkerEnd:
         if os.getpid() != self._pid:
             return  # a forked child
         with self._once:
-            self._conclude(noted_leaving())
+            self._conclude(noted_stop_cause())
 
     def _last_act(self) -> None:
         """Any thread: the process ends beside a stuck training thread."""
         if os.getpid() == self._pid and self._once.acquire(blocking=False):
-            self._conclude(noted_leaving())
+            self._conclude(noted_stop_cause())
 
-    def _conclude(self, leaving: Leaving | None) -> None:
+    def _conclude(self, leaving: StopCause | None) -> None:
         connection = self._connection
         error = getattr(sys, "last_value", None)
         error = None if error is self._before else error

@@ -23,7 +23,7 @@ import torch
 from mindx_elastic.convert.assemble import Size, TensorPart, check_parts, put_together
 from mindx_elastic.convert.inert_pickle import read_inert
 from mindx_elastic.convert.mapped import Scratch, open_source
-from mindx_elastic.convert.state import Later
+from mindx_elastic.convert.state import LazyValue
 from mindx_elastic.convert.torch_file import PickledObject, load_weights
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError
 from mindx_elastic.persist.dtypes import parse_dtype
@@ -46,7 +46,7 @@ class _Place:
 
 
 def read_dcp(path: Path, scratch: Scratch) -> dict[str, Any]:
-    """The nested state, with a `Later` for every leaf. Raises CorruptCheckpointError, ForeignCheckpointError."""
+    """The nested state, with a `LazyValue` for every leaf. Raises CorruptCheckpointError, ForeignCheckpointError."""
     file = path / METADATA
     try:
         with open(open_source(file), "rb") as stream:
@@ -101,7 +101,7 @@ class _Reader:
             found.setdefault(name, {})[None if offset is None else _size(offset)] = place
         return found
 
-    def _tensor(self, name: str, fields: dict[Any, Any], places: Mapping[Size | None, _Place]) -> Later:
+    def _tensor(self, name: str, fields: dict[Any, Any], places: Mapping[Size | None, _Place]) -> LazyValue:
         shape = _size(fields.get("size"))
         state = _made(fields.get("properties"), "TensorProperties").state
         dtype = state[0] if type(state) is tuple and state else None
@@ -112,7 +112,7 @@ class _Reader:
             raise ValueError(f"{name!s:.80} without chunks")
         parts = [self._part(name, chunk, kind, places) for chunk in fields["chunks"]]
         check_parts(name, shape, parts)
-        return Later(lambda: put_together(shape, kind, parts, self.scratch))
+        return LazyValue(lambda: put_together(shape, kind, parts, self.scratch))
 
     def _part(self, name: str, value: Any, dtype: torch.dtype, places: Mapping[Size | None, _Place]) -> TensorPart:
         fields = _fields(value, "ChunkStorageMetadata")
@@ -134,11 +134,11 @@ class _Reader:
             raise ForeignCheckpointError(f"{self.path}: {name} is not a plain dense tensor", path=self.path)
         return part.detach()
 
-    def _value(self, name: str, places: Mapping[Size | None, _Place]) -> Later:
+    def _value(self, name: str, places: Mapping[Size | None, _Place]) -> LazyValue:
         if len(places) != 1:
             raise ValueError(f"{name!s:.80} is in {len(places)} places")
         (place,) = places.values()
-        return Later(lambda: self._load(name, place))
+        return LazyValue(lambda: self._load(name, place))
 
     def _load(self, name: str, place: _Place) -> Any:
         path = self.path / place.file
@@ -162,7 +162,7 @@ def _path_of(name: str, found: Any) -> tuple[str | int, ...]:
     raise ValueError(f"{name!s:.80}: a malformed path in the state")
 
 
-def _put(state: dict[str, Any], path: tuple[str | int, ...], leaf: Later) -> None:
+def _put(state: dict[str, Any], path: tuple[str | int, ...], leaf: LazyValue) -> None:
     """As in DCP: a text is a key of a dictionary, a number a place in a list."""
     at: Any = state
     for key, following in zip(path, [*path[1:], None], strict=True):

@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.core.log_once import said_once
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.ready_thread import ReadyThread
-from mindx_elastic.core.said_once import said_once
 from mindx_elastic.core.values import real
 
 __all__ = [

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NoReturn
 
-from mindx_elastic.core.leaving import flush_output
+from mindx_elastic.core.stop_cause import flush_output
 
 __all__ = ["SameProgram"]
 

@@ -70,21 +70,21 @@ def is_generator(value: Any) -> bool:
     return issubclass(type(value), kinds) and not issubclass(type(value), random.SystemRandom)
 
 
-def find_generators(root: Any, *, beside: Any = None) -> dict[str, Any]:
+def find_generators(root: Any, *, excluding: Any = None) -> dict[str, Any]:
     """The generators that can be reached from `root`, each once, by their place (``transform.transforms.0.rng``).
-    Not those reached only through `beside`.
+    Not those reached only through `excluding`.
 
     In an order that is the same in every process. Long lists (file names) are not gone through, nor arrays. Takes
     microseconds for each object that is reached.
     """
-    return {place: value for place, value in _reach(root, beside) if is_generator(value)}
+    return {place: value for place, value in _reach(root, excluding) if is_generator(value)}
 
 
-def _reach(root: Any, beside: Any = None) -> Iterator[tuple[str, Any]]:
+def _reach(root: Any, excluding: Any = None) -> Iterator[tuple[str, Any]]:
     """What the code that loads samples can get at, each once, with its place: attributes, items, closures and defaults,
     the globals that functions name, methods and class attributes by the names that functions have for them. Objects
     come before code. The last one is `_MORE` where there is too much."""
-    seen = {id(root), id(beside), *_GLOBAL}
+    seen = {id(root), id(excluding), *_GLOBAL}
     objects, code = deque([("", root, 0)]), deque[tuple[str, Any, int]]()
     kinds: dict[type, tuple[str, int]] = {}
     names, count = set(_METHODS), 0

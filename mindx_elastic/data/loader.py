@@ -100,7 +100,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         self.seed = whole_number("seed", seed)
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
-        self._split_anew = (0, 0)  # the epoch that goes on with another number of ranks, and its batches
+        self._resplit_epoch = (0, 0)  # the epoch that goes on with another number of ranks, and its batches
         self._lengths: tuple[int, int] | None = None  # of the data set: at a checkpoint, and when that was loaded
         self.length_before: int | None = None  # of the data set, before a guard has put back what is set on it
         self._warned_of_padding = False
@@ -138,7 +138,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
     def __len__(self) -> int:
         """The same; in an epoch that goes on with another number of ranks, the batches that were handed out and those
         that are left: ``number == len(loader)`` is true of the last one."""
-        epoch, total = self._split_anew
+        epoch, total = self._resplit_epoch
         cursor = self._engine.cursor
         return total if cursor.samples and epoch == cursor.next_epoch else len(self._sampler)
 
@@ -212,9 +212,9 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             batch = batch if until is None else until  # the place of the same sample, where there is one
             logger.info("world size was %s, is %s: the epoch goes on at sample %d", state.get("world_size"), world_size,
                       samples)  # fmt: skip
-        self._split_anew = (0, 0)
+        self._resplit_epoch = (0, 0)
         if batch != until and not finished:  # in this start, or in an earlier one
-            self._split_anew = (
+            self._resplit_epoch = (
                 state["epoch"],
                 batch + self._sampler.plan(samples, size=state["num_samples"]).num_batches,
             )

@@ -94,7 +94,7 @@ class LookAhead:
             used = max(used, self.used + self.per_step)
         return min(used, seen.handed)
 
-    def settle(self, seen: Fetches) -> None:
+    def take_all_as_used(self, seen: Fetches) -> None:
         """The training ends before the second boundary: what was fetched was used."""
         if self.ahead is None:
             self.used = seen.handed

@@ -157,19 +157,19 @@ def advance_streams() -> None:
     torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
-def _moved(before: _States, beside: frozenset[int] = frozenset()) -> frozenset[int]:
+def _moved(before: _States, ignored: frozenset[int] = frozenset()) -> frozenset[int]:
     """The streams that are others than in `before`, which `_now` has given, and those of which that cannot be told.
-    Not asked of those in `beside`."""
+    Not asked of those in `ignored`."""
     found = []
-    if PYTHON not in beside:
+    if PYTHON not in ignored:
         python = python_state(before[0])
         if python is not before[0] and python != before[0]:
             found.append(PYTHON)
-    if NUMPY not in beside:
+    if NUMPY not in ignored:
         numpy = numpy_state(before[1])
         if numpy is not before[1] and (type(numpy) is not NumpyState or numpy != before[1]):
             found.append(NUMPY)
-    if TORCH not in beside:
+    if TORCH not in ignored:
         state = torch_state()
         if state is not before[2] and not torch.equal(state, before[2]):
             found.append(TORCH)

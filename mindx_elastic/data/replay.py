@@ -507,7 +507,7 @@ def _generators(part: Any, loader: Any) -> dict[str, Any]:
     if part is loader:  # its samplers and its data set are separate parts
         return {name: value for name, value in attributes_of(part).items() if is_generator(value)}
     dataset = asked(loader, "dataset")
-    return find_generators(part, beside=None if part is dataset else dataset)
+    return find_generators(part, excluding=None if part is dataset else dataset)
 
 
 def parts_with_epoch(loader: ReplayLoader) -> list[Any]:

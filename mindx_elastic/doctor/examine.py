@@ -19,11 +19,11 @@ from mindx_elastic.doctor.state import read_directory
 from mindx_elastic.doctor.variables import judge_variables
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Examination", "Wish", "examine"]
+__all__ = ["Examination", "ExamineOptions", "examine"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class ExamineOptions:
     """What the command was told."""
 
     directory: Path
@@ -44,7 +44,7 @@ class Examination:
     findings: list[Finding]
 
 
-def examine(wish: Wish, env: Mapping[str, str]) -> Examination:
+def examine(wish: ExamineOptions, env: Mapping[str, str]) -> Examination:
     """Look at everything. Writes to the file system of `wish.directory` for a moment, and leaves nothing there.
 
     Main thread; blocks on the disk. Raises nothing for what it finds.
@@ -88,7 +88,7 @@ def _settings(
     return grace_s, memory, sharing, saving
 
 
-def _state(wish: Wish) -> tuple[HeldState | None, list[Finding]]:
+def _state(wish: ExamineOptions) -> tuple[HeldState | None, list[Finding]]:
     state: HeldState | None = None
     findings: list[Finding] = []
     if wish.directory.is_dir():

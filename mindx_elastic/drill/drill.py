@@ -22,8 +22,8 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, ProofReport, Show, count_steps, failure
 from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import earliest
-from mindx_elastic.prove.records import Life
-from mindx_elastic.prove.runs import Chain, Command, RunOutcome, Runs
+from mindx_elastic.prove.records import ProcessRecord
+from mindx_elastic.prove.runs import Command, RunChain, RunOutcome, Runs
 
 __all__ = ["GOOD", "Drill", "DrillResult", "Driller", "draw_faults"]
 
@@ -232,7 +232,7 @@ class Driller(Baseline):
         folder.mkdir(mode=0o700)
         return folder
 
-    def _is_over(self, chain: Chain) -> bool:
+    def _is_over(self, chain: RunChain) -> bool:
         """The job has ended: no other start would do anything."""
         return chain.runs[-1].code == 0 and self.length(_together(chain)) is None
 
@@ -243,7 +243,7 @@ class Driller(Baseline):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
 
-    def _judge(self, fault: Fault, chain: Chain, codes: Sequence[int], offset: float) -> DrillResult:
+    def _judge(self, fault: Fault, chain: RunChain, codes: Sequence[int], offset: float) -> DrillResult:
         """`codes`: of all starts from the one in which it happened."""
         notes = read_notes(Path(fault.folder))
         fired, hits = _fired(fault), [note for note in notes if note["what"] == "hit"]
@@ -269,7 +269,7 @@ class Driller(Baseline):
         )
         return wrong or result
 
-    def _with_loss(self, result: DrillResult, lives: Sequence[Life], fired: float) -> DrillResult:
+    def _with_loss(self, result: DrillResult, lives: Sequence[ProcessRecord], fired: float) -> DrillResult:
         """`fired`: when. Guards before the fault's one have lost nothing, later ones have not begun."""
         guard, ranks = result.fault.guard, sorted(self.reference.by_rank)
         own = [life for life in lives if life.series == guard]
@@ -287,7 +287,7 @@ class Driller(Baseline):
 
     # --- what can be wrong; None: it is not ---
 
-    def _failed(self, result: DrillResult, chain: Chain) -> DrillResult | None:
+    def _failed(self, result: DrillResult, chain: RunChain) -> DrillResult | None:
         last = chain.runs[-1]
         verdict = failure(last, "the run after the fault" if len(result.codes) > 1 else "the run")
         verdict = verdict or self.length(_together(chain))
@@ -327,7 +327,7 @@ class Driller(Baseline):
         return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}"))
 
     def _differs(
-        self, result: DrillResult, lives: Sequence[Life], chain: Chain, events: Sequence[Mapping[str, Any]]
+        self, result: DrillResult, lives: Sequence[ProcessRecord], chain: RunChain, events: Sequence[Mapping[str, Any]]
     ) -> DrillResult | None:
         found = earliest(self.reference, lives)
         if found is None:
@@ -376,7 +376,7 @@ class Driller(Baseline):
             return int(every)
         return None
 
-    def _left(self, result: DrillResult, chain: Chain, lives: Iterable[Life]) -> DrillResult | None:
+    def _left(self, result: DrillResult, chain: RunChain, lives: Iterable[ProcessRecord]) -> DrillResult | None:
         pids = (life.pid for life in lives)
         found = [*result.leftovers, *self._leftovers.files(chain.directories, self.runs.memory, pids)]
         if not found:
@@ -391,12 +391,12 @@ def _fired(fault: Fault) -> Mapping[str, Any] | None:
     return next((note for note in read_notes(Path(fault.folder)) if note["what"] == "fired"), None)
 
 
-def _together(chain: Chain) -> RunOutcome:
+def _together(chain: RunChain) -> RunOutcome:
     """All starts of a job as one run."""
     return replace(chain.runs[-1], lives=[life for run in chain.runs for life in run.lives])
 
 
-def _refused(result: DrillResult, chain: Chain, events: Sequence[Mapping[str, Any]]) -> DrillResult | None:
+def _refused(result: DrillResult, chain: RunChain, events: Sequence[Mapping[str, Any]]) -> DrillResult | None:
     """After a damage to the only checkpoint: no start starts over without a word."""
     line = _has_nothing_left(chain.runs[-1])
     if result.fault.kind != "bit-flip" or not line or any(event["event"] == "resume" for event in events):
@@ -412,7 +412,7 @@ def _has_nothing_left(outcome: RunOutcome) -> str:
     return next((line for line in text.splitlines() if _NOTHING_LEFT in line), "")
 
 
-def _said(events: Sequence[Mapping[str, Any]], lives: Sequence[Life], known: Sequence[Life]) -> str:
+def _said(events: Sequence[Mapping[str, Any]], lives: Sequence[ProcessRecord], known: Sequence[ProcessRecord]) -> str:
     """What the resumed processes have said against bit for bit; empty: nothing. `known`: of the uninterrupted run,
     whose notes are no news."""
     resumes = [event for event in events if event["event"] == "resume"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real
-from mindx_elastic.prove.records import Life
+from mindx_elastic.prove.records import ProcessRecord
 
 __all__ = ["Phases", "all_events", "find_phases"]
 
@@ -39,7 +39,9 @@ def all_events(folders: Iterable[Path]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda event: float(event["time"]))
 
 
-def find_phases(events: Sequence[dict[str, Any]], lives: Sequence[Life], *, fired: float, offset: float) -> Phases:
+def find_phases(
+    events: Sequence[dict[str, Any]], lives: Sequence[ProcessRecord], *, fired: float, offset: float
+) -> Phases:
     """`fired`: on the clock of `time.monotonic`; `offset`: from that to the clock of the events."""
     after = [life for life in lives if life.clock > fired]
     firsts = [min((step.clock for step in life.steps), default=None) for life in _one_of_each_rank(after)]
@@ -60,9 +62,9 @@ def _is_saved(event: Mapping[str, Any]) -> bool:
     return bool(event["event"] == "durable" or (event["event"] == "save" and event["outcome"] == "saved"))
 
 
-def _one_of_each_rank(lives: Iterable[Life]) -> list[Life]:
+def _one_of_each_rank(lives: Iterable[ProcessRecord]) -> list[ProcessRecord]:
     """The first of each rank that has passed a step, else its last."""
-    by_rank: dict[int, Life] = {}
+    by_rank: dict[int, ProcessRecord] = {}
     for life in lives:
         if life.rank not in by_rank or not by_rank[life.rank].steps:
             by_rank[life.rank] = life

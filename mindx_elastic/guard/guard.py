@@ -18,7 +18,7 @@ from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
-from mindx_elastic.capture.targets import name_targets
+from mindx_elastic.capture.object_names import name_targets
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
@@ -33,7 +33,7 @@ from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.loops.evaluations import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.loops.numbered import Numbered
+from mindx_elastic.guard.loops.numbered_batches import NumberedBatches
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.overlap import open_overlap
@@ -407,7 +407,7 @@ class Guard(LayeredGuard):
     def enumerate(self, loader: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
         """As the builtin, for a loader that is named: after a resume the numbers go on from the batch's true place in
         its epoch."""
-        return Numbered(loader, start)
+        return NumberedBatches(loader, start)
 
     def step_end(self, **scalars: Any) -> None:
         """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
@@ -649,7 +649,7 @@ class Guard(LayeredGuard):
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
         self._loops.end()
         if self._loops.step and not self._known and self._finished_step:
-            self._loaders.settle()
+            self._loaders.take_all_as_used()
             self._boundaries.copy(self._loops.position)
         self._ending.finish(self._step, self._already_durable())
 

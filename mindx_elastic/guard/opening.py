@@ -25,6 +25,7 @@ from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, Re
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.divided_saves import DividedSaves, SavesPart
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.observer import observers
@@ -34,7 +35,6 @@ from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.running import InPlaceGuard
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.together import SavesPart, Together
 from mindx_elastic.guard.uneven_ranks import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.platforms.at_start import PlatformAtStart
@@ -224,7 +224,7 @@ class Opening:
         return [*self._last_parts, self._together.part, *uneven, *more]
 
     @cached_property
-    def _together(self) -> Together:
+    def _together(self) -> DividedSaves:
         """Whether and with which other ranks this one saves at a stop."""
         replicated = self.saver.replicated
         can = replicated or len(self.collector.layouts.same_parts()) > 1
@@ -240,7 +240,7 @@ class Opening:
             node=RedundancySettings.from_env().node_name(),
             mode=SavingSettings.from_env().divide,
         )
-        return Together(self._exchange, self._ranks, self.collector, part)
+        return DividedSaves(self._exchange, self._ranks, self.collector, part)
 
     def meet_last(self) -> None:
         """Every rank is ready to train."""

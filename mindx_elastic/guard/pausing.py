@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from mindx_elastic.agreement.exchange import Exchange, Order
+from mindx_elastic.agreement.exchange import Exchange, PauseRequest
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import EventLog, logger
@@ -50,7 +50,7 @@ class Pauses:
         self._rank, self._why_not = rank, why_not
         self._wanted: tuple[bool, str, int] | None = None
         """The commands' newest order (whether to pause, why, its number), until it is given to the ranks."""
-        self._order = Order()
+        self._order = PauseRequest()
         self._step: int | None = None
         """Where the ranks wait; None: not agreed yet."""
         self._offered = self._complete = False
@@ -66,7 +66,7 @@ class Pauses:
         self._wanted = kind == PAUSE, reason, number
         self._work()
 
-    def hear_order(self, order: Order) -> None:
+    def hear_order(self, order: PauseRequest) -> None:
         """Another rank has given it."""
         if self._why_not() != "":
             self._begin(order)
@@ -130,7 +130,7 @@ class Pauses:
         self._page.set(pause_heard=self._passed_on)
         return is_waiting
 
-    def _begin(self, order: Order) -> None:
+    def _begin(self, order: PauseRequest) -> None:
         """Obey `order`, if it is newer."""
         if order.number <= self._order.number:
             return

@@ -19,8 +19,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.leaving import last_acts
 from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.stop_cause import last_acts
 
 __all__ = ["LogRelay", "end_process", "shorten_interpreter_exit"]
 

@@ -31,7 +31,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.active import has_been_one
-from mindx_elastic.guard.checks.surroundings import look
+from mindx_elastic.guard.checks.program_variables import look
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
 from mindx_elastic.guard.loops.loaders import Loaders
@@ -39,7 +39,7 @@ from mindx_elastic.guard.observer import observers
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import ahead, groups, nccl, spare
+from mindx_elastic.rejoin import groups, nccl, spare, spare_warmup
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
 from mindx_elastic.rejoin.host import PARTS_DIFFER, Host
@@ -317,10 +317,10 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     capture_rng()
     observers().own_variables(None, ())  # judges a thousand modules once, whether they are the program's
     look(None, targets)
-    ahead.start_kernels().join()
+    spare_warmup.start_kernels().join()
     known = dict(os.environ)  # not itself, which is asked for the rank
     agent = AgentInfo.from_env(known)
     laid_out: Mapping[str, list[int]] = {}
     if agent is not None:
-        laid_out = ahead.lay_out_buckets(ddp_modules(targets), agent.folder, str(agent.attempt))
+        laid_out = spare_warmup.lay_out_buckets(ddp_modules(targets), agent.folder, str(agent.attempt))
     return _AheadOfRank(ObjectsBeforeCall(targets), laid_out)

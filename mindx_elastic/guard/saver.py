@@ -24,8 +24,8 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.errors import SaveError, UnsupportedStateError
+from mindx_elastic.guard.divided_saves import DividedSaves
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.guard.together import Together
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries
@@ -95,7 +95,7 @@ class Saver:
         self.reserve: Reserve | None = None
         """Memory and a thread for a dying save in a process that can get no more."""
         self._page_cache = SavingSettings.from_env().page_cache
-        self.together: Together | None = None
+        self.together: DividedSaves | None = None
         """Saves with the other ranks at an agreed stop; None: each writes all it has."""
         self._mirror: Mirror | None = None
         self._first_save: FirstSave | None = None
@@ -120,7 +120,7 @@ class Saver:
         fault_report: int = 0,
         first_save: FirstSave | None = None,
         mirror: Mirror | None = None,
-        together: Together | None = None,
+        together: DividedSaves | None = None,
         page: StatusPage | None = None,
         gone: Callable[[], Collection[int]] = frozenset,
         keep_in_memory: Callable[[float], bool] = lambda timeout_s: False,

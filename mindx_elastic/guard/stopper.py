@@ -29,8 +29,8 @@ from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import Settings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.leaving import Leaving, note_leaving
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase
+from mindx_elastic.core.stop_cause import StopCause, note_stop_cause
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.pausing import Pauses
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, policies_for
@@ -488,4 +488,4 @@ class Stopper:
 
     def _note_leaving(self, alarm: Alarm) -> None:
         """Any thread that ends the process, or leaves the guard: what for, for those who ask later."""
-        note_leaving(Leaving(alarm.kind, alarm.exit_code, alarm.reason, alarm.origin == self.ranks.rank))
+        note_stop_cause(StopCause(alarm.kind, alarm.exit_code, alarm.reason, alarm.origin == self.ranks.rank))

@@ -135,10 +135,10 @@ class Memory:
         """See `Snapshotter.keep`."""
         return self._snapshotter is not None and self._snapshotter.keep(timeout_s, whole=whole)
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Wait for a snapshot in progress; there is no other until the next boundary. Training thread."""
         if self._snapshotter is not None:
-            self._snapshotter.settle()
+            self._snapshotter.finish_copy()
 
     def donate(self) -> Path | None:
         """Put the last boundary where other processes of the machine can take it; None: it could not be done. Training

@@ -121,7 +121,7 @@ class Snapshotter:
         if self._extra:
             self._collector.before_keeping()
             if is_known:
-                self.settle()
+                self.finish_copy()
         if self._extra and self._instead is not None:
             self._instead()
         elif self._extra and (self.schedule.synchronous or self._gate.unguarded):
@@ -134,7 +134,7 @@ class Snapshotter:
         elif (proposal := self.schedule.proposal()) is not None:
             self._agree(proposal)
         if not self._reserved and self._instead is None:
-            self._reserve_beside()
+            self._reserve_in_background()
         self._step_began = now if self._extra else time.perf_counter()
 
     def _hand_over(self) -> None:
@@ -148,9 +148,9 @@ class Snapshotter:
             return
         self._gate.lend()
         self._copying = self._pending = True  # a seal in progress gives way
-        self._thread.submit(self._copy_beside)
+        self._thread.submit(self._copy_in_background)
 
-    def _copy_beside(self) -> None:
+    def _copy_in_background(self) -> None:
         self._pending = False
         try:
             index = None if self.broken else self._copy()  # no room was found meanwhile: it is said
@@ -160,7 +160,7 @@ class Snapshotter:
         if index is not None:
             self._seal(index)
 
-    def _reserve_beside(self) -> None:
+    def _reserve_in_background(self) -> None:
         """Memory that is touched for the first time can be ten times as slow as the copy itself: get it beforehand."""
         if self._thread.busy:
             return
@@ -302,7 +302,7 @@ class Snapshotter:
 
         Its header is whole, its tensors have no digests yet: the record says so, and its adopter makes them.
         """
-        self.settle()
+        self.finish_copy()
         if self.broken:
             return None
         index = self._index_of_boundary() if self._taken == self._collector.position.step else None
@@ -324,7 +324,7 @@ class Snapshotter:
         records = {index: self._arena.record(index) for index in range(NUM_SLOTS)}
         return next((index for index, record in records.items() if record.sequence == self._sequence), None)
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Wait for a copy in progress; its digests and memory for later ones are broken off. Training thread."""
         self._hurry = True
         self.drain()

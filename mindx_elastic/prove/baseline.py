@@ -11,9 +11,9 @@ from typing import Any
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain_chance
-from mindx_elastic.prove.compare import Lost, Reference, earliest
-from mindx_elastic.prove.records import Life, Sample, of_kinds, split_kind
-from mindx_elastic.prove.runs import Chain, RunOutcome, Runs
+from mindx_elastic.prove.compare import Reference, VariableNotRestored, earliest
+from mindx_elastic.prove.records import ProcessRecord, Sample, of_kinds, split_kind
+from mindx_elastic.prove.runs import RunChain, RunOutcome, Runs
 
 __all__ = [
     "EXIT_CODES",
@@ -61,7 +61,7 @@ class Row:
     """The step that it went on from."""
     compared: int = 0
     """Steps that were compared."""
-    lost: Sequence[Lost] = ()
+    lost: Sequence[VariableNotRestored] = ()
     """Variables of the program that the resumed run did not get back, though its steps are equal."""
 
 
@@ -84,7 +84,7 @@ class ProofReport:
         return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), ComparisonVerdict())
 
     @property
-    def lost(self) -> list[Lost]:
+    def lost(self) -> list[VariableNotRestored]:
         """Of all rows, each variable once."""
         return list({lost.name: lost for row in reversed(self.rows) for lost in reversed(row.lost)}.values())[::-1]
 
@@ -106,7 +106,7 @@ class Baseline:
         self._steps, self._show = steps, show
         self._done, self._planned = 0, planned
 
-    def run(self, chain: Chain, what: str, **told: Any) -> RunOutcome:
+    def run(self, chain: RunChain, what: str, **told: Any) -> RunOutcome:
         """See `Runs.run`."""
         self._show(self._done, self._planned, what)
         outcome = self.runs.run(chain, **told)
@@ -187,11 +187,11 @@ class Baseline:
         return None
 
 
-def count_steps(lives: Iterable[Life]) -> int:
+def count_steps(lives: Iterable[ProcessRecord]) -> int:
     return len({step.place for life in lives for step in life.steps})
 
 
-def _varying(reference: Reference, again: Sequence[Life]) -> frozenset[str]:
+def _varying(reference: Reference, again: Sequence[ProcessRecord]) -> frozenset[str]:
     """What differs between two runs without a stop and decides nothing: scalars, parts of stateful objects, variables
     and weights at the exit, at any step; and streams that the first step begins with."""
     found: set[str] = set()

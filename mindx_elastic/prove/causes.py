@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mindx_elastic.core.printable import listed
-from mindx_elastic.prove.compare import Difference, DifferingPart, Lost, Reference, is_digest
+from mindx_elastic.prove.compare import Difference, DifferingPart, Reference, VariableNotRestored, is_digest
 from mindx_elastic.prove.records import MOST_FORWARDS, Sample
 
 __all__ = ["NOT_GOT_BACK", "Explained", "explain", "explain_chance", "in_words"]
@@ -117,7 +117,7 @@ class Explained:
         return [told, why] if why else [told]
 
 
-def in_words(lost: Sequence[Lost], most: int = _VARIABLES) -> str:
+def in_words(lost: Sequence[VariableNotRestored], most: int = _VARIABLES) -> str:
     """Variables with both values, where these are no digests."""
     return listed(list(dict.fromkeys(map(str, lost))), most)
 

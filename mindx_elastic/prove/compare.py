@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindx_elastic.core.printable import printable
-from mindx_elastic.prove.records import Life, Sample, WitnessedStep, split_kind
+from mindx_elastic.prove.records import ProcessRecord, Sample, WitnessedStep, split_kind
 
 __all__ = [
     "Difference",
     "DifferingPart",
-    "Lost",
     "Reference",
+    "VariableNotRestored",
     "compare_life",
     "compare_steps",
     "compare_variables",
@@ -62,7 +62,7 @@ class DifferingPart:
 
 
 @dataclass(frozen=True)
-class Lost:
+class VariableNotRestored:
     """A variable of the program that the resumed run did not get back."""
 
     name: str
@@ -119,13 +119,13 @@ def short_of(name: str) -> str:
 class Difference:
     """The first step of a process that differs."""
 
-    life: Life
+    life: ProcessRecord
     step: int
     parts: tuple[DifferingPart, ...]
     """In causal order; never empty."""
     one: WitnessedStep | None = None
     """The step in the reference; None: it does not exist there."""
-    lost: tuple[Lost, ...] = ()
+    lost: tuple[VariableNotRestored, ...] = ()
     """Variables that the process did not get back."""
 
     @property
@@ -139,7 +139,7 @@ class Difference:
 class Reference:
     """The uninterrupted run, and what another uninterrupted run has shown to vary by itself."""
 
-    lives: Sequence[Life]
+    lives: Sequence[ProcessRecord]
     varying: frozenset[str] = frozenset()
     """``kind|name`` of what differs in each run, such as times, and of streams that begin at random."""
     by_rank: Mapping[int, Mapping[tuple[int, int], WitnessedStep]] = field(init=False)
@@ -167,22 +167,22 @@ class Reference:
         """Series and number of each step, in order."""
         return sorted(self.by_rank.get(rank, {}))
 
-    def step(self, life: Life, number: int | None) -> WitnessedStep | None:
+    def step(self, life: ProcessRecord, number: int | None) -> WitnessedStep | None:
         """The step with this number, of the rank and guard of `life`."""
         return None if number is None else self.by_rank.get(life.rank, {}).get((life.series, number))
 
-    def same(self, life: Life) -> list[Life]:
+    def same(self, life: ProcessRecord) -> list[ProcessRecord]:
         """Its processes with the rank and guard of `life`."""
         return [one for one in self.lives if (one.rank, one.series) == (life.rank, life.series)]
 
 
-def earliest(reference: Reference, lives: Iterable[Life]) -> Difference | None:
+def earliest(reference: Reference, lives: Iterable[ProcessRecord]) -> Difference | None:
     """Of all processes the first difference; within a step what causes the others."""
     known = [found for life in lives if (found := compare_life(reference, life)) is not None]
     return min(known, key=lambda d: (d.life.series, d.step, d.parts[0].rank, d.life.rank), default=None)
 
 
-def compare_life(reference: Reference, life: Life) -> Difference | None:
+def compare_life(reference: Reference, life: ProcessRecord) -> Difference | None:
     """The first step of `life` that is not as in the reference. Steps that the reference does not have are left out,
     unless it has come to its own end."""
     last = max((number for series, number in reference.places(life.rank) if series == life.series), default=0)
@@ -216,7 +216,7 @@ def compare_steps(one: WitnessedStep, other: WitnessedStep, varying: Collection[
     yield from _unequal("end", one.end, other.end, varying)
 
 
-def _at_entry(reference: Reference, life: Life) -> Iterator[DifferingPart]:
+def _at_entry(reference: Reference, life: ProcessRecord) -> Iterator[DifferingPart]:
     """What the process had not as it must, when it entered the guard."""
     if life.resumed is None:
         wanted = [one.entered for one in reference.same(life) if one.resumed is None][:1]
@@ -227,7 +227,7 @@ def _at_entry(reference: Reference, life: Life) -> Iterator[DifferingPart]:
     yield from found[0] if found and all(found) else ()
 
 
-def _at_exit(reference: Reference, life: Life) -> Iterator[DifferingPart]:
+def _at_exit(reference: Reference, life: ProcessRecord) -> Iterator[DifferingPart]:
     """The weights that the scripts end with, where both have come to their own end."""
     known = [one.exit for one in reference.same(life) if one.exit]
     if known and life.exit:
@@ -251,7 +251,7 @@ def _unequal(where: str, one: Sample, other: Sample, varying: Collection[str]) -
 # --- variables of the program ---
 
 
-def lost_variables(reference: Reference, life: Life) -> tuple[Lost, ...]:
+def lost_variables(reference: Reference, life: ProcessRecord) -> tuple[VariableNotRestored, ...]:
     """Variables of the program that had other values as the first step of a resumed `life` began than as that step
     began in the reference; where the reference has no such step, when the guard was entered than at the boundary that
     was resumed. Of equal steps, too: they may count much later, or after the training only. What the reference itself
@@ -278,8 +278,8 @@ def pair_of(one: WitnessedStep, other: WitnessedStep) -> tuple[Sample, Sample]:
     return one.end, other.end
 
 
-def compare_variables(one: Sample, other: Sample) -> tuple[list[Lost], int]:
+def compare_variables(one: Sample, other: Sample) -> tuple[list[VariableNotRestored], int]:
     """Variables of the program that both processes have and that differ, and how many are equal."""
     pairs = {split_kind(key)[1]: key for key in one if key.startswith("variable|") and key in other}
-    found = [Lost(name, one[key], other[key]) for name, key in pairs.items() if one[key] != other[key]]
+    found = [VariableNotRestored(name, one[key], other[key]) for name, key in pairs.items() if one[key] != other[key]]
     return found, len(pairs) - len(found)

@@ -22,9 +22,9 @@ from torch import nn
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
-from mindx_elastic.guard.checks.surroundings import kind_of, locals_of, program_frames, reachable
-from mindx_elastic.prove.carried import carried, loops_around
+from mindx_elastic.guard.checks.program_variables import kind_of, locals_of, program_frames, reachable
 from mindx_elastic.prove.compare import root_of, short_of
+from mindx_elastic.prove.loop_variables import carried, loops_around
 from mindx_elastic.prove.variables import KEPT, attributes_of_kept, is_clock, own_variables
 from mindx_elastic.prove.witness import kept_of
 

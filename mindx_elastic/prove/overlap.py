@@ -32,13 +32,13 @@ from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import ResumeDiffersError
-from mindx_elastic.guard.checks.surroundings import program_frames
+from mindx_elastic.guard.checks.program_variables import program_frames
 from mindx_elastic.persist.format import read_header
-from mindx_elastic.prove.carried import carried, loops_around
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
+from mindx_elastic.prove.loop_variables import carried, loops_around
 from mindx_elastic.prove.observed import Observed
-from mindx_elastic.prove.records import Life, WitnessedStep
+from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
 from mindx_elastic.prove.variables import KEPT
 from mindx_elastic.prove.witness import Witness
 
@@ -64,7 +64,7 @@ class _Notes(Witness):
         self._seen, self._from = seen, seen.position.step
         self._stack = stack.enter_context(ExitStack())
         self.watch(self._stack, seen)
-        self.life = Life(rank=seen.ranks.rank, resumed=seen.resumed, entered=self.state())
+        self.life = ProcessRecord(rank=seen.ranks.rank, resumed=seen.resumed, entered=self.state())
 
     def _note_forward(self, name: str, args: Any, kwargs: Any) -> None:
         self._harmless(super()._note_forward, name, args, kwargs)
@@ -182,7 +182,7 @@ class Comparison(_Notes):
 
     def _compare(self, step: int) -> Explained | None:
         """Tells how the step differs, and returns that; None: it does not."""
-        reference = Reference(lives=[Life(rank=self.life.rank, steps=self._steps)])
+        reference = Reference(lives=[ProcessRecord(rank=self.life.rank, steps=self._steps)])
         difference = compare_life(reference, self.life)
         explained = None
         if difference is not None:

@@ -26,7 +26,7 @@ from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import earliest, lost_variables
 from mindx_elastic.prove.control import PlannedStop
 from mindx_elastic.prove.records import WitnessedStep
-from mindx_elastic.prove.runs import Chain, RunOutcome, Runs
+from mindx_elastic.prove.runs import RunChain, RunOutcome, Runs
 
 __all__ = ["choose_stops", "prove"]
 
@@ -80,7 +80,7 @@ class _Prover(Baseline):
     # --- with stops ---
 
     def _stop_in_chains(self, alarms: Sequence[PlannedStop]) -> None:
-        chain: Chain | None = None
+        chain: RunChain | None = None
         for index, alarm in enumerate(alarms):
             if chain is None:
                 chain = self.runs.chain()

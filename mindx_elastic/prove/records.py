@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MOST_FORWARDS", "Life", "Sample", "WitnessedStep", "of_kinds", "parse_life", "read_lives", "split_kind"]
+__all__ = [
+    "MOST_FORWARDS",
+    "ProcessRecord",
+    "Sample",
+    "WitnessedStep",
+    "of_kinds",
+    "parse_life",
+    "read_lives",
+    "split_kind",
+]
 
 Sample = Mapping[str, str]
 """``kind|name`` -> the value where it is short, else a digest. Kinds: stream, calls, batch, weights, option, flag,
@@ -56,7 +65,7 @@ class WitnessedStep:
 
 
 @dataclass(kw_only=True)
-class Life:
+class ProcessRecord:
     """One process in one guard."""
 
     rank: int
@@ -81,25 +90,25 @@ class Life:
     """`time.monotonic` of the machine when it had entered."""
 
 
-def read_lives(folder: Path) -> list[Life]:
+def read_lives(folder: Path) -> list[ProcessRecord]:
     """All that the processes of a run have written so far, in the order in which they began."""
     files = [(int(m[2]), int(m[1]), path) for path in folder.glob("rank_*.jsonl") if (m := _FILE.fullmatch(path.name))]
     found = [parse_life(path.read_text(encoding="utf-8").splitlines(keepends=True)) for *_, path in sorted(files)]
     return [life for life in found if life is not None]
 
 
-def parse_life(lines: Iterable[str]) -> Life | None:
+def parse_life(lines: Iterable[str]) -> ProcessRecord | None:
     """What one file says: ``enter`` with the fields of `Life`, each ``step`` with those of `WitnessedStep`, ``tail``
     with what comes after the last one, ``now`` with fields of `Life` that are known later. A last line that was cut off
     is left out; None: there is not even a first one."""
-    life: Life | None = None
+    life: ProcessRecord | None = None
     for line in lines:
         if not line.endswith("\n"):
             break
         content: dict[str, Any] = json.loads(line)
         event = content.pop("event")
         if event == "enter":
-            life = Life(**content)
+            life = ProcessRecord(**content)
         elif life is None:
             return None
         elif event == "step":

@@ -21,9 +21,9 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_own_folder, make_user_folder, remove_dead, remove_own
 from mindx_elastic.prove.control import Control
 from mindx_elastic.prove.processes import ProvedProcess, start_forked, start_fresh
-from mindx_elastic.prove.records import Life, read_lives
+from mindx_elastic.prove.records import ProcessRecord, read_lives
 
-__all__ = ["Chain", "Command", "RunOutcome", "Runs"]
+__all__ = ["Command", "RunChain", "RunOutcome", "Runs"]
 
 _LOOK_S = 0.02
 _LAST_LINES = 12
@@ -50,7 +50,7 @@ class RunOutcome:
     """One run, from the start of its process to the end."""
 
     code: int
-    lives: Sequence[Life]
+    lives: Sequence[ProcessRecord]
     log: Path
     folder: Path = Path()
     """Of the run."""
@@ -75,7 +75,7 @@ class RunOutcome:
 
 
 @dataclass
-class Chain:
+class RunChain:
     """Runs that go on from each other, in their own checkpoint directories."""
 
     directories: Path
@@ -119,24 +119,24 @@ class Runs:
     ) -> None:
         self._stack.close()
 
-    def chain(self) -> Chain:
+    def chain(self) -> RunChain:
         """A new one: its first run starts without a checkpoint."""
         self._chains += 1
         directories = self.folder / f"checkpoints_{self._chains}"
         directories.mkdir(mode=0o700)
-        return Chain(directories)
+        return RunChain(directories)
 
     @property
     def own_processes(self) -> set[int]:
         """Process ids of those that fork: they are no part of a run."""
         return {zygote.pid for zygote in self._zygotes}
 
-    def drop(self, chain: Chain) -> None:
+    def drop(self, chain: RunChain) -> None:
         """Remove its checkpoints, unless they are to be kept."""
         if self._keep is None:
             shutil.rmtree(chain.directories, ignore_errors=True)
 
-    def run(self, chain: Chain, *, hashes: int = 0, env: Mapping[str, str] | None = None, **told: Any) -> RunOutcome:
+    def run(self, chain: RunChain, *, hashes: int = 0, env: Mapping[str, str] | None = None, **told: Any) -> RunOutcome:
         """Start the script and wait for its end. `hashes`: which of two seeds of Python's hashes (0 or 1) it gets,
         where the environment names none. `env`: further variables. `told`: see `Control`."""
         self._number += 1

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindx_elastic.core.looks import attributes_of, is_comparable
 from mindx_elastic.core.tensor_memory import memory_of
-from mindx_elastic.guard.checks.surroundings import is_library, kind_of, variables_of
+from mindx_elastic.guard.checks.program_variables import is_library, kind_of, variables_of
 from mindx_elastic.prove.digests import digest
 
 __all__ = ["KEPT", "attributes_of_kept", "is_clock", "own_variables"]

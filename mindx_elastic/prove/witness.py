@@ -30,11 +30,11 @@ from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import PositionedLoader
-from mindx_elastic.guard.checks.surroundings import program_frames
+from mindx_elastic.guard.checks.program_variables import program_frames
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
-from mindx_elastic.prove.carried import rebound_in
 from mindx_elastic.prove.compare import root_of
 from mindx_elastic.prove.digests import digest, leaves, stream_digest
+from mindx_elastic.prove.loop_variables import rebound_in
 from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.records import MOST_FORWARDS, WitnessedStep
 from mindx_elastic.prove.variables import attributes_of_kept, own_variables

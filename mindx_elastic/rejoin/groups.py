@@ -121,7 +121,7 @@ def connect(store: Any, rank: int, timeout_s: float) -> int:
     """
     from torch._C._distributed_c10d import ProcessGroup
 
-    if said := problem() or devices.settle():  # groups may have been made since the entry
+    if said := problem() or devices.wait_aborted():  # groups may have been made since the entry
         raise RuntimeError(said)
     number = 0
     for number, group in enumerate(my_groups(), 1):  # noqa: B007

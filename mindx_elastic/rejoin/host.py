@@ -53,11 +53,11 @@ class Host:
     def report(self) -> Report:
         saver, collector, rank = self._saver, self._collector, self._saver.ranks.rank
         self._gate.give_up()
-        problem_of_devices = groups.devices.settle()
+        problem_of_devices = groups.devices.wait_aborted()
         if groups.devices.is_used and not problem_of_devices and (broken := nccl.broken_context()):
             nccl.end_process(broken)  # before it has reported: a new process takes its place
         if self._memory is not None:
-            self._memory.settle()
+            self._memory.finish_copy()
         with self._gate.hold(0.0) as problem:
             return Report(
                 rank=rank,

@@ -21,13 +21,13 @@ from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.rejoin import groups
-from mindx_elastic.rejoin.ahead import share_orders
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.failures import Failures, RejoinFailed
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.host import Host
 from mindx_elastic.rejoin.protocol import RecoveryVerdict, Report, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
+from mindx_elastic.rejoin.spare_warmup import share_orders
 
 __all__ = ["GuardEntry", "LeavesToRejoin", "Member", "UnfitSpareError"]
 

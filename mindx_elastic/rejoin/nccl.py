@@ -157,7 +157,7 @@ class Devices:
         except Exception as error:
             self._errors.append(f"{type(error).__name__}: {error}".partition("\n")[0])
 
-    def settle(self, timeout_s: float = _ABORT_S) -> str:
+    def wait_aborted(self, timeout_s: float = _ABORT_S) -> str:
         """Wait until they are aborted. Returns why they are not; empty: they are."""
         if not self.is_used:
             return ""

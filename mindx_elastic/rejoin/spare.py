@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TextIO
 
-from mindx_elastic.capture.living import living_objects
+from mindx_elastic.capture.find_objects import find_objects
 from mindx_elastic.core.looks import table_of
 from mindx_elastic.rejoin import groups, joiner
 
@@ -200,7 +200,7 @@ def _replace_default_group() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     provisional = c10d._get_default_group()
-    modules = living_objects(DistributedDataParallel)
+    modules = find_objects(DistributedDataParallel)
     if said := groups.why_held(provisional, modules):
         end_unfit(said)
     _replaced[provisional] = c10d._get_default_group

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from mindx_elastic.core.printable import printable
 from mindx_elastic.report.losses import Losses
-from mindx_elastic.report.story import Bar, Mark, Story, TimeShare
+from mindx_elastic.report.run_history import Bar, Mark, RunHistory, TimeShare
 
 __all__ = ["escape", "goodput", "loss_line", "span", "step_line", "thin", "timeline"]
 
@@ -133,7 +133,7 @@ def goodput(shares: Sequence[TimeShare], total_s: float) -> str:
     return figure.draw("where the time went", below=0)
 
 
-def timeline(story: Story) -> tuple[str, list[str]]:
+def timeline(story: RunHistory) -> tuple[str, list[str]]:
     """A row a rank: its processes as bars, faults, saves and recoveries as marks; and what was left out."""
     notes = []
     ranks = sorted({bar.rank for bar in story.bars} | {mark.rank for mark in story.marks if mark.rank is not None})
@@ -187,7 +187,7 @@ def _mark(mark: Mark, figure: _Figure, row: int) -> str:
     return f'<svg x="{figure.x(mark.time)}%" y="{y}"><path class="m-{kind}" d="{_SHAPES[kind]}">{title}</path></svg>'
 
 
-def step_line(story: Story) -> tuple[str, list[str]]:
+def step_line(story: RunHistory) -> tuple[str, list[str]]:
     """The step over time: a line an attempt, and a seam where a failed one goes over into the next."""
     known = sum(map(len, story.steps))
     attempts = [points for points in story.steps if points]

@@ -12,7 +12,7 @@ from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, add_up, 
 from mindx_elastic.agent.restarts import advice
 from mindx_elastic.core.printable import printable
 from mindx_elastic.report.drawing import goodput, loss_line, span, step_line, timeline
-from mindx_elastic.report.story import Story, remarks_of_run
+from mindx_elastic.report.run_history import RunHistory, remarks_of_run
 
 __all__ = ["make_page"]
 
@@ -34,7 +34,7 @@ _COLOURS = {
 """By `Share.name`."""
 
 
-def make_page(story: Story) -> str:
+def make_page(story: RunHistory) -> str:
     """The whole page. Everything that comes out of a log is escaped."""
     run = story.run
     failure = next((record for record in reversed(run.records) if record.outcome == FAILED), None)
@@ -68,7 +68,7 @@ def make_page(story: Story) -> str:
     )
 
 
-def _next(story: Story, failure: AttemptRecord | None) -> str:
+def _next(story: RunHistory, failure: AttemptRecord | None) -> str:
     run, last = story.run, story.run.records[-1] if story.run.records else None
     if run.outcome.startswith(FINISHED):
         return "nothing, the training has finished"
@@ -82,7 +82,7 @@ def _next(story: Story, failure: AttemptRecord | None) -> str:
     return f"look at {where}. Remove the cause and start the same command again{onward}"
 
 
-def _tiles(story: Story, total_s: float) -> list[tuple[str, str]]:
+def _tiles(story: RunHistory, total_s: float) -> list[tuple[str, str]]:
     totals = add_up(story.run.records)
     best = max((step for points in story.steps for _, step in points), default=None)
     return [

@@ -18,7 +18,7 @@ from mindx_elastic.core.strategy import MARKER, LayoutClass, Strategy, TensorSpe
 from mindx_elastic.errors import UsageError
 from mindx_elastic.start.assumptions import differing_components
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, World, completing, no_file
-from mindx_elastic.start.targets import same_part, same_parts, target_of
+from mindx_elastic.start.new_layouts import same_part, same_parts, target_of
 
 __all__ = ["Candidate", "Context"]
 

@@ -16,7 +16,7 @@ from mindx_elastic.start.facts import KnownFaults, ResumePlan
 from mindx_elastic.start.findings import Transport
 from mindx_elastic.start.restore import Resumed
 
-__all__ = ["Job", "Platform", "Surroundings"]
+__all__ = ["Job", "Platform", "StartConnections"]
 
 
 class Job(Protocol):
@@ -34,7 +34,7 @@ class Job(Protocol):
         """Where this rank's files are."""
 
 
-class Surroundings(Protocol):
+class StartConnections(Protocol):
     """The connections of this process (`guard.connections.Connections`). Main thread."""
 
     exchange: Exchange

@@ -413,8 +413,8 @@ class PlanPart(FollowedPart):
 
     def _fresh(self, lines: Sequence[str]) -> Merged:
         inventory = self._inventory
-        begins_anew = inventory.anything and self._places.resume != "never"
-        if begins_anew:
+        starts_over = inventory.anything and self._places.resume != "never"
+        if starts_over:
             logger.warning(
                 "the job starts over: it was cut off in its very first save, and no step of it was ever complete, so "
                 "nothing that was saved is lost (%s). Its files stay where they are",
@@ -426,7 +426,7 @@ class PlanPart(FollowedPart):
         attempt = max(inventory.launched, self._ranks.attempt)
         number = self._next_generation()
         return Merged(
-            {"fresh": True, "run_id": run_id, "attempt": attempt, "generation": number, "keep_notes": begins_anew}
+            {"fresh": True, "run_id": run_id, "attempt": attempt, "generation": number, "keep_notes": starts_over}
         )
 
     def _next_generation(self) -> int:

@@ -39,7 +39,7 @@ from mindx_elastic.start.ddp_warmup import replay_orders
 from mindx_elastic.start.in_place import Boundary, InPlacePart
 from mindx_elastic.start.job_layouts import JobLayouts, own_target
 from mindx_elastic.start.loading import load
-from mindx_elastic.start.ports import Job, Platform, Surroundings
+from mindx_elastic.start.ports import Job, Platform, StartConnections
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, read_together
 from mindx_elastic.start.tail_side import TailSide
 
@@ -85,7 +85,7 @@ def start_job(
     collector: Collector,
     targets: Mapping[str, Any],
     job: Job,
-    around: Surroundings,
+    around: StartConnections,
     platform: Platform,
     risks: Risks,
     ddp: DdpModules,
@@ -127,7 +127,7 @@ def start_job(
     if found is not None and resume == "auto" and not in_place:
         _refuse_another_job(found, job.names)
     if resume in ("auto", "never") and not (in_place or around.evaluates):
-        _refuse_guest(found, directories[0], targets, begins_anew=resume == "never")
+        _refuse_guest(found, directories[0], targets, starts_over=resume == "never")
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     job.events.run_id, job.events.attempt = source.run_id, source.attempt
     restore, known = None, risks.notes
@@ -218,7 +218,7 @@ def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
     return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
 
 
-def _refuse_guest(found: Resumed | None, directory: Path, targets: Mapping[str, Any], *, begins_anew: bool) -> None:
+def _refuse_guest(found: Resumed | None, directory: Path, targets: Mapping[str, Any], *, starts_over: bool) -> None:
     """Raise MismatchError for a guard without an optimizer in the directory of a training, which has objects that it
     has not: the training's next start would take a file of this guard for its own newest one, and what a killed
     training has left in memory would be gone.
@@ -227,7 +227,7 @@ def _refuse_guest(found: Resumed | None, directory: Path, targets: Mapping[str, 
     """
     if any(isinstance(t, torch.optim.Optimizer) or name.startswith("optimizer") for name, t in targets.items()):
         return
-    if begins_anew and (directory / STRATEGY_FILE).exists():
+    if starts_over and (directory / STRATEGY_FILE).exists():
         raise MismatchError(
             f"{directory} is a training's, and this guard has no optimizer and would start over in it: give it a "
             "separate directory",

@@ -73,7 +73,7 @@ class CheckpointConfig:
     remove_redundancy: bool = False
     """True: in periodic saves and at the end of a training ranks of one machine that hold the same weights (DDP) write
     each part of them once, so that the files of all these ranks are needed to resume. A stop may divide them in two
-    copies either way (see `guard.together`)."""
+    copies either way (see `guard.divided_saves`)."""
     map_param_inc: bool = False
     """Accepted; it concerns MindSpore's hash tables."""
     final_save: bool = True

@@ -76,7 +76,7 @@ class EpochLoss:
         self._total = torch.zeros((), dtype=torch.float64, device="cpu")
         self._count = 0
         self._base = self._total, self._count  # the epoch's steps before the present one
-        self._begins_anew = False
+        self._starts_over = False
         self.hooks_pending = False
         self.outputs: Any = None
         """The last step's loss, where it is one number: what most hooks want to know."""
@@ -88,7 +88,7 @@ class EpochLoss:
     def begin_step(self) -> None:
         """A boundary from now on is one whose hooks are still to be run."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._base = (zero, 0) if self._begins_anew else (self._total, self._count)
+        self._base = (zero, 0) if self._starts_over else (self._total, self._count)
         self.hooks_pending = True
 
     def end_hooks(self) -> None:
@@ -96,7 +96,7 @@ class EpochLoss:
 
     def reset(self) -> None:
         """A new epoch begins."""
-        self._begins_anew = True
+        self._starts_over = True
 
     def note(self, outputs: Any) -> None:
         """Count the step's loss. A second call in a step replaces the first one's. Nothing is read, so the device is
@@ -107,7 +107,7 @@ class EpochLoss:
             total, count = total + loss.detach().reshape(()).to(self._device, torch.float64), count + 1
         elif isinstance(loss, (int, float)):
             total, count = total + float(loss), count + 1
-        self._total, self._count, self._begins_anew = total, count, False
+        self._total, self._count, self._starts_over = total, count, False
         if type(loss) is Tensor and loss.numel() == 1:  # not a DTensor: a checkpoint may not be able to hold it
             self.outputs = loss.detach()
         else:
@@ -116,7 +116,7 @@ class EpochLoss:
     def mean(self, *, over_ranks: bool = False) -> Tensor:
         """The mean so far; nan before the epoch's first step. `over_ranks` is a collective."""
         zero = torch.zeros_like(self._total)
-        sum_, count = (zero, 0) if self._begins_anew else (self._total, self._count)
+        sum_, count = (zero, 0) if self._starts_over else (self._total, self._count)
         total = torch.stack([sum_, torch.full_like(sum_, count)])
         if over_ranks:
             total = all_sum(total)
@@ -133,7 +133,7 @@ class EpochLoss:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._total, self._count = state["total"].to(self._device), state["count"]
-        self._begins_anew = False
+        self._starts_over = False
         self._metrics.load_state_dict(state["metrics"])
         outputs = state.get("outputs")
         self.hooks_pending = state.get("hooks_pending", False)  # files of version 0.1 do not have it

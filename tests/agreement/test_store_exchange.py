@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agreement import gather, store_exchange
-from mindx_elastic.agreement.exchange import Order
+from mindx_elastic.agreement.exchange import PauseRequest
 from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_request import encode_request
@@ -392,14 +392,14 @@ def test_a_listener_goes_on_listening(attacked: Attacked, planted: bytes, caplog
 
 def test_an_order_is_given_once_and_a_rank_that_has_missed_some_hears_the_newest(ranks: list[StoreExchange]) -> None:
     for rank, exchange in enumerate(ranks):
-        assert exchange.order(pause=True, reason=f"by rank {rank}") == Order(1, "by rank 0")
+        assert exchange.order(pause=True, reason=f"by rank {rank}") == PauseRequest(1, "by rank 0")
     for number in (2, 3, 4):
         ranks[0].order(pause=number == 3, reason=f"order {number}")
-    assert ranks[2].order(pause=False, reason="late") == Order(4, "order 4")
+    assert ranks[2].order(pause=False, reason="late") == PauseRequest(4, "order 4")
 
 
 def test_every_rank_hears_each_order_and_a_stop_still_comes_through(ranks: list[StoreExchange]) -> None:
-    heard: list[queue.Queue[Order]] = [queue.Queue() for _ in ranks]
+    heard: list[queue.Queue[PauseRequest]] = [queue.Queue() for _ in ranks]
     stops = [threading.Event() for _ in ranks]
     for exchange, orders, stop in zip(ranks, heard, stops, strict=True):
         exchange.listen(lambda content, stop=stop: stop.set(), orders.put)  # type: ignore[misc]
@@ -424,8 +424,8 @@ def test_a_strangers_order_is_not_obeyed(attacked: Attacked) -> None:
         return
     attacked.stranger.set("pause/1", "stop here")
     assert attacked.ranks[1].order(pause=False, reason="").number == 0
-    assert attacked.ranks[0].order(pause=True, reason="ours") == Order(1, "ours")
-    assert attacked.ranks[2].order(pause=True, reason="") == Order(1, "ours")
+    assert attacked.ranks[0].order(pause=True, reason="ours") == PauseRequest(1, "ours")
+    assert attacked.ranks[2].order(pause=True, reason="") == PauseRequest(1, "ours")
 
 
 # --- a start that ends in its first meeting ---

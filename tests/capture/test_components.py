@@ -117,7 +117,7 @@ def test_a_buffer_whose_memory_means_something_else_is_followed(
     component.copy()
     expected, held = module.get_buffer("seen").clone(), second.get_buffer("seen")
     module.get_buffer("seen").zero_()
-    resumed(component, second).load_beside(through_format(component.beside()))
+    resumed(component, second).load_module_extras(through_format(component.module_extras()))
     assert_same(second.get_buffer("seen").resolve_conj(), expected.resolve_conj())
     assert not persistent or second.get_buffer("seen") is held
 
@@ -171,9 +171,9 @@ def test_a_changed_model_is_refused_with_names_and_shapes_and_left_alone() -> No
 
 def resumed(trained: ModuleComponent, module: nn.Module) -> ModuleComponent:
     """`module`, as a start builds it, with the state of `trained`."""
-    state, beside = through_format(trained.state()), through_format(trained.beside())
+    state, module_extras = through_format(trained.state()), through_format(trained.module_extras())
     component = ModuleComponent("model", module)
-    component.prepare(beside, state)
+    component.prepare(module_extras, state)
     component.load(state)
     return component
 
@@ -216,13 +216,13 @@ def test_torchscript_modules_keep_buffers_and_modes() -> None:
     one(torch.randn(5, 3))
     one.eval()
     component.copy()
-    state, beside = component.state(), component.beside()
+    state, module_extras = component.state(), component.module_extras()
     assert state["0.1.num_batches_tracked"] == 1
     other = make()
     fresh = ModuleComponent("model", other)
-    fresh.prepare(beside, state)
+    fresh.prepare(module_extras, state)
     fresh.load(state)
-    fresh.flags.load(beside)
+    fresh.flags.load(module_extras)
     assert not other.training and all(
         torch.equal(a, b) for a, b in zip(state.values(), other.state_dict().values(), strict=True)
     )

@@ -12,7 +12,7 @@ import pytest
 import mindx_elastic as mx
 from mindx_elastic.core.certificate import MOST, NOT_COMPARED, added, digest_of, proof_of, read_chain
 from mindx_elastic.start.certificates import certificate_in
-from mindx_elastic.start.remains import proof_in_events
+from mindx_elastic.start.unused_state import proof_in_events
 from tests.cli.conftest import Run
 from tests.guarded import no_traces, plain_environment, stop_at, stopped
 from tests.prove.test_overlap import STOP, Quiet, scaled_by, stop, witness_in

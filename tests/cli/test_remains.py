@@ -12,7 +12,7 @@ import pytest
 from mindx_elastic.agent.ledger import STOPPED, AttemptRecord, Ledger
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.report.page import make_page
-from mindx_elastic.report.story import tell
+from mindx_elastic.report.run_history import tell
 from tests.checkpoint_files import write
 from tests.cli.conftest import Run
 from tests.cli.test_clean import make_arena

@@ -17,7 +17,7 @@ import pytest
 
 from mindx_elastic.agent.ledger import FAILED, AttemptRecord, Ledger
 from mindx_elastic.agent.run_log import AgentRun, load_runs
-from mindx_elastic.cli.outlook import DiskWatch, Outlook, Rates, expect
+from mindx_elastic.cli.possible_loss import DiskWatch, PossibleLoss, Rates, expect
 from mindx_elastic.cli.watch_frame import draw_frame
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, StatusPage, WorkerPhase, page_path
@@ -140,7 +140,7 @@ def page(**fields: Any) -> Status:
 def test_without_a_directory_nothing_is_claimed() -> None:
     found = expect({0: page(step=9)}, DiskWatch())
     assert (found.step, found.lost_if_killed, found.lost_if_machine_lost) == (9, None, None)
-    assert expect({}, DiskWatch()) == Outlook() == expect({0: page()}, DiskWatch())
+    assert expect({}, DiskWatch()) == PossibleLoss() == expect({0: page()}, DiskWatch())
 
 
 def test_rates_follow_the_steps() -> None:

@@ -23,7 +23,7 @@ from mindx_elastic.core.events import (
     older_generation,
     read_events,
 )
-from mindx_elastic.core.said_once import SaidOnce
+from mindx_elastic.core.log_once import LogOnce
 from tests.harness import events
 
 
@@ -198,7 +198,7 @@ def test_a_line_of_all_ranks_comes_once_and_as_often_as_a_rank_says_it(tmp_path:
     log = EventLog(tmp_path / "events.jsonl", run_id=f"run-{tmp_path}", attempt=1)
     ranks = [RankFilter(rank=rank, world_size=3) for rank in range(3)]
     for each in ranks:
-        each.said = SaidOnce()  # as in processes of their own
+        each.said = LogOnce()  # as in processes of their own
 
     def said(text: str, level: int = logging.WARNING) -> int:
         return sum(

@@ -11,7 +11,7 @@ from mindx_elastic.drill.phases import Phases
 from mindx_elastic.drill.report import cells, summary, to_json
 from mindx_elastic.prove.baseline import ComparisonVerdict, ProofReport, Row
 from mindx_elastic.prove.causes import Explained
-from mindx_elastic.prove.records import Life
+from mindx_elastic.prove.records import ProcessRecord
 
 PLACES = [(0, 1), (0, 2), (1, 1)]
 
@@ -80,8 +80,8 @@ def test_one_result_in_all_forms() -> None:
 
 
 def test_what_resumed_processes_have_said_against_an_exact_resume() -> None:
-    def life(*notes: str, resumed: int | None = None) -> Life:
-        return Life(rank=0, series=0, resumed=resumed, notes=notes)
+    def life(*notes: str, resumed: int | None = None) -> ProcessRecord:
+        return ProcessRecord(rank=0, series=0, resumed=resumed, notes=notes)
 
     exact: dict[str, Any] = {"event": "resume", "exact": True, "unmanaged": []}
     inexact = {**exact, "exact": False}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.drill.phases import Phases, all_events, find_phases
-from mindx_elastic.prove.records import Life, WitnessedStep
+from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
 
 FIRED, OFFSET = 100.0, 5000.0
 
@@ -17,9 +17,9 @@ def event(seconds: float, name: str, outcome: str | None = None) -> dict[str, An
     return {"time": FIRED + OFFSET + seconds, "event": name, "outcome": outcome}
 
 
-def life(rank: int, seconds: float, *steps: float) -> Life:
+def life(rank: int, seconds: float, *steps: float) -> ProcessRecord:
     made = [WitnessedStep(series=0, number=5 + index, clock=FIRED + each) for index, each in enumerate(steps)]
-    return Life(rank=rank, series=0, clock=FIRED + seconds, steps=made)
+    return ProcessRecord(rank=rank, series=0, clock=FIRED + seconds, steps=made)
 
 
 def test_each_phase_is_counted_from_the_fault() -> None:

@@ -81,7 +81,7 @@ def test_periodic_saves_do_not_change_training_and_can_be_resumed_from(tmp_path:
 
 
 class _Neighbours:
-    """Stands for `Together`: two other ranks come to each step."""
+    """Stands for `DividedSaves`: two other ranks come to each step."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, bytes]] = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mindx_elastic.prove.causes import explain
 from mindx_elastic.prove.compare import Difference, Reference, compare_life
-from mindx_elastic.prove.records import Life, WitnessedStep
+from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
 
 __all__ = ["PER_EPOCH", "REFERENCE", "begin", "difference", "end", "life", "step", "weights", "words"]
 
@@ -53,9 +53,9 @@ def _changed(sample: dict[str, str], changes: Mapping[str, str]) -> dict[str, st
 
 def life(
     steps: Sequence[WitnessedStep], *, resumed: int | None = None, outcome: str = "finished", rank: int = 0
-) -> Life:
+) -> ProcessRecord:
     entered = weights(resumed or 0)
-    return Life(rank=rank, series=0, resumed=resumed, entered=entered, steps=list(steps), outcome=outcome)
+    return ProcessRecord(rank=rank, series=0, resumed=resumed, entered=entered, steps=list(steps), outcome=outcome)
 
 
 REFERENCE = Reference(lives=[life([step(n) for n in range(1, 21)])])

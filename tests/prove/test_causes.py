@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mindx_elastic.prove.causes import explain, explain_chance
 from mindx_elastic.prove.compare import Reference, compare_life, lost_variables
-from mindx_elastic.prove.records import Life, WitnessedStep
+from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
 from tests.prove.made import REFERENCE, begin, difference, end, life, step, weights, words
 
 
@@ -60,7 +60,7 @@ def test_a_rate_that_is_set_before_the_update_comes_before_the_weights() -> None
 
 
 def test_weights_with_which_the_script_ends() -> None:
-    def ended(name: str) -> Life:
+    def ended(name: str) -> ProcessRecord:
         whole = life([step(n) for n in range(15, 21)], resumed=14)
         whole.exit = {"exit|model.w": name}
         return whole
@@ -143,13 +143,13 @@ def short_step(number: int, passed: int, **ends: str) -> WitnessedStep:
 
 
 SHORT = Reference(
-    lives=[Life(rank=0, series=0, steps=[short_step(n, n - 1) for n in (1, 2, 3)], outcome="finished")],
+    lives=[ProcessRecord(rank=0, series=0, steps=[short_step(n, n - 1) for n in (1, 2, 3)], outcome="finished")],
     varying=frozenset({"variable|clock"}),
 )
 
 
-def short_life(*steps: WitnessedStep) -> Life:
-    return Life(rank=0, series=0, resumed=2, entered={"weights|w": "2"}, steps=[*steps], outcome="finished")
+def short_life(*steps: WitnessedStep) -> ProcessRecord:
+    return ProcessRecord(rank=0, series=0, resumed=2, entered={"weights|w": "2"}, steps=[*steps], outcome="finished")
 
 
 def test_a_variable_that_was_not_got_back_is_named_with_both_values() -> None:

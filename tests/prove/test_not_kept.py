@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mindx_elastic as mx
-from mindx_elastic.guard.checks import surroundings
+from mindx_elastic.guard.checks import program_variables
 from mindx_elastic.persist.format import read_header
 
 calls = 0
@@ -24,7 +24,7 @@ calls = 0
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is this module, without those of other tests in the process."""
-    monkeypatch.setattr(surroundings, "_program_modules", lambda: [sys.modules[__name__]])
+    monkeypatch.setattr(program_variables, "_program_modules", lambda: [sys.modules[__name__]])
 
 
 def fetch() -> tuple[torch.Tensor, torch.Tensor]:

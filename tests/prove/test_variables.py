@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindx_elastic.guard.checks import surroundings
+from mindx_elastic.guard.checks import program_variables
 from mindx_elastic.prove.variables import KEPT, attributes_of_kept, own_variables
 
 TOKEN = "sk-0123456789"
@@ -24,7 +24,7 @@ TOKEN = "sk-0123456789"
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is this module: those of other tests in the process have more variables than are noted."""
-    monkeypatch.setattr(surroundings, "_program_modules", lambda: [sys.modules[__name__]])
+    monkeypatch.setattr(program_variables, "_program_modules", lambda: [sys.modules[__name__]])
 
 
 class Trainer:
@@ -235,4 +235,4 @@ def test_a_metaclass_whose_classes_have_a_name_of_a_module() -> None:
     class Meta(type):
         __module__ = property(lambda cls: "somewhere")  # as Cython's
 
-    assert surroundings.kind_of(Meta) == ""
+    assert program_variables.kind_of(Meta) == ""

@@ -13,7 +13,7 @@ import torch
 
 from mindx_elastic.prove import proof_witness
 from mindx_elastic.prove.control import Control, PlannedStop
-from mindx_elastic.prove.records import Life, of_kinds, read_lives
+from mindx_elastic.prove.records import ProcessRecord, of_kinds, read_lives
 from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, weights_of_uninterrupted
 
 Begin = Callable[..., Path]
@@ -45,7 +45,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
     return make
 
 
-def life_of(folder: Path) -> Life:
+def life_of(folder: Path) -> ProcessRecord:
     (found,) = read_lives(folder)
     return found
 

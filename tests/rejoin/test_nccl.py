@@ -107,7 +107,7 @@ def test_all_communicators_are_aborted_at_the_same_moment() -> None:
     devices = devices_of(*backends)
     devices.abort()
     devices.abort()
-    assert devices.settle(60.0) == ""
+    assert devices.wait_aborted(60.0) == ""
     assert [backend.num_aborts for backend in backends] == [1, 1, 1], "once each"
 
 
@@ -116,20 +116,20 @@ def test_an_abort_that_does_not_return_is_the_reason_of_a_restart() -> None:
     backend.at_abort = lambda: go.wait(60.0)
     devices = devices_of(backend)
     devices.abort()  # returns at once: the watcher has more to do
-    assert devices.settle(0.01) == "a communicator could not be aborted within 0.01 s"
+    assert devices.wait_aborted(0.01) == "a communicator could not be aborted within 0.01 s"
     go.set()
-    assert devices.settle(60.0) == ""
+    assert devices.wait_aborted(60.0) == ""
 
 
 def test_after_new_connections_it_begins_anew(cuda: SimpleNamespace) -> None:
     backend = FakeNccl()
     devices = devices_of(backend)
-    devices.settle()
+    devices.wait_aborted()
     assert not devices.fence()
     devices.connected()
     assert devices.fence()
     devices.abort()
-    devices.settle()
+    devices.wait_aborted()
     assert backend.num_aborts == 2
 
 

@@ -10,7 +10,7 @@ from mindx_elastic.agent.progress_log import ProgressPiece
 from mindx_elastic.report.drawing import loss_line
 from mindx_elastic.report.losses import find_losses
 from mindx_elastic.report.page import make_page
-from mindx_elastic.report.story import tell
+from mindx_elastic.report.run_history import tell
 from tests.harness import start_agent
 
 

@@ -13,7 +13,7 @@ import pytest
 from mindx_elastic.agent.ledger import FAILED, FINISHED, NEW_NODE, AttemptRecord
 from mindx_elastic.agent.run_log import last_lines_path
 from mindx_elastic.report.page import make_page
-from mindx_elastic.report.story import shares_of, tell
+from mindx_elastic.report.run_history import shares_of, tell
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
 

@@ -39,19 +39,19 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.generators import Generators
-from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.movements import TensorsLook, is_sharded_in_part
-from mindx_elastic.guard.checks.rebound import ReboundState
-from mindx_elastic.guard.checks.refreshed import RefreshedModules
-from mindx_elastic.guard.checks.remedies import Remedies
-from mindx_elastic.guard.checks.strangers import Strangers
-from mindx_elastic.guard.checks.surroundings import (
+from mindx_elastic.guard.checks.named_state import NamedState
+from mindx_elastic.guard.checks.program_variables import (
     Found,
     Seen,
     inner_schedulers,
     kind_of,
     look,
 )
+from mindx_elastic.guard.checks.rebound_state import ReboundState
+from mindx_elastic.guard.checks.refreshed_modules import RefreshedModules
+from mindx_elastic.guard.checks.remedies import Remedies
+from mindx_elastic.guard.checks.unnamed_optimizers import UnnamedOptimizers
 from mindx_elastic.guard.opening import Opening
 
 __all__ = ["FIRST_LOOKS", "Checks"]
@@ -97,7 +97,7 @@ class Checks:
         self._modules: dict[int, _Watched] = {}
         self._scalers: dict[int, _Watched] = {}
         self._schedulers: dict[int, _Watched] = {}
-        self._strangers = Strangers(self._collector.optimizers())
+        self._strangers = UnnamedOptimizers(self._collector.optimizers())
         self._is_outside, self._is_stale = False, True
         self.has_news = False
         """`at_boundary` has something to do though it is not a look."""
@@ -167,8 +167,8 @@ class Checks:
 
     # --- looking ---
 
-    def _kept(self) -> Kept:
-        return Kept(self._targets, self._loaders, self._collector, self._also_kept, tuple(self._own.values()))
+    def _kept(self) -> NamedState:
+        return NamedState(self._targets, self._loaders, self._collector, self._also_kept, tuple(self._own.values()))
 
     def _search(self, frame: FrameType | None) -> None:
         """Look through the program's variables. Raises UnmanagedStateError."""
@@ -199,7 +199,7 @@ class Checks:
 
     # --- parameters ---
 
-    def _loose_parameters(self, kept: Kept) -> list[tuple[str, torch.Tensor]]:
+    def _loose_parameters(self, kept: NamedState) -> list[tuple[str, torch.Tensor]]:
         """The trained parameters of the named optimizers that no named object keeps, and their optimizer's name."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for name, component in self._collector.components.items():
@@ -254,7 +254,7 @@ class Checks:
 
     # --- schedulers ---
 
-    def _check_schedulers(self, seen: Seen, kept: Kept) -> None:
+    def _check_schedulers(self, seen: Seen, kept: NamedState) -> None:
         ours = self._optimizer_ids()
         children = {key for found in seen.of["scheduler"].values() for key in inner_schedulers(found.value)}
         for key, found in seen.of["scheduler"].items():
@@ -291,7 +291,7 @@ class Checks:
 
     # --- what moves ---
 
-    def _watch_found(self, seen: Seen, kept: Kept) -> None:
+    def _watch_found(self, seen: Seen, kept: NamedState) -> None:
         """Begin to watch what has been found and is not kept. The next comparison is the first look at it."""
         claimed: set[int] = set()
         for key, found in _outermost(seen.of["module"], kept):
@@ -378,7 +378,7 @@ def _scale_of(scaler: Any) -> tuple[float, int] | None:
     return float(scale.item()), int(tracker.item())
 
 
-def _outermost(modules: Mapping[int, Found], kept: Kept) -> Sequence[tuple[int, Found]]:
+def _outermost(modules: Mapping[int, Found], kept: NamedState) -> Sequence[tuple[int, Found]]:
     """The modules that are not kept, those that contain others in front."""
     own = [(key, found) for key, found in modules.items() if not kept.has_object(found.value)]
     return sorted(own, key=lambda item: -sum(1 for _ in item[1].value.modules()))

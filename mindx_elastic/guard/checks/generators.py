@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindx_elastic.guard.checks.kept import Kept
+from mindx_elastic.guard.checks.named_state import NamedState
+from mindx_elastic.guard.checks.program_variables import Found, Seen
 from mindx_elastic.guard.checks.remedies import Remedies
-from mindx_elastic.guard.checks.surroundings import Found, Seen
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Generators"]
@@ -81,7 +81,7 @@ class Generators:
         """`compare` has something to do."""
         self._global = _global_generators()
 
-    def watch(self, seen: Seen, kept: Kept) -> None:
+    def watch(self, seen: Seen, kept: NamedState) -> None:
         """Watch those of `seen` that are not kept. The next comparison is the first look at a new one."""
         before, self.watched = self.watched, {}
         own = [

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.weight_samples import WeightSample, same_elements, sample_of
-from mindx_elastic.guard.checks.strangers import storage_of
+from mindx_elastic.guard.checks.unnamed_optimizers import storage_of
 
 __all__ = ["TensorsLook", "is_sharded_in_part"]
 

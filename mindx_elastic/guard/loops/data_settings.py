@@ -33,7 +33,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, attributes_of, has_attributes, items_of, table_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.sampler import ResumableBatchSampler
-from mindx_elastic.guard.checks.surroundings import is_of_library
+from mindx_elastic.guard.checks.program_variables import is_of_library
 
 __all__ = ["DataSettings"]
 

@@ -111,7 +111,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         """What the program sets on its data set, from the first entry on."""
         self.others: Sequence[FollowedLoader] = ()
         """Of the loader whose epochs count: those that come within its epochs."""
-        self.began_beside_others = False
+        self.began_with_others = False
         """One of those was gone through when the newest iteration began."""
         self._is_over = False
         """It came to its end before the present epoch of the first loader: its next iteration is another one."""
@@ -217,7 +217,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
 
     def _at_begin(self) -> None:
         self._is_over = self.has_served_steps = False
-        self.began_beside_others = any(other.engine.cursor.live for other in self.others)
+        self.began_with_others = any(other.engine.cursor.live for other in self.others)
         for other in self.others:
             other._is_over = other.is_at_rest()
             if other._is_over:  # an evaluation has used them, no step will

@@ -24,7 +24,7 @@ from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata, keeps_state
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.checks.surroundings import program_frames
+from mindx_elastic.guard.checks.program_variables import program_frames
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader, SelfPositionedLoader
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -169,9 +169,9 @@ class Loaders:
         return first is not None and not (isinstance(first, FunctionLoader) and first.batches_per_epoch is None)
 
     @property
-    def began_beside_others(self) -> bool:
+    def began_with_others(self) -> bool:
         """Whether another loader was in the middle of its data when the newest iteration of the first one began."""
-        return self._counting is not None and self._counting.began_beside_others
+        return self._counting is not None and self._counting.began_with_others
 
     def let_first_go_on(self) -> None:
         """Its next iteration is the epoch after the one it is in, whatever the loop has told it."""
@@ -247,7 +247,7 @@ class Loaders:
             if followed.name in names and not followed.has_moved_on:
                 followed.move_on()
 
-    def begin_behind_an_epoch(self) -> None:
+    def begin_after_an_epoch(self) -> None:
         """A resumed run goes on with the epoch after the one of its boundary. A loader that was in the middle of its
         data goes on there where the program keeps its iterator over epochs, and starts over where the head of the epoch
         makes one: in a function that is not a generator, before any batch."""
@@ -316,11 +316,11 @@ class Loaders:
         others = [f.track for f in self._followed if f.track is not None and f.track is not track]
         return any(other.ended_behind == track.left_behind for other in others)
 
-    def settle(self) -> None:
+    def take_all_as_used(self) -> None:
         """The training ends at a step that is not a boundary yet: take what was fetched as used."""
         for followed in self._followed:
             if followed.track is not None:
-                followed.look_ahead.settle(followed.track.fetches)
+                followed.look_ahead.take_all_as_used(followed.track.fetches)
 
 
 def _is_loader(value: Any) -> bool:

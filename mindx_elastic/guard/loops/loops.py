@@ -172,7 +172,7 @@ class Loops:
             if self._loaders.epoch_used not in (0, self.epoch) and not self._goes_on():
                 self._collector.loop = {**self._collector.loop, _OWN_PACE: True}
                 self._loaders.let_first_go_on()
-            if 0 < self._pass_of_epoch < current and not self._loaders.began_beside_others:  # few data next to many
+            if 0 < self._pass_of_epoch < current and not self._loaders.began_with_others:  # few data next to many
                 self._repeats = True
             self._pass_of_epoch = current
         elif self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
@@ -325,7 +325,7 @@ class Loops:
             self._keep_resumed_state()
             if self.tail.is_over(epoch - 1):
                 self.tail.move_on()
-                self._loaders.begin_behind_an_epoch()
+                self._loaders.begin_after_an_epoch()
             assert self._restore is not None
             self._restore()
         self._restores = resuming and again

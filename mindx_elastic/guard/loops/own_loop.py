@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from mindx_elastic.guard.checks.surroundings import is_library
+from mindx_elastic.guard.checks.program_variables import is_library
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.unmanaged import Unmanaged
 

@@ -39,7 +39,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import askable, attributes_of, is_comparable, table_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
-from mindx_elastic.guard.checks.surroundings import is_library, locals_of, program_frames
+from mindx_elastic.guard.checks.program_variables import is_library, locals_of, program_frames
 from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 
 __all__ = ["EpochValues", "put_back_values", "stored_size"]

@@ -15,8 +15,8 @@ or miss, the step is complete or an older one is taken. Where the ranks do not a
 
 Where only some ranks hold the same (HSDP), they divide nothing, and keep each other's small states in the same way.
 Files that are saved periodically hold the small states of the same two neighbours, if these come to the step in a
-moment (`Together.swap`). Policies with ``remove_redundancy=True`` also divide what is saved then and at the end of a
-training, each part once: if a rank fails in it, the step before stays the newest.
+moment (`DividedSaves.swap`). Policies with ``remove_redundancy=True`` also divide what is saved then and at the end of
+a training, each part once: if a rank fails in it, the step before stays the newest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from mindx_elastic.persist.places import places_in
 
 _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
 
-__all__ = ["Agreed", "SavesPart", "SavingGroup", "Together", "neighbours"]
+__all__ = ["Agreed", "DividedSaves", "SavesPart", "SavingGroup", "neighbours"]
 
 NUM_NEIGHBOURS = 2
 """So many ranks' small states are in a file next to its own rank's."""
@@ -216,7 +216,7 @@ class _Said:
             raise ValueError(str(error)) from None
 
 
-class Together:
+class DividedSaves:
     """One per guard. The thread that has the claim to save calls `agree`, once."""
 
     def __init__(self, exchange: Exchange, ranks: RankInfo, collector: Collector, part: SavesPart) -> None:

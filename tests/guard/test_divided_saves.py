@@ -17,8 +17,8 @@ from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.agreement.stop_step import Decision
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
+from mindx_elastic.guard.divided_saves import NUM_NEIGHBOURS, WORTH_BYTES, Agreed, DividedSaves, SavesPart, neighbours
 from mindx_elastic.guard.policy import ExitPolicy
-from mindx_elastic.guard.together import NUM_NEIGHBOURS, WORTH_BYTES, Agreed, SavesPart, Together, neighbours
 
 
 def said(disk: str = "one", **other: Any) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def test_of_many_ranks_only_those_are_read_whose_words_are_needed(monkeypatch: p
     exchange = _Rounds(Decision(7), told)
     part = SavesPart([], [], [], 0, can=False)
     part.neighbours = (size - 2, size - 1)
-    together = Together(
+    together = DividedSaves(
         cast("Exchange", exchange),
         RankInfo(rank=0, world_size=size),
         cast("Collector", None),
@@ -163,11 +163,11 @@ def test_of_many_ranks_only_those_are_read_whose_words_are_needed(monkeypatch: p
 # --- periodic saves ---
 
 
-def swapping(told: dict[int, str], neighbours: tuple[int, ...] = (1, 2)) -> tuple[Together, _Rounds]:
+def swapping(told: dict[int, str], neighbours: tuple[int, ...] = (1, 2)) -> tuple[DividedSaves, _Rounds]:
     exchange, part = _Rounds(Decision(None), told), SavesPart([], [], [], 0, can=False)
     part.are_replicas, part.neighbours = True, neighbours
     ranks = RankInfo(rank=0, world_size=3)
-    return Together(cast("Exchange", exchange), ranks, cast("Collector", None), part), exchange
+    return DividedSaves(cast("Exchange", exchange), ranks, cast("Collector", None), part), exchange
 
 
 def small_of(step: int, small: bytes) -> str:

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["find_remains", "proof_in_events", "remarks"]
+__all__ = ["find_unused_state", "proof_in_events", "remarks"]
 
 _FAILED = "failed: "
 
 
-def find_remains(directory: Path) -> dict[str, Any]:
+def find_unused_state(directory: Path) -> dict[str, Any]:
     """``failed_save``: the newest save, where it has failed (step, reason; None: it has not). ``in_memory``: the newest
     snapshot of all ranks that this machine's shared memory holds for the directory (step, folder). Raises nothing."""
     return {"failed_save": _failed_save(directory), "in_memory": _in_memory(directory)}

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from mindx_elastic.capture.copying import map_tensors
 from mindx_elastic.core.looks import attributes_of, has_method
 
-__all__ = ["Strangers", "storage_of"]
+__all__ = ["UnnamedOptimizers", "storage_of"]
 
 _MOST = 256
 
@@ -45,7 +45,7 @@ class _Carried:
     """The state of its smallest parameter: the object itself, since a dict cannot be referred to weakly."""
 
 
-class Strangers:
+class UnnamedOptimizers:
     """`note` runs in the thread that updates, which may be one of autograd's; all else in the training thread."""
 
     def __init__(self, named: Iterable[Optimizer]) -> None:

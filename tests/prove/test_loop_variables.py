@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.prove.carried import carried, rebound_in
+from mindx_elastic.prove.loop_variables import carried, rebound_in
 
 LOOPS = """
 # a batch is fetched ahead, inside of an accumulation

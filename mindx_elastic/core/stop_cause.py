@@ -11,11 +11,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["Leaving", "add_last_act", "flush_output", "last_acts", "note_leaving", "noted_leaving"]
+__all__ = ["StopCause", "add_last_act", "flush_output", "last_acts", "note_stop_cause", "noted_stop_cause"]
 
 
 @dataclass(frozen=True)
-class Leaving:
+class StopCause:
     """The stop of a training."""
 
     kind: str
@@ -26,16 +26,16 @@ class Leaving:
     """This rank has heard the alarm itself."""
 
 
-_noted: list[Leaving] = []
+_noted: list[StopCause] = []
 _last_acts: list[Callable[[], None]] = []
 
 
-def note_leaving(leaving: Leaving) -> None:
+def note_stop_cause(leaving: StopCause) -> None:
     """Any thread; the first one counts."""
     _noted.append(leaving)
 
 
-def noted_leaving() -> Leaving | None:
+def noted_stop_cause() -> StopCause | None:
     """How a training of this process was stopped; None: none was."""
     return _noted[0] if _noted else None
 

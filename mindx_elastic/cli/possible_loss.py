@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
-__all__ = ["DiskWatch", "Outlook", "Rates", "Saved", "expect"]
+__all__ = ["DiskWatch", "PossibleLoss", "Rates", "Saved", "expect"]
 
 _LEAST_PAUSE_S = 2.0
 _PAUSE_TIMES = 20
@@ -33,7 +33,7 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class PossibleLoss:
     """None: not known, or there is none."""
 
     step: int | None = None
@@ -114,7 +114,7 @@ def _newest(directory: Path, run_id: str) -> Saved | None:
     return Saved(newest.moment[2], created, newest.entries[0].path.name if newest.entries else "")
 
 
-def expect(pages: Mapping[int, Status], disk: DiskWatch) -> Outlook:
+def expect(pages: Mapping[int, Status], disk: DiskWatch) -> PossibleLoss:
     """What the job of these pages would lose now. Ranks with their own folders in memory are separate jobs: the
     one that would lose most counts."""
     jobs: dict[str, list[Status]] = {}
@@ -122,18 +122,20 @@ def expect(pages: Mapping[int, Status], disk: DiskWatch) -> Outlook:
         if page.step >= 0 or page.entered_ns:
             jobs.setdefault(page.arena, []).append(page)
     found = [_expect(arena, ranks, disk) for arena, ranks in jobs.items()]
-    return max(found, key=lambda each: (each.lost_if_machine_lost or 0, each.lost_if_killed or 0), default=Outlook())
+    return max(
+        found, key=lambda each: (each.lost_if_machine_lost or 0, each.lost_if_killed or 0), default=PossibleLoss()
+    )
 
 
-def _expect(arena: str, pages: Sequence[Status], disk: DiskWatch) -> Outlook:
+def _expect(arena: str, pages: Sequence[Status], disk: DiskWatch) -> PossibleLoss:
     step = max(page.step for page in pages)
     if step < 0:
-        return Outlook()
+        return PossibleLoss()
     directory = Path(pages[0].directory) if pages[0].directory else None
     memory = _in_memory(Path(arena)) if arena else None
     saved = None if directory is None else disk.newest(directory, pages[0].run_id)
     on_disk = 0 if saved is None else saved.step
-    return Outlook(
+    return PossibleLoss(
         step=step,
         directory=None if directory is None else str(directory),
         memory_step=memory,

@@ -8,10 +8,10 @@ from typing import Any
 from mindx_elastic.core.looks import has_method
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Numbered"]
+__all__ = ["NumberedBatches"]
 
 
-class Numbered(Iterator[tuple[int, Any]]):
+class NumberedBatches(Iterator[tuple[int, Any]]):
     """The batches of a loader with their numbers in the epoch. It has the loader's length, which what is around it asks
     for: a bar, torchvision's `MetricLogger`."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-__all__ = ["living_objects"]
+__all__ = ["find_objects"]
 
 
-def living_objects(kind: type[Any]) -> list[Any]:
+def find_objects(kind: type[Any]) -> list[Any]:
     """Every object of a type or of one derived from it. Looks at all objects of the process: 30 ms for a million.
 
     Objects that were frozen (`gc.freeze`) are not found.

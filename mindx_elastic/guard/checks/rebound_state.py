@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindx_elastic.guard.checks.surroundings import Seen, look
+from mindx_elastic.guard.checks.program_variables import Seen, look
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["ReboundState"]

@@ -23,13 +23,13 @@ def target_of(source: Strategy, world: World) -> Strategy:
         return source
     # ZeRO: an optimizer redistributes its state by itself, whatever the number of ranks.
     groups = [group for group in source.classes if not all(spec.parameter or spec.is_marker for spec in group.tensors)]
-    layouts = {group.layout: _spread_anew(group, source.world_size, world.size) for group in groups}
+    layouts = {group.layout: _redistributed(group, source.world_size, world.size) for group in groups}
     kept = (spec for spec in source.tensors if not spec.is_marker)
     specs = (replace(spec, layout=layouts[spec.layout]) for spec in kept if spec.layout in layouts)
     return Strategy(world.size, tuple(specs))
 
 
-def _spread_anew(group: LayoutClass, old: int, new: int) -> Layout:
+def _redistributed(group: LayoutClass, old: int, new: int) -> Layout:
     layout, name = group.layout, group.tensors[0].name or "the state"
     if layout.size != old or (layout.splitting and len(layout.mesh_shape) > 1):
         raise UsageError(

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.rng import capture_rng, equal_rng
-from mindx_elastic.rejoin import ahead
+from mindx_elastic.rejoin import spare_warmup
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def model() -> DistributedDataParallel:
 
 def test_the_buckets_are_laid_out_by_the_order_that_the_ranks_have_written(tmp_path: Path, group: None) -> None:
     module, order = model(), [2, 3, 0, 1]
-    ahead.share_orders(tmp_path, "4", {"model": order})
+    spare_warmup.share_orders(tmp_path, "4", {"model": order})
     assert not module._has_rebuilt_buckets
-    assert ahead.lay_out_buckets([("model", module)], tmp_path, "4") == {"model": order}
+    assert spare_warmup.lay_out_buckets([("model", module)], tmp_path, "4") == {"model": order}
     assert module._has_rebuilt_buckets
     assert not module.reducer._rebuild_buckets(), "torch does it once"
     assert len(GradientOrder(module).parameters) == len(order)
@@ -48,13 +48,13 @@ def test_without_an_order_that_fits_nothing_is_done(tmp_path: Path, group: None,
     if there is not None:
         (tmp_path / "gradients.json").write_text(there)
     module = model()
-    assert ahead.lay_out_buckets([("model", module)], tmp_path, "0") == {}
+    assert spare_warmup.lay_out_buckets([("model", module)], tmp_path, "0") == {}
     assert not module._has_rebuilt_buckets
 
 
 def test_an_order_of_another_attempt_is_not_used(tmp_path: Path, group: None) -> None:
-    ahead.share_orders(tmp_path, "1", {"model": [0, 1, 2, 3]})
-    assert ahead.lay_out_buckets([("model", model())], tmp_path, "2") == {}
+    spare_warmup.share_orders(tmp_path, "1", {"model": [0, 1, 2, 3]})
+    assert spare_warmup.lay_out_buckets([("model", model())], tmp_path, "2") == {}
 
 
 class Notes(TorchFunctionMode):
@@ -76,7 +76,7 @@ def test_torchs_kernels_are_used_beside_the_program_and_without_it() -> None:
     before = capture_rng()
     try:
         with Notes() as notes:
-            ahead.start_kernels().join()
+            spare_warmup.start_kernels().join()
     finally:
         handle.remove()
     assert not called and not notes.seen

@@ -14,14 +14,14 @@ import threading
 
 import xxhash
 
-__all__ = ["SaidOnce", "said_once"]
+__all__ = ["LogOnce", "said_once"]
 
 _OF_A_RANK = re.compile(r"rank_\d+| on rank \d+|\d+\.\d+")  # its folder, the one that failed, what each has measured
 _SAVED = " saved in "  # which file is durable is each rank's own to say
 _MOST = 256
 
 
-class SaidOnce:
+class LogOnce:
     """One in a process, whose claims stay until it ends: another rank may come to the same line later. Any thread."""
 
     def __init__(self) -> None:
@@ -49,4 +49,4 @@ class SaidOnce:
             return True
 
 
-said_once = SaidOnce()
+said_once = LogOnce()

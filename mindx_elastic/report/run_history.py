@@ -22,9 +22,9 @@ from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import IN_PLACE
 from mindx_elastic.report.losses import Losses, find_losses
-from mindx_elastic.start.remains import find_remains, proof_in_events, remarks
+from mindx_elastic.start.unused_state import find_unused_state, proof_in_events, remarks
 
-__all__ = ["Bar", "Mark", "Story", "TimeShare", "remarks_of_run", "shares_of", "tell"]
+__all__ = ["Bar", "Mark", "RunHistory", "TimeShare", "remarks_of_run", "shares_of", "tell"]
 
 _ALARMS = (*NOTABLE, "pause")
 _MOST, _MOST_S = 1 << 62, 1e11
@@ -68,7 +68,7 @@ class TimeShare:
 
 
 @dataclass
-class Story:
+class RunHistory:
     run: AgentRun
     start: float
     end: float
@@ -88,7 +88,7 @@ class Story:
     """What failed ranks of the log's node wrote last, by rank; the first line says how one failed."""
 
 
-def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
+def tell(log: Path, checkpoints: Path | None = None) -> RunHistory | None:
     """The newest agent's run in the log of a RUN_DIR, or else the newest run in the log of a checkpoint directory;
     None: nothing has run there. Raises OSError.
 
@@ -119,7 +119,7 @@ def tell(log: Path, checkpoints: Path | None = None) -> Story | None:
     ours = sorted((line for line in lines if line["time"] >= began), key=lambda line: line["time"])
     end = run.ended if run.ended is not None else max((line["time"] for line in ours), default=began)
     ours = [line for line in ours if line["time"] <= end]
-    story = Story(run, began, max(end, began), sources=sources, torn=torn, older_runs=len(runs) - 1)
+    story = RunHistory(run, began, max(end, began), sources=sources, torn=torn, older_runs=len(runs) - 1)
     story.bars = list(_bars(run.records, ours, story.end))
     story.marks = list(_marks(run, ours))
     passed = sorted((at, step) for piece in pieces for at, step, _ in piece.points if began <= at <= end)
@@ -142,7 +142,7 @@ def remarks_of_run(run: AgentRun) -> list[str]:
     said = []
     for folder in map(Path, run.directories):
         proof = proof_in_events(folder)
-        lines = [*remarks(find_remains(folder), saved), *([f"exact: {proof}"] if proof else [])]
+        lines = [*remarks(find_unused_state(folder), saved), *([f"exact: {proof}"] if proof else [])]
         said += [f"{folder}: {line}" for line in lines]
     return said
 
