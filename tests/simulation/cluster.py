@@ -47,7 +47,7 @@ from mindx_elastic.cluster.scheduler import Scheduler
 from mindx_elastic.cluster.settings import SCHEDULER, WORKER, ClusterSettings
 from mindx_elastic.cluster.worker_end import WorkerEnd
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.leaving import Leaving
+from mindx_elastic.core.stop_cause import StopCause
 from mindx_elastic.errors import SaveError, UsageError
 from tests.simulation.network import Machine, Network
 from tests.simulation.schedules import main, quiet
@@ -233,8 +233,8 @@ class _Worker(Machine):
         self.started = self.pid
         self.sys = SimpleNamespace(exit=self._exit, last_value=None)
         self.at_exit: list[Callable[[], None]] = []
-        self.noted: Leaving | None = None
-        self.alarm: Leaving | None = None
+        self.noted: StopCause | None = None
+        self.alarm: StopCause | None = None
         """What its guard has heard."""
         self.is_guarded = False
         self.fails = False
@@ -329,7 +329,7 @@ class _Worker(Machine):
             self.noted = self.alarm
             self.sys.exit(self.alarm.code)
 
-    def hear(self, alarm: Leaving) -> bool:
+    def hear(self, alarm: StopCause) -> bool:
         """Whether a guard is there to hear it."""
         if self.is_guarded:
             self.alarm = self.alarm or alarm
@@ -341,7 +341,7 @@ class _Worker(Machine):
             self.signal(signal.SIGTERM)
             return
         for each in self.meeting.ranks.values():
-            each.hear(Leaving("signal", 143, "SIGTERM", each is self))
+            each.hear(StopCause("signal", 143, "SIGTERM", each is self))
 
     def begin_again(self, env: dict[str, str]) -> NoReturn:
         """``exec``."""
@@ -637,10 +637,10 @@ def _stand_ins(job: _Job) -> Iterator[None]:
 
     def report_death(rank: int) -> bool:
         job.event("death")
-        return here().hear(Leaving("peer", EXIT_TEMPORARY, f"rank {rank} is dead", is_own=False))
+        return here().hear(StopCause("peer", EXIT_TEMPORARY, f"rank {rank} is dead", is_own=False))
 
     def request_stop(why: str, code: int) -> bool:
-        return here().hear(Leaving("request", code, why, is_own=True))
+        return here().hear(StopCause("request", code, why, is_own=True))
 
     changes: list[tuple[Any, str, object]] = [
         (connection_module, "host_store", job.host_store),
@@ -651,7 +651,7 @@ def _stand_ins(job: _Job) -> Iterator[None]:
         (worker_end_module, "sys", _Here(lambda: here().sys)),
         (worker_end_module, "atexit", _Here(lambda: SimpleNamespace(register=here().at_exit.append))),
         (worker_end_module, "logging", SimpleNamespace(shutdown=lambda: None)),
-        (worker_end_module, "noted_leaving", lambda: here().noted),
+        (worker_end_module, "noted_stop_cause", lambda: here().noted),
         (worker_end_module, "add_last_act", lambda act: None),
         (worker_end_module, "flush_output", lambda: None),
         (worker_end_module, "report_death", report_death),
