@@ -48,15 +48,6 @@ def test_setup_py_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     assert contents(source / "dist" / NAME) == contents(wheel)
 
 
-def test_setup_py_leaves_it_to_pip_where_setuptools_is_missing(tmp_path: Path) -> None:
-    source = copy_source(tmp_path / "source")
-    environment = make_environment(tmp_path / "bare")
-    done = run([environment.python, "setup.py", "bdist_wheel"], cwd=source, env=environment.variables())
-    assert done.returncode != 0 and "setuptools>=77" in done.stderr, "pip looked for it, and has no index here"
-    done = run([environment.python, "setup.py", "sdist"], cwd=source, env=environment.variables())
-    assert done.returncode == 1 and "setuptools 77 or newer is needed" in done.stderr
-
-
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     source = {path.relative_to(ROOT).as_posix() for path in (ROOT / "mindx_elastic").rglob("*") if path.is_file()}
     expected = {name for name in source if "__pycache__" not in name}

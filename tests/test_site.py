@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from mindx_elastic.cli.main import main
 from tests.watchdog import finish
@@ -162,38 +161,6 @@ def test_the_start_page_s_job_of_two_ranks_outlives_a_killed_one(tmp_path: Path)
         assert [begin for begin, _, _ in last] == [f"resumed from step {20 if script == 'killed.py' else None}"] * 2
         ends += [end for _, _, end in last]
     assert len(set(ends)) == 1
-
-
-def convert(words: list[str], folder: Path) -> None:
-    done = finish(
-        [sys.executable, "-m", "mindx_elastic.cli.main", *words[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["last.ckpt", "pytorch_model.bin", "model.safetensors"])
-def test_files_of_others_are_converted_as_the_page_says(tmp_path: Path, name: str) -> None:
-    (command,) = re.findall(rf"`(mindx-elastic convert {re.escape(name)} [^`]+)`", text_of("porting.md"))
-    model = torch.nn.Linear(3, 2)
-    if name == "last.ckpt":  # the keys of a Lightning checkpoint
-        state = {f"model.{key}": value for key, value in model.state_dict().items()}
-        torch.save({"epoch": 1, "global_step": 9, "state_dict": state, "optimizer_states": []}, tmp_path / name)
-    elif name.endswith(".bin"):
-        state = model.state_dict()
-        torch.save(state, tmp_path / name)
-    else:
-        from safetensors.torch import save_file
-
-        state = model.state_dict()
-        save_file(state, tmp_path / name, metadata={"format": "pt"})
-    convert(shlex.split(command), tmp_path)
-    found = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[key], state[key]) for key in state)
 
 
 def test_the_recorded_sessions_of_the_readme_end_with_the_same_weights() -> None:

@@ -79,12 +79,6 @@ def clean(run: Run, base: Path, *words: str) -> dict[str, Any]:
     return document
 
 
-def test_nothing_there(run: Run, base: Path) -> None:
-    result = run("clean", "--base", base)
-    assert result.exit_code == 0 and result.stdout == f"nothing of this user's jobs in {base}\n"
-    assert run("clean", "--base", base / "no").exit_code == 2
-
-
 def test_the_base_comes_from_the_environment(run: Run, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINDX_ARENA_DIR", str(base))
     assert str(base) in run("clean", "--dry-run").stdout

@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.checkpoint_files import flip_bit_in_data, flip_bit_in_header, write
 from tests.cli.conftest import Run
 
@@ -147,18 +145,3 @@ def test_a_step_of_each_attempt_is_shown(run: Run, tmp_path: Path) -> None:
     assert lines[-1].startswith("newest complete step: 150 (attempt 2)")
     document = json.loads(run("inspect", tmp_path, "--json").stdout)
     assert (document["newest_complete_attempt"], [s["attempt"] for s in document["steps"]]) == (2, [2, 2, 1, 1])
-
-
-def test_a_rank_folder_alone_says_so(run: Run, tree: Path) -> None:
-    result = run("inspect", tree / "rank_1")
-    assert "only one rank's folder was looked at, give the folder above it" in result.stdout
-
-
-@pytest.mark.parametrize("columns", [100])
-def test_the_table_fits_the_width_and_loses_nothing(run: Run, tmp_path: Path, columns: int) -> None:
-    reason = "exception: ValueError: " + " ".join(f"word{n}" for n in range(12))
-    write(tmp_path / "a-12_345.safetensors", step=123456, kind="breakpoint", reason=reason)
-    lines = run("inspect", tmp_path, columns=columns).stdout.splitlines()
-    table = lines[: lines.index("")]
-    assert max(map(len, table)) <= columns and "\u2026" not in "".join(table)
-    assert all(word in " ".join(table) for word in ("step  ", "123456", "12346 (6/10)", *reason.split()))

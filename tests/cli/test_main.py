@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,12 +26,6 @@ def test_run_hands_on_every_word_as_it_is(run: Run, words: list[str], monkeypatc
     monkeypatch.setattr("mindx_elastic.agent.launcher.launch", launch)
     assert run("run", *words).exit_code == 7
     assert given == [words]
-
-
-def test_version(run: Run) -> None:
-    result = run("--version")
-    assert result.exit_code == 0
-    assert re.fullmatch(r"mindx-elastic \d+\.\d+\S*\n", result.stdout)
 
 
 @pytest.mark.parametrize("words", [["--nproc-per-node", "2", "-h", "train.py"]])

@@ -11,16 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from mindx_elastic.cli import plan_table
-from mindx_elastic.cli.common import make_console
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.platforms.protobuf import messages
-from mindx_elastic.start.facts import FileFact, ResumePlan, World
-from mindx_elastic.start.planner import plan_resume
 from tests.checkpoint_files import cut_off_end, flip_bit_in_data, write, write_step
 from tests.cli.conftest import Run
 
@@ -162,14 +158,6 @@ def test_a_report_of_the_platform(run: Run, ddp: Path, tmp_path: Path, monkeypat
     assert document(run, ddp, "--faults", "none")["faults"] == []
 
 
-def test_everybody_is_faulty(run: Run, ddp: Path) -> None:
-    found = document(run, ddp, "--fault-ranks", "0-3")
-    assert (found["step"], found["restore_ranks"]) == (10, "-1")
-    assert "dying saves are not used" in found["rejected"][0]["reason"]
-    result = run("plan", ddp, "--fault-ranks", "0-3", "--step", 17)
-    assert result.exit_code == 1 and "--faults none" in result.stdout
-
-
 def test_fewer_ranks(run: Run, ddp: Path) -> None:
     result = run("plan", ddp, "--world-size", 2)
     assert result.exit_code == 0 and "world     4 ranks become 2 ranks" in result.stdout
@@ -287,34 +275,3 @@ def test_fields_that_a_terminal_would_obey(run: Run, tmp_path: Path) -> None:
 
 
 # --- the screen ---
-
-
-def test_thousands_of_ranks_fit_on_a_screen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    size = 16_384
-    layout = Layout((16, 1024), ("R", "S(0)"), (), ("dp", "tp"))  # type: ignore[arg-type]
-    strategy = Strategy(size, tuple(TensorSpec(f"model.{n}", (4096, 64), layout, "F32") for n in range(20)))
-    moment = ("run", 0, 9)
-    facts = [
-        FileFact(f"/c/rank_{r}/a-1_9.safetensors", r, moment, size, strategy, "breakpoint", 1e9, 9)
-        for r in range(size)
-        if r % 250
-    ]
-    plan = plan_resume(facts, World(size))
-    assert isinstance(plan, ResumePlan)
-    from mindx_elastic.platforms.plan_files import plan_to_json
-
-    extra: dict[str, Any] = {
-        "directory": "/c",
-        "proof": "no",
-        "reasons": [],
-        "faults_problems": [],
-        "digests_checked": False,
-    }
-    found = {**plan_to_json(plan, "/c"), **extra}
-    plan_table.print_plan(make_console(), plan, found, now=2e9)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 70 and max(map(len, lines)) < 400
-    assert any("other ranks' files" in line for line in lines)

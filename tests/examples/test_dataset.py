@@ -9,10 +9,6 @@ import torch
 import dataset
 
 
-def labels_of(pictures: dataset.Pictures) -> list[int]:
-    return [pictures[index][1] for index in range(len(pictures))]
-
-
 def test_planes_are_red_green_blue_row_by_row(tmp_path: Path) -> None:
     record = np.zeros(3073, dtype=np.uint8)
     record[0] = 7
@@ -60,13 +56,3 @@ def test_missing_files_are_named(cifar_directory: Path, tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(dataset.DataError, match=r"no data_batch_\*\.bin"):
         dataset.load_cifar10(cifar_directory)
-
-
-def test_digits_are_split_the_same_way_each_time() -> None:
-    first, second = dataset.load_digits_split(), dataset.load_digits_split()
-    assert (len(first.train), len(first.test)) == (1433, 364)
-    assert set(labels_of(first.test)) == set(range(10))
-    assert "digits as 3x32x32" in first.description and "\n" not in first.description
-    for index in (0, 100, 363):
-        assert torch.equal(first.test[index][0], second.test[index][0])
-    assert len(dataset.load_digits_split(limit_train=64).train) == 64

@@ -78,14 +78,6 @@ def test_a_report_from_before_the_start_is_done_until_it_changes(
     assert ranks(watch.poll()) == [1, 2]
 
 
-def test_the_same_ranks_with_a_newer_time_stamp_are_an_alarm(mount: Mount) -> None:
-    mount.fault({"FaultRankIds": ["1"], "CreatTime": 1690000000}, mtime=LONG_AGO)
-    watch = mount.watch()
-    assert watch.poll() is None
-    mount.fault({"FaultRankIds": ["1"], "CreatTime": 1690000009}, mtime=LONG_AGO)
-    assert ranks(watch.poll()) == [1]
-
-
 @pytest.mark.parametrize(
     ("created", "mtime"),
     [

@@ -102,12 +102,6 @@ def test_files_of_other_programs_count_when_they_are_there(tmp_path: Path) -> No
     assert get_ckpt_path_with_strategy(path, source) is None
 
 
-def test_without_a_rank_in_its_path_it_is_the_file_itself_or_nothing(tmp_path: Path) -> None:
-    path = checkpoint_files.write(tmp_path / "model.safetensors")
-    assert get_ckpt_path_with_strategy(path, "never opened") == str(path)
-    assert get_ckpt_path_with_strategy(tmp_path / "none.safetensors", "never opened") is None
-
-
 def test_the_file_of_another_rank_or_job_is_an_error(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="says nothing of rank 9"):
         get_ckpt_path_with_strategy(tmp_path / "rank_9" / "x.safetensors", source)

@@ -85,6 +85,15 @@ def test_a_job_of_volcano(nodes: int) -> None:
         manifest("volcano", numbers(restarts=0))
 
 
+def test_pods_of_several_nodes_find_the_first_one() -> None:
+    service, job = documents("kubernetes", nodes=2)
+    assert service["kind"] == "Service" and service["spec"]["clusterIP"] == "None"
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert "train-0.train:29400" in job["spec"]["template"]["spec"]["containers"][0]["command"]
+    (jobset,) = documents("jobset", nodes=2)
+    assert "train-node-0-0.train:29400" in yaml.safe_dump(jobset)
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -107,16 +107,6 @@ def test_the_place_and_the_length() -> None:
     assert found is not None and "9 steps or more too many" in explain(REFERENCE, found).what
 
 
-def test_stateful_objects_and_scalars_have_words() -> None:
-    ema = {"stateful|ema.decay": "0.9"}
-    one = Reference(lives=[life([step(n, end={**end(n), **ema}) for n in range(1, 21)])])
-    assert "ema.decay differs at step 15: 0.9, and nothing" in words(step(15), reference=one)
-    assert "loss differs at step 15: l15, and other" in words(step(15, end=end(15, scalar="other")))
-    of_ranks = {f"{number:016x} differs" for number in (1, 2)}  # digests say nothing, and each rank has its own
-    said = {words(step(15, end=end(15, scalar=text[:16]))) for text in of_ranks}
-    assert len(said) == 1 and said.pop().endswith("loss differs at step 15")
-
-
 def test_chance_is_told_with_missing_seeds() -> None:
     found = compare_life(REFERENCE, life([step(1), step(2, end=end(2, batch="new"))]))
     assert found is not None

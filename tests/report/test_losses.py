@@ -57,15 +57,15 @@ def test_losses_of_any_size_can_be_drawn(losses: tuple[float, float]) -> None:
 
 @pytest.mark.slow
 def test_a_killed_and_resumed_job_has_one_curve(tmp_path: Path) -> None:
-    """Killed behind step 8 of 12, with a snapshot of step 5 at best: steps are done again."""
-    args = [tmp_path / "ckpt", "--steps", "12", "--kill-at", "8", "--step-s", "0.7"]  # the agent looks twice a second
-    with start_agent("agent_guarded.py", *args, options=["--snapshot-every", "5"], run_dir=tmp_path / "run") as job:
+    """Killed after step 5 of 8, with a snapshot of step 4 at best: a step is done again."""
+    args = [tmp_path / "ckpt", "--steps", "8", "--kill-at", "5", "--step-s", "0.7"]  # the agent looks twice a second
+    with start_agent("agent_guarded.py", *args, options=["--snapshot-every", "4"], run_dir=tmp_path / "run") as job:
         job.expect(0)
     story = tell(tmp_path / "run" / "events.jsonl")
     assert story is not None and [record.outcome for record in story.run.records] == ["failed", "finished"]
     resumed = max(0, story.run.records[1].resumed_step or 0)
     (seam,) = story.losses.seams
-    assert resumed <= seam < 8, job.report()
+    assert resumed <= seam < 5, job.report()
     steps = [step for step, _ in story.losses.points]
-    assert steps == sorted(set(steps)) and steps[-1] == 12, "each step once"
+    assert steps == sorted(set(steps)) and steps[-1] == 8, "each step once"
     assert "Loss over steps" in make_page(story)
