@@ -18,6 +18,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.device_progress import DeviceProgress, fills_queue, forward_fits_queue
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UnsupportedStateError
+from tests.capture.round_trip import assert_same, through_format
 
 
 class Device:
@@ -133,7 +134,8 @@ def test_the_newest_boundary_that_the_device_holds_is_known(actions: list[str], 
 
 def test_an_update_that_the_program_has_begun_is_waited_for(device: Device, progress: DeviceProgress) -> None:
     pass_steps(progress, 0, 1)
-    progress.begin_update()
+    progress.begin_update(is_long=True)
+    assert device.waited_for == [4], "it may fill the queue"
     device.done = 3
     asked: list[bool] = []
     found = progress.newest_held(lambda: len(asked) < 3 and not asked.append(True), has_updated=True)  # type: ignore[func-returns-value]
@@ -143,9 +145,8 @@ def test_an_update_that_the_program_has_begun_is_waited_for(device: Device, prog
     assert landed(progress, has_updated=True) is None and landed(progress, has_updated=False) == 1
 
 
-def test_it_waits_for_the_newest_for_as_long_as_it_is_told(device: Device, progress: DeviceProgress) -> None:
+def test_it_waits_for_the_newest(device: Device, progress: DeviceProgress) -> None:
     pass_steps(progress, 0, 1)
-    device.done = 1
 
     def waits() -> bool:
         device.done += 1
@@ -176,12 +177,6 @@ def test_which_forwards_fit_the_queue() -> None:
     assert not forward_fits_queue([layers(100)]) and not forward_fits_queue([layers(40), layers(40)])
 
 
-def test_an_update_that_may_fill_the_queue_waits_before_it(device: Device, progress: DeviceProgress) -> None:
-    pass_steps(progress, 0)
-    progress.begin_update(is_long=True)
-    assert device.waited_for == [2]
-
-
 @pytest.mark.parametrize(("count", "foreach", "long"), [(40, False, True), (4, False, False), (40, None, False)])
 def test_which_updates_these_are(count: int, foreach: bool | None, long: bool) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1)) for _ in range(count)], foreach=foreach)
@@ -203,9 +198,8 @@ def test_without_a_device_there_is_nothing_to_wait_for(device: Device) -> None:
     progress = DeviceProgress(device)
     progress.follow([torch.zeros(1)])
     pass_steps(progress, 0, 1)
-    assert not progress.is_used and progress.comes_here(0.0) and progress.newest is None
     with progress.reading():
-        pass
+        assert not progress.is_used and progress.comes_here(0.0) and progress.newest is None
     assert device.queued == 0
 
 
@@ -261,41 +255,37 @@ class Job:
         self.optimizer.step()
 
 
-def test_going_back_gives_what_was_in_host_memory_then() -> None:
-    job = Job()
-    job.step(1)
-    job.step(2)
-    then = job.collector.state()
-    counts = [float(one["step"]) for one in then["optimizer"]["state"].values()]
-    buffers = {name: value.clone() for name, value in then["model"].items() if "running" in name}
-    stream = then["rng"]["torch"].clone()
-    kept = job.collector.devices.newest
-    assert kept is not None
-    job.step(3)
-    job.update()
-    job.collector.go_back(kept)
+def small(job: Job) -> Any:
+    """What is in host memory, as it is now."""
     state = job.collector.state()
-    assert [float(one["step"]) for one in state["optimizer"]["state"].values()] == counts == [2.0] * len(counts)
-    assert state["progress"]["step"] == job.collector.position.step == 2
-    assert state["optimizer"]["param_groups"][0]["lr"] == then["optimizer"]["param_groups"][0]["lr"]
-    assert state["lr_scheduler"] == then["lr_scheduler"] and state["lr_scheduler"]["last_epoch"] == 2
-    assert all(torch.equal(state["model"][name], value) for name, value in buffers.items())
-    assert torch.equal(state["rng"]["torch"], stream)
+    return through_format(
+        {
+            "optimizer": [
+                {key: one[key] for key in ("step", "count", "exp_avg")} for one in state["optimizer"]["state"].values()
+            ],
+            "groups": state["optimizer"]["param_groups"],
+            "buffers": {name: value for name, value in state["model"].items() if "running" in name},
+            **{name: state[name] for name in ("lr_scheduler", "rng", "progress")},
+        }
+    )
 
 
-def test_numbers_and_tensors_of_the_optimizer_are_those_of_then() -> None:
+def test_going_back_gives_what_was_in_host_memory_then() -> None:
     """Also where an optimizer counts in Python numbers, or puts new tensors in the place of older ones."""
     job = Job()
     job.step(1)
-    own = job.optimizer.state[next(job.model.parameters())]
-    own["count"], before = 7, own["exp_avg"]
-    job.collector.copy(Position(2, 1, 2, 10))
-    kept = job.collector.devices.newest
-    assert kept is not None
-    own["count"], own["exp_avg"] = 8, torch.zeros_like(before)
+    for own in job.optimizer.state.values():
+        own["count"] = 7
+    job.step(2)
+    then, kept = small(job), job.collector.devices.newest
+    assert kept is not None and then["progress"]["step"] == 2
+    first = job.optimizer.state[next(job.model.parameters())]
+    job.step(3)
+    job.update()
+    first["count"], first["exp_avg"] = 8, torch.zeros_like(first["exp_avg"])
     job.collector.go_back(kept)
-    found = job.collector.state()["optimizer"]["state"][0]
-    assert found["count"] == 7 and torch.equal(found["exp_avg"], before)
+    assert_same(small(job), then)
+    assert job.collector.position.step == 2
 
 
 def test_parameters_with_other_memory_are_refused() -> None:

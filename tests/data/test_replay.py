@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from mindx_elastic.data import PositionedLoader, ReplayLoader
+from mindx_elastic.data import PositionedLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.random_streams import capture_streams, restore_streams, seed_streams
 from mindx_elastic.errors import MismatchError, UsageError
 from mindx_elastic.persist.flatten import flatten
@@ -103,22 +104,29 @@ def plain(kind: str, workers: int = 0, **options: Any) -> Any:
     return makers[kind]()
 
 
-KINDS = ["python", "generators", "counting", "weighted", "shared generator", "unbatched", "iterable", "subclass"]
+REPLAYED = ["python", "generators", "counting", "weighted", "shared generator", "unbatched", "iterable", "subclass"]
 
 
-def run(source: ReplayLoader, epochs: int) -> list[list[torch.Tensor]]:
+def made(kind: str, workers: int = 0, **options: Any) -> Any:
+    """A loader that resumes: ours, or one that replays another."""
+    if kind == "resumable":
+        return ResumableLoader(Noisy(SIZE), 4, True, collate_fn=noisy_collate, num_workers=workers, **options)
+    return ReplayLoader(plain(kind, workers, **options))
+
+
+def run(source: Any, epochs: int) -> list[list[torch.Tensor]]:
     return [list(source) for _ in range(epochs)]
 
 
 @pytest.mark.parametrize("done", [5, None])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*REPLAYED, "resumable"])
 def test_a_resumed_run_goes_on_with_the_same_batches(kind: str, done: int | None) -> None:
     """Epoch 2 is broken off after `done` batches (None: at its end); a new process finishes it and does epoch 3."""
     seed_streams(7)
-    whole = run(ReplayLoader(plain(kind)), 3)
+    whole = run(made(kind), 3)
 
     seed_streams(7)
-    source = ReplayLoader(plain(kind))
+    source = made(kind)
     first = list(source)
     iterator = iter(source)
     done = len(whole[1]) if done is None else done
@@ -127,7 +135,7 @@ def test_a_resumed_run_goes_on_with_the_same_batches(kind: str, done: int | None
     assert same(first, whole[0])
 
     seed_streams(12345)  # another process: other streams, new objects
-    resumed = ReplayLoader(plain(kind))
+    resumed = made(kind)
     resumed.load_state_dict(state)
     resumed.on_iterator_ready = lambda: restore_streams(streams)
     rest = list(resumed)
@@ -180,10 +188,9 @@ def test_an_epoch_that_begins_again_with_other_samples_is_told(
     assert [line.partition(":")[0] for line in told] == ["not bit for bit the uninterrupted run"] * (not is_fixed)
 
 
-@pytest.mark.parametrize("kind", ["shared generator", "iterable"])
+@pytest.mark.parametrize("kind", ["shared generator", "iterable", "resumable"])
 def test_persistent_workers(kind: str) -> None:
-    def make() -> ReplayLoader:
-        return ReplayLoader(plain(kind, 1, persistent_workers=True))
+    make = partial(made, kind, 1, persistent_workers=True)
 
     source = make()
     whole = run(source, 3)
@@ -201,19 +208,26 @@ def test_persistent_workers(kind: str) -> None:
     resumed.shutdown()
 
 
-def test_break_and_epochs_follow_the_same_rules() -> None:
-    source = ReplayLoader(plain("python"))
-    for _ in source:
-        break
+@pytest.mark.parametrize("kind", ["python", "resumable"])
+def test_break_and_set_epoch_follow_the_same_rules(kind: str) -> None:
+    source = made(kind)
+    iterator = iter(source)
+    first = next(iterator)
+    del iterator
     state = source.state_dict()
     assert (state["epoch"], state["batch"], source.epoch) == (1, 1, 2)
-    source.set_epoch(1)
-    assert (source.state_dict()["batch"], source.state_dict()["start"]) == (0, None)
+    rests = []
+    for _ in range(2):
+        source.load_state_dict(state)
+        assert (source.epoch, source.state_dict()) == (1, state)
+        source.set_epoch(1)
+        assert source.state_dict() == state, "it keeps a loaded position of that epoch"
+        rests.append(list(source))
+    assert same(*rests) and len(rests[0]) == 7 and source.epoch == 2
+    assert kind == "python" or same([first, *rests[0]], list(made(kind)))
     source.load_state_dict(state)
-    source.set_epoch(1)
-    assert source.state_dict() == state
-    assert len(list(source)) == 7
-    assert source.epoch == 2
+    source.set_epoch(2)
+    assert (source.state_dict()["epoch"], source.state_dict()["batch"]) == (2, 0)
 
 
 def test_set_epoch_reaches_the_sampler_and_the_users_own_choice_comes_back() -> None:
