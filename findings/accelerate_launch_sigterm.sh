@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Finding: SIGTERM to `accelerate launch` ends the launcher and not the training: the script runs on as an orphan that has heard nothing.
 # accelerate 1.15.0, torch 2.13.0, CPU, one process. The launcher dies of it at once; the script, which has a handler for SIGTERM, is not told and goes
-# on under another parent. A platform that signals the process which it has started sees the job end, and starts the next one beside the old one:
+# on under another parent. A platform that signals the process which it has started sees the job end, and starts the next one next to the old one:
 # two writers of one checkpoint folder. Exits with 0 if so.
 set -euo pipefail
 folder=$(mktemp -d)

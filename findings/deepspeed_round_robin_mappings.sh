@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Finding: with round_robin_gradients the param_slice_mappings in DeepSpeed's ZeRO-1/2 checkpoints name the places of other parameters.
-# deepspeed 0.19.8, torch 2.13.0, CPU, two ranks, float32. Each rank's file says where the part of each parameter lies in its flat vector
+# deepspeed 0.19.8, torch 2.13.0, CPU, two ranks, float32. Each rank's file says where the part of each parameter is in its flat vector
 # (param_slice_mappings; ds_to_universal.py cuts by it). With "round_robin_gradients": true the vector is in round-robin order and
 # the places are those of the plain order: parameters cut by them are not the module's, and nothing is said. The order in param_shapes
 # (zero_to_fp32.py adds up by it) is right. Exits with 0 if that is still so.

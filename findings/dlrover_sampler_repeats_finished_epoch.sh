@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Finding: DLRover's ElasticDistributedSampler, resumed from a checkpoint of an epoch's last batch, gives most of that epoch once more.
 # dlrover 0.6.1, torch 2.13.0+cpu, one process, 10 samples in batches of 4 (the last one has 2). state_dict(iter_step, micro_batch_size) counts
-# whole batches: 3 x 4 = 12 samples are done of 10. load_state_dict takes that modulo 10 and goes on behind sample 2: 8 samples come a second time in
+# whole batches: 3 x 4 = 12 samples are done of 10. load_state_dict takes that modulo 10 and goes on after sample 2: 8 samples come a second time in
 # the epoch that was finished. With 12 samples, which the batch divides, the rest is empty, as it should be. Exits with 0 if so.
 set -euo pipefail
 folder=$(mktemp -d)

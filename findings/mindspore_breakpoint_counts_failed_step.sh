@@ -2,7 +2,7 @@
 # Finding: the breakpoint checkpoint of MindSpore's CheckpointConfig(exception_save=True) counts the step that failed; its weights do not have it.
 # mindspore 2.10.0, CPU, PyNative mode, dataset_sink_mode=False. The network's forward raises in step 3. The file is net-1_3_breakpoint.ckpt and its
 # step_num is 3, its weights and the optimizer's global_step are those after step 2: who goes on at step 4 leaves a batch out. An exception in a
-# callback behind step 3 gives the same name and numbers with the weights of step 3. Exits with 0 if so.
+# callback after step 3 gives the same name and numbers with the weights of step 3. Exits with 0 if so.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -49,7 +49,7 @@ class AfterStep(Callback):
 
     def on_train_step_end(self, run_context):
         if self.error is not None and run_context.original_args().cur_step_num == 3:
-            raise self.error("behind step 3")
+            raise self.error("after step 3")
 
 
 def breakpoint_of(where, error=None):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Finding: making a MONAI DataLoader without worker processes puts torch's global generator back to its seed.
 # monai 1.6.1, torch 2.13.0, CPU. After torch.manual_seed(7) and some draws, DataLoader(dataset, batch_size=2) is made; the next numbers are those
-# right behind the seed again. It is not said, and torch's own DataLoader leaves the stream alone. A program that makes its loader in
+# right after the seed again. It is not said, and torch's own DataLoader leaves the stream alone. A program that makes its loader in
 # each epoch, or after its random state was restored, uses the same dropout masks and shuffles again and again; with num_workers=1 the stream is left
 # alone. Exits with 0 if so.
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Finding: torch_optimizer's Lookahead trains beside a current torch, and its state_dict() raises.
+# Finding: torch_optimizer's Lookahead trains with a current torch, and its state_dict() raises.
 # torch-optimizer 0.3.0, torch 2.13.0, CPU. The wrapper never calls Optimizer.__init__. step() works; the first checkpoint ends in
 # AttributeError: 'Lookahead' object has no attribute '_optimizer_state_dict_pre_hooks'. Exits with 0 if so.
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Finding: a GradualWarmupScheduler that was loaded never changes the learning rate again, without a word.
-# warmup-scheduler 0.3, torch 2.13.0, CPU. Its state_dict has the scheduler behind the warm-up as an object, and with it a copy of the optimizer. After
+# warmup-scheduler 0.3, torch 2.13.0, CPU. Its state_dict has the scheduler after the warm-up as an object, and with it a copy of the optimizer. After
 # load_state_dict that copy is what the schedule steps: its rate falls as it should, that of the optimizer which trains stays for ever what it was at
 # the save. Model, optimizer and scheduler are saved in step 6 of 12 and loaded into new ones. Exits with 0 if the rates differ so.
 set -euo pipefail
@@ -23,8 +23,8 @@ warnings.simplefilter("ignore")  # torch's, of an argument that the package stil
 def parts():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    behind = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    return model, optimizer, GradualWarmupScheduler(optimizer, multiplier=1, total_epoch=3, after_scheduler=behind)
+    after = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    return model, optimizer, GradualWarmupScheduler(optimizer, multiplier=1, total_epoch=3, after_scheduler=after)
 
 
 def rates(optimizer, scheduler, steps):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Finding: webdataset's shuffle has another order in each process, whatever seeds the program sets.
 # webdataset 1.0.2, numpy, CPU. random.seed(0), numpy.random.seed(0) and torch.manual_seed(0) are called first; the same small program is run twice.
-# wds.shuffle(10) makes a generator of its own from the time and the process id, so the orders differ; with shuffle(10, seed=0) they are
+# wds.shuffle(10) makes its own generator from the time and the process id, so the orders differ; with shuffle(10, seed=0) they are
 # the same. A run that is resumed by skipping to its place meets other samples. Exits with 0 if so.
 set -euo pipefail
 folder=$(mktemp -d)

@@ -68,7 +68,7 @@ class ArrayRecords:
 class BinaryRecords:
     """Records of several CIFAR-10 binary files, one after the other, memory mapped.
 
-    A map costs no memory of its own: all ranks and loader workers of a machine share the page cache. Only the
+    A map costs no extra memory: all ranks and loader workers of a machine share the page cache. Only the
     paths are pickled, so that workers started with ``spawn`` map the files again in place of receiving a
     copy.
     """

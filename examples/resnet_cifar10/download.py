@@ -100,7 +100,7 @@ def fetch_archive(url: str, target: Path, md5: str) -> None:
 
 
 def _blocks(url: str) -> Iterator[tuple[bytes, int | None]]:
-    """The bytes behind `url`, each block with the announced size. Network trouble becomes `DataError`."""
+    """The bytes of `url`, each block with the announced size. Network trouble becomes `DataError`."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             length = response.headers.get("Content-Length", "")

@@ -15,7 +15,7 @@ __all__ = ["BasicBlock", "ResNet20"]
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm beside a shortcut without parameters.
+    """Two 3x3 convolutions with batch norm, and a shortcut without parameters.
 
     Input ``(N, in_channels, H, W)``, output ``(N, out_channels, H / stride, W / stride)``.
     """

@@ -100,7 +100,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--keep-checkpoint-max", type=at_least(1, int), default=5, metavar="N", help="periodic ones kept"
     )
     saving.add_argument("--fresh", action="store_true", help="start over, whatever --train-url holds; deletes nothing")
-    saving.add_argument("--async-save", action="store_true", help="write periodic checkpoints beside the training")
+    saving.add_argument("--async-save", action="store_true", help="write periodic checkpoints during the training")
     return parser.parse_args(argv)
 
 
