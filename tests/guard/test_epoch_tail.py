@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from mindx_elastic.capture.loop_tail import names_of_tail_values, tail_values_in
-from mindx_elastic.data import ReplayLoader
 from mindx_elastic.guard.loops.tail_values import EpochValues, put_back_values
 from tests.capture.round_trip import assert_same
-from tests.guard.program import BATCHES, EPOCHS, LAST, Loop, Program, check, run, stopped
-from tests.guarded import Done, Job, Points
+from tests.guard.program import BATCHES, EPOCHS, Loop, Program, check, run
+from tests.guarded import Done
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -214,34 +212,6 @@ def test_killed_in_the_tail_the_next_start_runs_it_with_what_it_needs(tmp_path: 
     assert_same(result, expected)
 
 
-@pytest.mark.drill
-def test_code_behind_all_epochs_has_what_it_needs_at_each_start(tmp_path: Path) -> None:
-    """But for `mean` after a stop in the middle of the last epoch: a count of its rest."""
-
-    def loop(p: Program) -> None:
-        for epoch in p.guard.epochs(EPOCHS):
-            count = 0
-            for x, y in p.loader:
-                p.step(x, y)
-                p.guard.step_end()
-                count += len(y)
-            mean = epoch / count
-        p.log.append((epoch, mean, x.shape))
-
-    whole, expected = run(loop, tmp_path / "whole")
-    for stop in range(1, LAST + 1):
-        place = tmp_path / f"stop_{stop}"
-        stopped(loop, place, stop)
-        second, result = run(loop, place, seed=99)
-        assert_same(result, expected)
-        assert [entry[0] for entry in second.log] == [EPOCHS], stop
-        assert LAST - BATCHES < stop < LAST or second.log == whole.log, stop
-    for _ in range(2):
-        again, _ = run(loop, tmp_path / "whole", seed=99)
-        assert again.guard.step == again.guard.resumed_from_step == LAST
-        assert again.log == whole.log
-
-
 def is_kept_of(frame: FrameType) -> bool:
     """Whether its variable `value`, or what it has in `meters`, is part of a boundary."""
     found = EpochValues(None, ()).changed(frame)
@@ -318,18 +288,6 @@ def test_what_is_too_big_for_a_boundary_is_left_to_the_hint(tmp_path: Path, capl
     assert "Set what the code after that loop reads in front of it" in caplog.text
 
 
-class Stream(IterableDataset[Any]):
-    """Does not know its length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (Points()[number] for number in range(len(Points())))
-
-
-@pytest.mark.drill
-def test_a_loader_that_knows_the_end_only_when_it_is_asked(tmp_path: Path) -> None:
-    check(with_an_evaluation, tmp_path, make=lambda: {"loader": ReplayLoader(DataLoader(Stream(), batch_size=4))})
-
-
 def test_a_break_behind_the_last_batch_stays_one(tmp_path: Path) -> None:
     def until_two(p: Program) -> None:
         for epoch in p.guard.epochs(EPOCHS):
@@ -339,24 +297,6 @@ def test_a_break_behind_the_last_batch_stays_one(tmp_path: Path) -> None:
                 break
 
     assert check(until_two, tmp_path).guard.step == 2 * BATCHES
-
-
-def test_a_model_that_becomes_another_one_at_the_end_is_kept_as_it_was_before(tmp_path: Path) -> None:
-    def exported(p: Program) -> None:
-        for epoch in p.guard.epochs(EPOCHS):
-            for batch in p.loader:
-                p.train(batch)
-            if len(batch[0]) and epoch == EPOCHS:
-                p.network.exported = torch.nn.Linear(2, 2)
-
-    def unneeding(p: Program) -> None:
-        for _ in p.guard.epochs(EPOCHS):
-            for batch in p.loader:
-                p.train(batch)
-
-    run(exported, tmp_path)
-    again, _ = run(unneeding, tmp_path, seed=99)
-    assert again.guard.step == again.guard.resumed_from_step == LAST
 
 
 class Patience:
@@ -372,29 +312,26 @@ class Patience:
         self.count = state["count"]
 
 
-def train_with(directory: Path, most: int) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """The epochs after which the loop has asked, and the weights."""
-    patience, asked = Patience(most), Done()
-    job = Job(directory, stateful={"patience": patience})
-    with job.guard as guard:
-        for epoch in guard.epochs(9):
-            for x, y in job.loader:
-                torch.nn.functional.cross_entropy(job.network(x), y).backward()
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-                job.scheduler.step()
-                guard.step_end()
-            patience.count += 1
-            asked.append(epoch)
-            if patience.count >= patience.most:
-                break
-    return asked, job.weights()
-
-
 def test_a_loop_that_was_left_early_goes_on_with_more_patience(tmp_path: Path) -> None:
     """What has decided to leave decides again, as if the run had had that patience from the start."""
-    assert train_with(tmp_path / "job", 2)[0] == [1, 2]
-    assert train_with(tmp_path / "job", 2)[0] == [2], "nothing is trained, and nothing is counted twice"
-    asked, weights = train_with(tmp_path / "job", 4)
+
+    def train(directory: Path, most: int) -> tuple[list[int], Any]:
+        """The epochs after which the loop has asked, and the weights."""
+        patience, asked = Patience(most), Done()
+
+        def loop(p: Program) -> None:
+            for epoch in p.guard.epochs(9):
+                for batch in p.loader:
+                    p.train(batch)
+                patience.count += 1
+                asked.append(epoch)
+                if patience.count >= patience.most:
+                    break
+
+        return asked, run(loop, directory, stateful={"patience": patience})[1]
+
+    assert train(tmp_path / "job", 2)[0] == [1, 2]
+    assert train(tmp_path / "job", 2)[0] == [2], "nothing is trained, and nothing is counted twice"
+    asked, result = train(tmp_path / "job", 4)
     assert asked == [2, 3, 4]
-    assert_same(weights, train_with(tmp_path / "straight", 4)[1])
+    assert_same(result, train(tmp_path / "straight", 4)[1])

@@ -18,7 +18,7 @@ from mindx_elastic import data as mx_data
 from mindx_elastic.data import from_loader
 from mindx_elastic.errors import MismatchError, UnmanagedStateError, UsageError
 from mindx_elastic.guard.loops import followed_loader
-from tests.guard.program import BATCHES, EPOCHS, Loop, Program, check, run
+from tests.guard.program import BATCHES, EPOCHS, Loop, Program, check, run, stopped
 from tests.guard.test_loaders import Pictures, of, plain, shuffled
 from tests.guarded import no_traces, plain_environment
 
@@ -381,3 +381,32 @@ class StreamOfNumbers(IterableDataset[Any]):
         return iter(range(8))
 
     state_dict, load_state_dict = Numbered.state_dict, Numbered.load_state_dict
+
+
+class Hand(DataLoader[Any]):
+    """Gives the rows of its data set itself, and makes no iterator of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__(points(20), 4)
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        while self.given < BATCHES:
+            self.given += 1
+            yield list(self.dataset[4 * self.given - 4 : 4 * self.given])
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("stops", [(2, 4), (7, 10, 12), (10, 11)])
+def test_each_resume_of_such_a_loader_goes_on_at_its_own_batch(stops: tuple[int, ...], tmp_path: Path) -> None:
+    """A second one as well: what the first one had loaded does not count any more once a batch was given."""
+    whole = run(plain, tmp_path / "whole", loader=Hand(), unmanaged="warn")[0]
+    for stop in stops:
+        stopped(plain, tmp_path / "cut", stop, loader=Hand(), unmanaged="warn")
+    assert run(plain, tmp_path / "cut", loader=Hand(), unmanaged="warn")[0].log == whole.log[stops[-1] :]

@@ -4,7 +4,6 @@ start goes on from, and states of other forms than torch's."""
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,41 +53,6 @@ class Agent:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._net.load_state_dict(state["net"])
-
-
-class SlowWeights(torch.optim.Optimizer):
-    """As pytorch_optimizer's Lookahead: one of torch's by its class, without its constructor, with another state."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.slow = [p.detach().clone() for p in inner.param_groups[0]["params"]]
-        self.count = 0
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        self._patch_step_function()
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-        self.count += 1
-        if self.count % 3 == 0:
-            for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
-                p.copy_(slow.lerp_(p, 0.5))
-
-    def state_dict(self) -> dict[str, Any]:
-        own = {(0, number): {"slow": slow} for number, slow in enumerate(self.slow)}
-        return {"own": own, "count": self.count, "inner": self.inner.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.slow = [each["slow"] for each in state["own"].values()]
-        self.count = state["count"]
-        self.inner.load_state_dict(state["inner"])
 
 
 class Noam:
@@ -172,10 +136,6 @@ def grouped(*names: str) -> Make:
 
 def model(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": net, "optimizer": optimizer}
-
-
-def slow(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": net, "optimizer": SlowWeights(optimizer)}
 
 
 def counted(kind: type[Noam]) -> Callable[[Net, torch.optim.Optimizer], dict[str, Any]]:
@@ -286,7 +246,7 @@ def test_parameters_of_no_named_object_go_by_their_order_and_that_is_said(
     assert "optimizer: the state of 2 of its parameters goes back by their order" in caplog.text
 
 
-@pytest.mark.parametrize("objects", [slow, *map(counted, (Noam, HandingOn, StateOfInner)), warmed_up])
+@pytest.mark.parametrize("objects", [*map(counted, (HandingOn, StateOfInner)), warmed_up])
 def test_states_of_other_forms_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: Callable[..., dict[str, Any]]
 ) -> None:

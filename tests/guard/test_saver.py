@@ -18,7 +18,7 @@ from mindx_elastic.capture.copying import to_host
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
-from mindx_elastic.errors import GracefulExit, SaveError
+from mindx_elastic.errors import SaveError
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.saver import Saver
@@ -28,7 +28,7 @@ from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
 from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
-from tests.guarded import Job, stop_and_wait, weights_of_uninterrupted
+from tests.guarded import Job, stop_and_wait, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import events
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -69,12 +69,8 @@ def test_periodic_saves_do_not_change_training_and_can_be_resumed_from(tmp_path:
     for step, name in ((2, "every-1_2"), (8, "every-2_3"), (14, "every-3_4")):
         path = tmp_path / f"{name}.safetensors"
         info = read_header(path).info
-        assert (info.step, info.kind, info.reason, list(info.append_info)) == (
-            step,
-            "periodic",
-            "periodic",
-            [{"epoch_num": 3}],
-        )
+        assert (info.step, info.kind, info.reason) == (step, "periodic", "periodic")
+        assert list(info.append_info) == [{"epoch_num": 3}]
         resumed = Job(tmp_path / f"from {step}", seed=99, resume=path)
         assert_same(resumed.run(), expected)
         assert resumed.guard.resumed_from_step == step
@@ -221,32 +217,19 @@ def test_state_that_becomes_unsupported_does_not_end_training(tmp_path: Path, as
 
 
 def test_retention_leaves_everything_else_alone(tmp_path: Path) -> None:
-    with pytest.raises(GracefulExit):
-        Job(tmp_path).run(middle=lambda job, step: stop_and_wait(job) if step == 2 else None)
+    """Also what another policy has saved in the same directory."""
+    stopped(Job(tmp_path), middle=stop_at(2))
     (tmp_path / "notes.txt").write_text("mine")
     checkpoint_files.write(tmp_path / "other-1_5.safetensors", step=5, run_id="an older run")
-    Job(tmp_path, periodic=[Every(tmp_path, 1, keep_max=2)]).run()
+    policies = [Every(tmp_path, 1, keep_max=2), Every(tmp_path, 4, keep_max=3, prefix="every-4")]
+    Job(tmp_path, periodic=policies).run()
     assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {
         "job-1_2_breakpoint.safetensors",
         "other-1_5.safetensors",
-        "every-3_4.safetensors",
-        "every-3_5.safetensors",
-        "notes.txt",
-        "events.jsonl",
-        *("resume_plan.json", "strategy.proto"),
+        *("every-3_4.safetensors", "every-3_5.safetensors"),
+        *("every-4-1_4.safetensors", "every-4-2_3.safetensors", "every-4-3_2.safetensors"),
+        *("notes.txt", "events.jsonl", "resume_plan.json", "strategy.proto"),
     }
-
-
-def test_two_policies_of_one_directory_leave_each_others_files_alone(tmp_path: Path) -> None:
-    policies = [Every(tmp_path, 1, keep_max=2), Every(tmp_path, 4, keep_max=3, prefix="every-4")]
-    Job(tmp_path, periodic=policies).run()
-    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == [
-        "every-3_4.safetensors",
-        "every-3_5.safetensors",
-        "every-4-1_4.safetensors",
-        "every-4-2_3.safetensors",
-        "every-4-3_2.safetensors",
-    ]
 
 
 def test_the_policys_older_files_of_another_attempt_are_counted(tmp_path: Path) -> None:
@@ -282,34 +265,16 @@ def test_what_may_become_whole_is_kept(tmp_path: Path, asynchronous: bool, other
 # --- saves at the end ---
 
 
-def exit_policy(directory: Path, kind: str, name: Callable[[Position], str]) -> ExitPolicy:
-    return ExitPolicy(kind=kind, alarms=frozenset({"signal"}), name=name, directory=directory, signals=(15,))
-
-
-def test_a_policy_that_does_not_answer_the_alarm_writes_nothing(tmp_path: Path) -> None:
-    flag_only = ExitPolicy(
-        kind="request_exit", alarms=frozenset({"flag"}), name=lambda p: "never.safetensors", directory=tmp_path
-    )
-    policies = [flag_only, exit_policy(tmp_path, "breakpoint", breakpoint_name("job"))]
-    with pytest.raises(GracefulExit):
-        Job(tmp_path, policies=policies).run(middle=lambda job, step: stop_and_wait(job) if step == 2 else None)
+def test_only_policies_that_answer_the_alarm_and_want_a_file_write_one(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"directory": tmp_path, "kind": "breakpoint", "name": breakpoint_name("job")}
+    of_signal = {**fields, "alarms": frozenset({"signal"}), "signals": (15,)}
+    other = {"kind": "request_exit", "alarms": frozenset({"flag"}), "name": lambda p: "never.safetensors"}
+    of_flag = ExitPolicy(**{**fields, **other})
+    silent = ExitPolicy(**of_signal, save=False, exit_codes={"signal": 3})
+    left = stopped(Job(tmp_path, policies=[of_flag, silent]), middle=stop_at(2))
+    assert (left.code, left.path) == (3, None) and not list(tmp_path.glob("*.safetensors"))
+    stopped(Job(tmp_path, policies=[of_flag, ExitPolicy(**of_signal)]), middle=stop_at(2))
     assert [p.name for p in tmp_path.glob("*.safetensors")] == ["job-1_2_breakpoint.safetensors"]
-
-
-def test_a_stop_without_a_file(tmp_path: Path) -> None:
-    policy = ExitPolicy(
-        kind="breakpoint",
-        alarms=frozenset({"signal"}),
-        name=breakpoint_name("job"),
-        directory=tmp_path,
-        signals=(15,),
-        save=False,
-        exit_codes={"signal": 3},
-    )
-    with pytest.raises(GracefulExit) as caught:
-        Job(tmp_path, policies=[policy]).run(middle=lambda job, step: stop_and_wait(job) if step == 2 else None)
-    assert (caught.value.code, caught.value.path) == (3, None)
-    assert not list(tmp_path.glob("*.safetensors"))
 
 
 # --- the saver alone ---
@@ -324,8 +289,7 @@ def make_saver(tmp_path: Path, **ranks: int) -> Saver:
 def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
     base = ("base_attempt", "base_step")
     for _ in range(3):
-        with pytest.raises(GracefulExit):
-            Job(tmp_path).run(after=lambda job, step: stop_and_wait(job) if len(job.steps) == 2 else None)
+        stopped(Job(tmp_path), after=lambda job, step: stop_and_wait(job) if len(job.steps) == 2 else None)
     infos = sorted((read_header(path).info for path in tmp_path.glob("*.safetensors")), key=lambda info: info.attempt)
     began = [tuple(info.coordinates.get(name) for name in base) for info in infos]
     assert began == [(None, None), (0, infos[0].step), (1, infos[1].step)]

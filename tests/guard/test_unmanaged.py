@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindx_elastic import Guard
-from mindx_elastic.errors import UnmanagedStateError, UsageError
+from mindx_elastic.errors import UnmanagedStateError
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import Callback, ExceptionCheckpoint
@@ -143,14 +142,6 @@ def test_notes_are_bounded_and_told_once(caplog: pytest.LogCaptureFixture) -> No
     assert unmanaged.notes == before
 
 
-def test_other_words_for_the_mode_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match='give "error", "warn" or None'):
-        Guard(directory=tmp_path, unmanaged="ignore")
-    monkeypatch.setenv("MINDX_UNMANAGED", "ignore")
-    with pytest.raises(UsageError, match="MINDX_UNMANAGED"):
-        Job(tmp_path).run()
-
-
 # --- optimizers are loaded in place ---
 
 
@@ -188,27 +179,12 @@ class KeptAverage(Average):
         self.ema.load_state_dict(state)
 
 
-def test_a_callback_of_a_model_with_state_that_it_does_not_give_is_refused(tmp_path: Path) -> None:
+def test_a_callback_of_a_model_must_give_its_state(tmp_path: Path) -> None:
     model = make_model()
     with pytest.raises(UnmanagedStateError, match=r'module "callbacks\[1\].ema"'):
         model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), Average(model.network)])
     assert files(tmp_path) == []
-
-
-def test_a_callback_of_a_model_that_gives_its_state_is_not(tmp_path: Path) -> None:
     model = make_model()
     model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), KeptAverage(model.network)])
     (file,) = files(tmp_path)
     assert read_header(file).info.unmanaged == ()
-
-
-def test_a_scheduler_that_a_model_was_not_given_is_refused(tmp_path: Path) -> None:
-    model = make_model()
-    hidden = torch.optim.lr_scheduler.ExponentialLR(model.optimizers[0], 0.9)
-
-    class Steps(Callback):
-        def on_train_step_end(self, run_context: Any) -> None:
-            hidden.step()
-
-    with pytest.raises(UnmanagedStateError, match=r'scheduler "hidden" .* steps and is not named'):
-        model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), Steps()])
