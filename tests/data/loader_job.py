@@ -1,4 +1,4 @@
-"""Whole processes for test_workers.py: ``loader_job.py CASE [START_METHOD]``. Each leads a session of its own."""
+"""Whole processes for test_workers.py: ``loader_job.py START_METHOD CASE...``. Each leads a session of its own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from mindx_elastic.data import ResumableLoader, from_loader
 from tests.data.datasets import Noisy, NoisyStream
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+KEPT: list[Any] = []
+"""Iterators that are alive at the exit."""
 
 
 class Stuck(Noisy):
@@ -61,7 +63,7 @@ def stuck(method: str) -> None:
     print("first", int(next(keep)[0, 0]))
     print("pids", *(process.pid for process in active_children()), flush=True)
     os.killpg(0, signal.SIGTERM)
-    globals()["keep"] = keep
+    KEPT.append(keep)
     sys.exit(3)
 
 
@@ -79,9 +81,12 @@ def quiet(method: str) -> None:
             break
         loader.load_state_dict(loader.state_dict())
         print("rest", len(list(loader)))
-    globals()["keep"] = [iter(loader), from_loader(torch.utils.data.DataLoader(NoisyStream(8), 2, num_workers=1))]
-    next(iter(globals()["keep"][1]))
+    wrapped = iter(from_loader(torch.utils.data.DataLoader(NoisyStream(8), 2, num_workers=1)))
+    next(wrapped)
+    KEPT.extend((iter(loader), wrapped))
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "fork")
+    method, *cases = sys.argv[1:]
+    for case in cases:
+        globals()[case](method)

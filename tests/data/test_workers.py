@@ -32,23 +32,21 @@ def run_job(*arguments: str, code: int = 0) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_signal_to_the_whole_group_does_not_end_the_epoch(method: str) -> None:
-    """Nor does one that comes while a worker is still starting."""
-    wrapped = [["wrapped", "6"]] * (method == "fork")
-    assert run_job("shielded", method) == [["batches", "6", "heard", "True"], *wrapped]
+SHIELDED = ["batches", "6", "heard", "True"]
 
 
-def test_a_stuck_shielded_worker_does_not_hold_up_the_exit() -> None:
-    first, pids = run_job("stuck", code=3)
-    assert first == ["first", "0"]
+def test_signals_to_the_whole_group_end_no_epoch_and_nothing_holds_up_the_exit() -> None:
+    shielded, wrapped, *rests, first, pids = run_job("fork", "shielded", "quiet", "stuck", code=3)
+    assert (shielded, wrapped) == (SHIELDED, ["wrapped", "6"])
+    assert rests == [["rest", "5"]] * 3
+    assert first == ["first", "0"] and len(pids) > 2
     for pid in pids[1:]:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
 
 
-def test_nothing_warns() -> None:
-    assert run_job("quiet") == [["rest", "5"]] * 3
+def test_a_signal_does_not_end_a_worker_that_is_still_starting() -> None:
+    assert run_job("spawn", "shielded") == [SHIELDED]
 
 
 def test_shutdown_kills_a_stuck_worker(monkeypatch: pytest.MonkeyPatch) -> None:
