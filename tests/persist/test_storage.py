@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import shutil
 import stat
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,8 +20,6 @@ from mindx_elastic.persist.storage import (
     quarantined,
     remove_stale_temps,
 )
-
-NOBODY = 65534
 
 
 # ------------------------------------------------------------------------------------------------ directories
@@ -64,33 +60,16 @@ def test_own_directory_that_the_group_may_write_to_is_accepted(tmp_path: Path) -
     assert prepare_owned_directory(tmp_path)[0] == tmp_path.resolve()
 
 
-@pytest.fixture
-def as_nobody() -> Iterator[None]:
-    """Permission bits mean nothing to root."""
-    if os.geteuid():
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
+def test_unwritable_directory_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
 
-
-def test_unwritable_directory_names_the_remedy(request: pytest.FixtureRequest) -> None:
-    directory = Path(tempfile.mkdtemp(dir="/tmp"))
-    directory.chmod(0o555)
-    request.getfixturevalue("as_nobody")
-    try:
-        with pytest.raises(SaveError, match=r"cannot write there: Permission denied; check its permissions"):
-            prepare_owned_directory(directory)
-        with pytest.raises(SaveError, match="cannot create the directory: Permission denied"):
-            prepare_owned_directory(directory / "new")
-    finally:
-        if os.getuid() == 0:
-            os.seteuid(0)
-        directory.chmod(0o755)
-        shutil.rmtree(directory)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(SaveError, match="cannot write there: Permission denied; check its permissions"):
+        prepare_owned_directory(tmp_path)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(SaveError, match="cannot create the directory: Permission denied"):
+        prepare_owned_directory(tmp_path / "new")
 
 
 # ------------------------------------------------------------------------------------------------ temporary files

@@ -135,15 +135,6 @@ def test_donors_are_healthy_ranks_first_then_the_lowest_in_turn() -> None:
     assert readers(plan_of(files([1, 4, 6], strategy=ddp), 8)) == [1, 1, 4, 6, 4, 1, 6, 4]
 
 
-def test_holders_of_a_part_are_taken_in_turn_and_ones_own_file_first() -> None:
-    plan = plan_of(files(range(4)))
-    layout = plan.source.tensors[0].layout
-    assert [next(plan.holders(layout, 0, reader)).rank for reader in range(4)] == [0, 1, 2, 3]
-    fewer = plan_of(files([1, 3]))
-    assert [next(fewer.holders(layout, 0, reader)).rank for reader in range(4)] == [1, 1, 1, 3]
-    assert [next(fewer.holders(layout, 0, reader)).rank for reader in (4, 5, 6, 7)] == [1, 3, 1, 3]
-
-
 # --- what is said of files and what is not ---
 
 
@@ -258,18 +249,6 @@ def test_four_ranks_become_two_three_and_four_again(strategy: Strategy) -> None:
         assert plan.world.strategy is not None
         strategy = plan.world.strategy
     assert strategy.tensors[0].layout == (DDP if strategy.tensors[0].layout.num_shards == 1 else FSDP).tensors[0].layout
-
-
-@pytest.mark.parametrize(("old", "new"), [(2, 1), (4, 8)])
-def test_zero_1_state_on_another_world_is_spread_anew(old: int, new: int) -> None:
-    specs = [tensor("w", (8,), layout_of((old,), "R"))]
-    specs += [tensor(f"optimizer.{r}", (2,), layout_of((1,), "R", ranks=(r,)), "w") for r in range(old)]
-    strategy = Strategy(old, tuple(specs))
-    untold = plan_of(files(range(old), strategy=strategy), World(new))
-    assert [spec.name for spec in untold.world.strategy.tensors] == ["w"]  # type: ignore[union-attr]
-    told = Strategy(new, tuple(tensor(s.name, s.shape, layout_of((new,), "R"), s.parameter) for s in specs))
-    plan = plan_of(files(range(old), strategy=strategy), World(new, told))
-    assert all(each.assembled for each in plan.ranks)
 
 
 def test_tensors_of_one_name_on_different_ranks_are_refused_on_another_world() -> None:

@@ -43,12 +43,6 @@ def test_the_newest_step_with_its_state(tmp_path: Path) -> None:
     assert found.checkpoint.state["model"]["weight"].tolist() == list(range(1000))
 
 
-def test_never_looks_at_nothing(tmp_path: Path) -> None:
-    files.leave_empty(write(tmp_path / "a-1_3.safetensors"))
-    assert find(tmp_path, resume="never") is None
-    assert [p.name for p in tmp_path.iterdir()] == ["a-1_3.safetensors"], "nothing is moved or deleted"
-
-
 def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(tmp_path: Path) -> None:
     write(tmp_path / "a-1_5.safetensors", step=5)
     bad = write(tmp_path / "a-1_9.safetensors", step=9)
@@ -65,6 +59,8 @@ def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(tmp_path: 
 @pytest.mark.parametrize("damage", files.DAMAGES)
 def test_nothing_usable_is_an_error_again_and_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     damage(write(tmp_path / "a-1_9.safetensors", step=9))
+    names = sorted(tmp_path.rglob("*"))
+    assert find(tmp_path, resume="never") is None and sorted(tmp_path.rglob("*")) == names, "nothing is moved"
     for _ in range(3):
         with pytest.raises(NoUsableCheckpointError, match='pass resume="never"') as caught:
             find(tmp_path)
@@ -77,9 +73,10 @@ def test_nothing_usable_is_an_error_again_and_again(tmp_path: Path, damage: Call
 
 def test_a_path_to_a_file_takes_that_step(tmp_path: Path) -> None:
     for step in (3, 5, 9):
-        write(tmp_path / f"a-1_{step}.safetensors", step=step)
-    assert step_of(find(tmp_path / "new", resume=tmp_path / "a-1_5.safetensors")) == 5
-    assert step_of(find(tmp_path, resume=str(tmp_path / "a-1_3.safetensors"))) == 3
+        write_step(tmp_path, step, name=f"a-1_{step}.safetensors")
+    for rank in range(2):  # any rank's
+        assert steps_on(2, tmp_path / "new", tmp_path / f"rank_{rank}" / "a-1_5.safetensors") == {5}
+    assert steps_on(2, tmp_path, str(tmp_path / "rank_0" / "a-1_3.safetensors")) == {3}
 
 
 def test_a_damaged_file_that_was_asked_for_is_an_error_not_another_step(tmp_path: Path) -> None:
@@ -121,13 +118,6 @@ def test_another_world_size_is_said_with_the_way_out(tmp_path: Path) -> None:
     write_step(tmp_path, 9, world_size=4)
     with pytest.raises(MismatchError, match=r"written by 4 ranks.* over the 2 of this job: .*start it with 4 ranks"):
         steps_on(2, tmp_path)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_path_to_any_ranks_file_is_the_step_for_all(tmp_path: Path, rank: int) -> None:
-    for step in (3, 5):
-        write_step(tmp_path, step, name=f"a-1_{step}.safetensors")
-    assert steps_on(2, tmp_path / "new", tmp_path / f"rank_{rank}" / "a-1_3.safetensors") == {3}
 
 
 kept = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=5, unique_by=lambda pair: pair[0])
