@@ -10,9 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from mindx_elastic.core.owners import Trust
-from mindx_elastic.persist.catalog import read_entry
 from mindx_elastic.persist.first_save import FirstSave
-from mindx_elastic.start import findings as module
 from mindx_elastic.start.findings import Findings, list_files, put_aside, scan
 from tests.checkpoint_files import cut_off_end, write, write_step
 from tests.start.arenas import Machine
@@ -21,25 +19,6 @@ from tests.start.looks import Carrier, look, sent
 
 def find(directory: Path, **options: Any) -> Findings:
     return scan(list_files([directory]), trust=Trust(), **options)
-
-
-def steps_of(found: Findings) -> list[tuple[int, int]]:
-    return sorted((fact.rank, fact.moment[2]) for fact in found.facts)
-
-
-def test_shares_add_up_and_no_header_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (3, 7):
-        write_step(tmp_path, step, world_size=4)
-    read: list[Path] = []
-
-    def counted(path: Path, **options: Any) -> Any:
-        read.append(path)
-        return read_entry(path, **options)
-
-    monkeypatch.setattr(module, "read_entry", counted)
-    parts = [find(tmp_path, share=(number, 3)) for number in range(3)]
-    assert sorted(row for part in parts for row in steps_of(part)) == [(r, s) for r in range(4) for s in (3, 7)]
-    assert len(read) == len(set(read)) == 8
 
 
 def test_everything_survives_the_wire(tmp_path: Path) -> None:
@@ -97,12 +76,3 @@ def test_damage_is_said_and_only_a_start_moves_it(tmp_path: Path, caplog: pytest
     assert (tmp_path / "bert.safetensors").exists()
     assert {"is put aside" in m or "is left alone" in m for m in caplog.messages} == {True}
     assert find(tmp_path).other, "what lies in quarantine may have been anything"
-
-
-def test_small_states_of_one_rank_or_of_all(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, 2)
-    for rank in range(2):
-        machine.boundary(rank, 6)
-    listing = list_files([machine.directory], machine.job)
-    assert set(scan(listing, trust=Trust()).own) == {0, 1}
-    assert set(scan(listing, trust=Trust(), rank=1).own) == {1}

@@ -52,25 +52,19 @@ def slot_of(machine: Machine) -> Path:
     return max((path for path in machine.slots(0) if path.stat().st_size), key=lambda path: path.stat().st_mtime_ns)
 
 
-def test_a_survivor_takes_its_own_objects(machine: Machine) -> None:
+def test_a_survivor_takes_its_own_objects_and_a_new_process_its_snapshot_and_its_own_small_state(
+    machine: Machine,
+) -> None:
     slot = slot_of(machine)
     live = Checkpoint(read_checkpoint(slot).info, {"model": {}}, {})
-    found = taken(machine, 0, slot, live)
-    assert found.is_live and found.checkpoint is live and found.donor is None
-
-
-def test_a_new_process_takes_a_living_ranks_snapshot_and_its_own_small_state(machine: Machine) -> None:
-    slot = slot_of(machine)
+    survivor = taken(machine, 0, slot, live)
+    assert survivor.is_live and survivor.checkpoint is live and survivor.donor is None
     found = taken(machine, 1, slot)
     assert (found.path, found.donor, found.checkpoint.info.moment) == (slot, 0, MOMENT)
     assert found.own is not None and found.own.forecast, "the donor's came out as foreseen, so this one counts"
-    assert [record.moment[2] for record in found.own_records] == [7, 6]
-    assert [record.moment[2] for record in found.donor_records] == [7, 6]
-
-
-def test_a_forecast_that_was_wrong_is_not_used(machine: Machine) -> None:
+    assert [record.moment[2] for record in (*found.own_records, *found.donor_records)] == [7, 6, 7, 6]
     machine.snapshot(7, ranks=[0], coordinates={"foreseen": 0})
-    assert taken(machine, 1, slot_of(machine)).own is None
+    assert taken(machine, 1, slot_of(machine)).own is None, "a forecast that was wrong is not used"
 
 
 def test_what_is_not_that_boundary_or_lies_elsewhere_is_refused(machine: Machine, tmp_path: Path) -> None:

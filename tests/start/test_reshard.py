@@ -253,7 +253,7 @@ def test_only_the_bytes_needed_are_read(tmp_path: Path) -> None:
 def test_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads read them, also out of files that are closed for others meanwhile."""
     monkeypatch.setattr("mindx_elastic.start.reshard._MOST_OPEN", 2)
-    shape = (60, 17_000)  # more than the 2 MiB from which threads read
+    shape = (60, 6400)  # in pieces of more than the 64 KB from which threads read
     tensors = {"w": numbers(*shape), "v": numbers(*shape).flip(0)}
     for old in (layout([4], "S(0)"), layout([2, 2], "R", "S(1)")):
         root = tmp_path / str(len(old.mesh_shape))
