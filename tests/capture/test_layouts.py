@@ -76,20 +76,11 @@ def test_a_plain_job_says_little() -> None:
     network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     targets = {"model": network, "optimizer": stepped(network.parameters())}
     one = recorder(targets, world_size=1)
-    assert one.record().json == {
-        "version": 2,
-        "rank": 0,
-        "world_size": 1,
-        "layouts": [{"mesh": [1], "placements": ["R"], "ranks": [[0, 1]]}],
-        "default": 0,
-        "assumed": [],
-        "tensors": {},
-        "job": [],
-        "parameters": {"optimizer": [f"model.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")]},
-        "modules": ["model"],
-        "volatile": {"model": ["1.running_mean", "1.running_var", "1.num_batches_tracked"]},
-    }
-    assert one.markers() == []
+    record = one.record().json
+    assert record["layouts"] == [{"mesh": [1], "placements": ["R"], "ranks": [[0, 1]]}]
+    assert [record[key] for key in ("default", "assumed", "tensors", "job", "modules")] == [0, [], {}, [], ["model"]]
+    assert record["parameters"] == {"optimizer": [f"model.{name}" for name, _ in network.named_parameters()]}
+    assert record["volatile"] == {"model": [name for name, _ in network.named_buffers()]}
     strategy = strategy_of(targets, one)
     assert {spec.layout for spec in strategy.tensors} == {Layout((1,), ("R",))}  # type: ignore[arg-type]
     (moment,) = strategy.by_name["optimizer.state.model.0.weight.exp_avg"]
@@ -252,8 +243,8 @@ def test_row_sums_of_a_matrix_that_is_split_by_hand_are_this_ranks_own() -> None
 
 def test_ranks_that_are_not_consecutive_and_one_shape_under_two_names(join: Join) -> None:
     join(0)
-    wide = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
-    renamed = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("c", "d"))
+    ranks = [[0, 2], [1, 3]]
+    wide, renamed = (DeviceMesh("cpu", ranks, mesh_dim_names=names) for names in (("a", "b"), ("c", "d")))
     network = Laid(w=part(wide, [Shard(0), Shard(-1)], 2, 2), y=part(renamed, [Replicate(), Shard(0)], 2, 2))
     record = recorder({"model": network}).record().json
     known = {"mesh": [2, 2], "ranks": [0, 2, 1, 3]}

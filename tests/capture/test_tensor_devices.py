@@ -8,40 +8,45 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from mindx_elastic.capture import collector as collector_module
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
+from mindx_elastic.capture.copying import map_tensors
+from mindx_elastic.capture.tensor_devices import devices_of, put_on
 
 CPU, META = torch.zeros(2), torch.zeros(2, device="meta")
 
 
-def test_what_is_noted() -> None:
-    for state in ({"step": 3, "values": [1.0, None]}, {"a": CPU, "b": (CPU, 1)}):
-        assert devices_of(state, None) == ""
-    assert devices_of({"a": META, "b": deque([META, META], 4)}, None) == "meta"
-    assert devices_of({"a": META, 7: [CPU, {"b": META}]}, None) == ["meta", "cpu", "meta"]
+TREES = st.recursive(
+    st.sampled_from([CPU, META, 1]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.lists(inner, max_size=3).map(lambda items: deque(items, 5))
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+    ),
+)
 
 
 def kinds(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.device.type
-    if isinstance(state, dict):
-        return {key: kinds(item) for key, item in state.items()}
-    return [kinds(item) for item in state] if isinstance(state, (list, tuple, deque)) else state
+    """With devices in the place of tensors."""
+    return map_tensors(state, lambda tensor: tensor.device.type)  # type: ignore[arg-type, return-value]
 
 
-def test_each_tensor_goes_where_it_was() -> None:
-    state = {"a": CPU, "b": (CPU, 1), "c": deque([CPU, CPU], 5)}
-    moved = put_on(state, ["meta", "cpu", "meta", "cpu"])
-    assert kinds(moved) == {"a": "meta", "b": ["cpu", 1], "c": ["meta", "cpu"]}
-    assert moved["b"][0] is CPU and type(moved["b"]) is tuple and moved["c"].maxlen == 5
-    assert kinds(state) == {"a": "cpu", "b": ["cpu", 1], "c": ["cpu", "cpu"]}
-    assert kinds(put_on(state, "meta")) == {"a": "meta", "b": ["meta", 1], "c": ["meta", "meta"]}
+@given(TREES)
+def test_each_tensor_goes_where_it_was(state: Any) -> None:
+    here = map_tensors(state, lambda _: CPU)
+    assert kinds(put_on(here, devices_of(state, None))) == kinds(state)
+    assert kinds(put_on(here, "meta")) == kinds(map_tensors(state, lambda _: META))
 
 
-def test_what_cannot_be_said_stays_in_host_memory() -> None:
+def test_what_is_noted_and_what_cannot_be_said_stays_in_host_memory() -> None:
+    assert devices_of({"a": CPU, "b": (CPU, 1)}, None) == ""
+    assert devices_of({"a": META, "b": deque([META, META], 4)}, None) == "meta"
+    assert devices_of({"a": META, 7: [CPU, {"b": META}]}, None) == ["meta", "cpu", "meta"]
     state = {"a": CPU}
     assert put_on(state, "") is state and put_on(state, ["meta", "meta"]) is state
 
@@ -105,5 +110,4 @@ def test_so_is_a_modules_extra_state() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.xpu.is_available(), reason="there is a device")
 def test_nothing_is_looked_at_without_a_device() -> None:
-    assert not are_in_use()
     assert "tensor_devices" not in Collector({"model": nn.Linear(2, 2), "ema": Averages("cpu")}).state()
