@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.alarm.shield import WorkerShield
 
 WORKER = """
@@ -36,6 +37,15 @@ def worker(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
 def pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
     assert process.stdin is not None and process.stdout is not None
     return process.stdin, process.stdout
+
+
+def test_a_worker_goes_on_after_every_shielded_signal(worker: subprocess.Popen[str]) -> None:
+    requests, answers = pipes(worker)
+    assert answers.readline() == "init 3\n", "the user's own function runs, after the shield"
+    for number in STOP_SIGNALS:
+        worker.send_signal(number)
+        print(int(number), file=requests, flush=True)
+        assert answers.readline() == f"batch {int(number)}\n"
 
 
 @pytest.mark.parametrize("worker", [0.1], indirect=True)

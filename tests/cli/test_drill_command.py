@@ -92,14 +92,6 @@ def test_the_disk_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.drill
-def test_a_death_at_each_system_call_of_a_save(tmp_path: Path) -> None:
-    found = drill("--fault", "kill-in-save:step=2,call=all", "--steps", 4, cwd=tmp_path)
-    assert len(found) > 5 and {each["outcome"] for each in found} == {"exact"}
-    lost = [each["steps_lost"] for each in found]
-    assert lost == sorted(lost, reverse=True) and set(lost) == {0, 2}, "until the file has its name, and behind that"
-
-
-@pytest.mark.drill
 def test_two_ranks_under_the_agent(tmp_path: Path) -> None:
     kinds = [
         "kill",
@@ -120,11 +112,3 @@ def test_two_ranks_under_the_agent(tmp_path: Path) -> None:
     lost = {kind: each["steps_lost"] for kind, each in zip(kinds, found, strict=True)}
     assert lost.pop("lose-node") > 0, "memory is gone, and nothing was on the disk"
     assert lost.pop("kill-all") <= 1 and set(lost.values()) == {0}
-
-
-@pytest.mark.drill
-def test_in_place_and_in_the_middle_of_a_copy(tmp_path: Path) -> None:
-    words = ["--fault", "kill:step=3,at=copy", "--fault", "kill:step=3,at=update,rank=1", "--steps", 6]
-    agent = ["--nproc-per-node", 2, "--snapshot-every", 1, "--recover", "in-place"]
-    found = drill(*words, *agent, cwd=tmp_path)
-    assert [(each["outcome"], each["exit_codes"]) for each in found] == [("exact", [0])] * 2

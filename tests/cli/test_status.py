@@ -49,23 +49,6 @@ def test_json(run: Run, run_dir: Path) -> None:
     result = run("status", run_dir, "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
-    keys = {
-        "schema",
-        "run_dir",
-        "older_runs",
-        "agent",
-        "attempts",
-        "recoveries",
-        "totals",
-        "workers",
-        "pause",
-        "result",
-        "remarks",
-        "time",
-        "outlook",
-        "alarms",
-    }
-    assert set(document) == keys
     assert document["recoveries"] == []
     assert (document["schema"], document["run_dir"], document["older_runs"]) == (1, str(run_dir), 0)
     assert document["agent"].pop("age_s") >= 0 and document["agent"].pop("started") <= document["agent"].pop("ended")

@@ -9,6 +9,8 @@ import torch
 
 from mindx_elastic.convert.conversion import ConversionRequest, convert
 from mindx_elastic.errors import CheckpointError, UsageError
+from mindx_elastic.persist.flatten import flatten
+from tests.checkpoint_files import flip_bit_in_data
 from tests.start.divided import Replicas
 
 
@@ -23,6 +25,17 @@ def test_to_every_format(tmp_path: Path, form: str, copies: int) -> None:
     convert(ConversionRequest(source=first, destination=again, destination_kind="torch"))
     found, wanted = torch.load(again, weights_only=True), job.state(0)["model"]
     assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_lost_file_of_two_copies_and_a_damaged_one(tmp_path: Path) -> None:
+    job = Replicas(tmp_path / "ckpt", 4)
+    files = [job.write_share(rank, 2) for rank in range(4)]
+    files[1].unlink()
+    flip_bit_in_data(files[3])
+    convert(ConversionRequest(source=job.root, destination=tmp_path / "m.pt"))
+    found, wanted = torch.load(tmp_path / "m.pt", weights_only=True), job.state(0)["model"]
+    assert flatten(found)[1].keys() == flatten(wanted)[1].keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mindx_elastic.train import LossMonitor, TimeMonitor
+from mindx_elastic.train.callbacks import CallbackParams, RunContext
 from tests.train.small_job import make_loader, make_model
 
 
@@ -21,3 +23,13 @@ def test_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(" mean loss ")[0] for line in lines] == ["epoch 1/2 step 6/6", "epoch 2/2 step 6/6"]
     make_model().train(1, make_loader(), progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    context = RunContext(CallbackParams(rank=1, cur_step_num=1, cur_epoch_num=1, net_outputs=torch.ones(())))
+    LossMonitor().on_train_step_end(context)
+    monitor = TimeMonitor()
+    monitor.on_train_epoch_begin(context)
+    monitor.on_train_step_end(context)
+    monitor.on_train_epoch_end(context)
+    assert capsys.readouterr().out == ""

@@ -386,6 +386,12 @@ class TestOnRequestExit:
             "strategy.proto",
         ]
 
+    def test_no_time_left_means_no_export(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = make_model()
+        with pytest.raises(GracefulExit):
+            model.train(3, make_loader(), [OnRequestExit(directory="out"), At(5, sigterm)], grace_s=2.0, progress=False)
+        assert "is not exported: only" in caplog.text
+
     def test_save_ckpt_false_leaves_without_a_file(self) -> None:
         with pytest.raises(GracefulExit):
             train([OnRequestExit(save_ckpt=False, save_mindir=False, directory="out"), At(5, sigterm)])

@@ -118,6 +118,15 @@ def test_the_tree_of_one_rank_and_the_resume(action: Any) -> None:
     assert model.resumed_from_step == 8 and same(weights(model), weights(reference))
 
 
+def test_beside_an_exception_checkpoint_both_names_hold_the_step() -> None:
+    with pytest.raises(Broken):
+        train([mx.ExceptionCheckpoint(prefix="net", directory="ckpt"), register(), At(8, explode)])
+    assert [path.name for path in Path("ckpt").glob("*.safetensors")] == ["net-2_2_breakpoint.safetensors"]
+    assert tree() == ["tft_saved_checkpoints-step_8/rank_0/ttp_rank_0-2_2.safetensors"]
+    for callback in (register(), mx.ExceptionCheckpoint(prefix="net", directory="ckpt")):
+        assert train([callback])[0].resumed_from_step == 8
+
+
 def test_a_rename_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     Path("ttp").mkdir()
     Path("ttp/tft_saved_checkpoints-step_8").write_text("a file has this name")
