@@ -213,21 +213,19 @@ def test_no_modules_import_each_other() -> None:
     assert not import_circles(MODULES)
 
 
-def test_the_guard_knows_its_observers_by_a_port() -> None:
-    """What looks at its steps, breaks a rank on purpose or keeps a cluster is made around the guard, not into it."""
-    rooms = tuple(f"{PACKAGE}.{name}" for name in ("prove", "drill", "cluster"))
-    guards = [module for module in MODULES if module.part == "guard"]
-    imports = {str(module): imported_names(module, nodes=ast.walk) for module in guards}
-    assert not {name: wrong for name, found in imports.items() if (wrong := [n for n in found if n.startswith(rooms)])}
-
-
-def test_the_checks_do_not_know_the_loops() -> None:
-    """What both need to read of a program's source is with the checks, which the loops may import."""
-    checks = [module for module in MODULES if module.name.startswith(f"{PACKAGE}.guard.checks.")]
-    imports = {str(module): imported_names(module, nodes=ast.walk) for module in checks}
-    loops = f"{PACKAGE}.guard.loops"
-    assert checks
-    assert not {name: found for name, found in imports.items() if any(each.startswith(loops) for each in found)}
+@pytest.mark.parametrize(
+    ("room", "foreign"), [("guard", ("prove", "drill", "cluster")), ("guard.checks", ("guard.loops",))]
+)
+def test_a_room_does_not_import_what_is_built_around_it(room: str, foreign: tuple[str, ...]) -> None:
+    """What looks at the guard's steps, breaks a rank or keeps a cluster knows the guard by a port; what the checks and
+    the loops both read of a program's source is with the checks."""
+    inside = [module for module in MODULES if f"{module.name}.".startswith(f"{PACKAGE}.{room}.")]
+    outside = tuple(f"{PACKAGE}.{name}" for name in foreign)
+    assert inside
+    imports = {str(module): imported_names(module, nodes=ast.walk) for module in inside}
+    assert not {
+        name: wrong for name, found in imports.items() if (wrong := [n for n in found if n.startswith(outside)])
+    }
 
 
 def private_imports(module: Module, *, known: set[str] = NAMES) -> list[str]:
