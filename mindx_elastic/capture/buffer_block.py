@@ -70,7 +70,7 @@ class BufferReader:
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self.tensors = list(tensors)
-        """Those that it reads."""
+        """The tensors that it reads."""
         self.slices: list[_Slice | None] = []
         self._pieces: list[Any] = []
         self._uneven: list[tuple[int, int]] = []

@@ -15,7 +15,8 @@ __all__ = ["BufferBroadcasts"]
 
 
 class BufferBroadcasts:
-    """Of the DDP modules of a job, by their paths. All ranks have the same state here, for a broadcast takes all."""
+    """The broadcast flags of the DDP modules of a job, by their paths. All ranks have the same state here, for a
+    broadcast takes all."""
 
     def __init__(self, modules: Sequence[tuple[str, DistributedDataParallel]] = ()) -> None:
         self._modules = [(name, module) for name, module in modules if module.broadcast_buffers]

@@ -65,7 +65,7 @@ class Collector:
         self.rank_weights: RankWeights | None = None
         """Copies of weights that each rank may have otherwise; None: no other rank's are ever taken."""
         self.broadcasts = BufferBroadcasts()
-        """Of DDP's buffers; a guard replaces it by one that knows the DDP modules."""
+        """The broadcasts of DDP's buffers; a guard replaces it by one that knows the DDP modules."""
         self.compiled = Compilations()
         self._settings = GivenSettings(self.components)
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
@@ -232,7 +232,7 @@ class Collector:
         return [*starmap(getattr, self._kept_in)]
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
-        """By place, see `ModuleComponent.buffers_of_this_rank`."""
+        """The places of these buffers, see `ModuleComponent.buffers_of_this_rank`."""
         return [f"{n}.{b}" for n, m in self._modules.items() for b in m.buffers_of_this_rank(leads=leads)]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -256,12 +256,12 @@ class Collector:
         return [*(b for module in self._modules.values() for b in module.module.buffers()), *named]
 
     def keep_rank_weights(self) -> None:
-        """From here on keep what `rank_weights` has."""
+        """Keep what `rank_weights` has from now on."""
         updated = {id(p) for optimizer in self._optimizers.values() for p in optimizer.parameters}
         self.rank_weights = RankWeights(self._modules, updated)
 
     def keep_older_boundaries(self) -> None:
-        """From here on keep what `go_back` needs: other ranks' deaths can stop this rank's devices."""
+        """Keep what `go_back` needs from now on: other ranks' deaths can stop this rank's devices."""
         if not self.devices.is_used:
             return
         nbytes = sum(t.nbytes for _, c in self._plain for _, t in tensors_in(c.seen) if t.is_cuda)
@@ -334,7 +334,7 @@ class Collector:
         return state
 
     def _tensor_devices(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the program's own objects; of a module by the places of its extra states."""
+        """The devices of the tensors in the program's own objects; for a module by the places of its extra states."""
         own = self.devices.device
         found: dict[str, Any] = {name: devices_of(state[name], own) for name, _ in self._plain}
         for name, module in self._modules.items():
@@ -412,7 +412,7 @@ class Collector:
         return state
 
     def forecast_came_true(self) -> bool | None:
-        """At a boundary: whether the generators are as `copy_ahead` forecast; None: there is no forecast.
+        """Call it at a boundary. Whether the generators are as `copy_ahead` forecast; None: there is no forecast.
 
         Buffers and named objects that have come out otherwise are foreseen no longer.
         """
@@ -487,7 +487,7 @@ class Collector:
         return any(isinstance(c, OptimizerComponent) and c.is_spread for c in self.components.values())
 
     def set_parallel_setup(self, setup: ParallelSetup) -> None:
-        """From here on `layout` also says which other ranks hold the same. Main thread, at the start."""
+        """From now on `layout` also says which other ranks hold the same. Main thread, at the start."""
         self.layouts = LayoutRecorder(self.components, setup)
 
     def layout(self) -> dict[str, Any]:

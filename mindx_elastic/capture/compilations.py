@@ -15,7 +15,7 @@ __all__ = ["Compilations"]
 
 
 class Compilations:
-    """Those of this process. Training thread."""
+    """The compilations of this process. Training thread."""
 
     def __init__(self) -> None:
         self.any = False
@@ -48,7 +48,7 @@ class Compilations:
         self.is_new |= not config.assume_static_by_default or bool(config.automatic_dynamic_shapes)
 
     def look(self) -> list[str]:
-        """At a boundary: the functions with sizes that vary, if something was compiled since the last one."""
+        """Call it at a boundary. The functions with sizes that vary, if something was compiled since the last one."""
         if not self.is_new:
             return []
         self.is_new = False

@@ -114,7 +114,7 @@ def put_back(live: Any, saved: Any, place: str) -> Any:
 
 
 def _items(live: Any, saved: Any, place: str) -> list[Any]:
-    """In place where both have the same number of items (a list of tensors)."""
+    """The items, in place where both have the same number of them (a list of tensors)."""
     alike = isinstance(live, (list, tuple, deque)) and len(live) == len(saved)
     now = list(live) if alike else [None] * len(saved)
     return [put_back(old, new, f"{place}.{number}") for number, (old, new) in enumerate(zip(now, saved, strict=True))]

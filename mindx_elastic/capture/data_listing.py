@@ -51,7 +51,7 @@ def listing_of(dataset: object, parts: Mapping[str, Any]) -> Listing:
 
 
 def difference(now: Listing, begun: Listing) -> str:
-    """In words; empty: none."""
+    """The difference in words; empty: none."""
     for path, ours in now.items():
         theirs = begun.get(path, ours)
         if ours[0] != theirs[0]:

@@ -116,7 +116,7 @@ class DeviceProgress:
         return self._devices[0] if self._devices else None
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From here on these are the job's tensors. Older boundaries had others and are forgotten."""
+        """Take `tensors` as the job's from now on. Older boundaries had others and are forgotten."""
         self._devices = sorted({t.device for t in tensors if t.is_cuda}, key=str)
         self.is_used = bool(self._devices)
         self._boundaries.clear()

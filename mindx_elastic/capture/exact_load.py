@@ -52,7 +52,8 @@ def exact_loads(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
 
 
 def _castable(leaf: Any) -> Any:
-    """Nothing for what torch would take apart: it calls the type of anything that can be iterated over."""
+    """Returns nothing for a value that torch would take apart: torch calls the type of anything that can be iterated
+    over."""
     return leaf if isinstance(leaf, torch.Tensor) or not isinstance(leaf, Iterable) else None
 
 

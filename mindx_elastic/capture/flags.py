@@ -21,7 +21,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Flags:
-    """Of one module and everything below it. `parameters`: by name, tied ones under each."""
+    """The flags of one module and everything below it. `parameters`: by name, tied ones under each."""
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, torch.Tensor], wrappers: Iterable[nn.Module]
@@ -101,7 +101,7 @@ class Flags:
 
 
 class _Property:
-    """Of a module that does not keep the flag in its dictionary: `torch.compile`'s wrapper, TorchScript."""
+    """A flag of a module that does not keep the flag in its dictionary: `torch.compile`'s wrapper, TorchScript."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

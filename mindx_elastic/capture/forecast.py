@@ -54,7 +54,7 @@ class Forecast:
         return self._seen
 
     def check(self) -> None:
-        """At a boundary: foresee no longer what is another than `look` has seen."""
+        """Call it at a boundary. Stop forecasting objects that differ from what `look` has seen."""
         for name, state in self._seen.items():
             if not same_tree(state, self._foreseen[name].seen):
                 del self._foreseen[name]

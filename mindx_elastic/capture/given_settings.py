@@ -30,13 +30,13 @@ from mindx_elastic.core.looks import askable, asked, attributes_of, items_of
 __all__ = ["GivenSettings"]
 
 _Given = dict[str, dict[str, Any]]
-"""By object and setting."""
+"""Values by object and setting."""
 
 _MOST = 4
 _NUMBERS = (bool, int, float)
 _PLAIN = (*_NUMBERS, str, type(None))
 _OBJECTS, _CODE, _DATA, _SEED = "objects", "code", "data", "seed"
-"""In the file."""
+"""Keys in the file."""
 _STEPS = (0, *(digit * 10**power for power in range(5) for digit in (1, 2, 5)), 100_000)
 _MOST_RUNS, _LONGEST = 64, 80
 _LARGEST = 1e9  # beyond are times and identities

@@ -44,7 +44,7 @@ class _Graph:
     updates: bool = False
     """It changes parameters or optimizer state."""
     changed: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    """By id: the tensors that it has been seen to change."""
+    """The tensors that it has been seen to change, by id."""
 
 
 class GraphReplays:

@@ -59,9 +59,9 @@ class Blueprint:
     """The parts that a rank's state is put together from when tensors get new layouts, by component."""
 
     parameters: Mapping[str, Sequence[str]]
-    """Of modules: names of parameters."""
+    """Names of parameters, by module."""
     volatile: Mapping[str, Sequence[str]]
-    """Of modules: names of buffers and extra state."""
+    """Names of buffers and extra state, by module."""
     optimizers: Mapping[str, Sequence[Sequence[str]]]
     """For each parameter group the places of its parameters in the state (``model.fc.weight``)."""
 
@@ -160,7 +160,7 @@ class LayoutRecorder:
 
     @torch.no_grad()
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of this rank's part of every parameter, by place."""
+        """The shape of this rank's part of every parameter, by place."""
         return {place: tuple(local_part(p).shape) for place, p in self._named_parameters()}
 
     def markers(self) -> list[TensorSpec]:
@@ -184,7 +184,7 @@ class LayoutRecorder:
         tensors: dict[str, LaidOut] = {}
         places = self._places()
         layouts: dict[int, Layout] = {}
-        """Of parameters that are not laid out as by default, by id."""
+        """The layouts of parameters that do not have the default one, by id."""
         for place, parameter in self._named_parameters():
             laid_out = self._of_parameter(place, parameter, meshes)
             if laid_out is not None:
@@ -229,7 +229,7 @@ class LayoutRecorder:
         default: Layout,
         meshes: _Meshes,
     ) -> dict[str, LaidOut]:
-        """Of the tensors of its state that are not laid out as by default."""
+        """The layouts of the tensors of its state that do not have the default one."""
         found: dict[str, LaidOut] = {}
         for index, parameter in enumerate(optimizer.parameters):
             like, known_as = layouts.get(id(parameter)), places.get(id(parameter), "")
@@ -286,7 +286,7 @@ class _Meshes:
         widest = max(self._ranks, key=lambda number: len(self._ranks[number]), default=None)
         self._widest = None if widest is None else meshes[widest]
         self.widest_ranks: tuple[int, ...] = () if widest is None else self._ranks[widest]
-        """Of the largest mesh, in its order; empty without DTensors."""
+        """The ranks of the largest mesh, in its order; empty without DTensors."""
         self._layouts: dict[tuple[int, tuple[Placement, ...]], tuple[Layout, bool]] = {}
         self._kept = list(meshes.values())  # so that ids stay their own
 

@@ -19,7 +19,7 @@ _SMALL = 1 << 20  # bytes
 
 
 class LooseBuffers:
-    """Of one module and everything below it."""
+    """The non-persistent buffers of one module and everything below it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -99,7 +99,7 @@ class LooseBuffers:
         return kept.tensor.device.type == "cpu" and is_new
 
     def look_ahead(self) -> dict[str, torch.Tensor]:
-        """In mid-step: copies of the same as they are now."""
+        """Copies of the same as they are now, in mid-step."""
         self._ahead = {}
         return self._look_ahead() if self._slots else self._ahead
 
@@ -114,13 +114,13 @@ class LooseBuffers:
         return self._ahead
 
     def came_true(self) -> bool:
-        """At a boundary: whether it has what `look_ahead` has seen."""
+        """Call it at a boundary. Whether it has what `look_ahead` has seen."""
         now = self.own()
         return now.keys() == self._ahead.keys() and all(torch.equal(now[n], seen) for n, seen in self._ahead.items())
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """In place where shape and type fit. Names that this module lacks are passed over."""
+        """Load in place where shape and type fit. Names that this module lacks are passed over."""
         slots = {name: (table, key) for name, table, key in self._slots}
         for name, value in state.items():
             if name not in slots:

@@ -108,7 +108,8 @@ class ModuleComponent:
         return list(self.module.parameters())
 
     def live_parameters(self) -> list[torch.Tensor]:
-        """Those that the module has at this moment, without a walk through it; sharded ones as `named` has them."""
+        """The parameters that the module has at this moment, without a walk through it; sharded ones as `named` has
+        them."""
         if self._sharded:
             return list(self._sharded.values())
         return [p for table in self._parameter_tables for p in table.values() if p is not None]
@@ -227,7 +228,7 @@ class ModuleComponent:
         return self._loose.own()
 
     def forecast_came_true(self) -> bool:
-        """At a boundary: whether its buffers are as `copy_ahead` copied them."""
+        """Call it at a boundary. Whether its buffers are as `copy_ahead` copied them."""
         if not self._loose.came_true():
             return False
         ahead, block = self._ahead, self._block

@@ -31,7 +31,7 @@ _PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 class NestedStates:
-    """Of one object. Training thread."""
+    """The nested states of one object. Training thread."""
 
     def __init__(self, name: str, others: Collection[int]) -> None:
         """`others`: ids of what is kept by itself."""

@@ -119,7 +119,7 @@ class OptimizerComponent:
         return [p for group in self.local.param_groups for p in group["params"]]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those of its state that there are now."""
+        """The tensors that its state has now."""
         return [t for values in self.local.state.values() for _, t in tensors_in(values)]
 
     def copy(self) -> None:

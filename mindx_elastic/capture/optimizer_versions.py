@@ -21,7 +21,8 @@ _version_of = attrgetter("_version")
 
 
 class OptimizerVersions:
-    """Of all optimizers of a guard. `note` belongs to the training thread, `num_changed` to who holds the gate."""
+    """The version counters of all optimizers of a guard. `note` belongs to the training thread, `num_changed` to the
+    holder of the gate."""
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
         self._states = [_State(each) for each in optimizers if isinstance(getattr(each, "state", None), dict)]
@@ -40,14 +41,14 @@ class OptimizerVersions:
 
 
 class _State:
-    """Of one optimizer."""
+    """The counters of one optimizer."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._replaces = False
         self._ends: list[Any] = []
         self.ids: list[int] = []
-        """Of what `look` has found, which `_ends` keeps alive."""
+        """The ids of what `look` has found, which `_ends` keeps alive."""
         self.tensors: list[torch.Tensor] = []
         self.collect(self.look())
         self.versions = list(map(_version_of, self.tensors))
@@ -77,5 +78,5 @@ class _State:
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Those of inference mode have no counter."""
+    """The tensors with a counter: those of inference mode have none."""
     return [value for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]

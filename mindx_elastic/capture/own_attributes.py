@@ -34,7 +34,7 @@ _Key = tuple[str, str]  # the place of an owner, and the attribute's name
 
 
 class OwnAttributes:
-    """Of some owners, by place. Training thread, but for `state`."""
+    """The attributes of some owners, by place. Training thread, but for `state`."""
 
     def __init__(self, *, is_stable: bool) -> None:
         """`is_stable`: tensors and generators change only inside of updates, so that `state` reads them in place."""
@@ -44,14 +44,14 @@ class OwnAttributes:
         self._moved: set[_Key] = set()
         self._first: dict[_Key, object] = {}
         self.seen: Mapping[_Key, Any] = {}
-        """Those that have changed, as they were at the boundary that counts; without what is read in place."""
+        """The attributes that have changed, as they were at the boundary that counts; without what is read in place."""
 
     def set_owners(self, owners: Mapping[str, object]) -> None:
         self._owners = owners
         self.copy()
 
     def copy(self) -> None:
-        """At a boundary."""
+        """Copy them, at a boundary."""
         if not self._owners:
             return
         seen: dict[_Key, Any] = {}
@@ -66,7 +66,7 @@ class OwnAttributes:
         self.seen = seen
 
     def state(self, but: Iterable[torch.Tensor] = ()) -> dict[str, dict[str, Any]]:
-        """By place and name. `but`: tensors that are kept elsewhere. Empty: there are none."""
+        """The attributes by place and name. `but`: tensors that are kept elsewhere. Empty: there are none."""
         found: dict[str, dict[str, Any]] = {}
         others = set(map(id, but))
         for place, name in sorted(self._moved & {key for key, _ in self._items()}):

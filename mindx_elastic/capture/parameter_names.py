@@ -44,7 +44,7 @@ _SAME_OBJECTS = 'use the same objects as the run that wrote it, or start over wi
 
 
 def names_in_groups(name: str, groups: Groups, names: Mapping[int, str]) -> list[list[str]]:
-    """Of each group the names of its parameters; one that `names` (by id) lacks is ``{name}.{number}``."""
+    """The names of the parameters of each group; one that `names` (by id) lacks is ``{name}.{number}``."""
     numbers = iter(range(sum(len(group["params"]) for group in groups)))
     return [[names.get(id(p), f"{name}.{n}") for p, n in zip(g["params"], numbers, strict=False)] for g in groups]
 
@@ -89,7 +89,7 @@ def _held(target: object, others: Collection[int]) -> Iterator[Any]:
 
 
 def places_in_states(states: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of `parameters` whose memory the live `states` of objects show, by their places there."""
+    """The `parameters` whose memory the live `states` of objects share, by their places there."""
     wanted = {(p.data_ptr(), p.shape): p for p in parameters if p.numel()}
     found: dict[str, torch.Tensor] = {}
     for name, state in states.items():

@@ -17,7 +17,7 @@ __all__ = ["Masks", "original_names"]
 
 
 class Masks:
-    """Of one module and everything below it."""
+    """The pruning masks of one module and everything below it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -32,7 +32,7 @@ class Masks:
 
     @property
     def places(self) -> list[str]:
-        """Of the pruned parameters, by their first names (``fc.weight``)."""
+        """The places of the pruned parameters, by their first names (``fc.weight``)."""
         return list(self._pruned)
 
     def copy(self) -> None:

@@ -19,7 +19,7 @@ from mindx_elastic.capture.tensor_copy import TensorCopy
 __all__ = ["RankWeights"]
 
 _MOST_BYTES = 256 << 10
-"""Of all modules together: what takes about 0.1 ms a step to copy and to write into memory."""
+"""For all modules together: what takes about 0.1 ms a step to copy and to write into memory."""
 
 
 class RankWeights:
@@ -43,7 +43,7 @@ class RankWeights:
         self.kept: dict[str, dict[str, torch.Tensor | None]] = {}
         """The boundary's copies, by module and place."""
         self.moves: dict[str, int] = {}
-        """Of the modules that are not copied: a number that is another one after a change."""
+        """For modules that are not copied: a number that changes with each change."""
         self.copy()
 
     def __contains__(self, name: str) -> bool:
@@ -59,5 +59,5 @@ class RankWeights:
         self.moves = {name: sum(t._version for t in tensors) for name, tensors in self._others.items()}
 
     def part(self) -> dict[str, Any]:
-        """Of the rank's small state, see `Collector.volatile`."""
+        """Its part of the rank's small state, see `Collector.volatile`."""
         return {key: value for key, value in (("weights", self.kept), ("moves", self.moves)) if value}

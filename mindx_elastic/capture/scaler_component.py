@@ -22,7 +22,7 @@ def is_plain_scaler(target: object) -> bool:
 
 
 class ScalerComponent(PlainComponent):
-    """Of torch's `GradScaler`."""
+    """The component of torch's `GradScaler`."""
 
     def copy(self) -> None:
         self._copy = self.look()

@@ -25,7 +25,7 @@ __all__ = ["Structure", "Watch"]
 
 
 class Structure:
-    """Of one module. `parameters`: by name, tied ones under each, as `original_names` would have them."""
+    """The structure of one module. `parameters`: by name, tied ones under each, as `original_names` would have them."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
         self._module = module

@@ -90,11 +90,11 @@ class UpdateGate:
         self.at_last_update: Callable[[], None] | None = None
         """Called in the updating thread once every optimizer has stepped as often in this step as it usually does."""
         self.expected: set[int] = set()
-        """By `id`: the optimizers of which `at_stranger` need not be told."""
+        """The `id` of optimizers of which `at_stranger` need not be told."""
         self.at_stranger: Callable[[torch.optim.Optimizer], None] | None = None
         """Called in the updating thread after each step of an optimizer that is not in `expected`."""
         self.named: Collection[int] = ()
-        """By `id`: the optimizers that the guard was given; their steps are updates whatever they change."""
+        """The `id` of the optimizers that the guard was given: each of their steps is an update."""
         self.had_updates = False
         """Whether an optimizer has stepped in the step that the last boundary has ended."""
         self.steady = True
@@ -133,7 +133,7 @@ class UpdateGate:
         _watching.add(self)
 
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
-        """From here on these are the parameters: some were replaced, added or removed. At a boundary."""
+        """Take these as the parameters from now on: some were replaced, added or removed. At a boundary."""
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
         self._versions = [p._version for p in parameters]
         self._total, self._num_changes = sum(self._versions), None
@@ -173,7 +173,7 @@ class UpdateGate:
             self.state = self._before = GateState.UPDATING
 
     def end_update(self, optimizer: int = 0) -> None:
-        """It has stepped. `optimizer`: its `id`."""
+        """The optimizer with this `id` has stepped."""
         with self._lock:
             # Several at once: optimizers in backward run on autograd's device threads.
             self._running = max(0, self._running - 1)

@@ -64,11 +64,11 @@ class _Learned:
     draws: bool = False
     buffers: set[str] = field(default_factory=set)
     hidden: int = 0
-    """So many parameters change without torch's knowledge."""
+    """Number of parameters that change without torch's knowledge."""
     moved: dict[str, set[str]] = field(default_factory=dict)
-    """By component: values that have moved in a window."""
+    """The values that have moved in a window, by component."""
     num_moves: dict[str, int] = field(default_factory=dict)
-    """By component: in how many windows."""
+    """In how many windows they have moved, by component."""
     both: dict[str, set[str]] = field(default_factory=dict)
     """And those that have also moved before it, in the same step."""
 
@@ -223,7 +223,7 @@ class UpdateWindow:
                     learned.both.setdefault(name, set()).update(both)
 
     def _by_name(self, copies: Sequence[Any]) -> dict[str, Any]:
-        """Of `Collector.copies`."""
+        """The values of `Collector.copies` by name."""
         return dict(zip(self._names, copies, strict=True))
 
     def _parts(self) -> dict[str, Any]:

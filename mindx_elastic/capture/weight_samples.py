@@ -24,7 +24,7 @@ _PIECES = 4  # a sample has an element more, of a large parameter the first one 
 
 @dataclass(frozen=True)
 class WeightSample:
-    """Of one module, or other tensors."""
+    """A sample of one module, or of other tensors."""
 
     kinds: Sequence[tuple[torch.device, torch.dtype]]
     groups: Sequence[torch.Tensor]
@@ -45,14 +45,14 @@ class WeightSamples:
         self._modules = {n: c for n, c in collector.components.items() if isinstance(c, ModuleComponent)}
 
     def take(self) -> dict[str, WeightSample]:
-        """By module, of the weights as they are now."""
+        """Samples of the weights as they are now, by module."""
         found: dict[str, WeightSample] = {}
         for name, component in self._modules.items():  # this is done in steps of the training: no call for nothing
             found[name] = sample_of(component.live_parameters())
         return found
 
     def digests(self) -> dict[str, str]:
-        """Of a sample of each module, the same where the elements are."""
+        """Digests of a sample of each module: equal where the elements are."""
         found: dict[str, str] = {}
         for name, sample in self.take().items():
             elements = hashlib.sha256()

@@ -29,7 +29,7 @@ class Saved:
     created: float
     """Unix seconds."""
     name: str
-    """Of one of its files, for a person."""
+    """The name of one of its files, for a person."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class PossibleLoss:
     step: int | None = None
     """Newest boundary that a rank of this machine has passed."""
     directory: str | None = None
-    """Of the checkpoints."""
+    """The folder of the checkpoints."""
     memory_step: int | None = None
     """Newest boundary from which a start could go on by memory."""
     disk: Saved | None = None
@@ -54,11 +54,11 @@ class Rates:
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, int], tuple[int, int]] = {}
-        """By rank and process: when a boundary was passed, and the number of it."""
+        """When a boundary was passed and its number, by rank and process."""
         self._rates: dict[tuple[int, int], float] = {}
 
     def update(self, pages: Mapping[int, Status]) -> dict[int, float]:
-        """By rank; a rank that has passed no second boundary has none."""
+        """The rate of each rank; a rank that has passed no second boundary has none."""
         rates: dict[tuple[int, int], float] = {}
         for rank, page in pages.items():
             key = rank, page.pid
@@ -83,7 +83,7 @@ class DiskWatch:
     _listed: dict[Path, str] = field(default_factory=dict)
 
     def newest(self, directory: Path, run_id: str) -> Saved | None:
-        """Of the run `run_id`. Raises nothing: a directory that cannot be read has none."""
+        """The newest save of the run `run_id`. Raises nothing: a directory that cannot be read has none."""
         from mindx_elastic.errors import MindxError
         from mindx_elastic.start.findings import list_files
 

@@ -42,7 +42,7 @@ class ProgressBar:
         self._begins = time.monotonic() + DELAY_S
 
     def advance(self, amount: float) -> None:
-        """So much more is done."""
+        """Note that so much more is done."""
         self.update(advance=amount)
 
     def update(self, **changes: Any) -> None:
@@ -52,7 +52,7 @@ class ProgressBar:
             self._progress.start()
 
     def show_runs(self, done: int, planned: int, what: str) -> None:
-        """So many runs of a script are done, and this one is made."""
+        """Show how many runs of a script are done, and which one is under way."""
         self.update(completed=done, total=max(planned, done), description=what)
 
     @contextmanager

@@ -93,7 +93,8 @@ class ScriptOptions:
 
     @staticmethod
     def of(name: str, ctx: Any, **options: Any) -> ScriptOptions:
-        """Of a `ScriptCommand`. Ends the command for what would be found out by each run, or after the last one."""
+        """The options of a `ScriptCommand`. Ends the command for what would be found out by each run, or after the last
+        one."""
         asked = ScriptOptions(script=list(ctx.meta[_MARK]), agent=list(ctx.args), **options)
         own = [word for parameter in ctx.command.params for word in parameter.opts]
         _check(name, asked.script, asked.agent, own)

@@ -75,7 +75,7 @@ for a damaged one."""
 
 
 def first_healthy(name: str, ranks: list[int], read: ReadPart, shard: str = "") -> torch.Tensor:
-    """Of ranks that hold the same, the lowest one's that can be read. Raises CorruptCheckpointError."""
+    """The tensor of the lowest readable rank among ranks that hold the same. Raises CorruptCheckpointError."""
     problems = []
     for rank in ranks:
         try:

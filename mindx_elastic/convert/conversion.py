@@ -72,7 +72,7 @@ class Converted:
     destination_kind: str
     num_tensors: int
     nbytes: int
-    """Of the tensors."""
+    """Size of the tensors."""
     step: int
     epoch: int
     component: str
@@ -84,7 +84,7 @@ class Converted:
 class _Content:
     state: dict[str, Any]
     info: CheckpointInfo | None
-    """Of a checkpoint of ours."""
+    """For a checkpoint of ours."""
     notes: list[str]
 
 

@@ -103,7 +103,7 @@ class _Folder:
             raise CorruptCheckpointError(f"{self.path}: no sound DeepSpeed checkpoint: {error!s:.200}") from error
 
     def _shapes(self, groups: Any) -> dict[str, Size]:
-        """Of the parameters of all groups, in their order."""
+        """The shapes of the parameters of all groups, in their order."""
         return {name: tuple(shape) for group in groups or () for name, shape in group.items()}
 
     def _trained(self, shapes: Mapping[str, Size]) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ __all__ = [
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _SAVED_OFFSETS = re.compile(r'"saved_offsets":\s*\[[^\]]*[1-9]')
-"""Of a part that does not begin where its tensor does."""
+"""In a part that does not begin where its tensor does."""
 _MINDSPORE_INDEX = "param_name_map.json"
 _NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.[a-z]+\Z")
 _SHARD = re.compile(r"shard-(\d{1,9})-.+\.safetensors\Z")

@@ -208,7 +208,7 @@ def _open_files(chosen: Mapping[int, Path]) -> tuple[dict[int, PlainFile], dict[
 
 
 def _whole_shape(spec: TensorSpec, files: Mapping[int, PlainFile]) -> tuple[int, ...]:
-    """From the parts where the strategy does not know it: MindSpore's own files do not say it."""
+    """Computed from the parts where the strategy does not say it: MindSpore's own files do not say it."""
     if spec.shape:
         return spec.shape
     from mindx_elastic.core.strategy import Strategy

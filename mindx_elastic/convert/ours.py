@@ -266,7 +266,7 @@ class _Step:
                 )
 
     def _first(self, rank: int, read: Any) -> torch.Tensor | None:
-        """From the first of the rank's files that has it sound."""
+        """Read it from the first of the rank's files that has it sound."""
         return _first_sound([partial(read, file) for file in self.files.get(rank, ())])
 
 
@@ -324,8 +324,8 @@ def _merged(one: Any, other: Any) -> Any:
 
 
 def converted_info(source: str, *, step: int, epoch: int) -> CheckpointInfo:
-    """Of a separate run, so that no start takes it for a file of the job it came from; never resumed from: what makes
-    a resume exact (generators, the loader's position, every rank's own state) is not in it."""
+    """The header of a separate run, so that no start takes it for a file of the job it came from; never resumed from:
+    what makes a resume exact (generators, the loader's position, every rank's own state) is not in it."""
     started = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     return CheckpointInfo(
         run_id=f"convert-{started}-{secrets.token_hex(4)}",

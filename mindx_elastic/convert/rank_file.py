@@ -42,7 +42,7 @@ class RankFile:
         return tensor
 
     def digest_of(self, spec: TensorSpec) -> str:
-        """Of this rank's part of `spec`; empty where it has none."""
+        """The digest of this rank's part of `spec`; empty where it has none."""
         return self.header.digests.get(self._names.get(spec.key, ""), "")
 
     def is_assumed(self, name: str) -> bool:

@@ -51,7 +51,7 @@ class PickledObject:
     """What a file calls an object of a class, or the result of a call: what it was made of, and nothing else."""
 
     arguments: tuple[Any, ...]
-    """Of the call."""
+    """The arguments of the call."""
     state: Any = None
     """What ``__setstate__`` of its class would have been given."""
 
@@ -68,7 +68,7 @@ class PickledObject:
 
 
 def stand_in(module: str, name: str) -> type[PickledObject]:
-    """In place of the class or function that a file names."""
+    """A class that takes the place of the class or function that a file names."""
     return type(name, (PickledObject,), {"__module__": module})
 
 

@@ -43,7 +43,7 @@ WITNESS_SUFFIX = ".witness.jsonl"
 MOST_WITNESS_BYTES = 1 << 26
 _DIGEST = re.compile(r"[0-9a-f]{32}|")
 _MOST_CHARACTERS = 200
-"""Of a text in an entry: a header takes an entry of 1024."""
+"""The longest text in an entry: a header takes an entry of 1024."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class CertifiedResume:
     witness: str = ""
     """xxh3-128 of the file that the stopped process has left of its next step."""
     version: str = ""
-    """Of this package."""
+    """The version of this package."""
     torch: str = ""
     device: str = ""
     ranks: int
@@ -78,7 +78,7 @@ class CertifiedResume:
 
 
 def digest_of(entry: str) -> str:
-    """Of the text of an entry."""
+    """The digest of an entry's text."""
     return xxhash.xxh3_128_hexdigest(entry.encode("utf-8", "surrogatepass"))
 
 

@@ -40,9 +40,9 @@ class Divided:
     dtype: str
     """The safetensors type name."""
     shape: tuple[int, ...]
-    """Of the whole tensor; it has a first dimension, which is not 0."""
+    """Shape of the whole tensor; it has a first dimension, which is not 0."""
     pieces: tuple[RowPiece, ...]
-    """In the order of their rows; together they are the tensor."""
+    """The pieces in the order of their rows; together they are the tensor."""
 
     def shape_of(self, piece: RowPiece) -> tuple[int, ...]:
         return (piece.stop - piece.start, *self.shape[1:])
@@ -61,7 +61,7 @@ class Division:
     count: int
     """Number of parts."""
     tensors: Mapping[str, Divided]
-    """By their names in the files; others are not divided."""
+    """Divided tensors by their names in the files; others are not divided."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, tuple[str, tuple[int, ...], int]], count: int) -> Division:

@@ -57,7 +57,7 @@ def spoilt(count: int, what: str) -> str:
 
 
 def num_threads() -> int:
-    """Of this process, also those that Python does not know."""
+    """The threads of this process, also those that Python does not know."""
     return len(os.listdir("/proc/self/task"))
 
 

@@ -129,7 +129,7 @@ class Trust:
     """The users whose files count, for all directories of a job."""
 
     roots: dict[Path, Owners] = field(default_factory=dict)
-    """By directory, resolved; a path that is not below one of them is judged by its own folder."""
+    """Owners by resolved directory; a path that is not below one of them is judged by its own folder."""
     trusted: frozenset[int] = frozenset()
     allow_shared: bool = False
 

@@ -133,7 +133,7 @@ class ProcessStat:
     started: str
     """Clock ticks since the boot, as text: with the process id it names a process for good."""
     exit_status: int = 0
-    """Of a main thread that is on its way out, as `os.waitpid` gives it; 0 where /proc does not say."""
+    """Of a main thread that is ending, as `os.waitpid` gives it; 0 where /proc does not say."""
 
     @property
     def is_ending(self) -> bool:

@@ -89,7 +89,7 @@ class Status:
     in_place: int = 0
     """1: a new process can take this rank's place while the others live on."""
     generation: int = 0
-    """Of the last one that it took part in."""
+    """The generation of the last recovery that it took part in."""
     pause_heard: int = 0
     """Number of the newest order of a command, to pause or to go on, that this rank has passed on; 0: none."""
     pause_order: int = 0

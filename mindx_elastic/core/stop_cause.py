@@ -19,7 +19,7 @@ class StopCause:
     """The stop of a training."""
 
     kind: str
-    """Of the alarm: ``signal``, ``peer``, ``exception``, ..."""
+    """The kind of the alarm: ``signal``, ``peer``, ``exception``, ..."""
     code: int
     reason: str
     is_own: bool

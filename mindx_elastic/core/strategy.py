@@ -34,7 +34,7 @@ __all__ = [
 
 MAX_TENSOR_DIMS = 64
 RECORD_VERSION = 2
-"""Of ``mindx.layout``. Records of version 1 are not read."""
+"""Version of ``mindx.layout``. Records of version 1 are not read."""
 MARKER = "@"
 """Begins the name of an entry that stands for a rank's own state and not for a tensor: only its file describes it."""
 _MAX_MEMBERSHIPS = 16 * MAX_RANKS
@@ -48,14 +48,14 @@ class TensorSpec:
     name: str
     """``model.layers.0.weight``; of an optimizer ``optimizer.state.model.layers.0.weight.exp_avg``."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     layout: Layout
     dtype: str = ""
     """The safetensors type name ("F32"); empty: not known."""
     parameter: str = ""
     """Of an optimizer's tensor: the parameter's name."""
     assumed: bool = field(default=False, compare=False)
-    """That other ranks hold the same is only assumed: the digests of their files have to confirm it."""
+    """Whether it is only assumed that other ranks hold the same: the digests of their files have to confirm it."""
     num_dims: int | None = None
     """How many dimensions it has, where only that is known and not its shape, which is ``()`` then; else None."""
 
@@ -138,7 +138,7 @@ class Strategy:
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """Those that hold something."""
+        """The ranks that hold something."""
         return frozenset(rank for group in self.classes for rank in group.layout.ranks)
 
     def replica_groups(self) -> list[tuple[int, ...]]:
@@ -165,7 +165,7 @@ class Strategy:
 
     @cached_property
     def digest(self) -> str:
-        """Of `text`."""
+        """The digest of `text`."""
         return xxhash.xxh3_128_hexdigest(self.text.encode())
 
     def to_json(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class LaidOut(NamedTuple):
 
     layout: Layout
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     assumed: bool = False
     """See `TensorSpec.assumed`."""
 
@@ -296,9 +296,10 @@ class LayoutRecord:
     rank: int
     world_size: int
     default: LaidOut | None
-    """Of all tensors that are not in `tensors`; its shape does not count: they are whole. None: nothing is known."""
+    """The layout of all tensors that are not in `tensors`; its shape does not count: they are whole. None: nothing is
+    known."""
     tensors: Mapping[str, LaidOut] = field(default_factory=dict)
-    """By place in the file's tree."""
+    """Layouts by place in the file's tree."""
     job: Sequence[TensorSpec] = ()
     """One tensor of every layout that any rank of the job has."""
     parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)

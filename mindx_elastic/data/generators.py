@@ -139,7 +139,7 @@ def _function_of(value: Any) -> Any:
 
 
 def _global_generators() -> set[int]:
-    """Those that are seeded and kept as the global streams."""
+    """The generators that are seeded and kept as the global streams."""
     return {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
 
 

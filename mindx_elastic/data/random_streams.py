@@ -126,7 +126,7 @@ class SeparateStreams:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """In here the global streams are these. Takes about 10 us."""
+        """Inside, the global streams are these. Takes about 10 us."""
         live = _now()
         _put_back(self._state)
         try:

@@ -318,7 +318,7 @@ class _Apart(Iterator[Any]):
 
 
 def _digest(batch: Any) -> str:
-    """Of some of its tensors. Empty: there are none."""
+    """The digest of some of its tensors. Empty: there are none."""
     found = islice((t for t in _tensors_in(batch) if t.layout is torch.strided and not t.is_nested), _MOST_TENSORS)
     each = [tensor.detach().resolve_conj().resolve_neg().cpu().contiguous() for tensor in found]
     return xxhash.xxh3_64_hexdigest(b"".join(map(memory_of, each))) if each else ""

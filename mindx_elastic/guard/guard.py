@@ -192,12 +192,13 @@ class Guard(LayeredGuard):
         return self
 
     def open(self) -> None:
-        """The begin of ``with guard:``, for hosts that call back, where no block can be written. What it raises has
-        closed the guard again."""
+        """Enter the guard, for a host that calls the program back, so that no ``with`` block can be written. If it
+        raises, the guard is closed again."""
         self._enter(sys._getframe(1))
 
     def close(self, error: BaseException | None = None) -> None:
-        """The end of what `open` has begun. `error`: the exception that has ended the training; None: it is finished.
+        """Leave the guard that `open` has entered. `error`: the exception that has ended the training; None: it is
+        done.
 
         With an error the last boundary is saved as the policies say, and the host raises the error again. Raises
         GracefulExit where the job is to stop, also without an error.
@@ -205,7 +206,7 @@ class Guard(LayeredGuard):
         self.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
 
     def _enter(self, frame: FrameType) -> None:
-        """`frame`: that of the program, which enters."""
+        """`frame`: of the program's function that enters the guard."""
         check_that_it_is_not_active(self)
         self._loops.open(frame, self, self._targets)
         with ExitStack() as stack:
@@ -244,12 +245,12 @@ class Guard(LayeredGuard):
             self._stack.close()
 
     def _prepare(self, stack: ExitStack, *, is_ahead: bool = False) -> Opening:
-        """Do what needs no other rank. `stack` closes everything, in the other order."""
+        """Do what needs no other rank. `stack` closes everything in reverse order."""
         options, targets, loaders = self._options, self._targets, self._loaders
         return Opening(stack, options, self._ranks, targets, loaders, self._place, is_ahead=is_ahead)
 
     def _open(self, stack: ExitStack, opening: Opening) -> None:
-        """All ranks together. `stack` closes everything, in the other order."""
+        """Do what all ranks do together. `stack` closes everything in reverse order."""
         opening.meet(stack, self._exchange, self._last_parts)
         self._unmanaged, self._ddp = opening.unmanaged, opening.ddp
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
@@ -299,7 +300,7 @@ class Guard(LayeredGuard):
         opening.meet_last()
 
     def _start_stages(self, stack: ExitStack, opening: Opening) -> None:
-        """From here on updates are seen and, in the end, alarms are heard."""
+        """Start to watch updates and then to listen for alarms."""
         boundaries = self._boundaries = Boundaries(stack, opening, hear_not_kept=self._checks.hear_not_kept)
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
@@ -356,8 +357,8 @@ class Guard(LayeredGuard):
 
     @property
     def step(self) -> int:
-        """Number of the last boundary passed, over all epochs and restarts; 0 before the first. What is done every so
-        many steps goes by it: ``if guard.step % 100 == 0:``."""
+        """Number of the last boundary passed, over all epochs and restarts; 0 before the first. Use it for what is done
+        every so many steps: ``if guard.step % 100 == 0:``."""
         self._loops.asked = True
         return self._loops.step
 
@@ -507,7 +508,7 @@ class Guard(LayeredGuard):
         collector.leave_boundary()
 
     def _late_boundary(self) -> None:
-        """The loop has gone on, which shows that the step counted last is one to resume from."""
+        """The loop has gone on, so the step counted last is a boundary that a run can resume from."""
         self._cut = True
         self._pass_boundary()
         self.finish_step()
@@ -534,7 +535,8 @@ class Guard(LayeredGuard):
     # --- between two steps ---
 
     def poll(self) -> None:
-        """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
+        """Raise GracefulExit if the job is to stop now. Call it between two steps, as for each batch of an
+        evaluation."""
         if not self._step_gate.at_limit():
             return
         if not self._loops.waits_for_tail:
@@ -544,7 +546,7 @@ class Guard(LayeredGuard):
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:
-        """Around an evaluation or anything long between two steps: the job can stop at the boundary it has.
+        """Wrap an evaluation or anything long between two steps: the job can stop inside, at its last boundary.
 
         Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices), the modes of the modules
         and the position of the named loaders are as before afterwards, so that the training is the same whether the
@@ -654,7 +656,7 @@ class Guard(LayeredGuard):
         self._ending.finish(self._step, self._already_durable())
 
     def _end_cut_step(self) -> int:
-        """An exception came after all that belongs to the step: it is one."""
+        """An exception came after everything that belongs to the step: count the step."""
         self.boundary()
         self._log_filter.step = self._step
         self._step_gate.arrive(self._step)

@@ -14,7 +14,7 @@ __all__ = ["Observers", "Proof", "observers"]
 
 
 class Proof(Protocol):
-    """Of a run under `mindx-elastic prove` or `drill`, whose files lie apart."""
+    """The proof of a run under `mindx-elastic prove` or `drill`, which has its own files."""
 
     def redirected(self, wanted: Sequence[Path]) -> list[Path]:
         """Private folders in place of the directories that the program names."""

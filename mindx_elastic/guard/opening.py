@@ -151,7 +151,7 @@ class Opening:
         again = self._is_again  # a training that goes on in place needs no disk before its next save
         resolved, self._trust = prepare_directories(places, ranks, self.options.sharing(), may_be_full=again)
         self.resolved: dict[Path, Path] = {p: resolved[place] for p, place in zip(wanted, places, strict=True)}
-        """By the directory that the program names, the true one."""
+        """The resolved directory of each one that the program names."""
         self._directories = list(dict.fromkeys(self.resolved.values()))
         self._locks = stack.enter_context(ExitStack())  # given back when all else is closed
         if not self._is_ahead:

@@ -42,7 +42,7 @@ _UNITS = {"s": 1, "min": 60, "h": 3600}
 LEAST_S = 60.0
 """Seconds between two saves of `AUTO` at least, and before the first one, which shows what a save costs."""
 _SHARE = 0.01
-"""Of the time, for saves of `AUTO`."""
+"""The share of the time that saves of `AUTO` may take."""
 _PLAIN_STEPS, _FEWEST, _ENOUGH_S = 64, 8, 10.0
 _FOLLOWING = 8  # a save may go on during the next steps, and slow them down
 _COSTS = 5

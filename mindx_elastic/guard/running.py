@@ -111,7 +111,7 @@ class InPlaceGuard:
 
     @property
     def name(self) -> str:
-        """Of this entry: the same for processes of all ages."""
+        """The name of this entry: the same for processes of all ages."""
         entry = self.entry
         return f"entry{0 if entry is None else entry.generation}"
 
@@ -310,7 +310,7 @@ class _AheadOfRank:
 
 
 def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
-    """In a spare, before it is told its rank: what entering the guard will need, and no rank."""
+    """Run in a spare before it is told its rank: prepare what entering the guard will need and no rank determines."""
     open_ahead(_CONNECTIONS)
     for name in _IMPORTED_LATER:
         importlib.import_module(name)

@@ -68,7 +68,7 @@ class Stages:
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
 
     def listen(self, stack: ExitStack) -> None:
-        """From here on alarms stop the job. The last thing to do: one may have come already."""
+        """Let alarms stop the job from now on. Call it last: one may have come already."""
         around = self._opening.around
         self.listeners.start(stack, self.stopper, around.exchange, self._opening.start.peers, around.link)
 

@@ -53,7 +53,7 @@ class StopSave:
         self.path: Path | None = None
         """The file that the stop has written, or found to be durable already."""
         self.step: int | None = None
-        """That is in it."""
+        """The step that is in it."""
         self.failure: str | None = None
         """Why nothing could be saved."""
         self.pending = ""

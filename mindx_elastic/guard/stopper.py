@@ -98,7 +98,7 @@ class Stopper:
         self._arm_last_resort, self.leave_by, self._relay = arm_last_resort, leave_by, relay
         self._stop_decision: Decision | None = None
         self._held_decision: Decision | None = None
-        """Of the second round, over held boundaries; None: there was none."""
+        """The decision of the second round, over held boundaries; None: there was none."""
         self.is_coming_out = False
         """The training thread is leaving the guard after a graceful stop, perhaps exporting the network on its way."""
         self._ran_on_from: int | None = None

@@ -41,7 +41,7 @@ class Unmanaged:
         self._told: set[str] = set()
         self._refusal: str | None = None
         self.has_refused = False
-        """There is a `refusal`."""
+        """Whether there is a `refusal`."""
 
     def certain(self, what: str, remedy: str, *, saves: bool = False) -> None:
         """A resumed run will differ: raises UnmanagedStateError, or warns once.
@@ -67,7 +67,7 @@ class Unmanaged:
         logger.warning("%s. %s", what, remedy)
 
     def hint(self, what: str, remedy: str) -> None:
-        """Nothing is wrong yet and soon may be: warns once, and records nothing."""
+        """Warn once that something may soon be wrong; record nothing."""
         if what not in self._told:
             self._told.add(what)
             logger.warning("%s. %s", what, remedy)

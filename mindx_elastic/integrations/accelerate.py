@@ -104,7 +104,7 @@ class _Counter:
 
 
 def _saved_states(accelerator: Accelerator) -> list[str]:
-    """Those that earlier processes have left."""
+    """The states that earlier processes have left."""
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return []
     return [path.name for path in Path(str(accelerator.project_dir), "checkpoints").glob("checkpoint_*")]

@@ -67,7 +67,7 @@ class Gathered:
         self._too_much: set[_Place] = set()
 
     def state(self) -> list[dict[str, Any]]:
-        """It shares nothing with them."""
+        """The state, which shares no memory with them."""
         found, before, self._copied = [], self._copied, {}
         for place, items in self._lists():
             if place in self._too_much or _are_same(self._begun.get(place, []), items):

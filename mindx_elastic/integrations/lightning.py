@@ -546,7 +546,7 @@ def _saves(callback: Any) -> bool:
 
 
 def _private(callback: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Those of its attributes that its state_dict lacks."""
+    """The attributes that its state_dict lacks."""
     return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
 
 

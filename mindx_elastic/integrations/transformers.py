@@ -271,7 +271,7 @@ class _Training:
         self.resumed_epoch: int | None = None
         """The trainer's number of the epoch that is resumed in its middle, or before what follows its last step."""
         self.updates_done = 0
-        """In that epoch."""
+        """Updates done in that epoch."""
         self._hook = _Hook(self)
         self._is_on_the_way = False
 
@@ -314,7 +314,8 @@ class _Training:
         self.step = owner.state.global_step
 
     def last_step(self, max_steps: int, steps_per_epoch: int) -> int:
-        """Of as many epochs as `max_steps` has. The steps so far may have been those of another number of ranks."""
+        """The last step of as many epochs as `max_steps` has. The steps so far may have been those of another number of
+        ranks."""
         if not self.resumes:
             return max_steps
         place = self._loader.state_dict()

@@ -135,7 +135,7 @@ def maker_in(folder: Path) -> tuple[str, int] | None:
 
 
 def maker_of(path: Path) -> str:
-    """That the agent or proof whose folder this is still runs, in words; empty: it does not."""
+    """Says that the agent or proof that made this folder still runs; empty: it does not."""
     found = maker_in(path)
     assert found is not None
     made, own, who = {}, json.loads(own_identity()), f"{'proof' if found[0] == 'prove' else found[0]} {found[1]}"

@@ -358,7 +358,7 @@ class SnapshotLayout:
     tensors: dict[str, torch.Tensor]
     draft: HeaderDraft
     kinds: Sequence[object]
-    """Of the tensors, by name: snapshots with the same ones have the same entries."""
+    """The kinds of the tensors, by name: snapshots with the same ones have the same entries."""
 
     @property
     def nbytes(self) -> int:

@@ -82,7 +82,7 @@ class Holder:
 
     @property
     def process(self) -> str:
-        """In words."""
+        """The process in words."""
         if not self.pid:
             return "its record cannot be read"
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))

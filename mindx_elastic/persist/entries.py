@@ -124,7 +124,7 @@ def entries_of(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 
 def _nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Of a tensor of this type and shape. Raises ValueError where there can be none."""
+    """The size of a tensor of this type and shape. Raises ValueError where there can be none."""
     if len(shape) > MAX_DIMS or not all(0 <= size < _TOO_LARGE for size in shape):
         raise ValueError(f"tensor {name:.80}: malformed shape; {MAX_DIMS} dimensions at most")
     if dtype not in BY_NAME:

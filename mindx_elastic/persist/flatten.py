@@ -43,7 +43,7 @@ MAX_DEPTH = 100
 MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
 FACTORIES: dict[str, Any] = {"None": None, **{kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)}}
-"""Of a `defaultdict`, those that are kept, by name."""
+"""The factories of a `defaultdict` that are kept, by name."""
 _AS_THEY_ARE = frozenset((str, bool, type(None)))
 _FIRST = itemgetter(slice(1))
 _INLINE_BYTES = 1024  # longer byte strings are stored next to the tensors: the header has an upper bound

@@ -70,7 +70,7 @@ __all__ = [
 
 SCHEMA = "1"
 SCHEMA_DIVIDED = "2"
-"""Of files with ``mindx.division``."""
+"""The schema of files with ``mindx.division``."""
 DATA_ALIGNMENT = 4096
 MAX_WORLD_SIZE = 1 << 18
 """A plan makes lists of as many ranks as a file claims."""
@@ -298,7 +298,7 @@ class Header:
     held: Held | None = None
     """None: the file holds all of its state."""
     digest: str = ""
-    """Of itself, as it says."""
+    """The digest that the header has of itself."""
 
     @property
     def tensor_types(self) -> dict[str, tuple[str, tuple[int, ...]]]:

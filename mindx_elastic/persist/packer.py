@@ -111,7 +111,7 @@ class SectionPacker:
 
 
 class _Shape:
-    """Of the states that differ in their numbers and bytes only."""
+    """The shape that states have in common which differ in numbers and bytes only."""
 
     def __init__(self, at: Sequence[str], state: Any) -> None:
         """Raises _OtherShape where there is something else than plain values, containers and tensors in it."""

@@ -50,7 +50,8 @@ class SharedPlaces:
         self._found: dict[int, Places] = {}
 
     def parts_of(self, tree: Tree) -> list[tuple[Places, bool]]:
-        """Of each component, in the tree's order; True: the same object for all trees that have it in common."""
+        """The places of each component, in the tree's order; True: the same object for all trees that have it in
+        common."""
         if not isinstance(tree, dict) or any(key.startswith("$") for key in tree):
             whole = places_in(tree)
             return [({place: whole[place] for place in whole if place.split(".")[0] not in self._without}, False)]

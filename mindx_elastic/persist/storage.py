@@ -63,7 +63,8 @@ _MOMENTARY = (
     errno.EACCES,
     errno.EPERM,
 )
-"""Of a rename: may be gone at the next try. EACCES and EPERM: a file that another machine has open over CIFS."""
+"""Errors of a rename that may be gone at the next try. EACCES and EPERM: a file that another machine has open over
+CIFS."""
 _NO_OTHER_WAY = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EISDIR, errno.ENOTDIR)
 _PAUSES_S = (0.05, 0.2, 0.5)
 _FIRST_BYTES = 4096  # of a checkpoint's header, which ends at a multiple of it
@@ -71,7 +72,7 @@ NO_RENAME = (
     "%s: no file can be renamed there (%s): each checkpoint is written twice, and a kill in between costs that one. "
     "Give a directory on a disk, and copy it to the bucket from there"
 )
-"""Of a file system that keeps objects (a mounted bucket)."""
+"""Logged for a file system that keeps objects (a mounted bucket)."""
 _DIRECTORY_MODE = 0o755  # never writable by others, whatever the umask
 _FILE_MODE = 0o644
 

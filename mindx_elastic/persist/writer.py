@@ -56,7 +56,7 @@ class SaveResult:
     nbytes: int
     """Size of the file."""
     duration_s: float
-    """From the call to the flushed directory."""
+    """Time from the call to the flushed directory."""
     info: CheckpointInfo
 
 

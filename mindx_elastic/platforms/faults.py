@@ -79,7 +79,7 @@ class Faults:
     problems: tuple[str, ...] = ()
     """Parts of a report that were not understood and were left out, for a person, after the report's name."""
     unrecovered: frozenset[int] = frozenset()
-    """Those of `ranks` for which a running job has to stop; the others are ranks whose recovery has failed."""
+    """The `ranks` for which a running job has to stop; the others are ranks whose recovery has failed."""
     exit_requested: bool = False
     """``"GracefulExit": 1``: the job is to save and leave."""
     remarks: tuple[str, ...] = ()

@@ -53,7 +53,7 @@ class AnsweredFlags:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """Of those that have been answered, for the header of every file that is written from now on."""
+        """The flags that have been answered, for the header of every file that is written from now on."""
         return tuple(self._answered)
 
     def take_over(self, identities: Iterable[str]) -> None:

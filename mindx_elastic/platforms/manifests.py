@@ -35,7 +35,7 @@ class JobNumbers:
     """What a manifest is made of; checked."""
 
     name: str
-    """Of the job: a label of DNS, 40 characters at most."""
+    """The job's name: a label of DNS, 40 characters at most."""
     image: str
     command: tuple[str, ...]
     """The training program and its arguments."""
@@ -43,11 +43,11 @@ class JobNumbers:
     nproc: int = 1
     """Workers on each node."""
     gpus: int = 0
-    """Of each node."""
+    """GPUs of each node."""
     grace_s: float = 45.0
     """What the workers get to save."""
     state_bytes: int = 1 << 30
-    """Of one rank's checkpoint."""
+    """Size of one rank's checkpoint."""
     restarts: int = 3
     """Failures that Kubernetes answers with new pods."""
     claim: str = "checkpoints"

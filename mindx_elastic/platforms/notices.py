@@ -68,7 +68,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class NoticeAnswer:
-    """Of an HTTP server."""
+    """What an HTTP server has answered."""
 
     status: int
     body: bytes
@@ -316,7 +316,7 @@ CLOUDS: dict[str, Callable[[str], Source]] = {
     "gce": _Gce,
     "azure": _Azure,
 }
-"""By the word of ``--notice``: makes the source from the address of the metadata service."""
+"""The source for each word of ``--notice``, made from the address of the metadata service."""
 
 
 def open_source(text: str) -> Source:

@@ -13,7 +13,7 @@ from mindx_elastic.errors import UsageError
 __all__ = ["MAX_FIELDS", "messages", "parse_message"]
 
 MAX_FIELDS = 1_000_000
-"""Of a message, its repeated fields counted each."""
+"""Fields of a message, each repeated one counted."""
 
 
 def messages() -> Any:

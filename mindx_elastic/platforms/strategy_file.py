@@ -251,7 +251,7 @@ class _Builder:
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
-        """Of names without a stage."""
+        """The stage of names without one."""
         self.specs: list[TensorSpec] = []
         self.sizes: dict[int, str] = {}
         """Numbers of ranks of the layouts that MindSpore wrote, each with a tensor that has it."""
@@ -383,7 +383,7 @@ def _listed(folder: StrPath) -> list[Path]:
 
 
 def _check_sizes(contents: Mapping[StrPath, Content]) -> None:
-    """That all files speak of one job."""
+    """Check that all files describe one job."""
     sizes = {content.stage_size: path for path, content in contents.items() if content.stage_size}
     if len(sizes) > 1:
         (size, one), (other_size, other) = list(sizes.items())[:2]

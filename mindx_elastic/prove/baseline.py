@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
-"""By `ComparisonVerdict.outcome` of the whole proof."""
+"""Exit codes by `ComparisonVerdict.outcome` of the whole proof."""
 _TOO_MANY = 8
 _TOLD = ("scalar", "stateful", "exit")
 Show = Callable[[int, int, str], None]
@@ -80,12 +80,12 @@ class ProofReport:
 
     @property
     def verdict(self) -> ComparisonVerdict:
-        """Of the whole: the first that is not equal."""
+        """The verdict on the whole: the first that is not equal."""
         return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), ComparisonVerdict())
 
     @property
     def lost(self) -> list[VariableNotRestored]:
-        """Of all rows, each variable once."""
+        """The variables of all rows, each once."""
         return list({lost.name: lost for row in reversed(self.rows) for lost in reversed(row.lost)}.values())[::-1]
 
     @property

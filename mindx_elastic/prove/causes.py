@@ -107,7 +107,7 @@ class Explained:
     remedy: str = ""
     """What to write."""
     variables: str = ""
-    """Those of the program that the resumed run did not get back."""
+    """Variables of the program that the resumed run did not get back."""
 
     @property
     def lines(self) -> list[str]:

@@ -70,7 +70,7 @@ class VariableNotRestored:
     first: str
     """Its value in the reference, or the digest of that."""
     second: str
-    """In the resumed run."""
+    """Its value in the resumed run."""
 
     def __str__(self) -> str:
         """``passed (5, now 0)``, ``rows (length 2, now 0)``; of a value that is a digest the name alone, of one in a
@@ -177,7 +177,7 @@ class Reference:
 
 
 def earliest(reference: Reference, lives: Iterable[ProcessRecord]) -> Difference | None:
-    """Of all processes the first difference; within a step what causes the others."""
+    """The first difference of all processes; within a step what causes the others."""
     known = [found for life in lives if (found := compare_life(reference, life)) is not None]
     return min(known, key=lambda d: (d.life.series, d.step, d.parts[0].rank, d.life.rank), default=None)
 

@@ -64,7 +64,7 @@ def leaves(value: Any, name: str = "", *, depth: int = _DEPTH, most: int | None 
 
 
 def stream_digest(state: Any) -> int:
-    """Of one random stream as `capture_rng` gives it; never 0."""
+    """The digest of one random stream as `capture_rng` gives it; never 0."""
     kind = type(state)
     if kind is torch.Tensor:
         content: Any = memory_of(state.cpu())

@@ -165,7 +165,7 @@ class KeptSteps:
 
 
 def _differences(before: _Entry, now: _Entry) -> Iterator[str]:
-    """In words, with both values. What only one of them has is not compared."""
+    """The differences in words, with both values. What only one of them has is not compared."""
     for name, one, other in zip(_FIELDS, before[1:], now[1:], strict=True):
         if one != other and _is_known(one) and _is_known(other):
             yield f"{name} ({one}, now {other})"
@@ -176,7 +176,7 @@ def _is_known(value: float) -> bool:
 
 
 def _number(value: object) -> float:
-    """Of a number or a tensor of one on the CPU."""
+    """The value of a number or of a tensor of one on the CPU."""
     kind = type(value)
     if kind is float or kind is int:
         return float(value)  # type: ignore[arg-type]

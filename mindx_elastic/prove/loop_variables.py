@@ -50,7 +50,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class _Code:
-    """Of one code object. `after[n]`: the instructions that may come after the one with number n."""
+    """The graph of one code object. `after[n]`: the instructions that may come after the one with number n."""
 
     ops: list[dis.Instruction]
     offsets: list[int]
@@ -214,7 +214,7 @@ def _enter_once(graph: _Code, bodies: dict[int, set[int]]) -> None:
 
 
 def _effects(graph: _Code, bits: dict[str, int]) -> tuple[list[int], list[int], list[int]]:
-    """Of each instruction: the names that it reads before it binds them, that it binds, and whose value ends there."""
+    """For each instruction: the names that it reads before it binds them, that it binds, and whose value ends there."""
     reads, binds, ends = ([0] * len(graph.ops) for _ in range(3))
     for n, events in enumerate(graph.events):
         for kind, name in events:

@@ -86,7 +86,7 @@ class _Notes(Witness):
         self.begin_step()
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
-        """Nothing: a step that did not end is not a step."""
+        """Do nothing: a step that did not end is not a step."""
 
     def _note_boundary(self, position: Position, *, is_cut: bool) -> None:
         self.life.steps.append(self.made_step(position, is_cut=is_cut))
@@ -97,7 +97,7 @@ class _Notes(Witness):
 
 
 class Played(_Notes):
-    """In the process that stops. An `Observer`."""
+    """The observer in the process that stops."""
 
     def __init__(self, stack: ExitStack, seen: Observed, path: Path) -> None:
         """`path`: the file of the boundary `seen.position`, which is durable."""
@@ -138,7 +138,7 @@ class Played(_Notes):
 
 
 class Comparison(_Notes):
-    """In the resumed process. An `Observer`."""
+    """The observer in the resumed process."""
 
     def __init__(self, stack: ExitStack, seen: Observed, path: Path, text: str, on_difference: str) -> None:
         """`text`: of the witness `path`. Raises ValueError, KeyError, TypeError, AttributeError for anything but a
@@ -147,7 +147,7 @@ class Comparison(_Notes):
         if json.loads(lines[-1]).get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
             raise ValueError("it is torn, or was changed")
         self._software = {str(key): str(value) for key, value in json.loads(lines[0])["software"].items()}
-        """Of the stopped process."""
+        """The software of the stopped process."""
         self._steps = [WitnessedStep(**json.loads(line)) for line in lines[1:-1]]
         """The stop's boundary, and the steps after it."""
         if len(self._steps) < 2:
@@ -303,7 +303,7 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
 
 
 def _digests(path: Path, text: str, seen: Observed) -> dict[str, str]:
-    """Of the witness, and of the header of its boundary's file, where that is still there and good."""
+    """Digests of the witness, and of the header of its boundary's file, where that is still there and good."""
     digests = {"witness": digest_of(text)}
     with suppress(OSError, ValueError):
         file = path.with_name(path.name.removesuffix(WITNESS_SUFFIX))

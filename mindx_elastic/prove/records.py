@@ -24,7 +24,7 @@ Sample = Mapping[str, str]
 """``kind|name`` -> the value where it is short, else a digest. Kinds: stream, calls, batch, weights, option, flag,
 scalar, optimizer, stateful, exit; and variable, which decides nothing."""
 MOST_FORWARDS = 8
-"""Of each named module, noted in a step."""
+"""Forwards of each named module that are noted in a step."""
 _FILE = re.compile(r"rank_(\d+)\.(\d+)\.jsonl")
 
 

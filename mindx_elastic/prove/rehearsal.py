@@ -110,7 +110,7 @@ class Rehearsal:
             self._stopper.step_gate.wait_for_limit(_HEARD_S)
 
     def _is_ahead(self, place: int | str, step: int = -1) -> bool:
-        """Of a step: whether it comes after `step`, usually the resumed one."""
+        """Whether a step comes after `step`, usually the resumed one."""
         return isinstance(place, int) and place > max(self._resumed, step)
 
     def _begin_again(self) -> None:

@@ -29,7 +29,7 @@ _LOOK_S = 0.02
 _LAST_LINES = 12
 _REFUSED = re.compile(r"\bUnmanagedStateError: (.*)")
 _PYTHON = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
-"""Of each run. A line must be seen at once: silence counts as hanging."""
+"""Environment of each run. A line must be seen at once: silence counts as hanging."""
 _IMPORTS_S = 600.0
 _UNSET = ("GROUP_INFO_FILE", "MINDX_AGENT_DIR", "MINDX_AGENT_PID", "MINDX_RUN_DIR", "MINDX_ATTEMPT")
 """Variables that would make a run write where the user's own job writes."""
@@ -53,7 +53,7 @@ class RunOutcome:
     lives: Sequence[ProcessRecord]
     log: Path
     folder: Path = Path()
-    """Of the run."""
+    """The folder of the run."""
     hung_s: float = 0.0
     """It was ended because it passed no step and printed nothing for so long."""
 

@@ -59,7 +59,7 @@ _FILES = (io.BufferedReader, io.TextIOWrapper)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, tuple, set, deque, *_DICTS)
 _OF_LIBRARY = (float, *_TENSORS)
-"""Of an object of a library's class: a program may set the rate of a dropout. All else its class keeps."""
+"""Kept of an object of a library's class: a program may set the rate of a dropout. All else its class keeps."""
 _OF_TORCH = frozenset(
     (*vars(nn.Module()), "param_groups", "state", "defaults", "optimizer", "_step_count", "_opt_called")
 )

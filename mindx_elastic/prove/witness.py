@@ -176,7 +176,7 @@ class Witness:
 
 
 def kept_of(targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[int]]:
-    """Of a guard's objects those that are kept as a whole, and the `id` of these and of what adapters around them hold.
+    """The objects of a guard that are kept as a whole, and the `id` of these and of what adapters around them hold.
     The data set of a loader is the program's."""
     loaders = (DataLoader, FollowedLoader, PositionedLoader)
     kept = {n: t for n, t in targets.items() if not (_LOADER.fullmatch(n) or isinstance(t, loaders))}

@@ -60,7 +60,8 @@ class ObjectsBeforeCall:
         """The program's own, at the first entry: names and digests."""
 
     def look_at_groups(self) -> None:
-        """Those that there are now are made outside of the function: a spare gets its own after all else."""
+        """Note the groups that exist now, which are made outside of the function: a spare gets its own after all
+        else."""
         self._groups = _num_groups()
 
     @property

@@ -108,7 +108,7 @@ def my_groups() -> Iterator[_Group]:
 
 
 def digest() -> str:
-    """Of the groups with all ranks in them, which every rank has: the same text on ranks that have made the same."""
+    """A digest of the groups with all ranks, which every rank has: the same text on ranks that have made the same."""
     world_size = dist.get_world_size()
     told = [[group.name, list(group.ranks)] for group in my_groups() if len(group.ranks) == world_size]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]

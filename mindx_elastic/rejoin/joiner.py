@@ -80,7 +80,7 @@ def prepare() -> None:
 
 
 def hold() -> None:
-    """From here on a SIGUSR1 is answered when the guard is open. Somebody asks the job to stop with it, and the end of
+    """From now on a SIGUSR1 is answered when the guard is open. Somebody asks the job to stop with it, and the end of
     this process would restart it. Main thread."""
     hold_signals([signal.SIGUSR1])
 

@@ -68,7 +68,7 @@ class Member:
     def __init__(self, settings: RejoinSettings, ranks: RankInfo, agent: AgentInfo) -> None:
         self.ranks, self._timeout_s, self._folder = ranks, settings.timeout_s, agent.folder
         self.generation = settings.generation
-        """Of the last recovery that this process took part in."""
+        """The generation of the last recovery that this process took part in."""
         self.is_joiner = settings.generation > 0
         self.has_entered = False
         """A guard of this process has been entered."""

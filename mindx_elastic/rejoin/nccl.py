@@ -125,7 +125,7 @@ class Devices:
         """Whether there are any, as of the last `look`."""
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] | None = None
-        """Of the abort since the last `connected`; None: there was none."""
+        """The threads of the abort since the last `connected`; None: there was none."""
         self._errors: list[str] = []
 
     def look(self) -> None:

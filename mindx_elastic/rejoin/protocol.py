@@ -66,7 +66,7 @@ class RecoveryVerdict:
     """Why there is no in-place recovery; empty: there is one, and the rest counts."""
     run_id: str = ""
     attempt: int = 0
-    """Of the boundary."""
+    """The attempt of the boundary."""
     next_attempt: int = 0
     """All go on in this one."""
     step: int = 0
@@ -123,7 +123,7 @@ def decide(reports: Mapping[int, Report | None], *, world_size: int) -> Recovery
 
 
 class Phase(Enum):
-    """Of a coordinator."""
+    """The phases of a coordinator."""
 
     RUN = "run"
     CUT = "cut"

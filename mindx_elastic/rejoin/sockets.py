@@ -46,7 +46,7 @@ class SocketsPart(Part):
     def __init__(self) -> None:
         self._found = _connections()
         self.inodes: frozenset[int] = frozenset()
-        """Of the connections to other ranks."""
+        """Inodes of the connections to other ranks."""
         self._lock = threading.Lock()
         self._held: dict[int, socket.socket] | None = {}
         """Copies of the cut ones, by inode; None: nothing is cut any more."""

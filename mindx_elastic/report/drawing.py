@@ -162,7 +162,7 @@ def timeline(story: RunHistory) -> tuple[str, list[str]]:
 
 
 def _spread(marks: Sequence[Mark], figure: _Figure) -> list[Mark]:
-    """Of marks of one kind those that can be told from each other."""
+    """The marks of one kind that can be told from each other."""
     found, last = [], dict[int | None, float]()
     for mark in marks:
         x = figure.x(mark.time)

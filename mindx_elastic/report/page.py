@@ -31,7 +31,7 @@ _COLOURS = {
     "first start": "#a8a29e",
     "paused": "#6b7280",
 }
-"""By `Share.name`."""
+"""Colours by `Share.name`."""
 
 
 def make_page(story: RunHistory) -> str:

@@ -33,8 +33,8 @@ __all__ = ["certificate_in"]
 
 
 def certificate_in(directory: Path) -> dict[str, Any]:
-    """Of the newest complete step in `directory`, JSON-able: ``step`` (None: there is none), ``sound``, ``proof``,
-    ``spans`` (a line for each resume, the oldest first), ``problems`` (what is broken), ``conclusion``."""
+    """The certificate of the newest complete step in `directory`, JSON-able: ``step`` (None: there is none), ``sound``,
+    ``proof``, ``spans`` (a line for each resume, the oldest first), ``problems`` (what is broken), ``conclusion``."""
     trust = reader_trust(directory)
     inventory = Inventory.merge([scan(list_files([directory], None), trust=trust)])
     plan = inventory.plan(World(newest_world_size(inventory.facts) or 1))
@@ -98,7 +98,7 @@ def _spans(read: dict[int, list[CertifiedResume]]) -> tuple[list[str], int]:
 def _changed_witnesses(
     files: Sequence[CatalogEntry], read: dict[int, list[CertifiedResume]], owners: Owners
 ) -> Iterator[str]:
-    """Those that are still there and are not those that were compared."""
+    """The witnesses that are still there and are not those that were compared."""
     claimed = {entry.boundary: entry for entries in read.values() for entry in entries if entry.boundary}
     for file in files:
         entry = None if file.header is None else claimed.get(file.header.digest)

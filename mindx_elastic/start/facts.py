@@ -56,7 +56,7 @@ class FileFact:
 
     path: str
     rank: int
-    """Of the world that wrote it."""
+    """Its rank in the world that wrote it."""
     moment: Moment
     world_size: int
     strategy: Strategy
@@ -111,7 +111,7 @@ class KnownFaults:
     """What a fault report says."""
 
     ranks: frozenset[int] = frozenset()
-    """Of the world before."""
+    """The ranks of the world before."""
     report: int = 0
     """A number for its content; 0: none. Ranks that began when it was there already are on sound devices again."""
 
@@ -145,7 +145,7 @@ class Rejected:
     what: str
     reason: str
     moment: Moment | None = None
-    """Of a step that was no candidate, or was none any more."""
+    """The step, where it was not a candidate or no longer one."""
 
     def __str__(self) -> str:
         return f"{self.what} is not used: {self.reason}"

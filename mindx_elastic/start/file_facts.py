@@ -161,7 +161,7 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
 
 
 def _without_record(header: Header, strategies: Strategies) -> Strategy:
-    """Of a file that another program has made with our writer."""
+    """The strategy of a file that another program has made with our writer."""
     info = header.info
     if info.world_size > 1 and info.coordinates.get("replicas") != info.world_size:
         return single_rank_strategy(info.rank, info.world_size)
@@ -195,7 +195,7 @@ class _Described:
         self._undescribed = _undescribed(free, places)
 
     def replica_digests(self, rank: int, digests: Mapping[str, str]) -> dict[str, str]:
-        """Of the file of `rank` in which the tensors have these digests."""
+        """The digests of the file of `rank` in which the tensors have these digests."""
         # A tensor that is in parts has none: its replicas are known to be equal, and nothing is assumed of it.
         assumed = {name: (shape, digests.get(tensor, "")) for name, shape, tensor in self._assumed}
         found = replica_digests_of(self.strategy, rank, assumed) if assumed else {}

@@ -83,7 +83,7 @@ class Listing:
 
 
 def _digest(paths: Iterable[Path]) -> str:
-    """Of all but the event log, which grows while the ranks meet."""
+    """The digest of all but the event log, which grows while the ranks meet."""
     digest = xxhash.xxh3_128()
     for path in paths:
         if path.name.startswith(EVENTS_FILE):

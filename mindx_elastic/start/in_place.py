@@ -33,7 +33,7 @@ class Boundary:
     """What all ranks have agreed to go on from."""
 
     generation: int
-    """Of the recovery."""
+    """The generation of the recovery."""
     moment: Moment
     next_attempt: int
     """All go on in this one."""
@@ -61,7 +61,7 @@ class InPlacePart(FollowedPart):
 
     @property
     def generation(self) -> int:
-        """It is the same start."""
+        """The same as in the start: it is the same one."""
         return 0 if self.resumed is None else self.resumed.checkpoint.info.generation
 
     def say(self) -> Any:

@@ -70,7 +70,7 @@ class SavedStep:
 
     moment: Moment
     world_size: int
-    """That of the newest file, if they disagree."""
+    """The one of the newest file, if they disagree."""
     facts: tuple[FileFact, ...]
     """Its files that can be resumed from, by rank, and within a rank in the order in which to try them."""
     entries: tuple[CatalogEntry, ...]

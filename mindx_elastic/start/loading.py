@@ -351,7 +351,7 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
 
 
 def _weights_of(name: str, donated: Mapping[str, Any], rings: _Rings, *, is_whole: bool) -> ChosenState:
-    """Those of the weights of `name` that this rank has kept by itself, where no optimizer updates them, and what
+    """The weights of `name` that this rank has kept by itself, where no optimizer updates them, and what
     speaks against what is used. `is_whole`: this boundary's are in `donated` already."""
     moves = rings.of(name, "moves")
     if (len({*moves.mine}) > 1) != (len({*moves.theirs}) > 1):
@@ -425,7 +425,7 @@ def on_one_side(mine: _Record, theirs: _Record) -> tuple[_Record, _Record]:
 
 
 def _unpacked(records: Sequence[SmallRecord]) -> dict[tuple[Moment, bool], _Record]:
-    """By moment and whether it is a forecast; of several the newest."""
+    """Records by moment and whether they are forecasts; of several the newest."""
     found: dict[tuple[Moment, bool], _Record] = {}
     for record in records:
         key = (record.moment, record.forecast)

@@ -224,7 +224,7 @@ class _PartFile:
         return BY_NAME[self.header.type_of(self.name_of(spec))[0]]
 
     def name_of(self, spec: TensorSpec) -> str:
-        """Of the tensor in the file. Raises MismatchError."""
+        """The name of the tensor in the file. Raises MismatchError."""
         return str(self._node(spec)["$tensor"])
 
     def read_piece(self, name: str, divided: Divided, piece: RowPiece, box: Box, out: torch.Tensor) -> None:

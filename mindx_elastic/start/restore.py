@@ -323,7 +323,7 @@ class PlanPart(FollowedPart):
         self._find(everything=False)
         self._answer: Answer | None = None
         self.generation = 0
-        """Of this start, see `FileFact.generation`."""
+        """The generation of this start, see `FileFact.generation`."""
         # Of rank 0:
         self._inventory = Inventory()
         self._plan: ResumePlan | None = None

@@ -43,7 +43,7 @@ __all__ = ["Model"]
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Of one call of `Model.train`."""
+    """The arguments of one call of `Model.train`."""
 
     epochs: int
     callbacks: Sequence[Callback]
@@ -147,7 +147,7 @@ class Model(ModelParts):
         *,
         progress: bool | None,
     ) -> None:
-        """Once; or again in the same process, after a recovery in place."""
+        """Train once; again in the same process after a recovery in place."""
         given = list(arguments.callbacks)
         with ExitStack() as stack:
             exchange = self._open_exchange(stack, place)
@@ -188,7 +188,7 @@ class Model(ModelParts):
             self._guard = self._training_loader = None
 
     def _surroundings(self, callbacks: Sequence[Callback]) -> dict[str, object]:
-        """What the program has given to this object, by the names of the arguments."""
+        """What the program has given to this object, by argument name."""
         found: dict[str, object] = {"loss_fn": self.loss_fn, "train_step": self.step}
         return found | {f"callbacks[{number}]": callback for number, callback in enumerate(callbacks)}
 

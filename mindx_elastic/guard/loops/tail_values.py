@@ -206,7 +206,7 @@ def _is_own(value: Any) -> bool:
 
 
 def stored_size(value: Any) -> int | None:
-    """Of `value` in a checkpoint, in bytes; None: a checkpoint cannot hold it, or it has more than 1 MiB."""
+    """The size of `value` in a checkpoint, in bytes; None: a checkpoint cannot hold it, or it has more than 1 MiB."""
     size = _size(value)
     if size is None or size > _MOST_BYTES:
         return None
