@@ -110,20 +110,13 @@ def test_an_order_is_heard_once(agent: Agent) -> None:
     link.close()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *("", "{", "[]", "null", "3", '"text"', "{}", json.dumps(ORDER)[:-5]),
-        *({**ORDER, "kind": 3}, {key: value for key, value in ORDER.items() if key != "reason"}),
-        *({**ORDER, "seq": "1"}, {key: value for key, value in ORDER.items() if key != "seq"}),
-        "[" * 10_000,
-    ],
-    ids=lambda content: str(content)[:20],
-)
-def test_half_an_order_is_none(agent: Agent, content: object) -> None:
+def test_half_an_order_is_none(agent: Agent) -> None:
     link = agent.link()
-    agent.order(content)
-    assert link.orders() == []
+    wrong: list[object] = ["", "{", "[]", "null", "3", '"text"', "{}", json.dumps(ORDER)[:-5], "[" * 10_000]
+    wrong += [{key: value for key, value in ORDER.items() if key != missing} for missing in ("kind", "reason", "seq")]
+    for content in (*wrong, {**ORDER, "kind": 3}, {**ORDER, "seq": "1"}):
+        agent.order(content)
+        assert link.orders() == [], content
     agent.order(ORDER)
     assert link.orders() == [ORDER]
     link.close()

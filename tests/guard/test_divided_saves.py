@@ -30,26 +30,20 @@ def groups(*each: dict[str, Any]) -> list[list[int]]:
     return [own[0] for own in SavesPart([], [], [], 0, can=False).merge(each).own or ()]
 
 
-def test_ranks_of_one_disk_divide() -> None:
-    assert groups(*[said()] * 4) == [[0, 1, 2, 3]] * 4
-    assert groups(*[said("one")] * 3, *[said("two")] * 3) == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
-
-
-def test_two_copies_need_three_ranks() -> None:
-    assert groups(said(), said()) == [[], []]
-
-
 @pytest.mark.parametrize(
-    "other",
-    [{"replica": False}, {"policies": [["other"]]}, {"nbytes": WORTH_BYTES - 1}],
-    ids=["no replica", "another policy", "small"],
+    ("each", "expected"),
+    [
+        ([said()] * 4, [[0, 1, 2, 3]] * 4),
+        ([said("one")] * 3 + [said("two")] * 3, [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3),
+        ([said(), said()], [[], []]),  # two copies need three ranks
+        ([said(), said(), said(), said("")], [[0, 1, 2]] * 3 + [[]]),  # a disk that is not known
+        ([said(), said(), said(replica=False)], [[]] * 3),
+        ([said(), said(), said(policies=[["other"]])], [[]] * 3),
+        ([said(), said(), said(nbytes=WORTH_BYTES - 1)], [[]] * 3),
+    ],
 )
-def test_one_rank_that_differs_ends_it_for_all(other: dict[str, Any]) -> None:
-    assert groups(said(), said(), said(**other)) == [[], [], []]
-
-
-def test_a_rank_whose_disk_is_not_known_writes_all() -> None:
-    assert groups(said(), said(), said(), said("")) == [[0, 1, 2]] * 3 + [[]]
+def test_ranks_of_one_disk_divide_where_all_are_alike(each: list[dict[str, Any]], expected: list[list[int]]) -> None:
+    assert groups(*each) == expected
 
 
 def test_other_saves_are_divided_only_where_all_want_no_redundancy() -> None:
@@ -111,26 +105,18 @@ def test_directories_of_nodes_may_have_other_names(tmp_path: Path) -> None:
     assert merged.common[:2] == [True, True] and merged.own == [[[], [], [1]], [[], [], [0]]]
 
 
-class _Exchange:
-    """Decides as it is told."""
-
-    def __init__(self, decision: Decision) -> None:
-        self.decision = decision
-
-    def decide(self, name: str, offer: object, timeout_s: float) -> Decision:
-        return self.decision
-
-
 # --- the small states of neighbours ---
 
 
-class _Rounds(_Exchange):
-    """The others have told something; one may be dead by now."""
+class _Rounds:
+    """Decides as it is told. The others have told something; one may be dead by now."""
 
     def __init__(self, decision: Decision, told: dict[int, str]) -> None:
-        super().__init__(decision)
-        self.told = told
+        self.decision, self.told = decision, told
         self.asked: set[int] = set()
+
+    def decide(self, name: str, offer: object, timeout_s: float) -> Decision:
+        return self.decision
 
     def tell(self, name: str, value: str) -> bool:
         self.told[0] = value

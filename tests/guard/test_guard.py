@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from mindx_elastic.errors import (
     SaveError,
@@ -152,6 +150,13 @@ def test_the_flag_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Job(tmp_path, flag_file=flag).run(middle=lambda job, step: flag.write_text('{"GracefulExit": 1}'))
 
 
+def flag_in(directory: Path) -> Path:
+    """One that is set."""
+    flag = directory / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+    return flag
+
+
 def flags_of(path: Path | None) -> int:
     assert path is not None
     return len(read_header(path).info.flags)
@@ -160,8 +165,7 @@ def flags_of(path: Path | None) -> int:
 def test_a_flag_that_was_set_before_the_first_start_stops_at_the_first_boundary(tmp_path: Path) -> None:
     """Once: the same command then trains on with the same file, until somebody writes it again."""
     expected = weights_of_uninterrupted(tmp_path)
-    flag = tmp_path / "graceful_exit.json"
-    flag.write_text('{"GracefulExit": 1}')
+    flag = flag_in(tmp_path)
     leaving = stopped(Job(tmp_path, flag_file=flag))
     assert (leaving.code, leaving.step, flags_of(leaving.path)) == (75, 1, 1)
 
@@ -181,8 +185,7 @@ def test_a_flag_that_was_set_before_the_first_start_stops_at_the_first_boundary(
 
 def test_a_flag_waits_for_a_boundary_also_in_a_first_evaluation(tmp_path: Path) -> None:
     """Between two steps a stop would leave at step 0, with nothing saved, at every start."""
-    flag = tmp_path / "graceful_exit.json"
-    flag.write_text('{"GracefulExit": 1}')
+    flag = flag_in(tmp_path)
 
     def evaluate(job: Job) -> None:
         with job.guard.outside_step():
@@ -314,45 +317,3 @@ def test_save_inside_an_update_is_refused(tmp_path: Path) -> None:
     job.guard.step_end = save_before_the_boundary  # type: ignore[method-assign]
     job.run(epochs=1)
     assert "in progress" in refused[0] and "had stepped" in refused[1]
-
-
-# --- epochs and positions ---
-
-
-def test_a_smaller_number_than_what_is_done_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(RuntimeError, match="enough"):
-        Job(tmp_path).run(after=lambda job, step: stop_with("enough") if step == 2 * STEPS_PER_EPOCH + 1 else None)
-    words = "is at epoch 3 already, so this loop makes no step"
-    shorter = Job(tmp_path)
-    shorter.run(epochs=2)
-    assert shorter.steps == [] and f"guard.epochs(2): the resumed run {words}" in caplog.text
-    caplog.clear()
-    Job(tmp_path).run(epochs=3)
-    assert "makes no step" not in caplog.text
-
-
-def test_a_phase_that_is_over_is_no_smaller_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def phases(stop: int = 0) -> Job:
-        job = Job(tmp_path)
-        with job.guard as guard:
-            for until in (1, 3):
-                for _ in guard.epochs(until):
-                    for x, y in job.loader:
-                        nn.functional.cross_entropy(job.network(x), y).backward()
-                        job.optimizer.step()
-                        job.optimizer.zero_grad()
-                        if guard.step + 1 == stop:
-                            stop_with("enough")
-                        guard.step_end()
-        return job
-
-    with pytest.raises(RuntimeError, match="enough"):
-        phases(stop=2 * STEPS_PER_EPOCH)
-    caplog.clear()
-    job = phases()
-    assert job.guard.step == 3 * STEPS_PER_EPOCH
-    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
-
-
-def stop_with(text: str) -> None:
-    raise RuntimeError(text)

@@ -13,7 +13,7 @@ from torch import nn
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.errors import UnmanagedStateError, UsageError
 from tests.capture.round_trip import assert_same
-from tests.guard.program import EPOCHS, Loop, Make, Program, check, draw, no_loader, run, stopped
+from tests.guard.program import BATCHES, EPOCHS, LAST, Loop, Make, Program, check, draw, no_loader, run, stopped
 from tests.guarded import Points
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -92,6 +92,27 @@ def test_loops_that_cannot_go_on_are_refused_in_words(tmp_path: Path) -> None:
         assert list(guard.epochs(2)) == [1, 2]
         with pytest.raises(UsageError, match="two loops over"):
             next(outer)
+
+
+def epochs_up_to(*numbers: int) -> Loop:
+    def loop(p: Program) -> None:
+        for number in numbers:
+            for _ in p.guard.epochs(number):
+                for batch in p.loader:
+                    p.train(batch)
+
+    return loop
+
+
+def test_a_smaller_number_than_what_is_done_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stopped(epochs_up_to(3), tmp_path / "job", 2 * BATCHES + 1)
+    run(epochs_up_to(2), tmp_path / "job", final_save=False)
+    assert "guard.epochs(2): the resumed run is at epoch 3 already, so this loop makes no step" in caplog.text
+    caplog.clear()
+    run(epochs_up_to(3), tmp_path / "job")
+    stopped(epochs_up_to(1, 3), tmp_path / "phases", 2 * BATCHES)
+    assert run(epochs_up_to(1, 3), tmp_path / "phases")[0].guard.step == LAST
+    assert "makes no step" not in caplog.text, "a phase that is over is no smaller number"
 
 
 # --- several loops ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,32 +31,17 @@ def no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tested, "_GAP_NS", 0)
 
 
-LOSSES: list[tuple[Any, float | None]] = [
-    (1.5, 1.5),
-    (2, 2.0),
-    (torch.tensor(0.25, requires_grad=True), 0.25),
-    (torch.tensor([[3]]), 3.0),
-    (np.float32(0.5), 0.5),
-    (None, None),
-    (True, None),
-    ("1.0", None),
-    (torch.ones(3), None),
-    (torch.tensor(1j), None),
-    (torch.ones((), device="meta"), None),
-]
-
-
 @pytest.mark.usefixtures("no_gap")
-@pytest.mark.parametrize(("loss", "value"), LOSSES, ids=repr)
-def test_numbers_and_tensors_of_one_are_losses(tmp_path: Path, loss: object, value: float | None) -> None:
-    found = noted(tmp_path, None, loss)
-    assert (found.loss, found.loss_step) == (value, -1 if value is None else 2)
-
-
-@pytest.mark.usefixtures("no_gap")
-def test_a_loss_that_is_not_finite_is_noted_as_such(tmp_path: Path) -> None:
-    found = noted(tmp_path, torch.tensor(float("nan")))
-    assert found.loss is not None and math.isnan(found.loss)
+def test_numbers_and_tensors_of_one_are_losses(tmp_path: Path) -> None:
+    one = torch.tensor(0.25, requires_grad=True)
+    for loss, value in ((1.5, 1.5), (2, 2.0), (one, 0.25), (torch.tensor([[3]]), 3.0), (np.float32(0.5), 0.5)):
+        found = noted(tmp_path, None, loss)
+        assert (found.loss, found.loss_step) == (value, 2)
+    for none in (None, True, "1.0", torch.ones(3), torch.tensor(1j), torch.ones((), device="meta")):
+        found = noted(tmp_path, None, none)
+        assert (found.loss, found.loss_step) == (None, -1), none
+    nan = noted(tmp_path, torch.tensor(float("nan"))).loss
+    assert nan is not None and math.isnan(nan)
 
 
 def test_a_fast_loop_notes_few_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
