@@ -48,11 +48,11 @@ def text_of(proof: ProofReport) -> str:
 
 
 def test_an_exact_script_is_proved(runs: Runs, tmp_path: Path) -> None:
-    proof = prove_fault(runs, tmp_path, "exact", stops=3)
+    proof = prove_fault(runs, tmp_path, "exact", stops=2)
     assert proof.exit_code == 0, text_of(proof)
     assert (proof.steps, proof.has_ended, proof.num_ranks) == (24, True, 1)
     stopped = proof.rows[2:]
-    assert len(stopped) == 3 and all(row.resumed is not None for row in stopped)
+    assert len(stopped) == 2 and all(row.resumed is not None for row in stopped)
     assert [row.name for row in stopped] == [f"stopped after step {row.resumed}" for row in stopped]
     assert not runs.is_fresh, runs.why_fresh
     # Its other faults sleep: in its source a counter of its own sets the learning rate.
