@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -25,6 +24,7 @@ from mindx_elastic.cli.common import (
     find_runs,
     is_running,
 )
+from mindx_elastic.core.posix import answered_by
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
     _check_folder(folder, run)
     order = PauseOrder(folder, kind, f"mindx-elastic {kind}")
     try:
-        with _ended_as_by_ctrl_c():
+        # A closed terminal and a SIGTERM must not leave ranks that are to wait, and no one who knows of it.
+        with answered_by(signal.default_int_handler, (signal.SIGTERM, signal.SIGHUP)):
             answer = order.answer_at_once() or _carry_out(order, run, timeout_s)
     except KeyboardInterrupt:
         if kind == "pause":
@@ -152,19 +153,6 @@ def _take_back(folder: Path, run: AgentRun, why: str) -> None:
 
     with suppress(OSError):  # else the job has ended
         _carry_out(PauseOrder(folder, "resume", f"the pause was taken back: {why}"), run, _TAKE_BACK_S)
-
-
-@contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """A closed terminal and a SIGTERM must not leave ranks that are to wait, and no one who knows of it."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # not under nohup
-    before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _find_run(path: Path) -> AgentRun:

@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from mindx_elastic.cli.common import fail, say
+from mindx_elastic.core.posix import answered_by
 from mindx_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -151,9 +152,5 @@ def interruptible() -> Iterator[None]:
     def leave(signum: int, frame: object) -> NoReturn:
         raise SystemExit(128 + signum)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with answered_by(leave, (signal.SIGTERM, signal.SIGHUP)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -10,6 +10,7 @@ Each group has a store of its own, hosted by its rank 0. So the scheduler's deat
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import secrets
 import select
@@ -26,18 +27,16 @@ from mindx_elastic.cluster.messages import Farewell, Group
 from mindx_elastic.cluster.settings import ClusterSettings
 from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import start_ticks
-from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.errors import UsageError
 
 __all__ = ["Listener", "SchedulerConnection"]
 
 _BEATS = 5  # in the time after which a silent process is dead
+_LOOK_S = 0.1  # for what the program wants to be said
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0
 _MOST_PAUSE_S = 0.4  # a connection that has ended must be there again within `Limits.reconnect_s`
 _SHORT_S = 1.0
-_SAY_AGAIN_S = 60.0
 _UNACKNOWLEDGED_MS = 10_000
 _MORE_S = 1.0
 _STORE_S = 60.0
@@ -73,7 +72,7 @@ class SchedulerConnection:
         self.listener: Listener | None = None
         self.is_over = False
         """The scheduler has ended the job."""
-        self._heartbeat_s = settings.heartbeat_s
+        self._heartbeat_s = settings.limits.heartbeat_s
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._farewell: Farewell | None = None
@@ -82,14 +81,13 @@ class SchedulerConnection:
         os.register_at_fork(after_in_child=self._close_copy)
         self._sent = threading.Event()
         self._closed = threading.Event()
-        self._wakeup = Wakeup()
         self._own_store: Any = None
         """For the group in which this process is rank 0."""
         self._store_at: tuple[str, int] | None = None
         """Its address and port, once it is there."""
         self._taken_until: float | None = None
-        self._said_at: float | None = None
-        """When it was said last that there is no scheduler; None: there is one."""
+        self._has_said = False
+        """That there is no scheduler."""
         self._thread = threading.Thread(target=self._run, name="mindx-cluster", daemon=True)
         self._began = time.monotonic()
 
@@ -133,14 +131,12 @@ class SchedulerConnection:
         if self.job and not self._closed.is_set():
             self._sent.clear()
             self._farewell = Farewell(how, code & 0xFF, why[:_LONGEST_WHY])
-            self._wakeup.ring()
             if not self._sent.wait(timeout_s) and how != "away":  # else it comes back, and says so itself
                 logger.warning("the scheduler does not answer: it does not know how this worker has ended")
         self.close()
 
     def close(self) -> None:
         self._closed.set()
-        self._wakeup.ring()
 
     # --- the connection's thread ---
 
@@ -160,8 +156,8 @@ class SchedulerConnection:
             if self._closed.is_set() or self._error is not None:
                 return
             self._say_lost(why)
-            if self.group is None and time.monotonic() > self._began + self.settings.formation_s:
-                within = f"within {self.settings.formation_s:g} s (MS_TOPO_TIMEOUT)"
+            if self.group is None and time.monotonic() > self._began + self.settings.limits.formation_s:
+                within = f"within {self.settings.limits.formation_s:g} s (MS_TOPO_TIMEOUT)"
                 self._give_up(UsageError(f"the scheduler at {self._place} cannot be reached {within}: {why}"))
                 return
             pause_s = 0.05 if time.monotonic() - began > _SHORT_S else min(_MOST_PAUSE_S, 2 * pause_s)
@@ -173,19 +169,14 @@ class SchedulerConnection:
         return f"MS_SCHED_HOST={self.settings.host}, MS_SCHED_PORT={self.settings.port}"
 
     def _say_lost(self, why: str) -> None:
-        now = time.monotonic()
-        if self._said_at is not None and now < self._said_at + _SAY_AGAIN_S:
+        if self._has_said or (self.group is None and time.monotonic() < self._began + _MORE_S):
             return
-        if self.group is not None:
-            self._said_at = now
-            logger.warning(
-                "no scheduler for this job at %s (%s); the training goes on, and this worker tries again",
-                self._place,
-                why,
-            )
-        elif now > self._began + _MORE_S:
-            self._said_at = now
+        self._has_said = True
+        if self.group is None:
             logger.info("waiting for the scheduler at %s (%s)", self._place, why)
+            return
+        text = "no scheduler for this job at %s (%s); the training goes on, and this worker tries again"
+        logger.warning(text, self._place, why)
 
     def _close_copy(self) -> None:
         """In a forked child: with a loader's worker that outlives this process the connection would, too."""
@@ -193,13 +184,9 @@ class SchedulerConnection:
             self._socket.close()
 
     def _connect(self) -> socket.socket:
-        scheduler = self.settings.host, self.settings.port
-        sock = socket.create_connection(scheduler, _CONNECT_S)
-        if self._store_at is None:  # that may take longer than the scheduler waits for a word
-            address = sock.getsockname()[0]
-            sock.close()
-            self._open_store(address)
-            sock = socket.create_connection(scheduler, _CONNECT_S)
+        sock = socket.create_connection((self.settings.host, self.settings.port), _CONNECT_S)
+        if self._store_at is None:  # where that takes too long for the scheduler, it is there for the next connection
+            self._open_store(sock.getsockname()[0])
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # of a machine that has vanished without a word
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
@@ -215,25 +202,19 @@ class SchedulerConnection:
         sock.sendall(line.pack(self._registration()))
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        poll.register(self._wakeup.fd, select.POLLIN)
-        next_beat = 0.0
+        said_at = -math.inf
         while not self._closed.is_set():
-            now = time.monotonic()
-            if now >= next_beat:
+            if (now := time.monotonic()) >= said_at + self._heartbeat_s / _BEATS:
                 sock.sendall(line.pack(messages.Beat()))
-                next_beat = now + self._heartbeat_s / _BEATS
-            for fd, _ in poll.poll(max(0.0, next_beat - now) * 1000):
-                if fd == sock.fileno():
-                    if not self._feed(sock, line):
-                        return
-                else:
-                    self._wakeup.drain()
+                said_at = now
             if self.job and self._farewell is not None:
                 # To close at once would not do: what the scheduler has sent meanwhile is unread, and TCP then answers
                 # with a reset, by which the farewell can be lost.
                 sock.sendall(line.pack(self._farewell))
                 while self._feed(sock, line):
                     pass
+                return
+            if poll.poll(_LOOK_S * 1000) and not self._feed(sock, line):
                 return
 
     def _is_understood(self) -> None:
@@ -255,9 +236,8 @@ class SchedulerConnection:
 
     def _registration(self) -> messages.Register:
         assert self._store_at is not None
-        pid = os.getpid()
         return messages.Register(
-            process=messages.Identity(host=socket.gethostname(), pid=pid, started=start_ticks(pid), space=own_space()),
+            process=messages.Identity(host=socket.gethostname(), pid=os.getpid(), space=own_space()),
             node_id=self.node_id,
             incarnation=self.incarnation,
             size=self.settings.size,
@@ -271,9 +251,6 @@ class SchedulerConnection:
         match message:
             case messages.Welcome():
                 self._hear_welcome(message)
-            case messages.Taken():
-                self._hear_taken(message)
-                return False
             case messages.Noted():
                 self._is_understood()
                 return False
@@ -295,36 +272,17 @@ class SchedulerConnection:
         self.job, self.node_id, self._heartbeat_s = message.job, message.node_id, message.heartbeat_s
         if is_first:
             logger.info("registered as node id %s; waiting for the other workers", self.node_id)
-        elif self._said_at is not None:
+        elif self._has_said:
             logger.info("the scheduler is there again")
-        self._said_at, self._taken_until = None, None
-        self._wakeup.ring()
-
-    def _hear_taken(self, message: messages.Taken) -> None:
-        """Another living process has this node id. It may have died a moment ago, unseen: try until its heartbeat has
-        run out."""
-        now = time.monotonic()
-        if self._taken_until is None:
-            self._taken_until = now + message.wait_s + _MORE_S
-            logger.warning(
-                "node id %s is taken by %s; waiting up to %.1f s for its heartbeat to run out",
-                self.node_id,
-                message.by,
-                message.wait_s,
-            )
-        if now >= self._taken_until:
-            self._give_up(
-                UsageError(
-                    f"MS_NODE_ID={self.node_id} belongs to {message.by}, which is alive: a node id has one process. "
-                    "End that one, or give this one another MS_NODE_ID"
-                )
-            )
+        self._has_said, self._taken_until = False, None
 
     def _hear_refusal(self, message: messages.Refused | messages.Dead) -> None:
         """Raises WireError where the scheduler is not this job's."""
         why = message.why
         if self._farewell is not None:
             self._is_understood()  # it was, or its sender does not count any more
+        elif isinstance(message, messages.Refused) and self._may_wait(message.wait_s):
+            logger.warning("%s. Waiting up to %.1f s for its heartbeat to run out", why, message.wait_s)
         elif self.group is None and isinstance(message, messages.Dead) and self.job:
             # It was stopped or cut off while it waited. It has given nothing to the others that they go on from.
             self.incarnation, self.job, self.node_id = secrets.token_hex(16), "", self.settings.node_id
@@ -341,6 +299,14 @@ class SchedulerConnection:
             self._closed.set()
         else:
             raise WireError(why)
+
+    def _may_wait(self, wait_s: float) -> bool:
+        """The process that has this one's place may have died a moment ago, unseen: try until its heartbeat has run
+        out."""
+        now = time.monotonic()
+        if self._taken_until is None:
+            self._taken_until = now + wait_s + _MORE_S
+        return wait_s > 0 and now < self._taken_until
 
     def _hear_group(self, group: Group) -> None:
         with self._changed:

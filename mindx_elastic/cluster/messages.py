@@ -3,7 +3,7 @@
 ============  =================================  ======================================================================
 worker says   what                               then
 ============  =================================  ======================================================================
-`Register`    who it is, and where its store is  `Welcome`, `Taken`, `Refused` or `Dead`; `Group`, when all are there
+`Register`    who it is, and where its store is  `Welcome`, `Refused` or `Dead`; `Group`, when all are there
 `Beat`        it lives                           nothing
 `Farewell`    how it ends                        `Noted`, and the connection is closed
 ============  =================================  ======================================================================
@@ -41,7 +41,6 @@ __all__ = [
     "Rank",
     "Refused",
     "Register",
-    "Taken",
     "Welcome",
     "Why",
     "as_json",
@@ -68,7 +67,6 @@ class Identity:
 
     host: Annotated[str, Words(100)]
     pid: Annotated[int, Between(0, 1 << 22)]
-    started: Name
     space: Name
     """Equal for processes that can see each other's process ids; empty where that is not known."""
 
@@ -118,20 +116,14 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Another process has this node id, until its heartbeat has run out."""
-
-    by: Why
-    wait_s: Annotated[float, Between(0, 3600)]
-
-
-@dataclass(frozen=True)
 class Refused:
     """The worker is not admitted."""
 
     why: Why
     is_over: bool = False
     """The job is."""
+    wait_s: Annotated[float, Between(0, 3600)] = 0.0
+    """Its place may be free after so long."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +170,7 @@ class Fail:
     """Whose death has ended it; None: of none."""
 
 
-Message: TypeAlias = Register | Beat | Farewell | Welcome | Taken | Refused | Dead | Noted | Group | Death | Fail
+Message: TypeAlias = Register | Beat | Farewell | Welcome | Refused | Dead | Noted | Group | Death | Fail
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in Message.__args__}
 
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster.messages import MAX_WORKERS
+from mindx_elastic.core.posix import answered_by
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
@@ -71,11 +72,13 @@ def _switch(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if not 0 < value <= MAX_WORKERS:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MAX_WORKERS}")
-    return value
+def _from_1_to(most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not 0 < int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {most}")
+        return int(text)
+
+    return number
 
 
 def _make_parser() -> _Parser:
@@ -88,14 +91,16 @@ def _make_parser() -> _Parser:
             more["help"] += f" (default: {more['default']})"
         parser.add_argument(*names, **more)
 
-    add("worker_num", type=_count, default=8, metavar="N", help="workers of the job")
-    add("local_worker_num", type=_count, default=8, metavar="N", help="workers that are started on this machine")
+    add("worker_num", type=_from_1_to(MAX_WORKERS), default=8, metavar="N", help="workers of the job")
+    here = "workers that are started on this machine"
+    add("local_worker_num", type=_from_1_to(MAX_WORKERS), default=8, metavar="N", help=here)
     add("master_addr", default="127.0.0.1", metavar="HOST", help="where the scheduler listens")
-    add("master_port", type=int, default=8118, metavar="PORT", help="its port")
+    add("master_port", type=_from_1_to(65535), default=8118, metavar="PORT", help="its port")
     add("node_rank", type=int, default=-1, metavar="N", help="number of this machine, from 0; with several machines")
     add("log_dir", type=Path, default=Path("."), metavar="DIR", help="for worker_{i}.log and scheduler.log")
     add("join", type=_switch, default=False, metavar="BOOL", help="wait for the job, and return its outcome")
-    add("cluster_time_out", type=int, default=600, metavar="S", help="how long all workers may take to be there")
+    waits = "how long all workers may take to be there"
+    add("cluster_time_out", type=_from_1_to(7 * 86400), default=600, metavar="S", help=waits)
     for name in _IGNORED:
         add(name, default=None, metavar="X", help="accepted, without effect")
     parser.add_argument("task_script", metavar="SCRIPT", help="the program: train.py, or python train.py")
@@ -112,10 +117,6 @@ def plan_of(arguments: Sequence[str], *, about: str = "") -> Plan:
         raise UsageError(
             f"--local_worker_num={args.local_worker_num} is more than --worker_num={args.worker_num}; give both"
         )
-    if not 0 < args.master_port < 1 << 16:
-        raise UsageError(f"--master_port={args.master_port}: give a port from 1 to 65535")
-    if args.cluster_time_out < 1:
-        raise UsageError(f"--cluster_time_out={args.cluster_time_out}: give seconds from 1")
     is_whole = args.local_worker_num == args.worker_num
     first = 0 if is_whole else args.node_rank * args.local_worker_num
     if args.node_rank >= 0 and not is_whole and first + args.local_worker_num > args.worker_num:
@@ -209,9 +210,7 @@ class _Job:
 
     def join(self) -> int:
         """Wait for the job; returns its outcome: the scheduler's, or on another machine that of the workers here."""
-        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # under nohup, say
-        before = {number: signal.signal(number, self._note_signal) for number in heard}
-        try:
+        with answered_by(self._note_signal, _SIGNALS):
             alone_since = 0.0
             while self._running:
                 self._collect()
@@ -224,9 +223,6 @@ class _Job:
                         self._send(signal.SIGTERM, self._running)
                         alone_since = float("inf")
                 time.sleep(_LOOK_S)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         if "scheduler" in self._codes:
             return self._codes["scheduler"]
         return next((code for code in self._codes.values() if code), 0)

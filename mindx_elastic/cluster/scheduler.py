@@ -22,13 +22,13 @@ from types import FrameType
 
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster import messages
-from mindx_elastic.cluster.messages import Farewell, Register, Taken, Welcome
+from mindx_elastic.cluster.messages import Farewell, Register
 from mindx_elastic.cluster.settings import ClusterSettings
-from mindx_elastic.cluster.table import Table, Tell
+from mindx_elastic.cluster.table import Table
 from mindx_elastic.cluster.table_file import TableFile
 from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.wakeup import Wakeup
+from mindx_elastic.core.posix import answered_by
 from mindx_elastic.errors import SaveError, UsageError
 
 __all__ = ["Scheduler"]
@@ -51,7 +51,7 @@ class _Connection:
     opened_at: float
     unsent: bytearray = field(default_factory=bytearray)
     incarnation: str = ""
-    """Of the admitted process; empty: none yet."""
+    """Of the process that has registered; empty: none yet."""
     closing: bool = False
     """Close it as soon as all is sent."""
 
@@ -65,8 +65,6 @@ class Scheduler:
         self._stack = ExitStack()
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
-        self._answers: list[tuple[_Connection, messages.Message]] = []
-        """To registrations and farewells, not told yet."""
         self._signal = 0
         self._listened_at = time.monotonic()
         self._write_again_at = 0.0
@@ -119,17 +117,14 @@ class Scheduler:
         except OSError as error:
             raise UsageError(f"MS_SCHED_HOST={host} is not an address: {error}") from None
         problem: OSError | None = None
-        for family, kind, protocol, _, address in found:
-            sock = socket.socket(family, kind, protocol)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for family, _, _, _, address in found:
             try:
-                sock.bind(address)
-                sock.listen(1024)
-                sock.setblocking(False)
-                return sock
+                sock = socket.create_server(address[:2], family=family, backlog=1024)
             except OSError as error:
                 problem = error
-                sock.close()
+                continue
+            sock.setblocking(False)
+            return sock
         raise UsageError(
             f"the scheduler cannot listen on MS_SCHED_HOST={host}, MS_SCHED_PORT={port}: "
             f"{problem.strerror if problem else 'no address'}; give an address of this machine and a free port"
@@ -139,7 +134,7 @@ class Scheduler:
 
     def run(self) -> int:
         """Serve until the job is over; returns the exit code that tells how it has ended."""
-        with self._stack, self._signals():
+        with self._stack, answered_by(self._note_signal, _SIGNALS):
             logger.info(
                 "the scheduler waits on %s:%d for %d workers", self._settings.host, self._settings.port, self.table.size
             )
@@ -194,22 +189,8 @@ class Scheduler:
         """Whether it is a worker's, or may be. A stranger may keep his open for ever."""
         return bool(connection.incarnation) or time.monotonic() < connection.opened_at + _HELLO_S
 
-    def _signals(self) -> ExitStack:
-        """Notes the first signal and wakes the selector."""
-        stack = ExitStack()
-        wakeup = Wakeup()
-        stack.callback(wakeup.close)
-        before = signal.set_wakeup_fd(wakeup.writer, warn_on_full_buffer=False)
-        stack.callback(signal.set_wakeup_fd, before)
-        self._selector.register(wakeup.fd, selectors.EVENT_READ, wakeup)
-
-        def note(signum: int, frame: FrameType | None) -> None:
-            self._signal = self._signal or signum
-
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                stack.callback(signal.signal, number, signal.signal(number, note))
-        return stack
+    def _note_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or signum
 
     # --- events ---
 
@@ -217,10 +198,8 @@ class Scheduler:
         if isinstance(key.data, _Connection):
             if key.data in self._connections:
                 self._serve(key.data, now)
-        elif key.fileobj is self._listener:
-            self._accept(now)
         else:
-            key.data.drain()
+            self._accept(now)
 
     def _accept(self, now: float) -> None:
         try:
@@ -260,39 +239,30 @@ class Scheduler:
     def _obey(self, connection: _Connection, message: messages.Message, now: float) -> None:
         """Raises WireError."""
         name = connection.incarnation
-        if isinstance(message, Register) and not name:
-            self._register(connection, message, now)
-            return
-        if not name or not self.table.hear(name, now):
-            if name:  # it was taken for dead meanwhile
-                connection.closing = True
-                self._send(connection, messages.Dead("the scheduler holds this process for dead"))
-            return
         match message:
+            case Register() if not name:
+                self._register(connection, message, now)
+            case messages.Beat() | Farewell() if not self.table.hear(name, now):
+                # It was taken for dead meanwhile, or is refused and has not heard of it yet.
+                if not any(tell.incarnation == name for tell in self.table.outbox):
+                    self._send(connection, messages.Dead("the scheduler holds this process for dead"))
             case messages.Beat():
                 pass
             case Farewell():
                 said = f"{message.how} ({message.why})" if message.why else message.how
                 logger.info("%s leaves: %s", self.table.find(name), said)
                 self.table.leave(name, message, now)
-                self._answers.append((connection, messages.Noted()))
             case _:
                 raise WireError("it asks for what is not known")
 
     def _register(self, connection: _Connection, who: Register, now: float) -> None:
         before, generation = self.table.find(who.incarnation), self.table.generation
-        answer = self.table.register(who, now)
-        self._answers.append((connection, answer))
-        if not isinstance(answer, Welcome):
-            if not isinstance(answer, Taken):  # it asks again and again, and says so itself
-                logger.warning("%s is not admitted: %s", who.process, answer.why)
-            return
         for other in [c for c in self._connections if c.incarnation == who.incarnation]:
             self._close(other)
         connection.incarnation = who.incarnation
+        self.table.register(who, now)
         place = self.table.find(who.incarnation)
-        assert place is not None
-        if before is None:
+        if place is not None and before is None:
             logger.info("%s is there; %d of %d", place, len(self.table.living()), self.table.size)
         if self.table.group is not None and self.table.generation > generation:
             logger.info(
@@ -315,20 +285,15 @@ class Scheduler:
             note = self.table.notes.pop(0)
             logger.warning("%s; %d of %d are there", note, len(self.table.living()), self.table.size)
         if self._write():
-            while self._answers:
-                connection, answer = self._answers.pop(0)
-                connection.closing = not isinstance(answer, Welcome)
-                self._send(connection, answer)
+            connections = {connection.incarnation: connection for connection in self._connections}
             while self.table.outbox:
-                self._tell(self.table.outbox.pop(0))
-
-    def _tell(self, tell: Tell) -> None:
-        connection = next((c for c in self._connections if c.incarnation == tell.incarnation), None)
-        if connection is not None:  # else it hears when it connects again
-            self._send(connection, tell.message)
+                tell = self.table.outbox.pop(0)
+                if (connection := connections.get(tell.incarnation)) is not None:  # else when it connects again
+                    self._send(connection, tell.message)
 
     def _send(self, connection: _Connection, message: messages.Message) -> None:
-        if connection.line.is_open:
+        if not connection.closing:
+            connection.closing = isinstance(message, messages.Refused | messages.Dead | messages.Noted)
             connection.unsent += connection.line.pack(message)
             self._flush(connection)
 

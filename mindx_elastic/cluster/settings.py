@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID
@@ -37,20 +37,10 @@ class ClusterSettings:
     """``MS_ENABLE_RECOVERY``: 1 waits for a process that takes a dead one's place."""
     recovery_path: Path | None = None
     """``MS_RECOVERY_PATH``: folder of the scheduler's table."""
-    heartbeat_s: float = Limits.heartbeat_s
-    """``MINDX_HEARTBEAT_S``, else ``MS_NODE_TIMEOUT``: a process that is not heard for so long is dead."""
-    formation_s: float = Limits.formation_s
-    """``MS_TOPO_TIMEOUT``: how long all workers may take to be there, at the start and after a death."""
+    limits: Limits = field(default_factory=Limits)
+    """``MINDX_HEARTBEAT_S``, else ``MS_NODE_TIMEOUT``, and ``MS_TOPO_TIMEOUT``."""
     device: int | None = None
     """``DEVICE_ID``: the device of this process; None: by its order on the machine."""
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(
-            heartbeat_s=self.heartbeat_s,
-            reconnect_s=min(Limits.reconnect_s, self.heartbeat_s),
-            formation_s=self.formation_s,
-        )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ClusterSettings | None:
@@ -65,10 +55,12 @@ class ClusterSettings:
             port=reader.number("MS_SCHED_PORT", "a free port of that machine", 1, 65535),
             node_id=reader.node_id(),
             recovery=reader.switch("MS_ENABLE_RECOVERY"),
-            recovery_path=reader.path("MS_RECOVERY_PATH"),
-            heartbeat_s=reader.seconds(("MINDX_HEARTBEAT_S", "MS_NODE_TIMEOUT"), cls.heartbeat_s, 0.5, 3600),
-            formation_s=reader.seconds(("MS_TOPO_TIMEOUT",), cls.formation_s, 1, 7 * 86400),
-            device=reader.number("DEVICE_ID", "the number of this process's device", 0, 1 << 16, default=-1),
+            recovery_path=Path(path) if (path := reader.text("MS_RECOVERY_PATH")) else None,
+            limits=Limits(
+                heartbeat_s=reader.seconds(("MINDX_HEARTBEAT_S", "MS_NODE_TIMEOUT"), Limits.heartbeat_s, 0.5, 3600),
+                formation_s=reader.seconds(("MS_TOPO_TIMEOUT",), Limits.formation_s, 1, 7 * 86400),
+            ),
+            device=reader.device(),
         )
         if found.role == SCHEDULER and found.recovery and found.recovery_path is None:
             reader.problems.append(
@@ -77,9 +69,8 @@ class ClusterSettings:
             )
         if found.role != SCHEDULER and found.node_id == "sched":
             reader.problems.append("MS_NODE_ID=sched is the scheduler's; give each worker its own, or none")
-        reader.finish()
-        if found.device is not None and found.device < 0:
-            return cls(**{**vars(found), "device": None})
+        if reader.problems:
+            raise UsageError(f"the dynamic cluster cannot be formed: {'; '.join(reader.problems)}")
         return found
 
 
@@ -110,10 +101,13 @@ class _Reader:
             self.problems.append(f"{what}: give {SCHEDULER} to one process and {WORKER} to the others")
         return role
 
-    def number(self, name: str, meaning: str, low: int, high: int, *, default: int | None = None) -> int:
+    def device(self) -> int | None:
+        if not self.text("DEVICE_ID"):
+            return None
+        return self.number("DEVICE_ID", "the number of this process's device", 0, 1 << 16)
+
+    def number(self, name: str, meaning: str, low: int, high: int) -> int:
         text = self.text(name)
-        if not text and default is not None:
-            return default
         if text.isascii() and text.isdecimal() and len(text) < 12 and low <= int(text) <= high:
             return int(text)
         what = f"{name}={printable(text, 40)!r}" if text else f"{name} is not set"
@@ -148,14 +142,3 @@ class _Reader:
                 "that begins with a letter or digit"
             )
         return text
-
-    def path(self, name: str) -> Path | None:
-        text = self.text(name)
-        if "\0" in text:
-            self.problems.append(f"{name}={printable(text, 60)!r} is not a path")
-        return Path(text) if text else None
-
-    def finish(self) -> None:
-        if not self.problems:
-            return
-        raise UsageError(f"the dynamic cluster cannot be formed: {'; '.join(self.problems)}")

@@ -9,7 +9,7 @@ a death the others begin anew, and the next *generation* is a group of new incar
      ^                     |
      '---register--- DEAD or AWAY (ended, or comes back in place; its place waits for a process)
 
-Promises, tested by properties in ``tests/cluster/test_table.py``:
+Promises, which ``tests/simulation/cluster.py`` plays thousands of schedules against:
 
 * A node id that has once got a rank keeps it.
 * A place has at most one living process. A second one is refused until the first one's heartbeat has run out, or its
@@ -38,10 +38,13 @@ __all__ = ["JobOutcome", "Limits", "ProcessState", "RankPlace", "Table", "Tell"]
 _SCHEMA = 3
 _NUMBERS = re.compile(r"(\d+)")
 _SHOWN = 8
+_RECONNECT_S = 1.0
+_AWAY_S = 60.0
+"""How long a place is kept for a process that begins anew in it, from those that do not ask for it by name."""
 EXIT_ERROR = 1
 
 
-class ProcessState(enum.Enum):
+class ProcessState(str, enum.Enum):
     """What became of the process that has a place."""
 
     LIVING = "living"
@@ -62,12 +65,13 @@ class Limits:
 
     heartbeat_s: float = 5.0
     """A process that is not heard for so long is dead."""
-    reconnect_s: float = 1.0
-    """A process whose connection has ended is dead unless it connects again within this time."""
-    away_s: float = 60.0
-    """How long a place is kept for a process that begins anew in it, from those that do not ask for it by name."""
     formation_s: float = 600.0
     """How long all places may take to have a process, at the start and after a death."""
+
+    @property
+    def reconnect_s(self) -> float:
+        """A process whose connection has ended is dead unless it connects again within this time."""
+        return min(_RECONNECT_S, self.heartbeat_s)
 
 
 @dataclass(kw_only=True)
@@ -90,10 +94,6 @@ class RankPlace:
     heard_at: float = 0.0
     lost_at: float | None = None
     """When its connection ended."""
-
-    def is_of(self, who: Register) -> bool:
-        """Whether its process is `who`, which has begun anew."""
-        return bool(self.process.space and self.process.started) and self.process == who.process
 
     def __str__(self) -> str:
         rank = "a worker" if self.rank is None else f"rank {self.rank}"
@@ -140,10 +140,6 @@ class _OnDisk:
     outcome: JobOutcome | None
 
 
-_VOLATILE = ("heard_at", "lost_at")
-"""Fields of a place that are not on disk."""
-
-
 class Table:
     """One per job. Single-threaded; every method that takes `now` (seconds, any monotonic clock) is an event."""
 
@@ -173,6 +169,10 @@ class Table:
     def find(self, incarnation: str) -> RankPlace | None:
         return next((m for m in self.places.values() if m.incarnation == incarnation), None)
 
+    def _alive(self, incarnation: str) -> RankPlace | None:
+        place = self.find(incarnation)
+        return place if place is not None and place.state is ProcessState.LIVING else None
+
     def missing(self) -> list[str]:
         """The places without a living process, for a message."""
         named = [m for m in self.places.values() if m.state is not ProcessState.LIVING]
@@ -181,15 +181,21 @@ class Table:
 
     # --- events ---
 
-    def register(
-        self, who: Register, now: float
-    ) -> messages.Welcome | messages.Taken | messages.Refused | messages.Dead:
-        """A process connects, or connects again. Only `Welcome` lets it in."""
+    def register(self, who: Register, now: float) -> None:
+        """A process connects, or connects again. It is told `Welcome`, `Refused` or `Dead`."""
+        answer = self._answer(who, now)
+        self.outbox.append(Tell(who.incarnation, answer))
+        place = self._alive(who.incarnation)
+        if isinstance(answer, messages.Welcome) and place is not None:
+            if not self._is_new(place):
+                self.outbox.append(Tell(place.incarnation, self._group_message(place)))
+            self._form()
+
+    def _answer(self, who: Register, now: float) -> messages.Welcome | messages.Refused | messages.Dead:
         if refused := self._refusal(who):
             return messages.Refused(refused, is_over=self.outcome is not None)
         known = self.find(who.incarnation)
-        if known is not None and known.state is ProcessState.LIVING:
-            known.heard_at, known.lost_at = now, None
+        if known is not None and self.hear(who.incarnation, now):
             return self._welcome(known)
         if known is not None or who.job:
             why = known.why if known is not None else "another process has taken its place"
@@ -201,28 +207,24 @@ class Table:
         place.state, place.why, place.code = ProcessState.LIVING, "", 0
         place.heard_at, place.lost_at = now, None
         self.places[place.node_id], self.changed = place, True
-        if self._waiting_since is None:
-            self._waiting_since = now
+        self._wait_from(now)
         return self._welcome(place)
 
     def hear(self, incarnation: str, now: float) -> bool:
         """A heartbeat, or any other message. False: the process does not count any more."""
-        place = self.find(incarnation)
-        if place is None or place.state is not ProcessState.LIVING:
+        if (place := self._alive(incarnation)) is None:
             return False
         place.heard_at, place.lost_at = now, None
         return True
 
     def lose(self, incarnation: str, now: float) -> None:
         """Its connection has ended. It may connect again."""
-        place = self.find(incarnation)
-        if place is not None and place.state is ProcessState.LIVING:
+        if (place := self._alive(incarnation)) is not None:
             place.lost_at = now
 
     def die(self, incarnation: str, why: str, now: float) -> None:
         """Its process is gone, or has failed."""
-        place = self.find(incarnation)
-        if place is None or place.state is not ProcessState.LIVING:
+        if (place := self._alive(incarnation)) is None:
             return
         self.changed = True
         if self.generation < 0:
@@ -235,8 +237,7 @@ class Table:
         if not self.recovery:
             self._fail(f"{text}. MS_ENABLE_RECOVERY=1 is not set, so the job ends", place.rank)
             return
-        if self._waiting_since is None:
-            self._waiting_since = now
+        self._wait_from(now)
         assert place.rank is not None
         for other in self.living():
             self.outbox.append(Tell(other.incarnation, messages.Death(place.rank, text)))
@@ -246,19 +247,19 @@ class Table:
         self.notes.append(text)
 
     def leave(self, incarnation: str, farewell: Farewell, now: float) -> None:
-        """Its process says that it ends."""
+        """Its process says that it ends, and is told that this is noted."""
         how, code, why = farewell.how, farewell.code, farewell.why
-        place = self.find(incarnation)
-        if place is None or place.state is not ProcessState.LIVING:
+        self.outbox.append(Tell(incarnation, messages.Noted()))
+        if (place := self._alive(incarnation)) is None:
             return
         if how == "failed" or self.generation < 0:
             self.die(incarnation, why or f"it has ended with exit code {code}", now)
             return
         self.changed = True
-        place.state = {"done": ProcessState.DONE, "left": ProcessState.LEFT, "away": ProcessState.AWAY}[how]
+        place.state = ProcessState(how)
         place.code, place.why, place.heard_at = code, why, now
-        if place.state is ProcessState.AWAY and self._waiting_since is None:
-            self._waiting_since = now
+        if place.state is ProcessState.AWAY:
+            self._wait_from(now)
         self._settle()
 
     def forgive(self, held_s: float) -> None:
@@ -291,6 +292,11 @@ class Table:
                 f"(MS_TOPO_TIMEOUT){why}; missing: {listed(self.missing(), _SHOWN)}"
             )
 
+    def _wait_from(self, now: float) -> None:
+        """A place has no process, or a new one: all are waited for, if they are not already."""
+        if self._waiting_since is None:
+            self._waiting_since = now
+
     # --- how it goes on ---
 
     def _refusal(self, who: Register) -> str:
@@ -309,14 +315,18 @@ class Table:
             return f"MS_ENABLE_RECOVERY={here} here and {there} at the scheduler; give all processes the same"
         return ""
 
-    def _place_for(self, who: Register, now: float) -> RankPlace | messages.Taken | messages.Refused:
+    def _place_for(self, who: Register, now: float) -> RankPlace | messages.Refused:
         """The place that a new process takes; else why it gets none."""
         self.tick(now)
         if self.outcome is not None:
             return messages.Refused(self.outcome.why, is_over=True)
         place = self.places.get(who.node_id) if who.node_id else self._nameless_place(who, now)
         if place is not None and (until := self._held_until(place, who)) > now:
-            return messages.Taken(str(place.process), until - now)
+            why = (
+                f"MS_NODE_ID={place.node_id} belongs to {place.process}, which is alive: a node id has one process. "
+                "End that one, or give this one another MS_NODE_ID"
+            )
+            return messages.Refused(why, wait_s=until - now)
         over = [m for m in self.places.values() if m.state is ProcessState.DONE]
         if over:
             return messages.Refused(f"{over[0]} has finished its training already: the job is at its end")
@@ -334,21 +344,18 @@ class Table:
 
     def _held_until(self, place: RankPlace, who: Register) -> float:
         """Until when the place is kept for the process that has it; 0: it is free for `who`."""
-        if place.is_of(who):
-            return 0.0
         if place.state is ProcessState.AWAY and not who.node_id:
-            return place.heard_at + self.limits.away_s
+            return place.heard_at + _AWAY_S
         if place.state is not ProcessState.LIVING:
             return 0.0
         until = place.heard_at + self.limits.heartbeat_s
         return until if place.lost_at is None else min(until, place.lost_at + self.limits.reconnect_s)
 
     def _nameless_place(self, who: Register, now: float) -> RankPlace | None:
-        """Where a process without a node id goes back to: its own place, else a free one, on its machine first."""
+        """A free place for a process without a node id, on its machine first."""
         found = [m for m in self.places.values() if not m.named and self._held_until(m, who) <= now]
-        found = [m for m in found if m.state is not ProcessState.LIVING or m.is_of(who)]
-        found.sort(key=lambda m: (not m.is_of(who), m.process.host != who.process.host, _natural(m.node_id)))
-        return found[0] if found else None
+        found = [m for m in found if m.state is not ProcessState.LIVING]
+        return min(found, key=lambda m: (m.process.host != who.process.host, _natural(m.node_id)), default=None)
 
     def _full(self, who: Register) -> str:
         free = [m.node_id for m in self.places.values() if m.state is not ProcessState.LIVING]
@@ -365,9 +372,6 @@ class Table:
         return next(name for k in range(self.size + len(self.places) + 1) if (name := f"{base}-{k}") not in self.places)
 
     def _welcome(self, place: RankPlace) -> messages.Welcome:
-        if not self._is_new(place):
-            self.outbox.append(Tell(place.incarnation, self._group_message(place)))
-        self._form()
         return messages.Welcome(self.job, place.node_id, self.limits.heartbeat_s)
 
     def _is_whole(self) -> bool:
@@ -470,12 +474,7 @@ class Table:
     def to_json(self) -> dict[str, Any]:
         """All that a scheduler that is started again must know."""
         places = list(self.places.values())
-        found = asdict(_OnDisk(_SCHEMA, self.job, self.size, places, self.group, self._lost_why, self.outcome))
-        found["places"] = [
-            {key: value for key, value in each.items() if key not in _VOLATILE} | {"state": each["state"].value}
-            for each in found["places"]
-        ]
-        return found
+        return asdict(_OnDisk(_SCHEMA, self.job, self.size, places, self.group, self._lost_why, self.outcome))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], *, recovery: bool, limits: Limits, now: float) -> Table:

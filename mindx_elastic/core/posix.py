@@ -15,16 +15,18 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from mindx_elastic.errors import StrPath
 
 __all__ = [
     "ProcessStat",
+    "answered_by",
     "boot_id",
     "has_ended",
     "is_alive",
@@ -256,3 +258,15 @@ def killed_by(pid: int, started: str | None = None) -> int:
 def boot_id() -> str:
     """Names this boot of this machine. Raises OSError where /proc cannot be read."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@contextmanager
+def answered_by(handler: Callable[[int, FrameType | None], object], signals: Collection[int]) -> Iterator[None]:
+    """These signals call `handler` in the block, but not those that are ignored (SIGHUP under nohup). Main thread."""
+    heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import struct
 from pathlib import Path
 
 import pytest
@@ -113,17 +111,6 @@ def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tm
         assert hashes_of(jobs) == uninterrupted(2, tmp_path)
 
 
-@pytest.mark.drill
-def test_a_scheduler_that_is_told_to_end_lets_the_workers_go_on(tmp_path: Path) -> None:
-    with cluster(2) as run:
-        first, jobs = held(run, "--hold-at=5")
-        os.kill(first.process.pid, signal.SIGTERM)
-        first.expect(143)
-        second = run.scheduler()
-        run.go()
-        finish(run, second, jobs)
-
-
 # --- without recovery ---
 
 
@@ -141,32 +128,7 @@ def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
         assert scheduler.matches(reason) and jobs[0].matches(reason)
 
 
-@pytest.mark.drill
-def test_the_end_of_the_scheduler_ends_a_job_without_recovery() -> None:
-    with cluster(2, recovery=False) as run:
-        scheduler, jobs = held(run, "--hold-at=5")
-        os.kill(scheduler.process.pid, signal.SIGTERM)
-        scheduler.expect(143)
-        for job in jobs:
-            job.expect(EXIT_TEMPORARY)
-            assert job.matches("the scheduler was ended by SIGTERM")
-            assert job.matches("step 6 saved in")
-
-
 # --- who is refused ---
-
-
-@pytest.mark.drill
-def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
-    with cluster(2, MINDX_HEARTBEAT_S="3") as run:
-        scheduler, jobs = held(run, "--hold-at=5")
-        second = run.worker(1, fresh=False)
-        second.expect(1)
-        (refused,) = second.matches(r"UsageError: MS_NODE_ID=1 belongs to process (\d+) on .*, which is alive")
-        assert int(refused[1]) == jobs[1].process.pid
-        run.go()
-        finish(run, scheduler, jobs)
-        assert all(len(job.matches("READY")) == 1 for job in jobs)
 
 
 @pytest.mark.drill
@@ -184,50 +146,6 @@ def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
         jobs[1].wait_for("holds this process for dead|rank 1 is gone on rank 0")
         finish(run, scheduler, jobs)
         assert all(len(job.matches("READY")) == 2 for job in jobs)
-
-
-@pytest.mark.drill
-def test_workers_wait_until_the_schedulers_disk_has_room_again(tmp_path: Path) -> None:
-    """Longer than a heartbeat, and they say nothing before they are admitted."""
-    with cluster(2, MINDX_HEARTBEAT_S="3") as run:
-        scheduler, jobs = held(run, "--hold-at=5", fresh=True)
-        table = Path("recovery/scheduler.json")
-        table.rename("before.json")
-        table.mkdir()  # no file can be put in its place
-        jobs[1].process.kill()
-        jobs[1].wait()
-        jobs[0].wait_for("begins anew in place")
-        again = run.worker(1)
-        scheduler.wait_for(f"process {again.process.pid} on .* is there")
-        num_tried = len(scheduler.matches("Nothing that has changed is told"))
-        scheduler.wait_for("Nothing that has changed is told", num_tried + 2)
-        table.rmdir()
-        finish(run, scheduler, [jobs[0], again])
-        assert not scheduler.matches("has sent nothing")
-        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path)
-
-
-def test_every_wrong_variable_is_named_at_once() -> None:
-    with cluster(2, MS_SCHED_PORT="none", MS_WORKER_NUM="") as run:
-        job = run.worker("a b", fresh=False)
-        job.expect(1)
-        (line,) = job.matches("UsageError: the dynamic cluster cannot be formed: ")
-        for name in ("MS_SCHED_PORT='none'", "MS_WORKER_NUM is not set", "MS_NODE_ID='a b'"):
-            assert name in line.string
-
-
-def test_strangers_on_the_port_do_no_harm() -> None:
-    with cluster(2) as run:
-        scheduler = run.scheduler()
-        scheduler.wait_for("the scheduler waits")
-        strangers = []
-        for data in (b"GET / HTTP/1.1\r\n\r\n", struct.pack(">4sI", b"MXE1", 1 << 31), b"\0" * 70_000, b""):
-            sock = socket.create_connection(("127.0.0.1", run.port))
-            sock.sendall(data)
-            strangers.append(sock)
-        finish(run, scheduler, run.workers(fresh=False))
-        for sock in strangers:
-            sock.close()
 
 
 @pytest.mark.drill

@@ -20,9 +20,9 @@ def test_everything_is_read() -> None:
     found = ClusterSettings.from_env({**WORKER, **more})
     assert found is not None
     assert (found.node_id, found.recovery, found.recovery_path, found.device) == ("w-1", True, Path("r"), 3)
-    assert (found.heartbeat_s, found.formation_s) == (30, 60)
+    assert (found.limits.heartbeat_s, found.limits.formation_s) == (30, 60)
     ours = ClusterSettings.from_env({**WORKER, **more, "MINDX_HEARTBEAT_S": "2"})
-    assert ours is not None and ours.heartbeat_s == 2
+    assert ours is not None and ours.limits.heartbeat_s == 2
 
 
 @pytest.mark.parametrize(

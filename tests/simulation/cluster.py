@@ -45,6 +45,7 @@ from mindx_elastic.cluster.connection import SchedulerConnection
 from mindx_elastic.cluster.messages import Group
 from mindx_elastic.cluster.scheduler import Scheduler
 from mindx_elastic.cluster.settings import SCHEDULER, WORKER, ClusterSettings
+from mindx_elastic.cluster.table import Limits
 from mindx_elastic.cluster.worker_end import WorkerEnd
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.stop_cause import StopCause
@@ -230,7 +231,6 @@ class _Worker(Machine):
             host=f"host{job.plan.hosts[place]}",
         )
         self.job, self.place, self.env = job, place, env
-        self.started = self.pid
         self.sys = SimpleNamespace(exit=self._exit, last_value=None)
         self.at_exit: list[Callable[[], None]] = []
         self.noted: StopCause | None = None
@@ -442,8 +442,7 @@ class _Job:
             node_id=node_id,
             recovery=plan.recovery,
             recovery_path=Path("recovery"),
-            heartbeat_s=plan.heartbeat_s,
-            formation_s=_FORMATION_S,
+            limits=Limits(heartbeat_s=plan.heartbeat_s, formation_s=_FORMATION_S),
         )
 
     def meet(self, name: tuple[str, int], group: Group) -> _Meeting:
@@ -644,7 +643,6 @@ def _stand_ins(job: _Job) -> Iterator[None]:
 
     changes: list[tuple[Any, str, object]] = [
         (connection_module, "host_store", job.host_store),
-        (connection_module, "start_ticks", lambda pid: str(here().started)),
         (connection_module, "own_space", lambda: here().host),
         (scheduler_module, "TableFile", lambda folder: _TableFile(job)),
         (worker_end_module, "SameProgram", lambda: SimpleNamespace(begin_again=lambda env: here().begin_again(env))),

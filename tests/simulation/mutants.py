@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "a farewell is answered before the table is written",
         "cluster/scheduler.py",
-        "                self._answers.append((connection, messages.Noted()))",
-        "                self._send(connection, messages.Noted())",
+        "                self.table.leave(name, message, now)",
+        "                self.table.leave(name, message, now) or self._send(connection, messages.Noted())",
         "cluster",
     ),
     Mutant(
@@ -171,13 +171,6 @@ MUTANTS = (
         "cluster/table.py",
         'place.state, place.why, place.code = ProcessState.LIVING, "", 0',
         'place.state, place.why, place.rank = ProcessState.LIVING, "", None',
-        "cluster",
-    ),
-    Mutant(
-        "a process that is held for dead goes on",
-        "cluster/connection.py",
-        "                self.listener.hear_obsolete(why)",
-        "                pass",
         "cluster",
     ),
     Mutant(

@@ -1,5 +1,5 @@
 """The network of a simulated world: TCP connections that are slow, cut, reset, or lost in one direction; and what else
-a process that has sockets needs of its system: selectors, pipes, signals.
+a process that has sockets needs of its system: selectors, signals.
 
 Bytes arrive in order, in pieces, each after a random delay. A process that is frozen still receives: its kernel does.
 What is sent over a cut way arrives when the cut ends. When a process ends, the other end of its connections hears it,
@@ -33,7 +33,6 @@ class Machine(Process):
         super().__init__(network.world, name)
         self.node, self.pid, self.host = node, pid, host
         self.handlers: dict[int, Callable[[int, FrameType | None], object] | int] = {}
-        self.wakeup_fd = -1
         self.on_end.append(lambda: network.drop(self))
 
     def signal(self, number: int) -> None:
@@ -45,17 +44,6 @@ class Machine(Process):
             self._end(-number)
             return
         handler(number, None)
-        pipe = self.world.descriptors.get(self.wakeup_fd)
-        if isinstance(pipe, _Pipe):
-            pipe.buffer += bytes([number])
-
-
-class _Pipe:
-    def __init__(self) -> None:
-        self.buffer = bytearray()
-
-    def is_readable(self) -> bool:
-        return bool(self.buffer)
 
 
 class _Stream:
@@ -216,30 +204,21 @@ class _Stream:
 class _Listener:
     """A socket that waits for connections."""
 
-    def __init__(self, network: Network) -> None:
-        self._network, self._world = network, network.world
+    def __init__(self, network: Network, address: tuple[str, int]) -> None:
+        self._network, self._world, self._address = network, network.world, address
+        if address in network.listeners:
+            raise OSError(98, "Address already in use")
+        network.listeners[address] = self
         self._fd = self._world.number()
         self._world.descriptors[self._fd] = self
         self.process = network.process()
         self.backlog: deque[_Stream] = deque()
-        self._address = ("", 0)
 
     def fileno(self) -> int:
         return self._fd
 
-    def setsockopt(self, level: int, option: int, value: int) -> None:
-        pass
-
     def setblocking(self, flag: bool) -> None:
         assert not flag
-
-    def bind(self, address: tuple[str, int]) -> None:
-        if address in self._network.listeners:
-            raise OSError(98, "Address already in use")
-        self._address = address
-
-    def listen(self, backlog: int) -> None:
-        self._network.listeners[self._address] = self
 
     def accept(self) -> tuple[_Stream, tuple[str, int]]:
         if not self.backlog:
@@ -282,15 +261,11 @@ class Network:
         return {
             "socket": {
                 "create_connection": self.connect,
-                "socket": lambda *_: _Listener(self),
+                "create_server": lambda address, **_: _Listener(self, address),
                 "getaddrinfo": lambda *address, **_: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address)],
                 "gethostname": lambda: self.process().host,
             },
             "os": {
-                "pipe2": self._open_pipe,
-                "write": self._write,
-                "read": self._read,
-                "close": lambda fd: self.world.descriptors.pop(fd, None),
                 "getpid": lambda: self.process().pid,
                 "register_at_fork": lambda **_: None,
             },
@@ -298,7 +273,6 @@ class Network:
             "signal": {
                 "signal": self._handle,
                 "getsignal": lambda number: self.process().handlers.get(number, signal.SIG_DFL),
-                "set_wakeup_fd": self._set_wakeup,
             },
             "secrets": {"token_hex": lambda count: f"{self.world.random.getrandbits(8 * count):0{2 * count}x}"},
         }
@@ -371,39 +345,12 @@ class Network:
             if stream.process is process:
                 stream.close()
 
-    # --- pipes and signals ---
-
-    def _open_pipe(self, flags: int) -> tuple[int, int]:
-        pipe, fds = _Pipe(), (self.world.number(), self.world.number())
-        for fd in fds:
-            self.world.descriptors[fd] = pipe
-        return fds
-
-    def _write(self, fd: int, data: bytes) -> int:
-        pipe = self.world.descriptors[fd]
-        assert isinstance(pipe, _Pipe)
-        pipe.buffer += data
-        self.world.give_way()
-        return len(data)
-
-    def _read(self, fd: int, size: int) -> bytes:
-        pipe = self.world.descriptors[fd]
-        assert isinstance(pipe, _Pipe)
-        if not pipe.buffer:
-            raise BlockingIOError
-        data = bytes(pipe.buffer[:size])
-        del pipe.buffer[:size]
-        return data
+    # --- signals ---
 
     def _handle(self, number: int, handler: Any) -> Any:
         handlers = self.process().handlers
         before = handlers.get(number, signal.SIG_DFL)
         handlers[number] = handler
-        return before
-
-    def _set_wakeup(self, fd: int, **_: bool) -> int:
-        process = self.process()
-        before, process.wakeup_fd = process.wakeup_fd, fd
         return before
 
 

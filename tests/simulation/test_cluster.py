@@ -68,6 +68,11 @@ def test_a_scheduler_that_stands_still_in_the_midst_of_its_work_holds_nobody_for
         assert not outcome.wrong and outcome.job.struck and len(outcome.job.meetings) == 1
 
 
+def test_a_worker_that_is_held_for_dead_right_after_its_group_begins_anew() -> None:
+    outcome = play(plan(Fault("freeze", 1, 0.0, 9.0, on=("group", 2))), tells=True)
+    assert not outcome.wrong and any("this process begins anew in place (pid" in text for _, text in outcome.story)
+
+
 @pytest.mark.parametrize("size", [64, pytest.param(1024, marks=pytest.mark.drill)])
 def test_a_large_cluster_forms_its_group_again_after_a_death(size: int) -> None:
     outcome = play(plan(Fault("kill", 5, 0.3, 0.5, on=("train", size)), size=size))
