@@ -174,8 +174,8 @@ class Table:
         return place if place is not None and place.state is ProcessState.LIVING else None
 
     def missing(self) -> list[str]:
-        """The places without a living process, for a message."""
-        named = [m for m in self.places.values() if m.state is not ProcessState.LIVING]
+        """The places without a process for the next group, for a message."""
+        named = [m for m in self.places.values() if m.state is not ProcessState.LIVING or not self._is_new(m)]
         unknown = self.size - len(self.places)
         return [str(m) for m in named] + ([f"{unknown} that never registered"] if unknown > 0 else [])
 
@@ -284,11 +284,11 @@ class Table:
                 self.die(place.incarnation, "its connection has ended", now)
         since = self._waiting_since
         if since is not None and now >= since + self.limits.formation_s and self.outcome is None:
-            first = self.generation < 0
+            first, num_there = self.generation < 0, sum(map(self._is_new, self.living()))
             what = "have registered" if first else "are there again"
             why = "" if first else f"; {self._lost_why}"
             self._fail(
-                f"only {len(self.living())} of {self.size} workers {what} within {self.limits.formation_s:g} s "
+                f"only {num_there} of {self.size} workers {what} within {self.limits.formation_s:g} s "
                 f"(MS_TOPO_TIMEOUT){why}; missing: {listed(self.missing(), _SHOWN)}"
             )
 
