@@ -131,9 +131,6 @@ def test_two_guards_need_not_be_left_in_turn() -> None:
         job.gate.unwatch()
 
 
-# --- what a graph was captured with outlives a resume ---
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_load_fills_the_tensors_that_were_there(kind: Any) -> None:
     def make() -> torch.optim.Optimizer:

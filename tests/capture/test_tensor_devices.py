@@ -72,17 +72,6 @@ class Averages:
         self.shadow, self.count = state["shadow"], state["count"]
 
 
-def test_an_object_is_given_tensors_on_its_devices() -> None:
-    model = nn.Linear(2, 2)
-    with mock.patch.object(collector_module, "are_in_use", return_value=True):
-        state = Collector({"model": model, "ema": Averages("meta")}).state()
-    assert state["tensor_devices"] == {"ema": ["meta", "cpu"]}
-    state["ema"] = {"shadow": [CPU], "count": torch.zeros(())}  # as it is read from a file
-    resumed = Averages("cpu")
-    Collector({"model": nn.Linear(2, 2), "ema": resumed}).load(state)
-    assert (resumed.shadow[0].device.type, resumed.count.device.type) == ("meta", "cpu")
-
-
 class Scaled(nn.Linear):
     """Keeps a tensor that is not a buffer."""
 
@@ -97,15 +86,18 @@ class Scaled(nn.Linear):
         self.amax = state["amax"]
 
 
-def test_so_is_a_modules_extra_state() -> None:
+def test_an_object_and_a_modules_extra_state_are_given_tensors_on_their_devices() -> None:
+    targets = {"model": nn.Sequential(Scaled("cpu"), Scaled("meta")), "ema": Averages("meta")}
     with mock.patch.object(collector_module, "are_in_use", return_value=True):
-        state = Collector({"model": nn.Sequential(Scaled("cpu"), Scaled("meta"))}).state()
-    assert state["tensor_devices"] == {"model": {"1._extra_state": "meta"}}
+        state = Collector(targets).state()
+    assert state["tensor_devices"] == {"model": {"1._extra_state": "meta"}, "ema": ["meta", "cpu"]}
+    state["ema"] = {"shadow": [CPU], "count": torch.zeros(())}  # as it is read from a file
     for number in range(2):
         state["model"][f"{number}._extra_state"] = {"amax": torch.ones(3)}
-    resumed = nn.Sequential(Scaled("cpu"), Scaled("cpu"))
-    Collector({"model": resumed}).load(state)
-    assert [kinds(each.amax) for each in resumed if isinstance(each, Scaled)] == ["cpu", "meta"]
+    model, ema = nn.Sequential(Scaled("cpu"), Scaled("cpu")), Averages("cpu")
+    Collector({"model": model, "ema": ema}).load(state)
+    assert (ema.shadow[0].device.type, ema.count.device.type) == ("meta", "cpu")
+    assert [kinds(each.amax) for each in model if isinstance(each, Scaled)] == ["cpu", "meta"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.xpu.is_available(), reason="there is a device")

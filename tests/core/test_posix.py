@@ -128,8 +128,6 @@ def test_the_members_of_a_session() -> None:
     process.communicate()
 
 
-# --- a death that shows in a thread ---
-
 _WITH_THREADS = """
 import os, sys, threading
 go_on = threading.Event()

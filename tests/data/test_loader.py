@@ -34,9 +34,6 @@ def indices(batches: list[torch.Tensor]) -> list[int]:
 EPOCH = list(loader())
 
 
-# Resuming
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     size=st.integers(1, 60),
@@ -96,16 +93,10 @@ def test_an_older_iterator_cannot_take_from_persistent_workers() -> None:
     source.shutdown()
 
 
-# Epochs
-
-
 def _at_epoch(epoch: int, **options: Any) -> ResumableLoader:
     source = loader(**options)
     source.set_epoch(epoch)
     return source
-
-
-# Ranks
 
 
 def test_padding_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,9 +106,6 @@ def test_padding_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "the last step of each epoch repeats 1 of them" in message
 
 
-# Random streams
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_global_streams_are_not_touched(workers: int) -> None:
     kept = capture_streams()
@@ -125,9 +113,6 @@ def test_the_global_streams_are_not_touched(workers: int) -> None:
     restore_streams(kept)
     list(loader(num_workers=workers))
     assert draw() == expected
-
-
-# The hook
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -145,9 +130,6 @@ def test_the_hook_comes_before_the_first_fetch(workers: int) -> None:
     assert calls == [0, 0, 3]
     source.load_state_dict(source.state_dict())
     assert list(source) == [] and calls == [0, 0, 3, 8], "also where no batch is left"
-
-
-# As a DataLoader
 
 
 def test_it_looks_like_a_dataloader() -> None:
@@ -196,9 +178,6 @@ def test_workers_that_cannot_start_leave_the_position() -> None:
         iter(source)
     assert source.state_dict() == before
     assert source.epoch == 1
-
-
-# Bad input
 
 
 @pytest.mark.parametrize(

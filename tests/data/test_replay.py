@@ -244,16 +244,13 @@ def test_set_epoch_reaches_the_sampler_and_the_users_own_choice_comes_back() -> 
     assert resumed.sampler.epoch == 2
 
 
-def test_it_passes_on_what_it_does_not_have() -> None:
+def test_it_passes_on_what_it_does_not_have_and_refuses_what_cannot_be_begun_again() -> None:
     wrapped = plain("python")
     source = ReplayLoader(wrapped)
     assert isinstance(source, PositionedLoader)
     assert (source.dataset, source.batch_size, len(source)) == (wrapped.dataset, 4, 8)
     with pytest.raises(AttributeError):
         _ = source.no_such_thing
-
-
-def test_what_cannot_be_begun_again_is_refused() -> None:
     sources: list[Any] = [iter([1]), 7]
     for source in sources:
         with pytest.raises(UsageError):
