@@ -374,7 +374,7 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     lines.append(("exact", details["proof"]))
     lines += [("", note) for note in details["unmanaged"][1:]]
-    lines += [("not kept", f"{details['not_kept']} (go on from step to step)")] if details["not_kept"] else []
+    lines += [("not kept", f"{details['not_kept']} (change in the training)")] if details["not_kept"] else []
     lines += [("coordinates", str(details["coordinates"]))] if details["coordinates"] else []
     lines += [("append_info", str(details["append_info"]))] if details["append_info"] else []
     lines.append(("state", f"{_count(details['num_tensors'], 'tensor')}, {human_size(details['tensor_bytes'])}"))

@@ -6,6 +6,7 @@ exception it says whether the updates since are a boundary too.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -99,9 +100,10 @@ class Boundaries:
         self._num_without_update = 0  # steps in front of the first boundary
         self._weights: TensorsLook | None = None  # as the last but one of those that are waited for has left them
         self._num_functions = [(name, t, count) for name, t in targets.items() if (count := _num_functions_of(t))]
-        self.look_for_not_kept: Callable[[], Sequence[str] | None] | None = None
-        """Called at the first boundaries; at the last of them it gives the names of what goes on from step to step and
-        is not kept."""
+        self.look_for_not_kept: Callable[[], Sequence[str]] = lambda: ()
+        """Called at boundary `not_kept_at`, which it moves on; gives the names that are new of what changes in the
+        training and is not kept."""
+        self.not_kept_at = math.inf
         self._hear_not_kept = hear_not_kept
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -152,8 +154,12 @@ class Boundaries:
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
         self._window.at_boundary(position.step, self.hidden.sample)
-        if self.look_for_not_kept is not None and (names := self.look_for_not_kept()) is not None:
-            self.look_for_not_kept = None
+        if number >= self.not_kept_at:
+            self.tell_not_kept()
+
+    def tell_not_kept(self) -> None:
+        """Look for what changes in the training and is not kept."""
+        if names := self.look_for_not_kept():
             self._hear_not_kept(names)
 
     def _pack_for_trial(self, *, refuses: bool) -> None:

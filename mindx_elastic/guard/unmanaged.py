@@ -17,12 +17,14 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import UnmanagedStateError, UsageError
 
-__all__ = ["MODES", "Unmanaged"]
+__all__ = ["MODES", "NOW_AND_THEN", "Unmanaged"]
 
 MODES = ("error", "warn")
 _MOST_NOTES = 32
 _MOST_CHARACTERS = 400
 _MOST_NAMES = 12
+NOW_AND_THEN = "now and then: "
+"""In `Unmanaged.not_kept`, in front of what does not change in each step."""
 
 
 class Unmanaged:
@@ -35,7 +37,7 @@ class Unmanaged:
         self.notes: tuple[str, ...] = ()
         """What is known, oldest first; only ever replaced."""
         self.not_kept = ""
-        """Names of variables that go on from step to step and are not kept: a fact, nothing against an exact resume."""
+        """Names of variables that change in the training and are not kept: a fact, nothing against an exact resume."""
         self.certificate: tuple[str, ...] = ()
         """What comparisons of the run's resumes have shown, see `core.certificate`; only ever replaced."""
         self._told: set[str] = set()
@@ -72,16 +74,16 @@ class Unmanaged:
             self._told.add(what)
             logger.warning("%s. %s", what, remedy)
 
-    def note_not_kept(self, names: Sequence[str]) -> None:
-        """Variables of the program that go on from step to step."""
-        self.not_kept = printable(listed(names, _MOST_NAMES))[:_MOST_CHARACTERS]
+    def note_not_kept(self, in_steps: Sequence[str], later: Sequence[str]) -> None:
+        """Variables of the program that go on from step to step, and those that change now and then."""
+        parts = [listed(in_steps, _MOST_NAMES), NOW_AND_THEN * bool(later) + listed(later, _MOST_NAMES)]
+        self.not_kept = printable("; ".join(filter(None, parts)))[:_MOST_CHARACTERS]
 
-    def say_not_kept(self) -> None:
+    def say_not_kept(self, names: Sequence[str], how: str) -> None:
         """They are noted, in the first process of a run."""
-        if self.not_kept:
-            logger.info(
-                "go on from step to step and are not kept: %s. The next resume shows whether they matter", self.not_kept
-            )
+        if names:
+            told = "%s and are not kept: %s. The next resume shows whether they matter"
+            logger.info(told, how, printable(listed(names, _MOST_NAMES))[:_MOST_CHARACTERS])
 
     def warn_of_counts(self, counts: Sequence[str]) -> None:
         """In a resumed process whose first step is compared with none."""

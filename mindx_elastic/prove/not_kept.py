@@ -2,9 +2,10 @@
 
 Variables of the running functions count when the compiler's own dataflow says that the next iteration may read them
 (`carried`). Containers, tensors and attributes of the program's objects, and attributes of named modules, count when
-they differ between the process's first and fifth boundary. Left out is what each iteration binds again, and what the
-guard keeps; what the states of other named objects leave out is shown by a comparison only. Whether any of it matters
-is shown by the next resume, which compares its first step (`overlap`).
+they differ between the process's first and fifth boundary. Those that change later, as the best loss of an early stop
+does at an epoch's end, are found by later looks. Left out is what each iteration binds again, and what the guard keeps;
+what the states of other named objects leave out is shown by a comparison only. Whether any of it matters is shown by
+the next resume, which compares its first step (`overlap`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from mindx_elastic.prove.loop_variables import carried, loops_around
 from mindx_elastic.prove.variables import KEPT, attributes_of_kept, is_clock, own_variables
 from mindx_elastic.prove.witness import kept_of
 
-__all__ = ["NotKept"]
+__all__ = ["FIRST_LOOK", "SECOND_LOOK", "NotKept"]
 
-_FIRST, _SECOND = 1, 5
-"""The boundaries that are compared: what is only made in the first step has changed before."""
-_COUNTED = {(str(began), str(began + _SECOND - _FIRST)) for began in (0, 1)}
+FIRST_LOOK, SECOND_LOOK = 1, 5
+"""The boundaries that are compared first: what is only made in the first step has changed before."""
+_COUNTED = {(str(began), str(began + SECOND_LOOK - FIRST_LOOK)) for began in (0, 1)}
 """The values at the two boundaries of what counts the process's steps."""
 _MOST_OF_ONE = 3
 """An object with more attributes is named as a whole."""
@@ -50,30 +51,35 @@ class NotKept:
         modules = [(n, c) for n, c in collector.components.items() if isinstance(c, ModuleComponent)]
         self._partly = {name: targets[name] for name, component in modules if not component.keeps_attributes}
         """Modules whose own attributes are in no state."""
-        self._number = 0
+        self.in_steps: Sequence[str] = ()
+        """Names of what goes on from step to step, once the second look has found them."""
+        self.later: Sequence[str] = ()
+        """Names of what has changed since in some steps or between them."""
         self.counts: Sequence[str] = ()
-        """Names of those that `at_boundary` has found which have counted the steps of this process alone."""
+        """Those `in_steps` that have counted the steps of this process alone."""
         self._before: dict[str, str] = {}
 
-    def at_boundary(self, is_ahead: Callable[[], bool]) -> Sequence[str] | None:
-        """A boundary has been passed. Returns the names at the fifth one, where the look ends. `is_ahead`: whether the
-        program has fetched batches of named loaders for later steps; they are fetched again by a resumed run."""
-        self._number += 1
-        if self._number not in (_FIRST, _SECOND):
-            return None
+    def look(self, number: int, is_ahead: Callable[[], bool]) -> Sequence[str]:
+        """The process's boundary `number` has been passed: 1, then 5, then any. Returns the names that are new.
+        `is_ahead`: whether the program has fetched batches of named loaders for later steps; they are fetched again by
+        a resumed run."""
         try:
             frames = list(program_frames(sys._getframe(1)))
             while len(frames) > 1 and not loops_around(frames[0]):  # called by an iteration: its variables end with it
                 frames.pop(0)
-            if self._number == _FIRST:
+            if number == FIRST_LOOK:
                 self._before = self._look(frames)
-                return None
-            ahead = is_ahead()
-            after = self._look(frames)
-            names = list(dict.fromkeys([*self._carried(frames, ahead), *self._changed(frames, after, ahead)]))
+                return ()
+            ahead, after = is_ahead(), self._look(frames)
+            changed = self._changed(frames, after, ahead)
+            if number != SECOND_LOOK:
+                new = [name for name in changed if name not in {*self.in_steps, *self.later}]
+                self.later = [*self.later, *new]
+                return new
+            self.in_steps = list(dict.fromkeys([*self._carried(frames, ahead), *changed]))
             counted = {short_of(key) for key, value in after.items() if (self._before.get(key), value) in _COUNTED}
-            self.counts = [name for name in names if name in counted]
-            return names
+            self.counts = [name for name in self.in_steps if name in counted]
+            return self.in_steps
         except Exception as error:  # no look ends a program
             logger.debug("the look for what is not kept has failed: %s: %s", type(error).__name__, error)
             return ()

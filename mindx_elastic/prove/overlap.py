@@ -33,6 +33,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard.checks.program_variables import program_frames
+from mindx_elastic.guard.unmanaged import NOW_AND_THEN
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
@@ -154,8 +155,8 @@ class Comparison(_Notes):
             raise ValueError("it has no whole step")
         self._last = self._steps[-1].number
         self._on_difference, self._digests = on_difference, _digests(path, text, seen)
-        names = seen.was_not_kept.split(", ")
-        self._went_on = {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in names if name}
+        in_steps, _, later = f"; {seen.was_not_kept}".partition(f"; {NOW_AND_THEN}")
+        self._went_on, self._changed_later = _names_in(in_steps[2:]), _names_in(later)
         """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
         self._carried: set[str] = set()
         """What an iteration of a loop around the boundary hands on to the next one."""
@@ -201,7 +202,8 @@ class Comparison(_Notes):
     def _not_got_back(self) -> tuple[list[str], list[str], int]:
         """As the step began, or ended where it had no forward: those that were not got back and that later steps read
         as far as one can see (what has changed in the step and is not a loop's count, or went on in the first steps of
-        the stopped process, containers, attributes of kept objects), others, and how many are equal."""
+        the stopped process, or has changed later in it and was not set by this one, containers, attributes of kept
+        objects), others, and how many are equal."""
         before, first = self._steps[:2]  # at the stop's boundary, and the step that was played on
         changed = {key for key, value in before.end.items() if first.end.get(key) != value}
         found, num_equal = compare_variables(*pair_of(first, self.life.steps[0]))
@@ -212,6 +214,8 @@ class Comparison(_Notes):
             goes_on = f"variable|{each.name}" in changed and self._counts.isdisjoint(names)
             goes_on = goes_on or not (self._went_on | self._carried).isdisjoint(names)
             goes_on = goes_on and not each.is_same_count(self._last - self._from)
+            is_as_begun = self.life.entered.get(f"variable|{each.name}") == each.second
+            goes_on = goes_on or (is_as_begun and not self._changed_later.isdisjoint(names))
             is_read = goes_on or each.is_length or each.name.endswith(f"({KEPT})")
             (lost if is_read else others)[str(each)] = None
         return list(lost), list(others), num_equal
@@ -254,6 +258,10 @@ class Comparison(_Notes):
                 f'step {step} is not the one of the stopped process, and on_difference="stop" ends the job: {what}. '
                 f'{self._seen.resumed_path} stays; mend the cause and start again, or give on_difference="warn"'
             )
+
+
+def _names_in(listed_names: str) -> set[str]:
+    return {re.sub(r" \(\d+ attributes\)$", ".*", name) for name in listed_names.split(", ") if name}
 
 
 def _software() -> dict[str, str]:

@@ -36,7 +36,7 @@ from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.prove.kept_steps import KeptSteps, open_kept_steps
-from mindx_elastic.prove.not_kept import NotKept
+from mindx_elastic.prove.not_kept import FIRST_LOOK, SECOND_LOOK, NotKept
 from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.overlap import Comparison, Played, open_comparison
 from mindx_elastic.prove.proof_witness import ProofWitness
@@ -49,6 +49,8 @@ _RESERVE_S = 5.0
 _AGREEMENT_S = 2.0
 _COMES_OUT_S = 1.5
 """How long an interrupted training thread may take to come out of what it waits in."""
+_MOST_EPOCHS = 3
+"""Before which there is a look for what has changed and is not kept."""
 _HEARD_S = 60.0
 """How long a boundary waits until the stop that an observer has sent is heard."""
 _ALARMS = ("signal", "flag", "fault", "request", REHEARSAL)
@@ -99,11 +101,12 @@ class Overlap:
             is_redone = self._kept_steps is not None and self._kept_steps.are_redone
             if self._observer is None and not is_redone and opening.start.resumed is not None:
                 self._not_compared = opening.start.resumed.checkpoint.info
+        self._epochs_looked_at = 0
         if proof is None and not loops.is_layered:  # a layer's loop is not the program's
             self._not_kept = NotKept(opening.targets, opening.collector)
             self._is_first = opening.start.step is None
             self._says = stopper.ranks.rank == 0 and (self._is_first or (trains and self._observer is None))
-            boundaries.look_for_not_kept = self._look_for_not_kept
+            boundaries.look_for_not_kept, boundaries.not_kept_at = self._look_for_not_kept, FIRST_LOOK
         self._rehearsal = Rehearsal(opening, stopper, trains=proof is None and trains)
         self._look_again()
         loops.at_head_end = self._forget_head
@@ -111,22 +114,29 @@ class Overlap:
     def _forget_head(self) -> None:
         """An epoch's first batch is asked for. What a resumed process has called before is done by the head of its
         epoch; the stopped one did not pass that in this step."""
-        if self._observer is not None and not self._boundaries.has_passed:
+        boundaries = self._boundaries
+        if self._observer is not None and not boundaries.has_passed:
             self._observer.begin_step()
+        if boundaries.number >= SECOND_LOOK and self._epochs_looked_at < _MOST_EPOCHS:
+            self._epochs_looked_at += 1
+            boundaries.tell_not_kept()
 
     def _look_again(self) -> None:
         is_idle = self._observer is None and self._kept_steps is None and self._not_compared is None
         self.looks = not (is_idle and self._rehearsal.is_over)
 
-    def _look_for_not_kept(self) -> Sequence[str] | None:
-        """See `Boundaries.look_for_not_kept`."""
-        names = self._not_kept.at_boundary(self._loaders.are_ahead)
-        if names is not None:
-            self._unmanaged.note_not_kept(names)
-            if self._says and self._is_first:
-                self._unmanaged.say_not_kept()
-            elif self._says:
-                self._unmanaged.warn_of_counts(self._not_kept.counts)
+    def _look_for_not_kept(self) -> Sequence[str]:
+        """See `Boundaries.look_for_not_kept`. After the first two looks there is one before each of the next epochs,
+        and whenever the number of steps has doubled."""
+        number, found, unmanaged = self._boundaries.number, self._not_kept, self._unmanaged
+        self._boundaries.not_kept_at = SECOND_LOOK if number < SECOND_LOOK else 2 * number
+        names = found.look(number, self._loaders.are_ahead)
+        if names:
+            unmanaged.note_not_kept(found.in_steps, found.later)
+        if self._says and self._is_first:
+            unmanaged.say_not_kept(names, "go on from step to step" if number == SECOND_LOOK else "have changed")
+        elif self._says and number == SECOND_LOOK:
+            unmanaged.warn_of_counts(found.counts)
         return names
 
     def _tell_not_compared(self, info: CheckpointInfo) -> None:

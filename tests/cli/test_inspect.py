@@ -96,7 +96,7 @@ def test_one_file_in_detail(run: Run, tmp_path: Path) -> None:
         "epoch 2 (batch 7 of 10)",
         "reason periodic: flag file",
         "digests not checked (--verify does)",
-        "not kept best, self.count (go on from step to step)",
+        "not kept best, self.count (change in the training)",
         "append_info [{'epoch_num': 3}]",
         "model 2 tensors, 3.9 KiB, F32 BF16",
         "empty no tensor",

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mindx_elastic as mx
+from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.checks import program_variables
 from mindx_elastic.persist.format import read_header
+from tests.guarded import stop_and_wait
 
 calls = 0
 
@@ -171,3 +174,41 @@ def test_a_resumed_run_says_it_in_its_files_only(tmp_path: Path, caplog: pytest.
     assert facts(caplog) == []
     newest = max(tmp_path.glob("*_final.safetensors"), key=lambda path: read_header(path).info.step)
     assert read_header(newest).info.step == 12 and "number" in read_header(newest).info.not_kept
+
+
+class Stopper:
+    def __init__(self) -> None:
+        self.best, self.rates = 1e9, 0.0
+
+
+def test_what_changes_between_epochs_is_told_before_the_next_one_and_at_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An early stop's best loss; and what each epoch makes again is no loss."""
+    caplog.set_level(logging.INFO, "mindx_elastic")
+
+    def stopped_before(stop: int) -> Loop:
+        stopper = Stopper()
+
+        def stopping(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+            for epoch in guard.epochs(4):
+                stopper.rates = float(model.layer.weight.detach().sum())  # type: ignore[union-attr, operator]
+                for batch in loader:
+                    if guard.step + 1 == stop:
+                        stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
+                    loss = train(guard, model, optimizer, batch)
+                stopper.best = min(stopper.best, loss.item() + epoch)
+
+        return stopping
+
+    with pytest.raises(GracefulExit):
+        run(tmp_path, stopped_before(14), num_samples=20)
+    lines = [record.getMessage() for record in caplog.records]
+    told = "have changed and are not kept: stopper.best, stopper.rates. The next resume shows whether they matter"
+    assert told in lines
+    caplog.clear()
+    run(tmp_path, stopped_before(0), num_samples=20)
+    (line,) = [record for record in caplog.records if "not got back" in record.getMessage()]
+    lost, _, others = line.getMessage().partition("; not as they were either: ")
+    assert line.levelno == logging.WARNING and "stopper.best" in lost and "stopper.rates" not in lost, line
+    assert "stopper.rates" in others
