@@ -150,41 +150,35 @@ def _lives(path: Path) -> bool:
 class Training:
     """One rank's objects, and the parts of its step."""
 
+    device = "cpu"
+    faults: Faults
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.count, self.number = args, 0, 0
-        dist.init_process_group("gloo")
-        self.world_size = dist.get_world_size()
-        self.rank = -1 if args.late_rank else dist.get_rank()
-        self.set_up()
+        self.meet()
         torch.manual_seed(0)
-        layers: list[nn.Module] = []
-        for _ in range(4):  # enough for several buckets
-            layers += [nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU()]
-        self.network: Any = nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(24, 5))
-        if args.megabytes:
-            self.network.register_parameter("bulk", nn.Parameter(torch.zeros(args.megabytes << 18)))
+        self.network = self.make_network()
         self.criterion: Any = nn.functional.cross_entropy
         self.ddp = self.wrap(self.network)
         self.network[0].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))
-        self.optimizer: Any = torch.optim.AdamW(self.network.parameters(), lr=1e-2)
-        if args.shard == "zero":
-            self.optimizer = ZeroRedundancyOptimizer(self.network.parameters(), torch.optim.AdamW, lr=1e-2)
+        self.optimizer = self.make_optimizer()
         self.compiled_step: Any = None
         if args.compile == "loss":
             self.criterion = torch.compile(self.criterion, backend="aot_eager")
         if args.compile == "step":
             self.compiled_step = torch.compile(self.optimizer.step, backend="aot_eager")
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
-        self.scaler = torch.amp.GradScaler("cpu", enabled=args.amp, init_scale=1024.0, growth_interval=5)
+        self.scaler = torch.amp.GradScaler(self.device, enabled=args.amp, init_scale=1024.0, growth_interval=5)
         self.loader = mx.data.ResumableLoader(
             Pictures(args.size),
             batch_size=4,
             shuffle=True,
             seed=3,
             num_workers=args.num_workers,
+            pin_memory=self.device == "cuda",
             worker_init_fn=self.start_worker if args.num_workers else None,
         )
-        self.rank = dist.get_rank()
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.faults = Faults(args.fault, self.rank, args.directory)
         self.in_recovery = InRecovery(args.meanwhile, self.rank, args.directory)
         self.in_recovery.at("start")
@@ -205,15 +199,31 @@ class Training:
         )
         self.faults.watch_saves()
 
-    def set_up(self) -> None:
-        """What the program does with the others before it has a model."""
-        self.group = None
+    def meet(self) -> None:
+        """The other ranks, before there is a model."""
+        dist.init_process_group("gloo")
+        self.world_size, self.group = dist.get_world_size(), None
+        self.rank = -1 if self.args.late_rank else dist.get_rank()
         if self.args.setup == "gather":
             dist.all_gather([torch.zeros(1) for _ in range(self.world_size)], torch.ones(1))
         elif self.args.setup == "barrier":
             dist.barrier()
         elif self.args.setup == "group":
             self.group = dist.new_group(list(range(self.world_size)))
+
+    def make_network(self, *more: nn.Module) -> Any:
+        layers: list[nn.Module] = []
+        for _ in range(4):  # enough for several buckets
+            layers += [nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU()]
+        network = nn.Sequential(*layers, *more, nn.Dropout(0.2), nn.Linear(24, 5))
+        if self.args.megabytes:
+            network.register_parameter("bulk", nn.Parameter(torch.zeros(self.args.megabytes << 18)))
+        return network
+
+    def make_optimizer(self) -> Any:
+        if self.args.shard == "zero":
+            return ZeroRedundancyOptimizer(self.network.parameters(), torch.optim.AdamW, lr=1e-2)
+        return torch.optim.AdamW(self.network.parameters(), lr=1e-2)
 
     def wrap(self, network: Any) -> Any:
         args = self.args

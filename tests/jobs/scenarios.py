@@ -633,13 +633,6 @@ class OwnOrder(Training):
         sampler = Drawn(self.rank, len(self.data), len(self.data) // self.world_size)
         return DataLoader(self.data, batch_size, sampler=sampler)
 
-    def train(self) -> None:
-        """Without code after the epoch, which might read what the last step has set."""
-        say(f"READY {self.rank} {os.getpid()} {self.guard.resumed_from_step}")
-        for _ in self.guard.epochs(self.epochs):
-            for batch in self.loader:
-                self.end_step(batch, self.begin_step(batch))
-
     def passed(self, step: int, batch: Any) -> None:
         say(f"ORDER {self.rank} {step} {batch[0][:, 0].tolist()}")
 

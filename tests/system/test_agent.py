@@ -73,7 +73,6 @@ def test_a_script_sees_what_it_sees_under_torchrun() -> None:
     assert events(RUN, "agent_end")[0]["exit_code"] == 0
 
 
-@drill
 def test_redirects_and_tee_write_logs_per_rank() -> None:
     with agent("show", ranks=2, options=["--log-dir", "logs", "--redirects", "3", "--tee", "0:1"]) as job:
         job.expect(0)
@@ -199,7 +198,6 @@ def test_what_a_killed_trainer_leaves_is_ended_too() -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or is_zombie(pid), "end of the orphan")
 
 
-@drill
 def test_who_does_not_stop_is_killed_at_the_end_of_the_grace_period() -> None:
     with agent("ignore", options=["--grace", "0.5"]) as job:
         job.wait_for("WAITING")
@@ -260,7 +258,6 @@ def test_a_new_node_is_let_in() -> None:
     assert [event["outcome"] for event in events(Path("a"), "attempt")] == ["restarted for a new node", "finished"]
 
 
-@drill
 def test_a_signal_ends_an_agent_that_waits_for_other_nodes() -> None:
     options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
     with agent("wait", options=options) as job:
@@ -274,7 +271,6 @@ def test_a_signal_ends_an_agent_that_waits_for_other_nodes() -> None:
 # --- the platform ---
 
 
-@drill
 def test_fault_flushing_holds_the_start_back(tmp_path: Path) -> None:
     state = tmp_path / "reset" / "reset.json"
     state.parent.mkdir()

@@ -116,4 +116,4 @@ def test_with_warnings_one_ranks_note_is_in_its_files_and_in_the_plan(tmp_path: 
 def test_equal_steps_of_the_ranks_are_free(tmp_path: Path, scenario: str) -> None:
     job = run_job("scenarios.py", tmp_path / "ckpt", scenario, ranks=2)
     assert len(job.matches("DONE")) == 2 and not job.matches("WARNING"), job.report()
-    assert len(job.matches("no boundary in common to stop at")) == 2 * (scenario == "in_join")
+    assert bool(job.matches("no boundary in common to stop at")) == (scenario == "in_join")

@@ -39,7 +39,6 @@ def test_the_agent_starts_all_ranks_again_and_counts_no_restart(
     assert (first["outcome"], first["steps_lost"], second["outcome"]) == ("restarted for its rehearsal", 0, "finished")
 
 
-@pytest.mark.drill
 def test_what_the_new_process_begins_with_and_what_it_did_not_get_back(tmp_path: Path) -> None:
     job = run_job("rehearsed.py", tmp_path, "exact", fresh=True)
     first, second = (match[0] for match in job.matches(r"^BEGINS .*"))

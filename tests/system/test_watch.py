@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.fork_server import clean_environment
-from tests.harness import Job, start_agent
+from tests.harness import start_agent, start_command
 from tests.watchdog import Watchdog
 
 pytestmark = pytest.mark.slow
@@ -93,13 +93,12 @@ main()
 
 
 @contextmanager
-def watched_job(tmp_path: Path) -> Iterator[tuple[Job, Path]]:
-    """A job that trains, and its RUN_DIR."""
-    run_dir = tmp_path / "run"
-    args = (tmp_path / "ckpt", "--steps", "100000", "--step-s", "0.02", "--save-at", "3")
-    with start_agent("agent_guarded.py", *args, run_dir=run_dir, options=["--snapshot-every", "2"]) as job:
-        job.wait_for(r"READY 0")
-        yield job, run_dir
+def terminal(*words: str) -> Iterator[Terminal]:
+    made = Terminal(*words)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def leave(terminal: Terminal, *, by_key: bool) -> None:
@@ -115,36 +114,18 @@ def leave(terminal: Terminal, *, by_key: bool) -> None:
 
 
 @pytest.mark.drill
-def test_a_job_is_watched_in_a_terminal_and_into_a_pipe(tmp_path: Path) -> None:
-    with watched_job(tmp_path) as (job, run_dir):
-        command = [sys.executable, "-m", "mindx_elastic", "top", str(run_dir), "--interval", "0.2"]
-        env = {**clean_environment(), "PYTHONPATH": str(ROOT)}
-        pipe = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-        terminal = Terminal("top", str(run_dir), "--interval", "0.2")
-        assert pipe.stdout is not None
-        try:
-            while "machine lost now" not in (line := pipe.stdout.readline()):
-                assert line, "it ended early"
-            leave(terminal, by_key=False)
+def test_a_job_is_watched_in_terminals_and_into_a_pipe(tmp_path: Path) -> None:
+    words = ("top", str(tmp_path / "run"), "--interval", "0.2")
+    args = (tmp_path / "ckpt", "--steps", "100000", "--step-s", "0.02", "--save-at", "3")
+    with start_agent("agent_guarded.py", *args, run_dir=tmp_path / "run", options=["--snapshot-every", "2"]) as job:
+        job.wait_for(r"READY 0")
+        with start_command(*words) as pipe:
+            pipe.wait_for("machine lost now")
+            for by_key in (True, False):
+                with terminal(*words) as shown:
+                    leave(shown, by_key=by_key)
             assert job.process.poll() is None, "the job does not notice"
             job.signal_launcher(signal.SIGTERM)
             job.expect(143)
-            rest = pipe.stdout.read()  # it ends with the agent
-            assert pipe.wait() == 0 and "has ended" in rest and "\x1b" not in rest
-        finally:
-            terminal.close()
-            pipe.kill()
-            pipe.wait()
-            pipe.stdout.close()
-
-
-@pytest.mark.drill
-def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
-    with watched_job(tmp_path) as (job, run_dir):
-        terminal = Terminal("top", str(run_dir), "--interval", "0.2")
-        try:
-            leave(terminal, by_key=True)
-        finally:
-            terminal.close()
-        job.signal_launcher(signal.SIGTERM)  # a killed one would leave its folder in shared memory
-        job.expect(143)
+            pipe.expect(0)  # it ends with the agent
+    assert pipe.matches("has ended") and "\x1b" not in pipe.report()
