@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mindx_elastic.cli.main import app
-from tests.harness import events
+from tests.harness import events, wait_until
 from tests.system.agents import RUN, agent, attempts, nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
@@ -225,3 +226,59 @@ def test_a_rank_that_does_not_end_after_the_training_is_ended(what: str) -> None
     assert ("stopped by a signal" if what == "stop" else "after_training") in stack
     assert [outcome for outcome, _ in attempts()] == ["finished"]
     assert nothing_left()
+
+
+# --- steps that are done again after a SIGKILL are compared with what the killed process has kept of them in memory ---
+
+
+def compared() -> list[tuple[int, str]]:
+    return [(event["step"], event["outcome"]) for event in events(Path("ckpt"), "compared")]
+
+
+def test_steps_that_are_done_again_exactly_are_verified_on_all_ranks() -> None:
+    """Under the agent; plain processes that are started by hand: `test_killed`."""
+    with agent(LOOP, "ckpt", "--hold-at", 8, ranks=2, options=["--snapshot-every", "5"]) as job:
+        job.wait_for("HOLD", 2)
+        job.process.send_signal(signal.SIGSTOP)  # or it would ask the second rank to save
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for rank in (0, 1):
+                job.signal_rank(rank, signum)
+        job.process.send_signal(signal.SIGCONT)
+        job.expect(0)
+    assert job.resumed() == ["None", "None", "5", "5"], job.report()
+    (line,) = job.matches(r"verified: (.*)")
+    assert line[1].startswith("steps 6 to 8, done again, are what they were before"), job.report()
+    assert "losses" in line[1] and not job.matches("is not what it was"), job.report()
+    assert compared() == [(8, "verified")] * 2 and not list(Path("shm").iterdir()), job.report()
+
+
+@drill
+def test_a_step_that_is_done_again_and_differs_is_told_with_both_values() -> None:
+    options = ["--snapshot-every", "5"]
+    with agent(SMALL, "ckpt", "--kill-at", 13, "--steps", 16, "--own-count", options=options) as job:
+        job.expect(0)
+    assert job.resumed() == ["None", "10"], job.report()
+    (line,) = job.matches(r"WARNING step 11, done again, is not what it was before: (.*)")
+    values = re.match(r"loss \((\S+), now (\S+)\)\. ", line[1])
+    assert values and float(values[1]) != float(values[2]), job.report()
+    assert not job.matches("verified: ") and compared() == [(11, "differs")], job.report()
+
+
+# --- mindx-elastic run --metrics-port ---
+
+
+def test_a_running_job_says_where_it_stands_and_what_is_on_disk() -> None:
+    pytest.importorskip("prometheus_client")
+    with agent(SMALL, "ckpt", "--save-at", 3, "--spin-at", 5, options=["--metrics-port", "0"]) as job:
+        (url,) = (match[1] for match in job.wait_for(r"metrics: (http://127\.0\.0\.1:\d+/metrics)"))
+
+        def asked() -> str:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                return str(answer.read().decode())
+
+        wait_until(lambda: 'mindx_step{rank="0"} 4.0' in asked(), "the fourth step")
+        text = asked()
+    assert 'mindx_steps_total{rank="0"} 4.0' in text and 'mindx_durable_step{rank="0"} 3.0' in text, text
+    assert "mindx_workers 1.0" in text and "mindx_attempts_total 1.0" in text, text
+    written = next(line for line in text.splitlines() if line.startswith("mindx_durable_bytes_total{"))
+    assert float(written.rsplit(" ", 1)[1]) == sum(f.stat().st_size for f in Path("ckpt").glob("*.safetensors"))
