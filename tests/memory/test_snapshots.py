@@ -92,6 +92,11 @@ class Worker:
             self.update()
             self.boundary()
 
+    def measure(self, cost_s: float) -> None:
+        """As many steps and snapshots as an interval takes."""
+        for extra in [False] * 8 + [True] * 3:
+            self.snapshotter.schedule.note(1.0 + cost_s * extra, extra=extra)
+
     def kept(self) -> list[int]:
         """Steps in the arena, all of them exact; as the next process finds them."""
         self.snapshotter.drain(WAIT_S)
@@ -273,10 +278,7 @@ def exchanges() -> Iterator[list[StoreExchange]]:
 def test_ranks_agree_on_the_rarest_interval(make: Make, exchanges: list[StoreExchange]) -> None:
     workers = [make(None, exchange=exchange, rank=rank) for rank, exchange in enumerate(exchanges)]
     for rank, worker in enumerate(workers):
-        for _ in range(8):
-            worker.snapshotter.schedule.note(1.0, extra=False)
-        for _ in range(3):
-            worker.snapshotter.schedule.note(1.0 + 0.1 * rank, extra=True)
+        worker.measure(0.1 * rank)
     threads = [threading.Thread(target=worker.train, args=(1,)) for worker in workers]
     for thread in threads:
         thread.start()
@@ -293,8 +295,7 @@ def test_ranks_that_cannot_agree_take_no_snapshots(
     """With different intervals no step would be whole, and the older common ones would be overwritten."""
     monkeypatch.setattr(snapshots, "_AGREEMENT_S", 0.05)
     worker = make(None, exchange=exchanges[0])
-    for extra in [False] * 8 + [True] * 3:
-        worker.snapshotter.schedule.note(1.0, extra=extra)
+    worker.measure(0.0)
     worker.train(1)
     assert worker.snapshotter.schedule.every == 0
     assert "could not agree" in caplog.text
@@ -308,8 +309,7 @@ def test_a_dead_rank_is_not_waited_for(
     died = threading.Event()
     exchanges[0].gone = lambda: [2] if died.is_set() else []
     worker = make(None, exchange=exchanges[0])
-    for extra in [False] * 8 + [True] * 3:
-        worker.snapshotter.schedule.note(1.0, extra=extra)
+    worker.measure(0.0)
     thread = threading.Thread(target=worker.train, args=(1,))
     thread.start()
     wait_until(lambda: exchanges[1].try_collect("snapshot_every", [0]) is not None, "the proposal")
