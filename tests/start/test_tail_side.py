@@ -116,5 +116,5 @@ def test_weights_that_it_has_changed_cannot_go_back(caplog: pytest.LogCaptureFix
     unmanaged = Unmanaged("warn")
     for side, rank in zip(sides, (donor, killed), strict=True):
         side.tell(rank.collector, unmanaged, leads=True)
-    assert "has changed weights on rank 0" in caplog.text and "rank 1 had not come" in caplog.text
+    assert "has changed weights on rank 0" in caplog.text and "rank 1 had not finished it" in caplog.text
     assert len(unmanaged.notes) == 1
