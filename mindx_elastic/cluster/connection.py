@@ -10,7 +10,6 @@ Each group has a store of its own, hosted by its rank 0. So the scheduler's deat
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 import secrets
 import select
@@ -202,7 +201,7 @@ class SchedulerConnection:
         sock.sendall(line.pack(self._registration()))
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        said_at = -math.inf
+        said_at = time.monotonic()
         while not self._closed.is_set():
             if (now := time.monotonic()) >= said_at + self._heartbeat_s / _BEATS:
                 sock.sendall(line.pack(messages.Beat()))

@@ -375,12 +375,9 @@ class Table:
         return messages.Welcome(self.job, place.node_id, self.limits.heartbeat_s)
 
     def _is_whole(self) -> bool:
-        """Whether every place has a living process that is in no group yet."""
-        return (
-            self.outcome is None
-            and len(self.places) == self.size
-            and all(m.state is ProcessState.LIVING and self._is_new(m) for m in self.places.values())
-        )
+        """Whether every place has a living process, connected, that is in no group yet."""
+        there = [m for m in self.living() if m.lost_at is None and self._is_new(m)]
+        return self.outcome is None and len(there) == self.size
 
     def _form(self) -> None:
         """Form the next group, when every place is filled."""
