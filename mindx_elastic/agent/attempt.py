@@ -411,7 +411,7 @@ class Attempt:
 
     def _look_at_nodes(self, membership: Membership) -> None:
         membership.wakeup.drain()
-        if self.stop is not None or self._signum is not None or self._deadline is not None:
+        if self.stop is not None or self._signum is not None or self._deadline is not None or not self.workers.live:
             return
         if (membership.num_waiting or membership.lost) and self._has_finished():
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do

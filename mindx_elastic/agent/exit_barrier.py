@@ -20,15 +20,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
-from torch.distributed.elastic.multiprocessing import SignalException
-
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
+from mindx_elastic.alarm.alarm import signal_name
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import Words, read
 from mindx_elastic.core.ready_thread import ReadyThread
@@ -41,6 +39,8 @@ _T = TypeVar("_T")
 _ENDED_RANKS, _END, _SEEN = "mindx/ended_after_training", "mindx/end", "mindx/seen"
 _ANSWER_S = 3.0
 _SEEN_S = 30.0
+_HURRY_S = 5.0
+"""As long an agent that is told to stop waits for the others: it may host the store, and they are about to end, too."""
 _LOOK_S, _LOOK_S_PER_NODE = 0.1, 0.002
 _LOST_S = 12.0
 _MAX_CHARS = 1 << 16
@@ -123,10 +123,10 @@ class ExitBarrier:
                 found[node] = NodeEnd("failed", "what the store of the rendezvous says of it makes no sense")
         return found
 
-    def leave(self, nodes: Sequence[int]) -> None:
-        """This node has seen how all have ended. Waits for the same word of these nodes, half a minute at most: one of
+    def leave(self, nodes: Sequence[int], timeout_s: float = _SEEN_S) -> None:
+        """This node has seen how all have ended. Waits for the same word of these nodes, as long as that: one of
         their agents, or this one, may host the store."""
-        keys, until = [f"{_SEEN}/{node}" for node in nodes], time.monotonic() + _SEEN_S
+        keys, until = [f"{_SEEN}/{node}" for node in nodes], time.monotonic() + timeout_s
         self._ask(lambda: self._store.set(f"{_SEEN}/{self.node}", "1"), None)
         while not self.is_lost and time.monotonic() < until and not self._ask(lambda: self._store.check(keys), True):
             time.sleep(_LOOK_S / 2)
@@ -148,18 +148,22 @@ def wait_for_all(
     lost: Callable[[], Mapping[int, str]],
     new_store: Callable[[], Any | None],
     timeout_s: float,
+    is_hurried: Callable[[], bool] = lambda: False,
 ) -> dict[int, NodeEnd]:
     """This node's ranks have finished their training. How each node has ended, also this one.
 
     A node that lives and has not ended within `timeout_s` is not among them. One of which nothing can be known because
     the store is lost counts as lost. `lost`: the nodes that give no sign of life, and the words for it. `new_store`:
-    the attempt's store over another connection; None: it is lost. It is called in a thread. Main thread; a signal may
-    break it off.
+    the attempt's store over another connection; None: it is lost. It is called in a thread. `is_hurried`: this agent is
+    told to stop, and waits for a moment only. Main thread.
     """
     own, missing = NodeEnd(FINISHED), dict[int, str]()
     barrier.say(own)
     until = time.monotonic() + timeout_s
     while not barrier.has_all() and time.monotonic() < until:
+        if is_hurried():
+            until = min(until, time.monotonic() + _HURRY_S)
+            is_hurried = lambda: False  # noqa: E731
         for node, cause in lost().items():
             if missing.setdefault(node, cause) is cause:
                 barrier.say(NodeEnd(LOST, cause), node)
@@ -186,17 +190,17 @@ def end_together(
 ) -> Ending:
     """How the attempt has ended for all nodes. Main thread; waits for the other nodes.
 
-    own: how it has ended here. lost, new_store: see `wait_for_all`.
+    own: how it has ended here. lost, new_store: see `wait_for_all`. A signal makes it short: see `_HURRY_S`.
     """
-    ends: dict[int, NodeEnd] = {}
-    with suppress(SignalException), inbox.interrupting():
-        ends = wait_for_all(barrier, lost, new_store, timeout_s)
+    ends = wait_for_all(barrier, lost, new_store, timeout_s, is_hurried=lambda: inbox.first is not None)
     others = sorted((end.outcome == "stopped", node, end) for node, end in ends.items() if end.outcome != FINISHED)
-    if not others:
-        with suppress(SignalException), inbox.interrupting():
-            barrier.leave(list(ends))
+    signum = inbox.first
+    if not others or (signum is not None and barrier.is_lost):
+        barrier.leave(list(ends), _SEEN_S if signum is None else _HURRY_S)
         return own
     is_stop, node, end = others[0]
+    if signum is not None:
+        return Ending(outcome="stopped", code=exit_code_of_signal(signum), cause=signal_name(signum))
     outcome = "stopped" if is_stop else "failed" if end.outcome in ("failed", LOST) else "membership"
     cause = f"node {node} {'was stopped' if is_stop else 'has not come to its end'}: {end.cause}"
     return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=cause, elsewhere=True)

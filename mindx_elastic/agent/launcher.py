@@ -51,7 +51,7 @@ from mindx_elastic.platforms.notices import NoticeWatch
 from mindx_elastic.rejoin.nccl import DUMP, ERROR_HANDLING
 from mindx_elastic.start.unused_state import find_unused_state, remarks
 
-__all__ = ["launch"]
+__all__ = ["launch", "run_job"]
 
 
 _NEWER_FIELDS = (
@@ -104,7 +104,7 @@ def _launch(plan: Launch, result: ResultFile) -> int:
     try:
         with SignalInbox(parse_signals(signals), on_stuck=give_up, last=True) as inbox:
             _share_signals(inbox)
-            return _run(plan, folder, inbox, result, metrics_server)
+            return run_job(plan, folder, inbox, result, metrics_server)
     finally:
         if metrics_server is not None:
             metrics_server.close()
@@ -142,13 +142,14 @@ def _share_signals(inbox: SignalInbox) -> None:
         )
 
 
-def _run(
+def run_job(
     plan: Launch,
     folder: AgentFolder,
     inbox: SignalInbox,
     result: ResultFile,
     metrics_server: MetricsServer | None,
 ) -> int:
+    """As `launch`, where the signals are taken already: from the first meeting of the nodes to the exit code."""
     options, config = plan.options, plan.config
     _set_environment(plan, folder)
     events = EventLog(options.run_dir / EVENTS_FILE, run_id=config.run_id)

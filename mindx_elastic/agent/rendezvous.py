@@ -257,8 +257,13 @@ def _reconnect(handler: RendezvousHandler) -> bool:
 
 
 def open_again(handler: RendezvousHandler) -> Store | None:
-    """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`."""
-    return _inner(handler)._get_store() if reconnect(handler) else None
+    """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`, or the host has
+    begun anew, with an empty store, and knows of no such meeting. Raises what the store raises."""
+    if not reconnect(handler):
+        return None
+    inner, state = _inner(handler), _read_state(handler)
+    is_another = state is not None and inner._this_node not in state.participants
+    return None if is_another else inner._get_store()
 
 
 class HostLostError(RendezvousError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import killed_by, members_of, open_pidfd, read_stat, thread_pidfds
+from mindx_elastic.core.posix import catches, killed_by, members_of, open_pidfd, read_stat, thread_pidfds
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
 from mindx_elastic.guard.agent_link import STACK_SIGNAL
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
@@ -248,10 +248,7 @@ class Workers:
 
     def catches(self, rank: int, signum: int) -> bool:
         """Whether the worker has a handler for the signal."""
-        for line in _proc(self.live[rank].pid, "status").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-        return False
+        return catches(self.live[rank].pid, signum)
 
     def replace(self, rank: int, process: Process) -> None:
         """Another process has taken the place of a dead one, whose end does not count any more."""
@@ -304,13 +301,6 @@ def process_state(pid: int) -> str:
     """One letter as in ps (R running, S sleeping, D uninterruptible, T stopped, Z ended); empty when it is gone."""
     found = read_stat(pid)
     return "" if found is None else found.state
-
-
-def _proc(pid: int, name: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text()
-    except OSError:
-        return ""
 
 
 _STACKS_S = 1.0

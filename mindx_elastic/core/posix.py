@@ -28,6 +28,7 @@ __all__ = [
     "ProcessStat",
     "answered_by",
     "boot_id",
+    "catches",
     "has_ended",
     "is_alive",
     "is_own_folder",
@@ -158,6 +159,15 @@ def read_stat(pid: int) -> ProcessStat | None:
         )
     except (OSError, IndexError, ValueError):
         return None
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process `pid` has a handler for the signal. False: it has none, or /proc does not say. Any thread."""
+    with suppress(OSError, IndexError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False
 
 
 def start_ticks(pid: int) -> str:

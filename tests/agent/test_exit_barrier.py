@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,11 +187,11 @@ def test_the_last_words_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> 
 OWN = Ending(outcome=FINISHED, code=0)
 
 
-def end(theirs: NodeEnd, lost: Callable[[], Mapping[int, str]] = dict) -> Ending:
+def end(theirs: NodeEnd, lost: Callable[[], Mapping[int, str]] = dict, signum: int | None = None) -> Ending:
     """What node 0 makes of it that node 1 has ended so."""
     store = HashStore()
     one(store, 1).say(theirs)
-    inbox: Any = SimpleNamespace(interrupting=nullcontext)
+    inbox: Any = SimpleNamespace(first=signum)
     return end_together(OWN, one(store), lost, inbox=inbox, new_store=lambda: None, timeout_s=60.0)
 
 
@@ -214,3 +213,14 @@ def test_one_that_has_not_come_to_its_end_takes_all_with_it(theirs: str, ours: s
 def test_one_that_was_stopped_is_not_waited_for_in_another_attempt() -> None:
     found = end(NodeEnd("stopped", "SIGTERM"))
     assert (found.outcome, found.code, found.cause) == ("stopped", 75, "node 1 was stopped: SIGTERM")
+
+
+def test_an_agent_that_is_told_to_stop_takes_part_in_no_other_attempt() -> None:
+    found = end(NodeEnd("failed", "rank 1: killed by SIGKILL"), signum=15)
+    assert (found.outcome, found.code, found.cause) == ("stopped", 143, "SIGTERM")
+
+
+def test_an_agent_that_is_told_to_stop_waits_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_HURRY_S", 0.2)
+    inbox: Any = SimpleNamespace(first=15)
+    assert end_together(OWN, one(HashStore()), dict, inbox=inbox, new_store=lambda: None, timeout_s=1e9) == OWN

@@ -41,7 +41,7 @@ class Machine(Process):
             return
         handler = self.handlers.get(number, signal.SIG_DFL)
         if not callable(handler):
-            self._end(-number)
+            self.end(-number)
             return
         handler(number, None)
 

@@ -31,15 +31,16 @@ class SimulatedStore:
         world, process = self.world, self.world.process
         assert process is not None
         self.messages += 1
-        world.sleep(world.random.uniform(0.0, self.slowest_s))
+        world.sleep(world.random.uniform(0.0, self.slowest_s), is_interruptible=False)
         self._arrive(process)
         act()  # the host does it at once, and the answer may still be lost
-        world.sleep(world.random.uniform(0.0, self.slowest_s))
+        world.sleep(world.random.uniform(0.0, self.slowest_s), is_interruptible=False)
         self._arrive(process)
 
     def _arrive(self, process: Process) -> None:
         if process in self.cut_off or self.host.frozen_until > self.world.now:
-            self.world.wait(lambda: process not in self.cut_off and self.host.frozen_until <= self.world.now)
+            answers = lambda: process not in self.cut_off and self.host.frozen_until <= self.world.now  # noqa: E731
+            self.world.wait(answers, is_interruptible=False)
         if not self.host.is_alive:
             raise ConnectionResetError("Connection reset by peer")
 

@@ -58,23 +58,26 @@ class Process:
         """None of its threads runs before: a machine that swaps, a debugger, a paused container."""
         self.main: _Thread | None = None
         self.on_end: list[Callable[[], None]] = []
+        self.signals: list[int] = []
+        """They have come, and their handlers have not run yet. Those run in the main thread, when it waits next."""
+        self.handle: Callable[[int], None] | None = None
 
     def start(self, run: Callable[[], int]) -> None:
         """Run the main thread; the process ends with what `run` returns."""
-        self.main = _Thread(self.world, target=lambda: self._end(run()), name=f"{self.name} main", process=self)
+        self.main = _Thread(self.world, target=lambda: self.end(run()), name=f"{self.name} main", process=self)
         self.main.start()
 
     def exit(self, code: int) -> NoReturn:
         """As ``os._exit``, in a thread of this process."""
-        self._end(code)
+        self.end(code)
         raise GreenletExit
 
     def kill(self) -> None:
         """As SIGKILL, from outside."""
         if self.is_alive:
-            self._end(-9)
+            self.end(-9)
 
-    def _end(self, code: int) -> None:
+    def end(self, code: int) -> None:
         if self.is_alive:
             self.is_alive, self.exit_code, self.ended_at = False, code, self.world.now
             self.world._forget([thread for thread in self.world._threads if thread.process is self])
@@ -165,28 +168,38 @@ class World:
                 return thread
         return None
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Let others run until `condition` holds or the time is over; returns whether it holds."""
+    def wait(
+        self, condition: Callable[[], bool], timeout_s: float | None = None, *, is_interruptible: bool = True
+    ) -> bool:
+        """Let others run until `condition` holds or the time is over; returns whether it holds. A signal to the process
+        of a main thread is handled in between, but not where it waits inside of C++."""
         thread = self.thread
         if thread is None:
             assert condition(), "the world itself cannot wait"
             return True
         if self.is_closed or not thread.process.is_alive:
             raise GreenletExit
-        thread.condition = condition
-        thread.deadline = float("inf") if timeout_s is None else self.now + max(0.0, timeout_s)
-        self._hub.switch()
-        if self.is_closed or not thread.process.is_alive:
-            raise GreenletExit
-        return condition()
+        process = thread.process
+        hears = is_interruptible and process.handle is not None and thread is process.main
+        until = thread.deadline = float("inf") if timeout_s is None else self.now + max(0.0, timeout_s)
+        while True:
+            thread.condition = (lambda: condition() or bool(process.signals)) if hears else condition
+            self._hub.switch()
+            if self.is_closed or not process.is_alive:
+                raise GreenletExit
+            if not hears or not process.signals:
+                return condition()
+            assert process.handle is not None
+            process.handle(process.signals.pop(0))
+            thread.deadline = until
 
     def give_way(self) -> None:
         """A point at which another thread may go on."""
         if self.thread is not None:
             self.wait(_always)
 
-    def sleep(self, seconds: float) -> None:
-        self.wait(_never, seconds)
+    def sleep(self, seconds: float, *, is_interruptible: bool = True) -> None:
+        self.wait(_never, seconds, is_interruptible=is_interruptible)
 
     def close(self) -> None:
         """Unwind what is left of all threads, so that nothing of this world outlives it."""
@@ -197,8 +210,15 @@ class World:
     # --- the stand-ins ---
 
     @contextmanager
-    def replaced(self, more: Mapping[str, Mapping[str, object]] | None = None) -> Iterator[None]:
-        """The package's modules use this world. Closes it at the end. `more`: by module, further names in it."""
+    def replaced(
+        self,
+        more: Mapping[str, Mapping[str, object]] | None = None,
+        *,
+        prefixes: tuple[str, ...] = _PREFIXES,
+        stand_ins: Mapping[str, object] | None = None,
+    ) -> Iterator[None]:
+        """The modules whose names begin so use this world. Closes it at the end. `more`: by module, further
+        names in it. `stand_ins`: whole ones, by the name of the standard module."""
         own: dict[str, object] = {
             "threading": _Threading(self),
             "time": _Time(self),
@@ -206,12 +226,13 @@ class World:
             "socket": _Sockets(self),
             "select": _Select(self),
             "os": _Os(self),
+            **(stand_ins or {}),
         }
         more = more or {}
         replaced: dict[str, Any] = {name: sys.modules[name] for name in {**own, **more}}
         changed: list[tuple[Any, str, object]] = []
         for name, module in list(sys.modules.items()):
-            if name.startswith(_PREFIXES):
+            if name.startswith(prefixes):
                 for attribute, standard in replaced.items():
                     if vars(module).get(attribute) is standard:
                         found = _Either(own.get(attribute, standard), standard, more.get(attribute, {}))

@@ -1,0 +1,779 @@
+"""A job of several nodes, each with an agent, in a simulated world: starts, failures, restarts, lost nodes, ends.
+
+Real are the agent from the first meeting of the nodes to its exit code (`agent.launcher.run_job`, and with it the
+supervisor, the attempt, workers, endings, restarts, exit barrier, membership, inbox), torch's agent and its dynamic
+rendezvous. Simulated are the kernel (`kernel`), the store, the workers (`workers`), and what goes wrong::
+
+    python -m tests.simulation.agents --schedules 20000 --first 0 --jobs 2
+    python -m tests.simulation.agents --seed 4711          # its story
+
+What must hold in every schedule:
+
+* It ends within the time that the pages give: every agent with a code, and with words for it if that is not 0.
+* No rank of an attempt is started twice. All its workers have one world size, and have heard of as many restarts.
+* An agent that says 0 has seen the end of a training: each rank of some attempt has passed the last step.
+* No agent restarts more often than ``--max-restarts``, nor more often than things have failed.
+* An agent that is told to stop is gone when the grace period is, and a moment for what it does then.
+
+and where nothing but what can be mended happens (`Fault.kind` in `CURABLE`): the job finishes, with 0 on all nodes that
+live. Where nothing happens but orders to stop, pauses and slow stores, all stop without a restart, or all finish.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, tzinfo
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server import api as torch_agent
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    dynamic_rendezvous,
+)
+from torch.distributed.elastic.rendezvous import api as rendezvous_api
+from torch.distributed.elastic.rendezvous import utils as rendezvous_utils
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.launcher.api import LaunchConfig
+
+from mindx_elastic.agent import attempt, launcher, rendezvous, supervisor, workers
+from mindx_elastic.agent.inbox import SignalInbox, parse_signals
+from mindx_elastic.agent.options import AgentOptions, Launch
+from mindx_elastic.alarm.exit_codes import exit_code_of_signal
+from mindx_elastic.core.status_page import Status, WorkerPhase
+from tests.simulation.kernel import Child, Kernel
+from tests.simulation.schedules import main, quiet
+from tests.simulation.store import Connection, SimulatedStore
+from tests.simulation.workers import Meeting, Worker
+from tests.simulation.world import Process, Stuck, World
+
+__all__ = ["CURABLE", "GENTLE", "KINDS", "Fault", "Outcome", "Plan", "plan_of", "play"]
+
+GRACE_S, JOIN_S, HANG_S, EXIT_S = 20.0, 60.0, 20.0, 20.0
+"""``--grace``, ``--rdzv-conf join_timeout=``, ``--hang-timeout`` and ``--exit-timeout``."""
+_PATIENCE_S = 600.0
+"""What still runs then hangs, and nothing sees it: the platform sends SIGTERM to all agents."""
+_PORT, _RUN_ID = 29400, "simulated"
+_MODULES = (
+    "mindx_elastic.agent",
+    "mindx_elastic.core",
+    "torch.distributed.elastic.agent.server",
+    "torch.distributed.elastic.rendezvous",
+)
+GENTLE = frozenset({"sigterm agent", "sigterm all", "sigterm worker", "slow store", "freeze agent"})
+"""They fail nothing."""
+CURABLE = frozenset({"kill worker", "exception", "hang", "deaf", "freeze worker", "kill node", "kill agent", "reset",
+                     "slow store", "never ends"})  # fmt: skip
+"""A restart mends them: what is killed comes back."""
+KINDS = (*sorted(GENTLE | CURABLE), "fault report", "lose node", "lose host", "partition", "join", "double sigterm")
+_HARMLESS = frozenset({"reset", "slow store", "never ends", "join"})
+_STANDSTILL_S = 10.0
+"""A node that stands still for so long is lost."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that happens."""
+
+    kind: str
+    """One of `KINDS`."""
+    node: int
+    local_rank: int
+    at: float
+    """Seconds after the start."""
+    length_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One schedule."""
+
+    seed: int
+    nodes: int
+    min_nodes: int
+    workers: int
+    """Of each node."""
+    steps: int
+    step_s: float
+    start_s: float
+    """From the start of a worker's process to its guard."""
+    save_s: float
+    after_s: float
+    """What the script does after the training."""
+    is_guarded: bool
+    hears_connections: bool
+    host_is_apart: bool
+    """The rendezvous' store is not the first node's."""
+    max_restarts: int
+    faults: tuple[Fault, ...]
+
+
+@dataclass
+class Outcome:
+    """What a schedule came to."""
+
+    plan: Plan
+    agents: list[_Agent] = field(default_factory=list)
+    story: list[tuple[float, str]] = field(default_factory=list)
+    switches: int = 0
+    messages: int = 0
+    seconds: float = 0.0
+    """Simulated."""
+    stuck: str = ""
+    wrong: list[str] = field(default_factory=list)
+    """Empty: all that must hold does."""
+
+
+def plan_of(seed: int) -> Plan:
+    """A schedule from its seed."""
+    random = Random(seed)
+    nodes = random.choice((1, 2, 2, 2, 3, 4))
+    step_s, steps = random.choice((0.5, 1.0, 3.0)), random.randint(3, 12)
+    start_s = random.choice((0.5, 3.0))
+    last = 2 * start_s + 1.2 * steps * step_s
+    moments = [random.uniform(0.0, last) for _ in range(2)]
+    pool = random.choice((sorted(GENTLE), sorted(CURABLE), sorted(CURABLE), KINDS))
+    faults = []
+    for _ in range(random.randint(1, 4)):
+        # Two things at nearly the same time meet oftener than two at any.
+        at = max(0.1, random.choice(moments) + random.choice((0.0, random.uniform(-0.5, 0.5), random.uniform(0, 20))))
+        length_s = random.choice((0.5, 3.0, 8.0, 30.0))
+        faults.append(Fault(random.choice(pool), random.randrange(nodes), random.randrange(4), round(at, 3), length_s))
+    return Plan(
+        seed,
+        nodes=nodes,
+        min_nodes=random.choice((nodes, nodes, nodes, max(1, nodes - 1))),
+        workers=random.choice((1, 1, 2, 4)),
+        steps=steps,
+        step_s=step_s,
+        start_s=start_s,
+        save_s=random.choice((0.01, 0.5, 3.0)),
+        after_s=random.choice((0.0, 0.1, 4.0)),
+        is_guarded=random.random() < 0.85,
+        hears_connections=random.random() < 0.6,
+        host_is_apart=random.random() < 0.3,
+        max_restarts=random.choice((1, 3, 3)),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+    )
+
+
+# --- the network of the rendezvous ---
+
+
+class _Line:
+    """One TCP connection to the store. Once reset it is for ever, as torch's."""
+
+    def __init__(self, network: _Network, server: SimulatedStore, process: Process) -> None:
+        self.server, self.process, self.is_broken = server, process, False
+        self.world, self.host, self.values = network.world, server.host, server.values
+
+    def ask(self, act: Callable[[], object]) -> None:
+        try:
+            if not self.is_broken:
+                self.server.ask(act)
+        except ConnectionResetError:
+            self.is_broken = True
+        if self.is_broken:
+            raise DistNetworkError("recvVector failed: Connection reset by peer")
+
+
+class _Network:
+    """Reaches the store of the rendezvous; each connection to it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.server: SimulatedStore | None = None
+        self.lines: list[_Line] = []
+        self.cut_off: set[Process] = set()
+        self.messages = 0
+
+    def host(self, process: Process) -> None:
+        """A new and empty store in `process`."""
+        self.messages += 0 if self.server is None else self.server.messages
+        self.server = SimulatedStore(self.world, process)
+        self.server.cut_off = self.cut_off
+
+    @property
+    def is_up(self) -> bool:
+        return self.server is not None and self.server.host.is_alive
+
+    def connect(self, timeout_s: float) -> _Line:
+        process = self.world.process
+        assert process is not None
+        answers = lambda: self.is_up and process not in self.cut_off  # noqa: E731
+        if not self.world.wait(answers, timeout_s, is_interruptible=False) or self.server is None:
+            raise DistNetworkError("The client socket has timed out while trying to connect")
+        self.lines.append(_Line(self, self.server, process))
+        return self.lines[-1]
+
+    def create_connection(self, address: tuple[str, int], timeout: float) -> Any:
+        """`socket.create_connection`: refused at once where no process listens."""
+        if not self.is_up:
+            raise ConnectionRefusedError
+        if not self.world.wait(lambda: self.world.process not in self.cut_off, timeout, is_interruptible=False):
+            raise TimeoutError
+        return SimpleNamespace(close=lambda: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(socket, name)
+
+
+class _TCPStore(Connection):
+    """`torch.distributed.TCPStore`, a client: reads wait for their keys."""
+
+    network: _Network
+
+    def __init__(self, host: str, port: int, *, timeout: timedelta = timedelta(seconds=60), **_: Any) -> None:
+        self.host, self.port, self.timeout = host, port, timeout
+        self._line = self.network.connect(timeout.total_seconds())
+        super().__init__(self._line)  # type: ignore[arg-type]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], /) -> None:
+        texts = [value.decode() if isinstance(value, bytes) else value for value in values]
+        super().multi_set(keys, texts)
+
+    def multi_get(self, keys: Sequence[str], /) -> list[bytes]:
+        line = self._line
+        line.ask(lambda: None)
+
+        def ends() -> bool:
+            return all(key in line.values for key in keys) or line.is_broken or not line.host.is_alive
+
+        if not line.world.wait(ends, self.timeout.total_seconds(), is_interruptible=False):
+            raise DistStoreError("wait timeout")
+        return super().multi_get(keys)
+
+
+class _PrefixStore:
+    """`torch.distributed.PrefixStore`."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self._prefix, self.underlying_store = prefix, store
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def set(self, key: str, value: str) -> None:
+        self.underlying_store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.underlying_store.get(self._key(key)))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        self.underlying_store.multi_set([*map(self._key, keys)], values)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [*self.underlying_store.multi_get([*map(self._key, keys)])]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self.underlying_store.check([*map(self._key, keys)]))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return bytes(self.underlying_store.compare_set(self._key(key), expected, desired))
+
+
+# --- one node and its agent ---
+
+
+class _Agent:
+    """One run of the command on a node."""
+
+    def __init__(self, node: _Node, child: Child) -> None:
+        self.node, self.child = node, child
+        self.cause, self.outcome = "", ""
+        self.restarts = 0
+        self.is_hopeless = False
+        self.told_to_stop_at: float | None = None
+        self.workers: list[Worker] = []
+        self.attempt, self.rank = -1, -1
+
+    @property
+    def was_there(self) -> bool:
+        """Its workers have finished the job with the others."""
+        meeting = self.workers[-1].meeting if self.workers else None
+        return meeting is not None and len(meeting.finished) == meeting.world_size
+
+    @property
+    def code(self) -> int | None:
+        return self.child.process.exit_code
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """`EventLog.emit`."""
+        said = ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, [], ""))
+        self.node.job.world.note(f"{self.child.process.name}: {event} ({said[:200]})")
+        if event == "restart":
+            self.restarts = fields.get("restart", self.restarts)
+        elif event == "crash_loop":
+            self.is_hopeless = True
+        elif event == "agent_end":
+            self.cause, self.outcome = fields["reason"] or "", fields["outcome"]
+
+
+class _Node:
+    """One machine; what its agent and its workers find on it."""
+
+    def __init__(self, job: _Job, number: int) -> None:
+        self.job, self.number = job, number
+        self.is_cut_off = False
+        self.order: Mapping[str, Any] | None = None
+        self.agents: list[_Agent] = []
+        self.report: Any = None
+        """What the platform's fault file says."""
+
+    @property
+    def agent(self) -> Child:
+        return self.agents[-1].child
+
+    @property
+    def processes(self) -> list[Process]:
+        return [child.process for each in self.agents for child in (*(w.child for w in each.workers), each.child)]
+
+    def start(self) -> None:
+        child = self.job.kernel.fork(f"agent {self.number}{'+' * len(self.agents)}")
+        self.agents.append(_Agent(self, child))
+        child.process.on_end.append(self._end_workers)
+        child.process.start(lambda: self.job.run_agent(self))
+
+    def _end_workers(self) -> None:
+        """What the kernel has promised them."""
+        for worker in self.agents[-1].workers:
+            if worker.child.process.is_alive:
+                self.job.kernel.kill(worker.child.pid, signal.SIGTERM)
+
+    # --- in place of parts of the agent ---
+
+    def stop_files(self, *_: Any) -> Any:
+        def poll() -> Any:
+            found, self.report = self.report, None
+            return found
+
+        return SimpleNamespace(
+            poll=poll, notice=lambda: None, flushing=lambda: False, faults=SimpleNamespace(world_size=0)
+        )
+
+    def give_order(self, kind: str, reason: str, *, grace_s: float, exit_code: int, extends: bool = False) -> None:
+        self.order = {"kind": kind, "reason": reason, "exit_code": exit_code}
+
+    def forget_workers(self) -> bool:
+        self.order = None
+        return False
+
+
+class _Forks:
+    num_workers = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def prepare(self, number: int) -> None:
+        pass
+
+    def start(self) -> Any:
+        return nullcontext()
+
+    def look(self, *_: Any, at_end: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Lines:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def specs(self, inner: Any) -> Any:
+        return inner
+
+    def keep(self, *_: Any) -> str:
+        return ""
+
+    def finish(self) -> None:
+        pass
+
+
+class _Started:
+    """Torch's `PContext`."""
+
+    def __init__(self, children: dict[int, Child]) -> None:
+        self.subprocess_handlers = {local: SimpleNamespace(proc=child) for local, child in children.items()}
+        self._children = children
+
+    def pids(self) -> dict[int, int]:
+        return {local: child.pid for local, child in self._children.items()}
+
+    def close(self, *_: Any) -> None:
+        for child in self._children.values():
+            child.process.kill()
+
+
+class _EachProcess:
+    """A lock of a module, of which each process has its own."""
+
+    def __init__(self, world: World, make: Callable[[], Any]) -> None:
+        self._world, self._make = world, make
+        self._made: dict[Process | None, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made.setdefault(self._world.process, self._make()), name)
+
+
+class _Datetime(datetime):
+    """`datetime.datetime`, with the world's clock."""
+
+    world: World
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return datetime.fromtimestamp(1.8e9 + cls.world.now, tz)
+
+
+class _Job:
+    """All of it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.world = plan, World(plan.seed, most_switches=2_000_000)
+        self.kernel, self.network = Kernel(self.world), _Network(self.world)
+        self.steps, self.step_s, self.start_s = plan.steps, plan.step_s, plan.start_s
+        self.save_s, self.after_s, self.is_guarded = plan.save_s, plan.after_s, plan.is_guarded
+        self.hears_connections = plan.hears_connections
+        self.durable_step = -1
+        self.failures = 0
+        """Of the faults so far, those that may cost a restart."""
+        self.wrong: list[str] = []
+        self.nodes = [_Node(self, number) for number in range(plan.nodes)]
+        self.meetings: dict[tuple[str, str], Meeting] = {}
+        self.pages: dict[Path, Worker] = {}
+
+    @property
+    def has_finished(self) -> bool:
+        return any(len(meeting.finished) == meeting.world_size for meeting in self.meetings.values())
+
+    def node_of_process(self) -> _Node:
+        process = self.world.process
+        return next(node for node in self.nodes if any(each.child.process is process for each in node.agents))
+
+    # --- what the agent calls ---
+
+    def run_agent(self, node: _Node) -> int:
+        """As `launcher.launch`, without what it does to the real process."""
+        plan = self.plan
+        process = node.agent.process
+
+        def give_up(signum: int) -> NoReturn:
+            node.agents[-1].cause = "the agent was stuck in a wait for other nodes"
+            process.exit(exit_code_of_signal(signum))
+
+        folder: Any = SimpleNamespace(
+            path=Path(f"/simulated/{node.agent.pid}"),
+            order=node.give_order,
+            forget_workers=node.forget_workers,
+            make_key=lambda: "no key",
+        )
+        options = AgentOptions(
+            grace_s=GRACE_S, tell_grace=False, snapshot_every="0", rehearse="", hang_timeout_s=HANG_S,
+            exit_timeout_s=EXIT_S, run_dir=Path("/simulated"), restarts_window_s=None, crash_loop=3, in_place=False,
+            spares=0, rejoin_timeout_s=30.0, min_nproc=None, on_shrink="keep", regrow_after_s=0.0,
+            arena_base=Path("/simulated"), job_key_file=None, log_level="ERROR",
+        )  # fmt: skip
+        config = LaunchConfig(
+            min_nodes=plan.min_nodes, max_nodes=plan.nodes, nproc_per_node=plan.workers,
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull), run_id=_RUN_ID, rdzv_backend="c10d",
+            rdzv_endpoint="" if plan.nodes == 1 else f"host:{_PORT}", max_restarts=plan.max_restarts,
+            rdzv_configs={"join_timeout": int(JOIN_S), "last_call_timeout": 5}, monitor_interval=1.0,
+            local_addr=f"node{node.number}",
+        )  # fmt: skip
+        launch = Launch(options=options, config=config, command=("train.py",), master=None)
+        result: Any = SimpleNamespace(write=lambda *_, **__: None)
+        with SignalInbox(parse_signals("SIGTERM"), on_stuck=give_up, last=True) as inbox:
+            return launcher.run_job(launch, folder, inbox, result, None)
+
+    def open_rendezvous(self, parameters: RendezvousParameters) -> RendezvousHandler:
+        """As torch's c10d backend: the node whose name is that of the endpoint hosts the store."""
+        node = self.node_of_process()
+        if node.number == 0 and not self.plan.host_is_apart:
+            self.network.host(node.agent.process)
+        try:
+            store: Any = vars(rendezvous)["TCPStore"]("host", _PORT)
+            backend = C10dRendezvousBackend(store, parameters.run_id)
+        except RuntimeError as error:
+            raise RendezvousConnectionError("The connection to the C10d store has failed.") from error
+        return dynamic_rendezvous.create_handler(store, backend, parameters)
+
+    def start_processes(self, *, envs: Mapping[int, Mapping[str, str]], **_: Any) -> _Started:
+        """Torch's, for the workers of the running agent."""
+        node, children = self.node_of_process(), {}
+        agent = node.agents[-1]
+        for local, env in envs.items():
+            rank, size, restarts = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+            key = env["MASTER_ADDR"], env["MASTER_PORT"]
+            meeting = self.meetings.setdefault(key, Meeting(self, size, restarts))
+            name = f"rank {rank} of {size} on node {node.number}"
+            children[local] = child = self.kernel.fork(name)
+            worker = Worker(self, node, meeting, rank, size, child)
+            agent.workers.append(worker)
+            self.pages[Path(f"/simulated/{node.agent.pid}/rank_{rank}.page")] = worker
+            meeting.admit(worker, restarts)
+            child.process.start(worker.run)
+            self.world.note(f"{agent.child.process.name} starts {name}, restart {restarts}")
+        return _Started(children)
+
+    def read_page(self, path: Path) -> Status | None:
+        worker = self.pages.get(path)
+        return None if worker is None else worker.status
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """The agent's modules, and torch's, use this job's world."""
+        world, kernel, network = self.world, self.kernel, self.network
+        store_class = type("_TCPStore", (_TCPStore,), {"network": network})
+        clock = type("_Datetime", (_Datetime,), {"world": world})
+        nothing = lambda *_, **__: None  # noqa: E731
+        with ExitStack() as stack:
+            stack.enter_context(patch.dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", MINDX_ZYGOTE="0"))
+            stack.enter_context(quiet())
+            stack.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.CRITICAL)
+            stack.enter_context(world.replaced(prefixes=_MODULES, stand_ins=kernel.stand_ins))
+            threads: Any = vars(rendezvous)["threading"]
+            for module, names in {
+                rendezvous: {
+                    "TCPStore": store_class,
+                    "PrefixStore": _PrefixStore,
+                    "socket": network,
+                    "_lock": _EachProcess(world, threads.Lock),
+                },
+                dynamic_rendezvous: {
+                    "datetime": clock,
+                    "dist": SimpleNamespace(PrefixStore=_PrefixStore),
+                    "construct_and_record_rdzv_event": nothing,
+                    "get_method_name": nothing,
+                },
+                rendezvous_utils: {"Event": threads.Event, "Thread": threads.Thread, "random": world.random},
+                rendezvous_api: {"get_free_port": world.number},
+                torch_agent: {"record": nothing, "_get_fq_hostname": lambda: "simulated"},
+                local_elastic_agent: {"start_processes": self.start_processes},
+                launcher: {
+                    "EventLog": lambda *_, **__: self.node_of_process().agents[-1],
+                    "ForkedStart": _Forks,
+                    "LastLines": _Lines,
+                    "StopFiles": lambda *arguments: self.node_of_process().stop_files(*arguments),
+                    "rendezvous_registry": SimpleNamespace(get_rendezvous_handler=self.open_rendezvous),
+                    "print_block": nothing,
+                },
+                supervisor: {"print_block": nothing, "ProgressLog": _Forks},
+                attempt: {"write_stacks": lambda *_, **__: []},
+                workers: {
+                    "read_page": self.read_page,
+                    "open_pidfd": kernel.open_pidfd,
+                    "read_stat": kernel.read_stat,
+                    "members_of": kernel.members_of,
+                    "thread_pidfds": kernel.thread_pidfds,
+                    "catches": kernel.catches,
+                },
+            }.items():
+                for name, instead in names.items():
+                    stack.enter_context(patch.object(module, name, instead))
+            stack.callback(world.close)
+            yield
+
+    # --- faults ---
+
+    def strike(self, fault: Fault) -> None:
+        node, world = self.nodes[fault.node], self.world
+        agent = node.agents[-1]
+        until = world.now + fault.length_s
+        world.note(f"{fault.kind} at node {fault.node}" + f" for {fault.length_s:g} s" * (fault.length_s > 0))
+        living = [worker for worker in agent.workers if worker.child.process.is_alive]
+        worker = living[fault.local_rank % len(living)] if living else None
+        self.failures += self._fails(fault)
+        match fault.kind:
+            case "sigterm agent":
+                self.tell_to_stop(node)
+            case "double sigterm":
+                self.tell_to_stop(node)
+                world.at(until, lambda: self.tell_to_stop(node))
+            case "sigterm all":
+                for each in self.nodes:
+                    self.tell_to_stop(each)
+            case "sigterm worker" if worker is not None:
+                self.kernel.kill(worker.child.pid, signal.SIGTERM)
+            case "kill worker" if worker is not None:
+                worker.child.process.kill()
+            case "exception" if worker is not None:
+                worker.next_failure = ValueError(f"broken {world.number()}")
+            case "hang" if worker is not None:
+                worker.hangs = True
+            case "deaf" if worker is not None:
+                worker.is_deaf = True
+            case "never ends" if worker is not None:
+                worker.never_ends = True
+            case "freeze worker" if worker is not None:
+                worker.child.process.frozen_until, worker.child.is_stopped = until, True
+                world.at(until, lambda: setattr(worker.child, "is_stopped", False))
+            case "freeze agent":
+                agent.child.process.frozen_until = until
+            case "kill agent":
+                agent.child.process.kill()
+                world.at(until, lambda: self._come_back(node))
+            case "kill node" | "lose node":
+                for process in node.processes:
+                    process.kill()
+                if fault.kind == "kill node":
+                    world.at(until, lambda: self._come_back(node))
+            case "lose host":
+                if self.network.server is not None:
+                    self.network.server.host.kill()
+            case "reset":
+                for line in self.network.lines:
+                    line.is_broken = line.is_broken or line.process is agent.child.process
+            case "slow store" if self.network.server is not None:
+                server, before = self.network.server, self.network.server.slowest_s
+                server.slowest_s = 0.5
+                world.at(until, lambda: setattr(server, "slowest_s", before))
+            case "partition":
+                processes = set(node.processes)
+                self.network.cut_off |= processes
+                node.is_cut_off = True
+                world.at(until, lambda: self._join_up(node, processes))
+            case "fault report":
+                node.report = SimpleNamespace(kind="fault", reason="rank 0 is faulty", grace_s=None)
+            case "join":
+                self.nodes.append(_Node(self, len(self.nodes)))
+                self.nodes[-1].start()
+
+    def _fails(self, fault: Fault) -> bool:
+        """Whether it is a failure, and not an order to stop or something that is waited for."""
+        if fault.kind == "freeze agent":
+            return fault.length_s >= _STANDSTILL_S
+        if "sigterm" in fault.kind or fault.kind == "fault report":  # a plain script dies of it, as does a start
+            statuses = [worker.status for node in self.nodes for worker in node.agents[-1].workers]
+            return not statuses or any(s is None or s.phase == WorkerPhase.STARTING for s in statuses)
+        return fault.kind not in _HARMLESS
+
+    def tell_to_stop(self, node: _Node) -> None:
+        agent = node.agents[-1]
+        if agent.child.process.is_alive:
+            agent.told_to_stop_at = agent.told_to_stop_at or self.world.now
+            self.kernel.kill(agent.child.pid, signal.SIGTERM)
+
+    def _come_back(self, node: _Node) -> None:
+        """The platform starts the command again on a fresh machine, unless the job is done."""
+        agents = [agent for each in self.nodes for agent in each.agents]
+        if not node.agent.process.is_alive and all(agent.code != 0 for agent in agents):
+            for process in node.processes:
+                process.kill()
+            node.start()
+
+    def _join_up(self, node: _Node, processes: set[Process]) -> None:
+        self.network.cut_off -= processes
+        node.is_cut_off = False
+
+
+def play(plan: Plan) -> Outcome:
+    """Play one schedule to its end. Any number, one after the other."""
+    job, outcome = _Job(plan), Outcome(plan)
+    world = job.world
+    with job.replaced():
+        if plan.host_is_apart:
+            host = Process(world, "host of the rendezvous")
+            job.network.host(host)
+        for node in job.nodes:
+            node.start()
+        until = max((fault.at + fault.length_s for fault in plan.faults), default=0.0)
+        platform = Process(world, "platform")  # lives until all has come back that is to
+        platform.start(lambda: int(world.wait(lambda: False, until + 0.1)))
+        for node in job.nodes:
+            world.at(world.now + _PATIENCE_S, lambda node=node: job.tell_to_stop(node))  # type: ignore[misc]
+        for fault in plan.faults:
+            world.at(world.now + fault.at, lambda fault=fault: job.strike(fault))  # type: ignore[misc]
+        try:
+            world.run(until=world.now + 3600.0)
+        except Stuck as error:
+            outcome.stuck = str(error)
+        outcome.story, outcome.switches, outcome.seconds = world.story, world.switches, world.now - 1000.0
+    job.network.host(Process(world, "nobody"))
+    outcome.messages = job.network.messages
+    outcome.agents = [agent for node in job.nodes for agent in node.agents]
+    outcome.wrong = _faults_of(job, outcome)
+    return outcome
+
+
+def _faults_of(job: _Job, outcome: Outcome) -> list[str]:
+    """What does not hold."""
+    plan, wrong = job.plan, [*job.wrong]
+    if outcome.stuck:
+        return [*wrong, outcome.stuck]
+    for agent in outcome.agents:
+        name, code = agent.child.process.name, agent.code
+        if code == 0 and not job.has_finished:
+            wrong.append(f"{name} says 0, and no training has ended")
+        if code not in (0, -9) and not agent.cause:
+            wrong.append(f"{name} ends with {code}, and does not say why")
+        if agent.restarts > min(plan.max_restarts, job.failures):
+            most = f"of {plan.max_restarts}, after {job.failures} failures"
+            wrong.append(f"{name} counts {agent.restarts} restarts, {most}")
+        frozen_s = sum(fault.length_s for fault in plan.faults if fault.kind in ("freeze agent", "partition"))
+        if agent.told_to_stop_at is not None:
+            took = agent.child.process.ended_at - agent.told_to_stop_at
+            if took > GRACE_S + 10.0 + frozen_s:
+                wrong.append(f"{name} ends {took:.1f} s after it was told to")
+    return wrong + _faults_of_kinds(job, outcome)
+
+
+def _faults_of_kinds(job: _Job, outcome: Outcome) -> list[str]:
+    """As `_faults_of`, where it depends on what has happened."""
+    plan = job.plan
+    kinds = {fault.kind for fault in plan.faults}
+    codes = {agent.code for agent in outcome.agents} - {-9}
+    if job.has_finished:  # who came when it was over finds nobody any more
+        codes = {agent.code for agent in outcome.agents if agent.was_there} - {-9}
+    told = ", ".join(sorted(map(str, codes)))
+    is_hopeless = any(agent.is_hopeless for agent in outcome.agents)
+    loses_host = not plan.host_is_apart and plan.nodes > 1 and any(
+        fault.kind in ("kill agent", "kill node") and fault.node == 0 for fault in plan.faults
+    )  # fmt: skip
+    never_seen = not plan.is_guarded and kinds & {"hang", "deaf", "freeze worker", "never ends"}
+    is_curable = kinds <= CURABLE and job.failures <= plan.max_restarts
+    if is_curable and not (is_hopeless or loses_host or never_seen) and (not job.has_finished or codes != {0}):
+        return [f"the job could have finished: {told}"]
+    if kinds <= GENTLE and not job.failures and codes not in ({0}, {exit_code_of_signal(signal.SIGTERM)}):
+        return [f"a stop is answered with {told}"]
+    return []
+
+
+def _count(outcome: Outcome) -> Counter[str]:
+    counts = Counter(
+        {
+            "switches": outcome.switches,
+            "messages to the store": outcome.messages,
+            "simulated seconds": round(outcome.seconds),
+            "restarts": sum(agent.restarts for agent in outcome.agents),
+        }
+    )
+    counts.update(f"fault: {fault.kind}" for fault in outcome.plan.faults)
+    counts.update(f"code: {agent.code}" for agent in outcome.agents)
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], about=__doc__, plan_of=plan_of, play=play, count=_count))

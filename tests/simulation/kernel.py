@@ -1,0 +1,237 @@
+"""What an agent asks of the kernel, in a simulated world: process numbers, signals, pipes, descriptors of processes.
+
+`Kernel.stand_ins` take the places of `os`, `select` and `signal` in the agent's modules. A process that takes no
+signals by a handler ends by them, as by default. What starts a process is the world's; files are the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from mindx_elastic.core.posix import ProcessStat
+from tests.simulation.world import Process, World
+
+__all__ = ["Child", "Kernel"]
+
+_FIRST_FD = 1 << 20
+"""Above all real ones."""
+_HARMLESS = (signal.SIGURG, signal.SIGCHLD, signal.SIGCONT)
+
+
+class Child:
+    """`subprocess.Popen`."""
+
+    def __init__(self, pid: int, process: Process) -> None:
+        self.pid, self.process = pid, process
+        self.hears: Callable[[int], bool] | None = None
+        """Takes a signal of this process; False: the process has no handler for it. None: it has none at all."""
+        self.is_stopped = False
+
+    def poll(self) -> int | None:
+        return self.process.exit_code
+
+
+class _Pipe:
+    def __init__(self) -> None:
+        self.buffer, self.has_writer = bytearray(), True
+
+    @property
+    def events(self) -> int:
+        return (select.POLLIN if self.buffer else 0) | (0 if self.has_writer else select.POLLHUP)
+
+
+class _Pidfd:
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @property
+    def events(self) -> int:
+        return 0 if self._process.is_alive else select.POLLIN
+
+
+class Kernel:
+    """One for all machines of the job: process numbers are unique."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.children: dict[int, Child] = {}
+        self._fds: dict[int, _Pipe | _Pidfd] = {}
+        self._writers: dict[int, _Pipe] = {}
+        self._handlers: dict[Process, dict[int, Any]] = {}
+        self._wakeups: dict[Process, int] = {}
+        self.stand_ins = {"os": _Os(self), "select": _Select(self), "signal": _Signal(self)}
+
+    def fork(self, name: str) -> Child:
+        """A new process, which has yet to be started."""
+        child = Child(100 + len(self.children), Process(self.world, name))
+        self.children[child.pid] = child
+        return child
+
+    def kill(self, pid: int, signum: int) -> None:
+        """As ``os.kill``."""
+        child = self.children[pid]
+        process = child.process
+        if not process.is_alive:
+            raise ProcessLookupError(pid)
+        handlers = self._handlers.get(process, {})
+        if signum == signal.SIGKILL:
+            process.kill()
+        elif callable(handlers.get(signum)):
+            process.signals.append(signum)
+            if (writer := self._writers.get(self._wakeups.get(process, -1))) is not None:
+                writer.buffer.append(signum)
+        elif handlers.get(signum) is signal.SIG_IGN or (signum in _HARMLESS and child.hears is None):
+            pass
+        elif (child.hears is None or not child.hears(signum)) and signum not in _HARMLESS:
+            process.end(-signum)
+
+    # --- in place of what `core.posix` reads in /proc ---
+
+    def open_pidfd(self, pid: int) -> int:
+        return self._add(_Pidfd(self.children[pid].process))
+
+    def read_stat(self, pid: int) -> ProcessStat:
+        child = self.children[pid]
+        state = "Z" if not child.process.is_alive else "T" if child.is_stopped else "S"
+        return ProcessStat(state=state, session=pid, flags=0, started=str(pid))
+
+    def members_of(self, sessions: Collection[int]) -> list[int]:
+        return []
+
+    def thread_pidfds(self, pid: int) -> list[int]:
+        return []
+
+    def catches(self, pid: int, signum: int) -> bool:
+        return self.children[pid].hears is not None
+
+    def _add(self, what: _Pipe | _Pidfd) -> int:
+        fd = _FIRST_FD + self.world.number()
+        self._fds[fd] = what
+        return fd
+
+
+class _Os:
+    """`os`; what is not here is the real one's."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def _exit(self, code: int) -> NoReturn:
+        process = self._kernel.world.process
+        assert process is not None
+        process.exit(code)
+
+    def getpid(self) -> int:
+        process = self._kernel.world.process
+        return next((pid for pid, child in self._kernel.children.items() if child.process is process), 1)
+
+    def kill(self, pid: int, signum: int) -> None:
+        self._kernel.kill(pid, signum)
+
+    killpg = kill
+
+    def waitid(self, kind: int, pid: int, options: int) -> Any:
+        code = self._kernel.children[pid].process.exit_code
+        if code is None:
+            return None
+        return SimpleNamespace(si_code=os.CLD_EXITED if code >= 0 else os.CLD_KILLED)
+
+    def pipe2(self, flags: int) -> tuple[int, int]:
+        pipe = _Pipe()
+        reader, writer = self._kernel._add(pipe), _FIRST_FD + self._kernel.world.number()
+        self._kernel._writers[writer] = pipe
+        return reader, writer
+
+    def read(self, fd: int, size: int) -> bytes:
+        pipe = self._kernel._fds.get(fd)
+        if not isinstance(pipe, _Pipe):
+            return os.read(fd, size)
+        if not pipe.buffer:
+            raise BlockingIOError
+        data = bytes(pipe.buffer[:size])
+        del pipe.buffer[:size]
+        return data
+
+    def write(self, fd: int, data: bytes) -> int:
+        if fd < _FIRST_FD:
+            return os.write(fd, data)
+        self._kernel._writers[fd].buffer += data
+        return len(data)
+
+    def close(self, fd: int) -> None:
+        if fd < _FIRST_FD:
+            os.close(fd)
+        elif fd in self._kernel._writers:
+            self._kernel._writers.pop(fd).has_writer = False
+        else:
+            del self._kernel._fds[fd]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+class _Poll:
+    """`select.poll`."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._wanted: dict[int, int] = {}
+
+    def register(self, fd: int, events: int = select.POLLIN) -> None:
+        self._wanted[fd] = events | select.POLLHUP
+
+    def _ready(self) -> list[tuple[int, int]]:
+        known = self._kernel._fds
+        return [
+            (fd, found) for fd, wanted in self._wanted.items() if fd in known and (found := known[fd].events & wanted)
+        ]
+
+    def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
+        self._kernel.world.wait(lambda: bool(self._ready()), None if timeout_ms is None else timeout_ms / 1000)
+        return self._ready()
+
+
+class _Select:
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def poll(self) -> _Poll:
+        return _Poll(self._kernel)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(select, name)
+
+
+class _Signal:
+    """`signal`: handlers and the wake-up descriptor of each process."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    @property
+    def _process(self) -> Process:
+        process = self._kernel.world.process
+        assert process is not None
+        return process
+
+    def getsignal(self, signum: int) -> Any:
+        return self._kernel._handlers.get(self._process, {}).get(signum, signal.SIG_DFL)
+
+    def signal(self, signum: int, handler: Any) -> Any:
+        before, process = self.getsignal(signum), self._process
+        self._kernel._handlers.setdefault(process, {})[signum] = handler
+        process.handle = lambda number: self.getsignal(number)(number, None)
+        return before
+
+    def set_wakeup_fd(self, fd: int, *, warn_on_full_buffer: bool = True) -> int:
+        before = self._kernel._wakeups.get(self._process, -1)
+        self._kernel._wakeups[self._process] = fd
+        return before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(signal, name)

@@ -1,0 +1,52 @@
+"""Simulated jobs of several nodes: whatever goes wrong, and whenever, their agents keep what the pages promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.agents import Fault, Outcome, Plan, plan_of, play
+
+EACH = 15
+QUIET = Plan(
+    1, nodes=2, min_nodes=2, workers=1, steps=4, step_s=1.0, start_s=0.5, save_s=0.1, after_s=0.1, is_guarded=True,
+    hears_connections=True, host_is_apart=False, max_restarts=3, faults=(),
+)  # fmt: skip
+
+
+def played(nodes: int, *faults: Fault) -> Outcome:
+    outcome = play(replace(QUIET, nodes=nodes, min_nodes=nodes, faults=faults))
+    assert not outcome.wrong, outcome.wrong
+    return outcome
+
+
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(10)) for first in range(0, 15_000, EACH)])
+def test_agents_keep_their_promises_whatever_goes_wrong(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + EACH) if (found := play(plan_of(seed)).wrong)}
+    assert not wrong, f"tell one with: python -m tests.simulation.agents --seed {min(wrong)}"
+
+
+def test_a_seed_is_a_failure_that_comes_again() -> None:
+    one, other = play(plan_of(7)), play(plan_of(7))
+    assert one.story == other.story
+    assert one.switches == other.switches > 100
+
+
+def test_a_failure_is_counted_once_on_all_nodes() -> None:
+    outcome = played(3, Fault("kill worker", 1, 0, at=3.1))
+    assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 1)] * 3
+
+
+def test_a_stop_of_one_agent_stops_all_nodes() -> None:
+    outcome = played(3, Fault("sigterm agent", 1, 0, at=3.1))
+    assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(143, 0)] * 3
+
+
+@pytest.mark.parametrize(("few", "many"), [(8, 32), pytest.param(32, 128, marks=pytest.mark.drill)])
+def test_messages_and_time_of_many_nodes_stay_small(few: int, many: int) -> None:
+    """All of them meet, one fails, all meet again: torch's rendezvous sends as many messages as nodes, squared."""
+    less, more = (played(nodes, Fault("kill worker", 1, 0, at=4.1)) for nodes in (few, many))
+    assert [agent.code for agent in more.agents] == [0] * many
+    assert more.messages < (many / few) ** 2 * less.messages
+    assert more.seconds < 3 * less.seconds
