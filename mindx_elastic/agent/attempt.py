@@ -49,7 +49,7 @@ _LEAVE_TOO_S = 3.0  # how long a guarded rank may take to hear by itself that an
 _STOPS_S = 0.2  # between two looks whether a rank that stops has ended
 _STUCK_S = 5.0  # how long a stuck rank may take to save by itself, which its watcher thread often can
 _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers hear of the stop
-_LEAVING_S = 3.0  # how long a rank that has saved may take to exit behind the grace period
+_LEAVING_S = 3.0  # how long a rank that has saved may take to exit after the grace period
 _UNKILLABLE_S = 15.0
 _STOPPED = " (stopped, as by SIGSTOP)"
 
@@ -418,7 +418,7 @@ class Attempt:
         elif membership.num_waiting > 0 and self._stops_by_itself():
             self._after(_STOPS_S, lambda: None)  # how it ends says more: a node may wait in the place of a lost one
         elif membership.num_waiting > 0:
-            logger.warning("%d nodes want to join: everybody stops and meets anew", membership.num_waiting)
+            logger.warning("%d nodes want to join: all nodes stop and meet again", membership.num_waiting)
             self._context.events.emit("membership", reason=f"nodes waiting: {membership.num_waiting}")
             self._regroup("")
         elif not membership.lost:
@@ -526,12 +526,12 @@ def _stuck(rank: int, status: Status, now_ns: int) -> Stuck:
 
 
 def _culprits(stuck: list[Stuck], states: Mapping[int, str], statuses: Mapping[int, Status]) -> list[int]:
-    """The ranks that the others wait for: stopped ones, else those behind, else those that hang while others do not,
-    else those that run or wait for a disk, while the others sleep, as in a collective."""
+    """The ranks that the others wait for: stopped ones, else the slowest ones, else those that hang while others do
+    not, else those that run or wait for a disk, while the others sleep, as in a collective."""
     # A stopped one may have passed its last step a moment later than the ranks that wait for it.
     stopped = [rank for rank in statuses if states[rank] == "T"]
     newest = max(status.step for status in statuses.values())
-    behind = [each.rank for each in stuck if each.step < newest]
+    slower = [each.rank for each in stuck if each.step < newest]
     alone = [each.rank for each in stuck] if len(stuck) < len(statuses) else []
     busy = [each.rank for each in stuck if states[each.rank] in ("R", "D")]
-    return stopped or behind or alone or (busy if len(busy) < len(stuck) else [])
+    return stopped or slower or alone or (busy if len(busy) < len(stuck) else [])

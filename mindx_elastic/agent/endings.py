@@ -63,7 +63,7 @@ class StopKind(Enum):
     FAULT = "fault"
     """The platform has reported a fault, or asks for the end."""
     MEMBERSHIP = "membership"
-    """Nodes come or come back, or there can be more workers: everybody meets anew."""
+    """Nodes come or come back, or there can be more workers: all nodes meet again."""
     FAILURE = "failure"
     """A worker failed or hangs, or a node is lost."""
 
@@ -132,7 +132,7 @@ def describe(end: WorkerExit) -> str:
 
 
 def ended_before(exits: Sequence[WorkerExit], failed: WorkerExit) -> str:
-    """To be put behind the words for a failure: which ranks had ended by themselves before it, so that it may have
+    """To be put after the words for a failure: which ranks had ended by themselves before it, so that it may have
     failed only because they were missing (`Connection closed by peer`); empty: none had. `exits` as in `conclude`."""
     earlier = takewhile(lambda end: end is not failed, exits)
     before = [end for end in earlier if meaning(end) is Meaning.FINISHED]
@@ -197,7 +197,7 @@ def _has_rehearsed(end: WorkerExit) -> bool:
 
 
 def _was_asked(end: WorkerExit) -> bool:
-    """Whether a rank was on its way out because somebody wants the job to stop: then a failure beside it is no reason
+    """Whether a rank was on its way out because the job is to stop: then another failure is not a reason
     to start the job again. With code 0 the program says that it has done all: that needs all ranks."""
     return meaning(end) is not Meaning.FAILED and end.status is not None and end.status.asked_code > 0
 

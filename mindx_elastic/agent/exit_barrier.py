@@ -1,8 +1,8 @@
 """How the nodes of an attempt end together: in place of torch's exit barrier, which waits five minutes for a lost node.
 
 An agent whose workers have ended says how in the store of the attempt's rendezvous (`NodeEnd`). One whose ranks have
-finished then waits for the others (`wait_for_all`), until each has said so, too, or is lost. Whoever sees a loss says
-it for the lost node. Each node's entry is written once, by compare-and-set, so all come to the same:
+finished then waits for the others (`wait_for_all`), until each has said so, too, or is lost. A node that sees a loss
+says it for the lost node. Each node's entry is written once, by compare-and-set, so all come to the same:
 
 * all have finished: the job has;
 * one meets the others again, because a rank of it has failed, or is lost with what its ranks had still to save: all
@@ -12,7 +12,7 @@ it for the lost node. Each node's entry is written once, by compare-and-set, so 
 In the end each says that it has seen that, and waits a moment for the others' word: the store ends with its host.
 
 Before that, agents tell each other which ranks one of them has had to end after the training (`ExitBarrier.tell`). The
-ranks of other nodes may have waited for such a rank in a collective, and now fail through no fault of their own.
+ranks of other nodes may have waited for such a rank in a collective, and now fail without a fault.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ExitBarrier:
             time.sleep(_LOOK_S / 2)
 
     def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:
-        """The store's machine may be gone, and a call to it has no time-out of its own."""
+        """The store's machine may be gone, and a call to it has no time-out."""
         if self.is_lost:
             return otherwise
         try:
@@ -202,5 +202,5 @@ def end_together(
     if signum is not None:
         return Ending(outcome="stopped", code=exit_code_of_signal(signum), cause=signal_name(signum))
     outcome = "stopped" if is_stop else "failed" if end.outcome in ("failed", LOST) else "membership"
-    cause = f"node {node} {'was stopped' if is_stop else 'has not come to its end'}: {end.cause}"
+    cause = f"node {node} {'was stopped' if is_stop else 'has not ended'}: {end.cause}"
     return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=cause, elsewhere=True)

@@ -1,7 +1,7 @@
 """Which ranks are stuck: in the training (`HangWatch`), or in what the script does after it (`ExitWatch`).
 
 The whole machine may have stood still (suspended, frozen container, stopped agent): then the time since the last look
-is far longer than usual, and all clocks start anew.
+is far longer than usual, and all clocks start again.
 
 Pure: times are passed in. One thread.
 """
@@ -54,8 +54,8 @@ class HangWatch:
 
     A rank is stuck when it trains and has passed no boundary for longer than the timeout. An evaluation or a save
     (`WorkerPhase.BETWEEN`) takes as long as it takes: neither that rank nor one that may be waiting for it is judged,
-    and their time starts anew afterwards. Nor are ranks judged that know of a pause (`mindx-elastic pause`), until they
-    know that they are to go on. The first step of an attempt (compilation, data) may take ten times as long as the
+    and their time starts again afterwards. Nor are ranks judged that know of a pause (`mindx-elastic pause`), until
+    they know that they are to go on. The first step of an attempt (compilation, data) may take ten times as long as the
     timeout, and half a minute at least; what comes before it, loading a checkpoint, is not judged.
 
     timeout_s: seconds without a boundary; 0 never judges. None learns it from the steps: ten times the longest step
@@ -85,7 +85,7 @@ class HangWatch:
         self._last_look_ns = self._usual_ns = None
 
     def observe(self, statuses: Mapping[int, Status], now_ns: int) -> list[Stuck]:
-        """The ranks that are stuck now, the likeliest culprit first: where all wait, it is the one that is behind.
+        """The ranks that are stuck now, the likeliest culprit first: where all wait, it is the slowest one.
 
         statuses: what the pages say, by global rank; ranks without a page are left out. now_ns: `time.monotonic_ns`.
         """
@@ -134,7 +134,7 @@ class HangWatch:
             seen.since_ns, seen.clean = now_ns, False
 
     def _excuse_waiting(self, statuses: Mapping[int, Status], now_ns: int) -> None:
-        """Ranks that are not behind one which is between two steps may be waiting for it."""
+        """Ranks that have come as far as one that is between two steps may be waiting for it."""
         between = [status.step for status in statuses.values() if status.phase == WorkerPhase.BETWEEN]
         if not between:
             return

@@ -27,14 +27,14 @@ from mindx_elastic.rejoin.sockets import LENDING_FILE, MOST_AT_ONCE, short_path
 
 __all__ = ["HeldSockets"]
 
-_BEHIND_S = 3.0
+_AFTER_S = 3.0
 """A survivor's watcher hears of a death and cuts in milliseconds, on a machine at ten times its load in tenths."""
 _MOST_SHARE = 0.5
 """Of the descriptors that this process may have."""
 
 
 class HeldSockets:
-    """A daemon thread that takes descriptors, and closes them `_BEHIND_S` behind the end of who has sent them.
+    """A daemon thread that takes descriptors, and closes them `_AFTER_S` after the end of their sender.
 
     Where the socket cannot be made, a warning is all: recoveries work without it, nearly always. `close` any thread.
     """
@@ -123,7 +123,7 @@ class HeldSockets:
         if not said:  # the worker is gone, or wants them back
             self._selector.unregister(connection)
             connection.close()
-            self._due.append((time.monotonic() + _BEHIND_S, self._held.pop(connection)))
+            self._due.append((time.monotonic() + _AFTER_S, self._held.pop(connection)))
 
 
 def _close(descriptors: list[int]) -> None:

@@ -215,7 +215,7 @@ class _Machine:
         self.snapshots = found.in_memory
         """Of all runs."""
         inventory = Inventory.merge([found])
-        # The run that the job has gone on with last; others in memory were given up by whoever began anew.
+        # The run that the job has gone on with last; others in memory were given up by a run that started over.
         in_memory = [fact for fact in inventory.facts if self.is_in_memory(fact)]
         newest = max(in_memory, key=lambda fact: fact.created, default=None)
         self.run = "" if newest is None else newest.moment[0]
@@ -249,7 +249,7 @@ class _Machine:
             if step.is_usable:
                 return [*wanted, step, *self._exact_before(step)]
             if all(self._has_moved(rank, step) for rank in self.lacking(step)):
-                wanted.append(step)  # other machines have the rest of it, or of an older one: nobody here knows
+                wanted.append(step)  # other machines have the rest of it, or of an older one: that is not known here
         return wanted
 
     def _has_moved(self, rank: int, step: SavedStep) -> bool:
@@ -258,7 +258,7 @@ class _Machine:
         return bool(attempts) and max(attempts) < step.moment[1]
 
     def _exact_before(self, newest: SavedStep) -> list[SavedStep]:
-        """Where a rank has nothing of its own of the newest step: the one just before that a start prefers then."""
+        """Where a rank has no own state of the newest step: the one just before that a start prefers then."""
 
         def is_exact(step: SavedStep) -> bool:
             return step.ranks.union(step.own_states).issuperset(r for r in self.ranks if r < newest.world_size)
@@ -331,7 +331,7 @@ def _copy_rings(machine: _Machine, rings: Mapping[int, Path]) -> list[OSError]:
     runs = {machine.run} if machine.run else machine.inventory.runs
     newest = next((step for step in machine.steps if step.moment[0] in runs), None)
     if newest is not None and newest.world_size == 1:
-        return problems  # whoever has the one file has it all
+        return problems  # a rank that has the one file has it all
     for rank, ring in rings.items():
         try:
             if {record.run_id for record in read_ring(ring)} & runs:
@@ -342,7 +342,7 @@ def _copy_rings(machine: _Machine, rings: Mapping[int, Path]) -> list[OSError]:
 
 
 def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None) -> None:
-    """`source` lies in memory; `target` appears whole and durable, or not at all. Raises SaveError.
+    """`source` is in memory; `target` appears whole and durable, or not at all. Raises SaveError.
 
     `info`: of a checkpoint file; another moment's file of the same name is kept, as by every save.
     """

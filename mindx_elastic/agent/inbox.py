@@ -95,7 +95,7 @@ class SignalInbox:
         self._wakeup.close()
 
     def install(self) -> None:
-        """Take the signals (again): torch installs handlers of its own each time it starts workers, also for some
+        """Take the signals (again): torch installs its own handlers each time it starts workers, also for some
         that are not ours to take."""
         for number in self._previous:
             signal.signal(number, self._mark)
@@ -104,7 +104,7 @@ class SignalInbox:
                 signal.signal(number, handler)  # type: ignore[arg-type]
 
     def drain(self) -> None:
-        """Empty the pipe behind `fd`; what came is in `heard`."""
+        """Empty the pipe `fd`; what came is in `heard`."""
         self._wakeup.drain()
 
     def stop_waiting(self) -> None:

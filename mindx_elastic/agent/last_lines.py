@@ -86,7 +86,7 @@ class LastLines:
         if self._keeper is not None and not all(path.is_fifo() for path in self._paths):  # somebody has removed them
             self.finish()
             self._begin()
-        if self._keeper is None or self._keeper.poll() is not None:  # opening a pipe that nobody reads would block
+        if self._keeper is None or self._keeper.poll() is not None:  # opening a pipe without a reader would block
             return
         for local, path in enumerate(self._paths):
             self._take(local)

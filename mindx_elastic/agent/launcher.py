@@ -71,7 +71,7 @@ _LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
 
 
 def launch(arguments: Sequence[str], *, about: str = "") -> int:
-    """Run the job that the command line describes to its end; the agent's exit code. Main thread, once a process.
+    """Run the job that the command line describes; returns the agent's exit code. Main thread, once a process.
 
     about: see `options.parse`. Raises UsageError for what cannot work, before anything is started. Ends the process
     with that code where a thread is left in a store.
@@ -112,7 +112,7 @@ def _launch(plan: Launch, result: ResultFile) -> int:
 
 
 def _is_alone(config: LaunchConfig) -> bool:
-    """Whether the job has one node, and a rendezvous of its own."""
+    """Whether the job has one node, and its own rendezvous."""
     return config.max_nodes == 1 and config.rdzv_backend == "c10d" and config.rdzv_endpoint in ("", "localhost:0")
 
 
@@ -256,7 +256,8 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
 
 
 def _open_rendezvous(config: LaunchConfig, *, hosts: bool) -> RendezvousHandler:
-    """`hosts`: the agent keeps the workers' store, for recoveries in place. Nobody else has to meet at an endpoint."""
+    """`hosts`: the agent keeps the workers' store, for recoveries in place. No other node has to meet at an
+    endpoint."""
     if _is_alone(config) or hosts:
         return OneNodeRendezvous(config.run_id, config.local_addr, hosts=hosts)
     parameters = RendezvousParameters(

@@ -6,7 +6,7 @@ The agent keeps a `Ledger`, prints it at each restart and at its end, and throug
 =============  ============================================================================================
 event          when
 =============  ============================================================================================
-`attempt_end`  at once when the attempt has ended, so that a killed agent leaves it behind
+`attempt_end`  at once when the attempt has ended, so that it is there when the agent is killed
 `attempt`      once for each attempt, when its record is as complete as it will be: the seconds to the first step
                after a failure are known only in the attempt that follows
 `rejoin`       for each recovery in place; see `rejoin.record`
@@ -257,7 +257,7 @@ class Ledger:
         self.update(record.attempt, steps_lost=lost, saved_step=saved)
 
     def _compare_directory(self, status: Status) -> None:
-        """A restart that begins anew in another directory than the job had: its name may have the time of the start."""
+        """A restart that starts over in another directory than the job had: its name may have the time of the start."""
         own, known = status.directory, list(self._directories)
         if own and known and own not in known and status.resumed_step < 0:
             reason = (
@@ -410,7 +410,7 @@ def _facts(record: AttemptRecord) -> dict[str, Any]:
 
 
 def _identity() -> dict[str, Any]:
-    """The agent that writes: several may write to one file, after or beside one another."""
+    """The agent that writes: several may write to one file, after one another or at the same time."""
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 

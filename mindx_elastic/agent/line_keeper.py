@@ -24,7 +24,7 @@ class _Keeper:
     def __init__(self, pairs: list[tuple[int, int]]) -> None:
         self._readers = [reader for reader, _ in pairs]
         self._writers = [writer for _, writer in pairs]
-        """Ours: while one is open, a rank that has ended is no end of the pipe."""
+        """Ours: while one is open, a rank that has ended is not an end of the pipe."""
         self._ends = [b""] * len(pairs)
         self._open = set(self._readers)
         self._asked = b""
@@ -71,7 +71,7 @@ class _Keeper:
         while data:
             try:
                 data = data[os.write(2, data) :]
-            except OSError:  # nobody reads it; the ranks go on
+            except OSError:  # it has no reader; the ranks go on
                 return True
         return True
 

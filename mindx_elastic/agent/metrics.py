@@ -1,7 +1,7 @@
 """``--metrics-port``: what the agent knows of its workers, in Prometheus' text format.
 
 The agent's main thread notes what it sees, twice a second; the server's threads read the newest note and never wait for
-the job. Counters go on over the processes of a rank: each begins anew at 0 on its status page.
+the job. Counters go on over the processes of a rank: each starts again at 0 on its status page.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Rank:
 
 
 def _durable_step(new: Status, before: int, memory: Path | None) -> int:
-    """`before`: that of the rank's earlier processes. What lies behind the step that a process went on from does not
+    """`before`: that of the rank's earlier processes. What comes after the step that a process went on from does not
     count any more."""
     if new.durable_step >= 0:
         return new.durable_step
@@ -135,7 +135,7 @@ def _family(name: str, values: Mapping[tuple[str, ...], float], labels: tuple[st
 
 
 class MetricsServer:
-    """Serves `metrics` over HTTP until `close`. Threads of its own."""
+    """Serves `metrics` over HTTP until `close`, in its own threads."""
 
     def __init__(self, host: str, port: int, memory: Path | None = None) -> None:
         """memory: as for `Metrics`. Raises UsageError when prometheus_client is not installed, or the port cannot be

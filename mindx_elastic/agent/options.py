@@ -300,7 +300,7 @@ def parse(
     on_run_dir: Callable[[Path], None] = lambda path: None,
     about: str = "",
 ) -> Launch:
-    """Read the command line, behind ``run``. For ``--help`` prints `about` and all options and leaves; leaves with 2
+    """Read the command line after ``run``. For ``--help`` prints `about` and all options and leaves; leaves with 2
     for unknown options.
 
     Raises UsageError for what cannot work. Creates the run directory and torch's log directory. on_run_dir: is called
@@ -336,7 +336,7 @@ def parse(
 
 def check_options(options: Sequence[str]) -> None:
     """Refuse, before any job is started, what `parse` would refuse of these options of a job of one node. Raises
-    UsageError. Makes and prints nothing. The script is no part of them."""
+    UsageError. Makes and prints nothing. The script is not part of them."""
     parser = make_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -344,12 +344,12 @@ def check_options(options: Sequence[str]) -> None:
         raise UsageError(message if unknown == message else f"{unknown.split()[0].partition('=')[0]}: no such option")
 
     def refuse_help(file: object = None) -> NoReturn:
-        raise UsageError("-h is no option of the agent here")
+        raise UsageError("-h is not an option of the agent here")
 
     parser.error, parser.print_help = refuse, refuse_help  # type: ignore[method-assign]
     args = parser.parse_args([*options, "script.py"])
     if args.training_script_args:
-        raise UsageError(f"{args.training_script} is no option")
+        raise UsageError(f"{args.training_script} is not an option")
     if args.module or args.no_python or args.run_path:
         raise UsageError("-m, --no-python and --run-path are no options of the agent here")
     _check_values(args)

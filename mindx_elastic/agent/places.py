@@ -2,7 +2,7 @@
 
 A *place* is what a local rank stands for: a device, a share of the machine. A job of N workers has the places 0 to N-1.
 A place is *lost* when two processes in a row have failed in it, the second before it passed a boundary: a rank has died
-and nobody has taken its place. The workers that remain get the local ranks 0 to n-1 in the order of their places.
+and no node has taken its place. The workers that remain get the local ranks 0 to n-1 in the order of their places.
 
 ==================  ================================================================================================
 ``--on-shrink``     how many workers go on

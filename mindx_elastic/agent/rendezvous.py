@@ -116,7 +116,7 @@ class FreshStoreRendezvous(RendezvousHandler):
     Workers that meet again in the agent's store find the addresses of their dead predecessors there, and gloo fails
     ("Connection refused"). For the dynamic backends torch has a switch against it
     (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``); the static one always hands out the agent's store. The first attempt uses
-    that one, as under torchrun, so that MASTER_PORT is the port that the user gave; each later one a store of its own,
+    that one, as under torchrun, so that MASTER_PORT is the port that the user gave; each later one its own store,
     which rank 0 hosts on a free port.
     """
 
@@ -317,7 +317,7 @@ def await_nodes(handler: RendezvousHandler, store: Any, rank: int, world_size: i
 
     One may have died since it joined. Torch's agents would wait for its part for a minute, each from a moment of its
     own, and then miss each other in the next meeting. Raises DistStoreError when it gives no sign of life any more, or
-    the others meet anew already, so that all meet again at once; and what the store raises. `store`: of the meeting.
+    the others meet again already, so that all meet at once; and what the store raises. `store`: of the meeting.
     """
     if (state := _read_state(handler)) is None:
         return
@@ -329,7 +329,7 @@ def await_nodes(handler: RendezvousHandler, store: Any, rank: int, world_size: i
         state = _read_state(handler)
         missing = sorted(set(range(world_size)) - set(state.participants.values()))
         if state.round != meeting or missing:
-            which = f"node {missing[0]} gives no sign of life" if missing else "the others meet anew"
+            which = f"node {missing[0]} gives no sign of life" if missing else "the others meet again"
             raise DistStoreError(f"{which} since the nodes have met")
 
 
@@ -369,7 +369,7 @@ _RETRY_S = 4.0  # a store that is gone seldom comes back, and torch prints a pag
 class Membership:
     """Asks the rendezvous which nodes want to join and which are lost. One per attempt.
 
-    In a thread of its own, because each question is a round trip to a store on another machine, which may be gone; the
+    In a separate thread, because each question is a round trip to a store on another machine, which may be gone; the
     main thread must hear of a worker's death meanwhile. `DynamicRendezvousHandler` allows it: it holds a lock against
     its own heartbeat thread while it answers. `start` and `stop` in the main thread, between two rendezvous; the rest
     in any thread.
@@ -379,11 +379,11 @@ class Membership:
         """num_nodes: how many take part in this attempt."""
         self._handler, self._num_nodes, self._interval_s = handler, num_nodes, interval_s
         self.num_waiting = 0
-        """Nodes that wait to be let in; everybody must meet anew."""
+        """Nodes that wait to be let in; all nodes must meet again."""
         self.lost = ""
         """Why a node is taken for lost, in words; empty while all are there."""
         self.missing: frozenset[int] = frozenset()
-        """The nodes that are not in the rendezvous any more: lost, or about to meet the others anew."""
+        """The nodes that are not in the rendezvous any more: lost, or about to meet the others again."""
         self.wakeup = Wakeup()
         self._stopping = threading.Event()
         self._wanted = threading.Event()
@@ -396,7 +396,7 @@ class Membership:
         return self
 
     def stop(self) -> None:
-        """The thread may be stuck in a question to a dead machine; it is left behind then, and does no harm."""
+        """The thread may be stuck in a question to a dead machine; it is abandoned then, and does no harm."""
         self._stopping.set()
         self._wanted.set()
         self._thread.join(_QUESTION_S)

@@ -121,7 +121,7 @@ class _Spares:
     def __init__(
         self, count: int, folder: Path, fork: Callable[[Mapping[str, str]], ForkedWorker | None], env: Mapping[str, str]
     ) -> None:
-        """`count`: how many to keep. `folder`: private, for their pipes. `fork`: forks one with these variables beside
+        """`count`: how many to keep. `folder`: private, for their pipes. `fork`: forks one with these variables next to
         its environment `env`, or None while that is not possible; raises ZygoteError where it never will be."""
         self._count, self._folder, self._fork, self._env = count, folder, fork, dict(env)
         self._spares: list[_Spare] = []

@@ -263,7 +263,7 @@ _HINTS = (
 
 
 def advice(cause: str, rank: int, step: int) -> str:
-    """Where to look after a failure of `rank` (-1: none in particular) behind `step` (-1: before the first one)."""
+    """Where to look after a failure of `rank` (-1: none in particular) after `step` (-1: before the first one)."""
     for pattern, hint in _HINTS:
         if re.search(pattern, cause):
             return hint

@@ -2,7 +2,7 @@
 
 The file may hold more than what agents have written: the workers' events (when the run directory is the checkpoint
 directory), lines of other programs, lines cut off by a kill or a full disk, and several runs of an agent, one after the
-other or, on a shared file system, beside each other. Its values are not trusted: one of the wrong type is taken as
+other or, on a shared file system, at the same time. Its values are not trusted: one of the wrong type is taken as
 unknown.
 """
 
@@ -145,7 +145,7 @@ def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
 
 
 def _is_new_life(run: AgentRun, line: dict[str, Any]) -> bool:
-    """Whether an attempt begins that cannot be this run's: the `agent_start` of its own was cut off."""
+    """Whether an attempt begins that cannot be this run's: its own `agent_start` was cut off."""
     number = whole(line.get("attempt"))
     return run.ended is not None or run.summary is not None or number in run.by_number
 

@@ -31,7 +31,7 @@ class Shrinking:
     """One per agent of a job with ``--min-nproc``."""
 
     def __init__(self, places: NodePlaces, events: EventLog, *, patience_s: float, regrow_after_s: float) -> None:
-        """`patience_s`: how long a new process may take to its guard, beside what starts have taken so far.
+        """`patience_s`: how long a new process may take to its guard, in addition to what starts have taken so far.
         `regrow_after_s`: until lost places are tried again; twice as long each time that it was in vain. 0: never."""
         self.places, self._events, self._patience_s = places, events, patience_s
         self._first_pause_s = self._pause_s = regrow_after_s
@@ -105,7 +105,7 @@ class Shrinking:
         return self._wish
 
     def late(self, statuses: Mapping[int, Status]) -> dict[int, str]:
-        """Twice a second, but not during a recovery in place, which has a time of its own: ranks in places where the
+        """Twice a second, but not during a recovery in place, which has its own time: ranks in places where the
         last process has failed, or that go on in their processes, and that do not come to their guards."""
         allowed_s = self._patience_s + _LONGEST_START * self._longest_s
         if not self._is_known or time.monotonic() - self._began < allowed_s:

@@ -103,9 +103,9 @@ class Supervisor(LocalElasticAgent):
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
         self._progress = ProgressLog(options.run_dir)
-        """Is told how far the job is; None: nobody wants to hear."""
+        """Is told how far the job is; None: not wanted."""
         self.metrics: Metrics | None = None
-        """Is told what the pages say; None: nobody asks for it."""
+        """Is told what the pages say; None: not wanted."""
         self.arenas: set[str] = set()
         """Folders of shared memory that the workers have used."""
         self.error_file = ""
@@ -116,7 +116,7 @@ class Supervisor(LocalElasticAgent):
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
-        """The last attempt was a refused one that had begun anew: what is in memory is of no use."""
+        """The last attempt was a refused one that had started over: what is in memory is of no use."""
         self.is_hopeless = False
         """The job was stopped because of equal failures: another start would only meet the next one."""
         self.has_lost_host = False
@@ -292,7 +292,7 @@ class Supervisor(LocalElasticAgent):
         )
 
         def board_of(generation: int) -> Board:
-            writer = len(group.workers)  # the number behind the last rank
+            writer = len(group.workers)  # the number after the last rank
             return Board(store, key=board_key(), scope=f"{scope}/{generation}", writer=writer)
 
         return Recovery(
@@ -441,7 +441,7 @@ class Supervisor(LocalElasticAgent):
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None, *more: Any) -> None:
-        """Stop what torch runs beside the workers (log tails, watchdog), which have ended unless something broke."""
+        """Stop what torch runs for the workers (log tails, watchdog), which have ended unless something broke."""
         if self._pcontext is None:
             return
         timeout = math.ceil(self._options.grace_s) if timeout is None else timeout

@@ -151,7 +151,7 @@ class Workers:
         anything is left, the number of a session is not used again.
 
         After a death by a signal it is killed at once. After an exit it has a moment to end by itself:
-        multiprocessing's resource tracker and torch's shm manager clean up behind the process.
+        multiprocessing's resource tracker and torch's shm manager clean up after the process.
         """
         for rank in ended:
             pid = self.live[rank].pid
@@ -188,7 +188,7 @@ class Workers:
 
     def _end_remains(self, *, wait: bool = False) -> None:
         """SIGKILL for what is left and has had its moment: it would hold devices, ports and memory. What has made
-        itself a session of its own (a daemon) was meant to live on.
+        its own session (a daemon) was meant to live on.
 
         wait: until nothing is left.
         """
@@ -312,7 +312,7 @@ _STATES = {
 
 
 def write_stacks(workers: Workers, statuses: Mapping[int, Status], folder: Path, *, attempt: int) -> list[Path]:
-    """Let every guarded worker of a hanging job write its stacks (`faulthandler`, in C) into a file of its own.
+    """Let every guarded worker of a hanging job write its stacks (`faulthandler`, in C) into its own file.
 
     Waits for them a second at most. Main thread.
 

@@ -5,7 +5,8 @@ a fork cannot have as a fresh interpreter would, a `ZygoteError` says, and the a
 
 * variables that are read when the interpreter starts or torch is imported, if they differ from the zygote's: Python
   tells which ones imports have read; those that C libraries read are known by their beginnings (`IMPORT_VARIABLES`);
-* another interpreter, ``-c``, a script that is no Python file, a script whose folder has a module of the same name as
+* another interpreter, ``-c``, a script that is not a Python file, a script whose folder has a module of the same name
+as
   one of torch's;
 * an import that starts a thread, opens a file, initialises CUDA, or reads a variable that each worker has its own value
   for.
@@ -54,7 +55,7 @@ IMPORT_VARIABLES = (
 )
 """Beginnings of variables that the interpreter, the C library, torch and numpy read before the script runs."""
 WORKER_DEFAULTS: Mapping[str, str] = {
-    # Not 1, as torch's agent sets: torch then aborts a communicator whose peer has died, and the update behind it runs.
+    # Not 1, as torch's agent sets: torch then aborts a communicator whose peer has died, and the update after it runs.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "PYTHONHASHSEED": "0",  # sets of strings in the same order, on each node and in each attempt
 }
@@ -198,7 +199,7 @@ class Zygote:
         stderr: str | int = "",
         hook: str = "",
     ) -> ForkedWorker:
-        """A new worker, in a session of its own.
+        """A new worker, in a new session.
 
         `env`: its whole environment. `command`: where it differs from the zygote's, in the script's arguments.
         `stdout`, `stderr`: a file to append to or a descriptor; empty: this process's own. `hook`: ``module:function``,

@@ -138,7 +138,7 @@ class Imports:
     """What the zygote has imported, and what came of it."""
 
     def __init__(self, own: Sequence[str], began: Collection[str]) -> None:
-        """`own`: variables that each worker has a value of its own for."""
+        """`own`: variables that each worker has its own value for."""
         self._own = set(own)
         self.waiting: list[str] = []
         self._problem = ""
@@ -211,7 +211,7 @@ class Imports:
                 if there is None or (there.origin is None and here is not None):
                     continue  # a folder is a module only where nothing else is
                 if here is None or there.origin is None or not os.path.samefile(there.origin, here):
-                    return f"{folder} has a module {name} of its own"
+                    return f"{folder} has its own module {name}"
         return ""
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -314,7 +314,7 @@ def _refuse(stream: socket.socket, reason: str) -> None:
 
 
 def _read_json(stream: socket.socket) -> Any:
-    """One line; nothing behind it has been sent yet."""
+    """One line; nothing after it has been sent yet."""
     parts: list[bytes] = []
     while not parts or not parts[-1].endswith(b"\n"):
         part = stream.recv(1 << 20)

@@ -1,10 +1,10 @@
 """A worker's connection to the scheduler: it registers, sends heartbeats, hears of deaths, and connects again.
 
 One thread, ``mindx-cluster``, owns the connection. The training thread waits only for its group (`wait_for_group`), of
-which a process has one: after a death it begins anew (`worker_end`). When the connection ends, the thread connects
+which a process has one: after a death it starts over (`worker_end`). When the connection ends, the thread connects
 again until the job is over: the training goes on meanwhile, and needs the scheduler only to form a group.
 
-Each group has a store of its own, hosted by its rank 0. So the scheduler's death takes none.
+Each group has its own store, hosted by its rank 0. So the scheduler's death takes none.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:
         connection.start()
         group = connection.wait_for_group()
         if group.rank == 0 and RejoinSettings.from_env().in_place:
-            logger.warning("MINDX_RECOVER=in-place: in a dynamic cluster every worker begins anew when one dies")
+            logger.warning("MINDX_RECOVER=in-place: in a dynamic cluster every worker starts over when one dies")
     end.watch()
     _export_group(connection, group)
     import torch.distributed as dist

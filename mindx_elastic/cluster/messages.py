@@ -143,7 +143,7 @@ class Group:
     """A formed group, as one of its ranks sees it."""
 
     generation: Generation
-    """How often all processes of the job have begun anew."""
+    """How often all processes of the job have started over."""
     rank: Rank
     size: Annotated[int, Between(1, MAX_WORKERS)]
     local_rank: Rank

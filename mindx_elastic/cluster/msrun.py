@@ -169,7 +169,7 @@ def main(arguments: Sequence[str], *, about: str = "") -> int:
     """Start what the command line asks for; returns the exit code. Main thread. about: see `plan_of`."""
     plan = plan_of(arguments, about=about)
     if plan.command[0] == sys.executable and not Path(plan.command[1]).exists():
-        # Without --join nothing else tells it: each process says so in a log of its own.
+        # Without --join nothing else tells it: each process says so in its own log.
         raise UsageError(f"{plan.command[1]}: no such file")
     for note in plan.notes:
         print(f"mindx-elastic msrun: {note}", file=sys.stderr)

@@ -3,7 +3,7 @@
 A *place* is one of the job's ranks, named by its node id. A process takes a place by registering; it gets an
 *incarnation*, a random name that no other process has. A *group* is formed when every place has a living process that
 is in none yet; then ranks are final, rank 0 hosts the group's store, and all are told. A process is in one group: after
-a death the others begin anew, and the next *generation* is a group of new incarnations.
+a death the others start over, and the next *generation* is a group of new incarnations.
 
     FREE ---register---> LIVING ---ends by itself---> DONE (training finished) or LEFT (stopped as it was told to)
      ^                     |
@@ -40,7 +40,7 @@ _NUMBERS = re.compile(r"(\d+)")
 _SHOWN = 8
 _RECONNECT_S = 1.0
 _AWAY_S = 60.0
-"""How long a place is kept for a process that begins anew in it, from those that do not ask for it by name."""
+"""How long a place is kept for a process that starts over in it, from those that do not ask for it by name."""
 EXIT_ERROR = 1
 
 

@@ -1,6 +1,6 @@
 """The scheduler's table on disk: one small JSON file, replaced whole, in the folder that MS_RECOVERY_PATH names.
 
-``scheduler.json`` has what `Table.to_json` gives. A scheduler holds a lock on ``scheduler.lock`` beside it while it
+``scheduler.json`` has what `Table.to_json` gives. A scheduler holds a lock on ``scheduler.lock`` next to it while it
 runs, so that two on one disk cannot serve one job. A file of another user does not count (`core.owners`): with it that
 user could give a rank to a process of his own.
 """
@@ -91,7 +91,7 @@ class TableFile:
     def damaged(self, why: str) -> UsageError:
         """The error for a table that makes no sense."""
         return UsageError(
-            f"{self.path}: not the table of a scheduler ({why}). Move it away to form the cluster anew; checkpoints "
+            f"{self.path}: not the table of a scheduler ({why}). Move it away to form the cluster again; checkpoints "
             "are not touched by that"
         )
 

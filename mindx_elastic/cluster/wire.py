@@ -63,7 +63,7 @@ class Line:
         except NotOursError as error:
             raise WireError(f"its message is not of this job: {error}") from None
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-            raise WireError("it sends what is no JSON") from None
+            raise WireError("it sends what is not JSON") from None
         except (FrameError, ValueError) as error:
             raise WireError(str(error)) from None
 

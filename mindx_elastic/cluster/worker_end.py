@@ -1,7 +1,7 @@
-"""How a worker of a dynamic cluster ends: it tells the scheduler, or begins anew in place.
+"""How a worker of a dynamic cluster ends: it tells the scheduler, or starts over in place.
 
 When another rank has died and MS_ENABLE_RECOVERY is 1, this process has saved its last boundary (its guard does that)
-and its training cannot go on. It does not end: it begins its program anew with ``exec``, as the same process with the
+and its training cannot go on. It does not end: it starts its program again with ``exec``, as the same process with the
 same pid, stdout and variables, and waits in `cluster.init` until the dead rank was started again. So only the dead
 process has to be started by hand.
 
@@ -37,7 +37,7 @@ _PATIENCE_S = 2.5  # until the scheduler tells of a death on another machine: se
 _DONE_S = 30.0  # for a scheduler that is being started again: to a later one this process would have died
 _UNGUARDED_S = 10.0  # for a program without a guard to end by itself, when the job is over
 _ANEW = "MINDX_CLUSTER_ANEW"
-"""How often in a row this process has begun anew because of a broken connection, of which no death was the cause."""
+"""How often in a row this process has started over because of a broken connection, of which no death was the cause."""
 _MOST_ANEW = 5
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
@@ -98,7 +98,7 @@ class WorkerEnd:
 
     def hear_obsolete(self, why: str) -> None:
         """Nothing is saved: the others have gone on from what this process has given them, or from files."""
-        logger.warning("%s; this process begins anew in place (pid %d)", why, self._pid)
+        logger.warning("%s; this process starts over in place (pid %d)", why, self._pid)
         self._begin_anew()
 
     # --- the end ---
@@ -115,7 +115,7 @@ class WorkerEnd:
             self._conclude(noted_stop_cause())
 
     def _last_act(self) -> None:
-        """Any thread: the process ends beside a stuck training thread."""
+        """Any thread: the process ends with a stuck training thread."""
         if os.getpid() == self._pid and self._once.acquire(blocking=False):
             self._conclude(noted_stop_cause())
 
@@ -151,7 +151,7 @@ class WorkerEnd:
             return
         if told:
             self._env.pop(_ANEW, None)
-        logger.warning("%s; this process begins anew in place (pid %d) and waits", told or why, self._pid)
+        logger.warning("%s; this process starts over in place (pid %d) and waits", told or why, self._pid)
         connection.leave("away", code, told or why)
         self._begin_anew()
 
@@ -164,7 +164,7 @@ class WorkerEnd:
         try:
             self._program.begin_again(env)
         except OSError as error:
-            logger.error("this process cannot begin anew in place (%s); start it again with the same variables", error)
+            logger.error("this process cannot start over in place (%s); start it again with the same variables", error)
             flush_output()
             os._exit(EXIT_TEMPORARY)
 

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Between:
-    """Of a number: both are allowed. Without it a whole number is 0 to 2**60, and any other one finite."""
+    """The bounds of a number, both allowed. Without them a whole number is 0 to 2**60, and any other one finite."""
 
     low: float
     high: float
@@ -41,7 +41,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Text:
-    """Of a text that is compared or used as a name: at most so many characters. Without it 2000."""
+    """The bound of a text that is compared or used as a name, in characters; 2000 by default."""
 
     most: int
     pattern: str = ""
@@ -50,7 +50,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Words:
-    """Of a text for a person: a longer one is cut, and what a terminal would obey is escaped."""
+    """The bound of a text for a person: a longer one is cut, and what a terminal would obey is escaped."""
 
     most: int
 
@@ -106,7 +106,7 @@ def _value(hint: Any, value: Any, name: str, bounds: Any = None) -> Any:
 
 
 def _parts(origin: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
-    """Of a tuple, a list (both from a list) or a mapping, whose keys JSON has made texts."""
+    """The parts of a tuple, a list (both from a list) or a mapping, whose keys JSON has made texts."""
     if issubclass(origin, Mapping):
         if not isinstance(value, dict) or len(value) > _MOST_PARTS:
             raise ValueError(f"its {name} is not an object")

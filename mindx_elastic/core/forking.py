@@ -68,7 +68,7 @@ def freeze() -> None:
 
 
 def seed_at_random() -> None:
-    """In the forked process: draw again what imports have drawn, and forget what they have looked up in the
+    """Call it in the forked process. Draw again what imports have drawn, and forget what they have looked up in the
     environment."""
     import numpy as np
     import torch

@@ -40,7 +40,7 @@ _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _K = TypeVar("_K")
 _Tables = tuple[Any, tuple[tuple[str, types.MemberDescriptorType], ...]]
 _tables: dict[int, tuple[weakref.ref[type], _Tables]] = {}
-"""By the class's id: its metaclass may have its own ``==``."""
+"""Tables by the id of the class: its metaclass may have its own ``==``."""
 
 
 def is_comparable(kind: type) -> bool:
@@ -51,7 +51,7 @@ def is_comparable(kind: type) -> bool:
 
 
 def askable(items: Iterable[tuple[_K, Any]]) -> list[tuple[_K, Any]]:
-    """Those of the pairs whose value's class `is_comparable`."""
+    """The pairs whose value's class `is_comparable`."""
     return [item for item in items if type(type(item[1])) is type or is_comparable(type(item[1]))]
 
 

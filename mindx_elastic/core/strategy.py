@@ -53,7 +53,7 @@ class TensorSpec:
     dtype: str = ""
     """The safetensors type name ("F32"); empty: not known."""
     parameter: str = ""
-    """Of an optimizer's tensor: the parameter's name."""
+    """For an optimizer's tensor: the name of its parameter."""
     assumed: bool = field(default=False, compare=False)
     """Whether it is only assumed that other ranks hold the same: the digests of their files have to confirm it."""
     num_dims: int | None = None
@@ -418,7 +418,8 @@ def _layouts(content: Iterable[Any]) -> list[Layout]:
 
 
 def global_name(place: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """Of a place in a file's tree: ``optimizer.state.3.exp_avg`` with the parameter's name for 3; and that name."""
+    """The global name of a place in a file's tree: ``optimizer.state.3.exp_avg`` with the parameter's name for 3; and
+    that name."""
     for component, names in parameters.items():
         prefix = f"{component}.state."
         number, dot, key = place.removeprefix(prefix).partition(".")

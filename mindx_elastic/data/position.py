@@ -247,9 +247,9 @@ def check_streams(state: Mapping[str, Any]) -> None:
 
 
 SIZES = "batch_sizes"
-"""In the state of a loader: see `Cursor.sizes`."""
+"""A key in the state of a loader: see `Cursor.sizes`."""
 SETTINGS = "settings"
-"""In the state of a loader: what the program has set on its data set (`guard.loops.data_settings`)."""
+"""A key in the state of a loader: what the program has set on its data set (`guard.loops.data_settings`)."""
 _PLACE = ("epoch", "batch", "samples", "finished")
 
 

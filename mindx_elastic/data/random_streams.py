@@ -51,7 +51,8 @@ __all__ = [
 ]
 
 VERSION = 4
-"""Of what samples draw, a part of each position: where it changes, a resumed epoch draws otherwise, and says so."""
+"""The version of how samples draw, part of each position. Where it changes, a resumed epoch draws other numbers and
+says so."""
 PYTHON, NUMPY, TORCH = range(3)
 _COLLATE = 3
 _States = tuple[Any, Any, torch.Tensor]

@@ -76,7 +76,7 @@ class EpochPlan:
     drop_last: bool = False
     start: int = 0
     present: int = 0
-    """Of the `world_size` ranks so many are there, and take the batches of all in turn: batch k of rank r is number
+    """So many of the `world_size` ranks are present, and take the batches of all in turn: batch k of rank r is number
     ``k * present + r`` of them. Where the last ones do not come out even, their samples are split again. 0: all ranks.
     """
     fill: bool = False
@@ -89,9 +89,9 @@ class EpochPlan:
     tail: tuple[int, ...] = field(init=False)
     """Samples of each shorter step after the full ones."""
     num_ranks: int = field(init=False)
-    """Those that are there."""
+    """The ranks that are present."""
     num_batches: int = field(init=False)
-    """That each rank takes."""
+    """Batches that each rank takes."""
     even: int = field(init=False)
     """How many of them are batches of all ranks as they are."""
     again: tuple[int, int, int] = field(init=False)
@@ -213,7 +213,7 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         self.source: Any = None
         """The batch sampler of the program that this one stands for: what is set there counts."""
         self.parts: list[tuple[int, EpochPlan]] = []
-        """Of the newest pass: how many batches came before each plan. One, unless the program changes `batch_size`."""
+        """For the newest pass: how many batches came before each plan. One, unless the program changes `batch_size`."""
         self._length: tuple[tuple[Any, ...], int] = ((), 0)  # what it was worked out from, and it
 
     def set_epoch(self, epoch: int) -> None:
@@ -265,7 +265,7 @@ class ResumableBatchSampler(Sampler[list[Key]]):
             self.shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
 
     def _plan_from(self, samples: int, batch: int) -> EpochPlan:
-        """From that batch of the epoch on, with the size that it has."""
+        """The plan from that batch of the epoch on, with the size that it has."""
         plan = self.plan(samples, finished=self.cursor.finished)
         if self.drop_last and self.cursor.sizes:  # as torch's: that of the epoch's beginning counts
             size = self.cursor.sizes[0][1]

@@ -96,7 +96,7 @@ class Track:
         return number
 
     def use_all(self) -> None:
-        """From here on all batches are used at each boundary, and no older position will be asked for."""
+        """From now on all batches are used at each boundary, and no older position will be asked for."""
         self.keeps_marks = False
         self._marks.clear()
 

@@ -32,7 +32,7 @@ class ExamineOptions:
     state_bytes: int | None = None
     """None: from the newest checkpoint in `directory`."""
     ranks: int = 0
-    """Of this machine; 0: not told."""
+    """Ranks of this machine; 0: not told."""
     measure_s: float = 1.0
 
 

@@ -18,10 +18,10 @@ from mindx_elastic.doctor.finding import Finding, gib, good, problem, seconds, u
 __all__ = ["Disk", "HeldState", "judge_room", "judge_time"]
 
 _AGREEMENT_S = 1.0
-"""From the alarm to the agreed step, with room for a step that has begun, and for the file's name; steps take longer in
-some jobs."""
+"""Time from the alarm to the agreed step, with room for a step that has begun, and for the file's name; steps take
+longer in some jobs."""
 _CLEARLY = 1.25
-"""So many times as fast is worth a word."""
+"""A setting is reported when it is so many times as fast."""
 _KEPT_FREE = 2
 """A new checkpoint is written before the older one is deleted."""
 
@@ -54,7 +54,7 @@ class Disk:
     """What was measured on the file system of the checkpoint directory."""
 
     bytes_per_s: float
-    """Of a save: written, digests computed, flushed."""
+    """Speed of a save: write, digests and flush."""
     measured_bytes: int
     way: str
     """How, for a person."""

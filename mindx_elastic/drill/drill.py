@@ -31,7 +31,7 @@ GOOD = ("exact", "inexact as said", "refused as said")
 """Outcomes after which the exit code is 0. The last one: the only checkpoint was damaged; it was found, put aside and
 named, and the start refused to start over without a word."""
 _NOTHING_LEFT = "holds checkpoint files and none can be resumed from"
-"""Of `NoUsableCheckpointError`. A script may print its text alone."""
+"""The text of `NoUsableCheckpointError`. A script may print its text alone."""
 _MOST_STARTS = 4
 _MOST_CALLS = 400
 _MOST_REPLACED = 100
@@ -48,7 +48,7 @@ class DrillResult:
     """What is wrong, or what the run itself has said against an exact resume; None: exact."""
     rank: int | None = None
     step: int | None = None
-    """Of the first difference."""
+    """The step of the first difference."""
     codes: Sequence[int] = ()
     """Exit codes of all starts."""
     reached: int | None = None
@@ -71,7 +71,7 @@ class Drill:
     """Everything that is reported."""
 
     proof: ProofReport = field(default_factory=ProofReport)
-    """Of the runs without a fault."""
+    """The proof of the runs without a fault."""
     results: list[DrillResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

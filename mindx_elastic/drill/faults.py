@@ -37,7 +37,7 @@ class Kind:
     stops: bool = False
     """Every rank stops at a boundary and saves it: no step is lost."""
     saves: bool = False
-    """It is about the save of a stop."""
+    """It strikes in the save of a stop."""
     workers: bool = False
     """Only where the loader has workers."""
     by_chance: bool = True

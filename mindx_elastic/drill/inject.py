@@ -38,7 +38,7 @@ from mindx_elastic.persist import direct_io
 __all__ = ["NOTES", "DrillError", "Injector"]
 
 NOTES = "fault.jsonl"
-"""In the fault's folder: ``fired``, and each ``hit`` of a system call."""
+"""The file in the fault's folder: ``fired``, and each ``hit`` of a system call."""
 _FIRED = "fired"
 _CHANGES = 3  # changes of a parameter's memory in the middle of an update
 _WRITES = ("pwrite", "write", "writev", "pwritev", "ftruncate", "posix_fallocate", "fallocate64")

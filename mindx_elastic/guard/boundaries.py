@@ -44,7 +44,7 @@ _STEPS = 5
 
 
 def _num_functions_of(target: Any) -> int:
-    """Those of a LambdaLR, one a group."""
+    """The number of functions of a LambdaLR, one a group."""
     found = attributes_of(target).get("lr_lambdas")
     return len(found) if type(found) is list else 0
 
@@ -65,7 +65,7 @@ class Boundaries:
         self.has_passed = False
         """A boundary was passed since the start."""
         self.number = 0
-        """So many steps have ended with a boundary."""
+        """Number of steps that have ended with a boundary."""
         self.times = deque([time.monotonic()], maxlen=_STEPS + 1)
         """When the last of them were reached, by `time.monotonic`; the first one is the entry."""
         self.is_look = False
@@ -79,7 +79,7 @@ class Boundaries:
             collector.keep_older_boundaries()
             self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
         self.hidden = HiddenChanges(WeightSamples(collector), gate.changed_since_boundary)
-        """It has a sample of the weights at some boundaries."""
+        """Compares samples of the weights at some boundaries."""
         gate.hidden = self.hidden.problem
         gate.on_update = self._begin_update
         collector.compiled.listen()

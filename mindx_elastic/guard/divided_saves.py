@@ -59,9 +59,9 @@ _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
 __all__ = ["Agreed", "DividedSaves", "SavesPart", "SavingGroup", "neighbours"]
 
 NUM_NEIGHBOURS = 2
-"""So many ranks' small states are in a file next to its own rank's."""
+"""Number of other ranks whose small states are in a file next to its own rank's."""
 COPIES = 2
-"""So many files of a stop have each part, so that a step survives the loss of one."""
+"""Number of files of a stop that have each part, so that a step survives the loss of one."""
 WORTH_BYTES = 64 << 20
 """Smaller states are written whole by every rank: that is as fast, and any file is enough."""
 _LEAST_BYTES = 1024  # smaller tensors are in every file
@@ -112,7 +112,7 @@ class SavesPart(Part):
         self.group = SavingGroup()
         """The ranks with which this one divides what is saved at a stop."""
         self.single = SavingGroup()
-        """Those with which it divides other saves of policies that want no redundancy."""
+        """The group with which it divides other saves of policies that want no redundancy."""
         self.neighbours: tuple[int, ...] = ()
         """The ranks whose small states this one's file holds besides its own."""
         every: list[ExitPolicy | PeriodicPolicy] = [*saving, *periodic]

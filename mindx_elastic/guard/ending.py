@@ -149,7 +149,7 @@ class GuardEnding:
         self._events.emit("exit", step=step, reason=f"{type(error).__name__}: {error}", outcome="raised")
 
     def _drop_refused(self) -> None:
-        """Of a training that was refused keep nothing in memory either: the corrected program would not fit it."""
+        """Keep nothing of a refused training in memory either: the corrected program would not fit it."""
         alarm = self._stopper.alarm
         if alarm is not None and alarm.kind == REFUSAL and not self._has_resumed:
             self._around.keep_memory = False

@@ -86,7 +86,7 @@ class Unmanaged:
             logger.info(told, how, printable(listed(names, _MOST_NAMES))[:_MOST_CHARACTERS])
 
     def warn_of_counts(self, counts: Sequence[str]) -> None:
-        """In a resumed process whose first step is compared with none."""
+        """Warn in a resumed process whose first step is not compared."""
         if counts:
             self.hint(
                 f"{printable(listed(counts, _MOST_NAMES))}: not kept, and counts from the start again in this "

@@ -1,6 +1,6 @@
 """Copies of checkpoint files on other nodes, so that the nodes' own disks suffice when some of them are lost.
 
-A rank's file is copied to its partners (`partners`) once it is durable on its own disk: beside the training where that
+A rank's file is copied to its partners (`partners`) once it is durable on its own disk: during the training where that
 goes on, within a part of the time that is left where it does not. A copy that fails is logged and never fails a save.
 Without copies to make (one node, ``redundancy=1``) there is no thread and no port.
 """
@@ -153,7 +153,7 @@ def _say_what_is_possible(copies: int, num_nodes: int) -> None:
     if num_nodes == 1:
         logger.warning("redundancy=%d has no effect: all ranks live on one node", copies)
     elif num_nodes < copies:
-        logger.warning("redundancy=%d, but there are %d nodes: each file lies on all of them", copies, num_nodes)
+        logger.warning("redundancy=%d, but there are %d nodes: each file is on all of them", copies, num_nodes)
     else:
         logger.info("each rank's checkpoint files are kept on %d of %d nodes", copies, num_nodes)
 
@@ -334,10 +334,10 @@ class Mirror:
     def fetch(self, holder: int, root: int, name: str) -> Path:
         """Get a file of this rank from rank `holder`, to its own place. Raises OSError or CheckpointError.
 
-        Main thread, at the start. The holder's server answers in a thread of its own.
+        Main thread, at the start. The holder's server answers in a separate thread.
         """
         if not 0 <= root < len(self._roots) or rank_of(name) != self._ranks.rank:
-            raise OSError(f"{name!r} is no place for a file of rank {self._ranks.rank}")
+            raise OSError(f"{name!r} is not a place for a file of rank {self._ranks.rank}")
         path = self._roots[root] / name
         with (
             self._asked(holder, "get", time.monotonic() + _FETCH_S, root=root, name=name) as channel,

@@ -157,14 +157,14 @@ class Server:
             info = read_header(path).info
             kept = info.kind not in ("periodic", "final")
             if kept or (info.run_id, info.rank) != (request.run_id, source):
-                raise OSError(f"{path.name} is no periodic or final file of rank {source} and this run")
+                raise OSError(f"{path.name} is not a periodic or final file of rank {source} and this run")
             path.unlink()
         channel.send({})
 
     def _path(self, request: MirrorRequest) -> Path:
         rank = rank_of(request.name)
         if rank is None or rank >= self._ranks.world_size:
-            raise OSError(f"{request.name!r} is no place for a checkpoint file")
+            raise OSError(f"{request.name!r} is not a place for a checkpoint file")
         if not 0 <= request.root < len(self._roots):
             raise OSError(f"there is no directory {request.root}")
         return self._roots[request.root] / request.name

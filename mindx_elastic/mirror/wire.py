@@ -169,9 +169,9 @@ class Channel:
         try:
             content = json.loads(self._receive_exactly(length))
         except (ValueError, RecursionError):
-            raise ConnectionError("the other side has sent a message that is no JSON") from None
+            raise ConnectionError("the other side has sent a message that is not JSON") from None
         if not isinstance(content, dict):
-            raise ConnectionError("the other side has sent a message that is no object")
+            raise ConnectionError("the other side has sent a message that is not an object")
         return content
 
     def answer(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class Incoming:
     def __init__(self, path: Path, size: object) -> None:
         """Raises OSError when there is no room, or for a size that cannot be."""
         if type(size) is not int or not 0 < size <= MAX_FILE_BYTES:
-            raise OSError(f"{size!r} is no size of a file")
+            raise OSError(f"{size!r} is not a size of a file")
         self._path, self._size = path, size
         make_directory_durable(path.parent)
         self._fd, self._temp = create_temp(path)

@@ -207,7 +207,7 @@ def test_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_has_not_come_to_its_end_takes_all_with_it(theirs: str, ours: str) -> None:
     found = end(NodeEnd(theirs, "rank 1: killed by SIGKILL"))
     assert (found.outcome, found.code, found.elsewhere) == (ours, 75, True)
-    assert found.cause == "node 1 has not come to its end: rank 1: killed by SIGKILL"
+    assert found.cause == "node 1 has not ended: rank 1: killed by SIGKILL"
 
 
 def test_one_that_was_stopped_is_not_waited_for_in_another_attempt() -> None:

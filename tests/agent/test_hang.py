@@ -142,7 +142,7 @@ def test_a_machine_that_stood_still_is_not_judged_by_it() -> None:
     job.steps(10, 1.0)
     job.now += 3600
     assert job.look() == []
-    assert job.wait(10) == []  # all clocks began anew
+    assert job.wait(10) == []  # all clocks started again
     assert len(job.wait(1)) == 2
     learning = Job(None)
     learning.steps(11, 1.0)

@@ -68,7 +68,7 @@ def _is_closed(connection: socket.socket) -> bool:
 def test_the_connection_of_a_killed_rank_takes_what_is_sent(
     rank: tuple[subprocess.Popen[str], socket.socket], held: HeldSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_sockets, "_BEHIND_S", 60.0)
+    monkeypatch.setattr(held_sockets, "_AFTER_S", 60.0)
     process, mine = rank
     mine.send(b"unread, so that a close would be a reset")
     process.send_signal(signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_the_connection_of_a_killed_rank_takes_what_is_sent(
 def test_it_is_closed_a_moment_later(
     rank: tuple[subprocess.Popen[str], socket.socket], held: HeldSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_sockets, "_BEHIND_S", 0.05)
+    monkeypatch.setattr(held_sockets, "_AFTER_S", 0.05)
     process, mine = rank
     process.kill()
     process.wait()
@@ -92,7 +92,7 @@ def test_it_is_closed_a_moment_later(
 def test_the_end_of_the_agent_closes_all(
     rank: tuple[subprocess.Popen[str], socket.socket], held: HeldSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_sockets, "_BEHIND_S", 60.0)
+    monkeypatch.setattr(held_sockets, "_AFTER_S", 60.0)
     process, mine = rank
     process.kill()
     process.wait()

@@ -158,7 +158,7 @@ def test_what_is_on_disk_already_is_not_written_again(sharded: Job, step: int) -
 
 
 def test_a_later_run_on_disk_goes_before_what_memory_has(alone: Job) -> None:
-    """Somebody has begun anew, without snapshots."""
+    """A run has started over, without snapshots."""
     alone.snapshot(9)
     alone.know("run-b")
     alone.saved(2, run_id="run-b", created=EPOCH_0 + 100)
@@ -319,7 +319,7 @@ def test_a_torn_step_stays_in_memory_and_the_one_before_is_written(sharded: Job)
 
 
 def test_shards_that_make_no_step_are_not_written(sharded: Job) -> None:
-    """A start would refuse to begin anew over them."""
+    """A start would refuse to start over with them."""
     sharded.snapshot(9, ranks=[0])
     sharded.arena(1).close()
     flushed = flush(sharded.job)

@@ -95,7 +95,7 @@ def test_the_step_on_disk_is_known_over_a_restart() -> None:
         (page(pid=8, resumed_step=100, resumed_path="/dev/shm/a/slot_0.safetensors"), 90),
         (page(pid=9, resumed_step=80, resumed_path="/dev/shm/a/slot_0.safetensors"), 80),
         (page(pid=10, resumed_step=100, resumed_path="/disk/c-100.safetensors"), 100),
-        (page(pid=11), -1),  # begun anew
+        (page(pid=11), -1),  # started over
     ):
         metrics.look({0: status}, [])
         assert durable() == step, status

@@ -231,7 +231,7 @@ def test_nodes_that_have_met_wait_until_all_have_come_out() -> None:
     ("then", "why"),
     [
         ((3, {"a": 0}), "node 1 gives no sign of life since the nodes have met"),
-        ((4, {"a": 0, "c": 1}), "the others meet anew since the nodes have met"),
+        ((4, {"a": 0, "c": 1}), "the others meet again since the nodes have met"),
     ],
 )
 def test_a_node_that_has_died_since_it_joined_is_missed(then: tuple[int, dict[str, int]], why: str) -> None:

@@ -36,7 +36,7 @@ class Processes:
     def worker(
         self, node_id: object, *arguments: str, fresh: bool = True, script: str = "clustered.py", **env: str
     ) -> Job:
-        """`fresh`: as users start it; one that begins anew in place must be, else it is the fork server that does."""
+        """`fresh`: as users start it; one that starts over in place must be, else it is the fork server that does."""
         return self._start(script, arguments, {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(node_id), **env}, fresh=fresh)
 
     def workers(self, *arguments: str, fresh: bool = True) -> list[Job]:

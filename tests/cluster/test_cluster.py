@@ -139,7 +139,7 @@ def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
         jobs = run.workers("--stop=7:1")
         try:
             scheduler.wait_for("rank 1 .* is dead: it has sent nothing for 2 s")
-            jobs[0].wait_for("begins anew in place")
+            jobs[0].wait_for("starts over in place")
         finally:
             os.kill(jobs[1].process.pid, signal.SIGCONT)
         # From the scheduler, or from its connections to the others, whichever it looks at first.

@@ -145,11 +145,11 @@ def test_only_places_of_our_own_writer_are_taken(server: Server, root: Path, tmp
     [
         ({"rank": 2}, "copies elsewhere"),
         ({"name": "rank_0/x.safetensors"}, "not a file of rank 1"),
-        ({"name": "rank_3/x.safetensors"}, "no place"),
+        ({"name": "rank_3/x.safetensors"}, "not a place"),
         ({"root": 1}, "no directory"),
-        ({"size": 0}, "no size"),
+        ({"size": 0}, "not a size"),
         ({"size": "8000"}, "its size"),
-        ({"size": MAX_FILE_BYTES + 1}, "no size"),
+        ({"size": MAX_FILE_BYTES + 1}, "not a size"),
         ({"size": MAX_FILE_BYTES}, "OSError"),  # no disk has that
         ({"op": "exec"}, "its op"),
     ],

@@ -77,7 +77,7 @@ def test_a_scheduler_that_stands_still_in_the_midst_of_its_work_holds_nobody_for
 
 def test_a_worker_that_is_held_for_dead_right_after_its_group_begins_anew() -> None:
     outcome = play(plan(Fault("freeze", 1, 0.0, 9.0, on=("group", 2))), tells=True)
-    assert not outcome.wrong and any("this process begins anew in place (pid" in text for _, text in outcome.story)
+    assert not outcome.wrong and any("this process starts over in place (pid" in text for _, text in outcome.story)
 
 
 @pytest.mark.parametrize("size", [32, pytest.param(256, marks=pytest.mark.drill)])

@@ -57,7 +57,7 @@ def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, shard: str,
         new = nodes.start()
         assert other.wait(400) == 0 and new.wait(400) == 0, nodes.report()
         (told,) = events(nodes.folder / f"node{nodes.jobs.index(other)}" / "run", "restart")
-        assert re.search(rf"node {lost} has not come to its end: ", told["reason"]), told
+        assert re.search(rf"node {lost} has not ended: ", told["reason"]), told
         undisturbed = end_of_plain(tmp_path, 2, "--epochs", 2, "--shard", shard)
         # What the lost node alone had (its random numbers) starts over where the end was saved, and a warning says so.
         # The nodes meet in any order, so the survivor may have the lost node's rank now.

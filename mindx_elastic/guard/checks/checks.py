@@ -345,7 +345,7 @@ class Checks:
 
 
 def _alive(watched: dict[int, _Watched]) -> Iterator[tuple[_Watched, Any]]:
-    """Those that still exist; the others are forgotten."""
+    """The objects that still exist; the others are forgotten."""
     for key, one in list(watched.items()):
         value = one.reference()
         if value is None:

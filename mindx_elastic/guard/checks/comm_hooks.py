@@ -26,7 +26,7 @@ _KNOWN = ("PowerSGDState", "PostLocalSGDState")
 
 
 class CommHooks:
-    """Those of all DDP modules among the guard's objects. Training thread."""
+    """The communication hooks of all DDP modules among the guard's objects. Training thread."""
 
     def __init__(self, targets: Mapping[str, Any], ddp: DdpModules, unmanaged: Unmanaged) -> None:
         """Raises UnmanagedStateError for a hook of torch's with state that is not named."""

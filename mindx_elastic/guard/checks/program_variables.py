@@ -112,8 +112,8 @@ class Seen:
 
     def __init__(self) -> None:
         self.of: dict[str, dict[int, Found]] = {kind: {} for kind in _SEARCHED}
-        """By kind and `id`, the nearest first; of modules those that are found by a variable or an attribute, and not
-        only inside another module."""
+        """Found objects by kind and `id`, the nearest first; of modules those that are found by a variable or an
+        attribute, and not only inside another module."""
         self.asked: dict[int, list[Found]] = {}
         """All variables, attributes and items that hold one of those that were asked for."""
 

@@ -41,7 +41,7 @@ class RefreshedModules:
 
     def __init__(self) -> None:
         self.steps: dict[int, _Step] = {}
-        """Those that are looked at now, by `id` of the module."""
+        """The steps that are watched now, by `id` of the module."""
         self._set: set[int] = set()
         self._carried: set[int] = set()
 
@@ -50,7 +50,7 @@ class RefreshedModules:
         return id(module) in self._set - self._carried
 
     def watch(self, modules: Iterable[nn.Module | None], named: Iterable[object]) -> None:
-        """At a boundary: look at the step that follows. `modules`: those that are not named; `named`: what is."""
+        """Call it at a boundary. Watch the step that follows. `modules`: those that are not named; `named`: what is."""
         known = [one for one in named if isinstance(one, nn.Module)]
         for module in list(modules)[:_MOST]:
             if module is None or id(module) in self._carried or is_sharded_in_part(module):

@@ -50,9 +50,9 @@ class UnnamedOptimizers:
 
     def __init__(self, named: Iterable[Optimizer]) -> None:
         self.expected: set[int] = set()
-        """By `id`: optimizers whose steps need no further look."""
+        """The `id` of optimizers whose steps need no further look."""
         self.waiting: dict[int, weakref.ref[Optimizer]] = {}
-        """By `id`: those that have stepped since the last boundary."""
+        """The optimizers that have stepped since the last boundary, by `id`."""
         self._named = {id(optimizer) for optimizer in named}
         self._covered: set[int] = set()
         self._carried: dict[int, _Carried] = {}
@@ -66,7 +66,7 @@ class UnnamedOptimizers:
             self.waiting[key] = weakref.ref(optimizer)
 
     def covered_ids(self) -> set[int]:
-        """By `id`: those that are part of a named one."""
+        """The `id` of the optimizers that are part of a named one."""
         return self._covered
 
     def at_boundary(self, owners: Sequence[Any]) -> list[Optimizer]:

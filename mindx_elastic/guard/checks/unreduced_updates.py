@@ -35,7 +35,7 @@ class UnreducedUpdates:
     def __init__(self, stack: ExitStack, targets: Mapping[str, Any], ddp: DdpModules, unmanaged: Unmanaged) -> None:
         self._unmanaged = unmanaged
         self._unreduced: dict[str, tuple[DistributedDataParallel, Sequence[int]]] = {}
-        """By path: the modules whose last forward with gradients was one that DDP does not reduce, and `_collectives`
+        """The modules, by path, whose last forward with gradients was one that DDP does not reduce, and `_collectives`
         as it began."""
         self._updated: list[str] = []
         self._told: set[str] = set()

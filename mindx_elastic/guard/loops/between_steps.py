@@ -40,7 +40,7 @@ class BetweenSteps:
         """The streams that had moved at the last look, and how all were then; for `judge_drawn`."""
 
     def watch(self, sample: Mapping[str, WeightSample] | None) -> None:
-        """From the boundary just copied on. `sample`: of its weights, where one was taken."""
+        """Watch from the boundary that was just copied. `sample`: of its weights, where one was taken."""
         self.is_watching = True
         if sample is None:
             sample = self._samples.take() if self._is_clean() else {}

@@ -39,7 +39,7 @@ __all__ = ["DataSettings"]
 
 _DEPTH, _MOST_NODES, _MOST_ITEMS = 6, 256, 64
 _MOST_OF_SAMPLER = 1 << 16
-"""Of the lists, arrays and tensors of a sampler, which say for each sample whether and how often it comes."""
+"""The most of the lists, arrays and tensors of a sampler, which say for each sample whether and how often it comes."""
 _MOST_NAMED = 4
 _OTHER = object()
 _ORDER = ("indices", "num_samples", "replacement", "sampler", "seed", "weights")
@@ -71,7 +71,7 @@ class DataSettings:
         self._epoch_loaded, self._goes_on = 0, False
         self._start: Mapping[_Key, Any] = {}
         self._begun: Mapping[_Key, Any] = {}
-        """Of samplers, as the iteration began."""
+        """Settings of samplers, as the iteration began."""
         self._look()
         self._start = self._now
         self._make_state()

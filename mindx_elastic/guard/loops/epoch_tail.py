@@ -113,7 +113,7 @@ class EpochTail:
         self.is_pending = self._may_go_on = False
 
     def holds_stop(self) -> bool:
-        """At a boundary where the job is to stop: whether it goes on for now."""
+        """Call it at a boundary where the job is to stop. Whether it goes on for now."""
         if not self.is_pending and self._may_go_on:
             self.before_keeping()
             self._wait()

@@ -35,7 +35,7 @@ class Evaluations:
         self._samples = WeightSamples(collector)
         self._warned_of_buffers = False
         self.depth = 0
-        """Of how many such blocks the program is inside: what happens there belongs to no step."""
+        """The number of such blocks that the program is inside: what happens there belongs to no step."""
 
     @contextmanager
     def block(self, step: int) -> Iterator[None]:

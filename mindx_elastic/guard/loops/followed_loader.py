@@ -110,17 +110,17 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         self.settings: DataSettings | None = None
         """What the program sets on its data set, from the first entry on."""
         self.others: Sequence[FollowedLoader] = ()
-        """Of the loader whose epochs count: those that come within its epochs."""
+        """For the loader whose epochs count: the loaders that come within its epochs."""
         self.began_with_others = False
         """One of those was gone through when the newest iteration began."""
         self._is_over = False
-        """It came to its end before the present epoch of the first loader: its next iteration is another one."""
+        """It ended before the present epoch of the first loader: its next iteration is another one."""
         self.has_moved_on = False
-        """So it was at the loaded boundary."""
+        """Whether it had moved on at the loaded boundary."""
         self.has_told = False
         """How its order arises has been said."""
         self.steps_since_end = 0
-        """That have used no batch of it since it came to its end."""
+        """Steps since it ended, which have used no batch of it."""
         self.has_served_steps = False
         """A step has ended in the middle of the newest iteration; an evaluation goes through all of it between two."""
 
@@ -232,7 +232,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             self.adoption.end()
 
     def epoch(self) -> int:
-        """Of the newest batch that was used; 0 where there are no epochs."""
+        """The epoch of the newest batch that was used; 0 where there are no epochs."""
         if isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None:
             return 0
         if self.track is None or not self.look_ahead.ahead:

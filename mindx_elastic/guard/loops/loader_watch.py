@@ -64,7 +64,7 @@ class LoaderWatch:
         self._fetched = 0  # by the first named loader up to the last boundary
         self._crossing = ""
         self.is_outside = self.ends_epoch = False
-        """The latter: the last boundary ends an epoch that is a number of steps, whatever the loaders say."""
+        """`ends_epoch`: the last boundary ends an epoch that is a number of steps, whatever the loaders say."""
         self._active = False
 
     def enter(self, stack: ExitStack) -> None:
@@ -110,7 +110,7 @@ class LoaderWatch:
                 setattr(_BaseDataLoaderIter, name, self._originals[name])
 
     def _see(self, iterator: Any) -> None:
-        """It is asked for a batch."""
+        """`iterator` is asked for a batch."""
         state = iterator.__dict__
         if is_ours := isinstance(iterator, Iteration):
             loader = iterator.loader()

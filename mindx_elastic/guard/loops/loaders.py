@@ -186,7 +186,7 @@ class Loaders:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """In here batches are for an evaluation."""
+        """Inside, batches are for an evaluation."""
         was, self.watch.is_outside = self.watch.is_outside, True
         try:
             yield
@@ -214,8 +214,8 @@ class Loaders:
     # --- the end of an epoch ---
 
     def at_end_of_epoch(self) -> tuple[bool, bool]:
-        """At a boundary: whether its step has used the last batch of an epoch, and whether the first loader knows that
-        before the next one is asked for."""
+        """Call it at a boundary. Whether its step has used the last batch of an epoch, and whether the first loader
+        knows that before the next one is asked for."""
         followed = self._of_epochs
         if followed is None or followed.look_ahead.ahead != 0:
             return False, True

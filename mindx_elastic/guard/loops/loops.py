@@ -64,7 +64,7 @@ class Loops:
 
     def __init__(self, loaders: Loaders) -> None:
         self.step = self.epoch = self.step_in_epoch = 0
-        """Of the last boundary, as in `Position`."""
+        """The counters of the last boundary, as in `Position`."""
         self._loaders, self.loaders = loaders, loaders.named
         self.asked = False
         """The program has asked where it is: an own counter of its can follow the resumed position."""

@@ -49,7 +49,7 @@ _SCALARS, _SIZE_OF_SCALAR = frozenset((type(None), bool, int, float, str)), 8
 _LEAVES = frozenset((bytes, complex, torch.Size, torch.dtype, torch.device))
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset))
 _MOST_BYTES = 1 << 20
-"""Of one rank: losses and sums have less, batches and outputs have more."""
+"""The most of one rank: losses and sums have less, batches and outputs have more."""
 _MOST_ITEMS = 20_000  # in all lists and dicts of a value: 10 ms, twice an epoch
 
 
@@ -58,7 +58,7 @@ class _Unknown:
 
 
 class _TooLarge(_Unknown):
-    """It is larger than what is kept."""
+    """The value is larger than what is kept."""
 
 
 def _function_of(frame: FrameType) -> str:
@@ -218,8 +218,8 @@ def stored_size(value: Any) -> int | None:
 
 
 def _size(value: Any) -> int | None:
-    """In bytes, about, as far as `_MOST_BYTES`: what is larger is not walked through. None: it has something that no
-    checkpoint can hold, or contains itself."""
+    """The size in bytes, about, as far as `_MOST_BYTES`: what is larger is not walked through. None: it has something
+    that no checkpoint can hold, or contains itself."""
     size, waiting, done = 0, [(value, 0)], 0
     while waiting and size <= _MOST_BYTES:
         each, depth = waiting.pop()
