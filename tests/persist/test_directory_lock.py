@@ -272,3 +272,7 @@ def test_bytes_of_several_ranks_at_once_and_what_is_in_the_way(tmp_path: Path) -
         free, problem = hold_ranks(tmp_path, [0, 2], owners, patience_s=0.0, lasts_s=1.0)
         assert free is not None and problem == ""
         free.close()
+    (tmp_path / LOCK_FILE).unlink(missing_ok=True)
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "victim")
+    lock, problem = hold_ranks(tmp_path, [0], owners, patience_s=0.0, lasts_s=1.0)
+    assert lock is None and "is a symbolic link" in problem and not (tmp_path / "victim").exists()
