@@ -190,20 +190,20 @@ def test_too_few_steps_tell_nothing(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert saved(tmp_path) == [] and "only 0 steps before could tell" in caplog.text
 
 
-def test_a_step_that_the_scaler_skips_is_the_boundary_before_it(tmp_path: Path) -> None:
-    parts = "scaled update log"
-    expected = Window(tmp_path / "whole", parts).run(inf_at=5)
-    fails(Window(tmp_path / "job", parts), "log", fail_at=5, inf_at=5)
-    assert saved(tmp_path / "job") == [4], "nothing has stepped: the scaler's update alone is not a step"
-    assert all(map(torch.equal, Window(tmp_path / "job", parts).run(inf_at=5), expected))
-
-
-def test_the_step_after_a_skipped_one_is_kept(tmp_path: Path) -> None:
-    parts = "scaled update zero log"
-    expected = Window(tmp_path / "whole", parts).run(inf_at=7)
-    fails(Window(tmp_path / "job", parts), "log", fail_at=8, inf_at=7)
-    assert saved(tmp_path / "job") == [8]
-    assert all(map(torch.equal, Window(tmp_path / "job", parts).run(inf_at=7), expected))
+@pytest.mark.parametrize(
+    ("parts", "inf_at", "fail_at", "kept"),
+    [
+        ("scaled update log", 5, 5, 4),  # nothing has stepped: the scaler's update alone is not a step
+        ("scaled update zero log", 7, 8, 8),  # the step after a skipped one
+    ],
+)
+def test_what_is_kept_where_the_scaler_skips_a_step(
+    tmp_path: Path, parts: str, inf_at: int, fail_at: int, kept: int
+) -> None:
+    expected = Window(tmp_path / "whole", parts).run(inf_at=inf_at)
+    fails(Window(tmp_path / "job", parts), "log", fail_at=fail_at, inf_at=inf_at)
+    assert saved(tmp_path / "job") == [kept]
+    assert all(map(torch.equal, Window(tmp_path / "job", parts).run(inf_at=inf_at), expected))
 
 
 def test_an_exception_that_comes_out_of_a_scheduler_is_refused(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +16,7 @@ from mindx_elastic.guard import periodic
 from mindx_elastic.guard.periodic import LEAST_S, SaveClock, SaveInterval
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import CheckpointConfig, ModelCheckpoint
+from tests.fork_server import ForkedProcess, clean_environment
 from tests.train.small_job import make_loader, make_model
 
 
@@ -130,24 +128,23 @@ dist.barrier()
 """
 
 
-def test_nodes_that_count_restarts_differently_meet() -> None:
+def test_nodes_that_count_restarts_differently_meet(tmp_path: Path) -> None:
     """One node's agent has restarted its workers, the other one's has only met again: they count for themselves."""
-    ranks = []
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    ranks: list[ForkedProcess] = []
     port = 0
     try:
         for rank, restarts in enumerate(("0", "1")):
-            env = {**os.environ, "TORCHELASTIC_RESTART_COUNT": restarts, "OMP_NUM_THREADS": "1"}
-            env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-            command = [sys.executable, "-c", _RANK, str(rank), str(port)]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-            ranks.append(process)
-            assert process.stdout is not None
-            port = int(process.stdout.readline())
-        said = [process.communicate(timeout=120)[0].strip() for process in ranks]  # the clock's own bound is 10 minutes
+            env = {**clean_environment(), "TORCHELASTIC_RESTART_COUNT": restarts}
+            ranks.append(ForkedProcess([str(script), str(rank), str(port)], env))
+            port = int(ranks[-1].stdout.readline())
+        said = [process.stdout.read().strip() for process in ranks]  # the clock's own bound is 10 minutes
     finally:
         for process in ranks:
             process.kill()
             process.wait()
+            process.stdout.close()
     assert said == ["DUE True False"] * 2
 
 

@@ -236,7 +236,6 @@ loader = DataLoader(tools.Noisy(), batch_sampler=Buckets([i * 7 % 13 for i in ra
         },
         of="mean_teacher",
     ),
-    Loop("tasks_in_turn", EXACT),
 )
 """What a loop draws its batches from."""
 
@@ -286,7 +285,6 @@ _PLACES: Sequence[Loop] = (
             "            x, y = next(batches)\n"
         },
     ),
-    Loop("epochs_of_steps", EXACT),
     _plain(
         "an endless iterator, and steps that make an epoch",
         EXACT,
