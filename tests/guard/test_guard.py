@@ -46,6 +46,8 @@ def test_a_signal_in_mid_step_stops_at_the_coming_boundary_and_resumes_bit_for_b
     info = read_header(leaving.path).info
     assert (info.step, info.epoch, info.step_in_epoch, info.batch_num) == (number, epoch, in_epoch, STEPS_PER_EPOCH)
     assert (info.reason, info.kind, info.resumable) == ("SIGTERM", "breakpoint", True)
+    (durable,) = events(tmp_path, "durable")
+    assert (durable["step"], durable["path"], durable["reason"]) == (number, str(leaving.path), "SIGTERM")
 
     second = Job(tmp_path, seed=99)
     assert_same(second.run(), expected)

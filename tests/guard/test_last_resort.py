@@ -41,12 +41,6 @@ def test_a_stop_that_is_held_up_ends_shortly_before_its_deadline(
     assert parts.files() == [] and "the save is held up; leaving with exit code 143" in caplog.text
 
 
-def test_without_an_alarm_it_sleeps(parts: Parts) -> None:
-    parts.last_resort.start(parts.stopper)
-    parts.last_resort.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name == "mindx-last-resort"]
-
-
 def test_a_program_that_goes_on_in_a_greenlet_is_not_over() -> None:
     """Its outermost frame is another one than at the stop."""
     with ThreadPoolExecutor(1) as pool:

@@ -17,20 +17,6 @@ from tests.harness import events
 Make = Callable[..., Parts]
 
 
-def test_a_signal_lets_the_training_thread_run_to_the_coming_boundary(parts: Parts) -> None:
-    parts.stopper.hear_signal(signal.SIGTERM)
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
-    assert parts.reach(6)
-    with pytest.raises(GracefulExit) as caught:
-        parts.stopper.at_limit(is_cut=True)
-    leaving = caught.value
-    assert (leaving.code, leaving.reason, leaving.step) == (143, "SIGTERM", 6)
-    assert leaving.path == parts.directory / "net-1_6_breakpoint.safetensors"
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.SAVED, [6])
-    (durable,) = events(parts.directory, "durable")
-    assert (durable["step"], durable["path"], durable["reason"]) == (6, str(leaving.path), "SIGTERM")
-
-
 def test_a_second_alarm_changes_nothing(parts: Parts) -> None:
     parts.stopper.hear_signal(signal.SIGTERM)
     first = parts.stopper.alarm
@@ -42,14 +28,6 @@ def test_a_second_alarm_changes_nothing(parts: Parts) -> None:
     )
     assert parts.stopper.alarm is first
     assert [e["outcome"] for e in events(parts.directory, "alarm")] == ["stopping", "already stopping"]
-
-
-def test_an_exception_saves_the_boundary_before_it(parts: Parts) -> None:
-    parts.stopper.on_exception(ValueError("broken"))
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.SAVED, [5])
-    alarm = parts.stopper.alarm
-    assert alarm is not None
-    assert (alarm.kind, alarm.reason, alarm.exit_code) == ("exception", "exception: ValueError: broken", 1)
 
 
 @pytest.mark.parametrize("before", ["nothing", "SIGTERM"])
@@ -65,31 +43,6 @@ def test_a_recovery_that_comes_to_nothing_in_mid_update_does_not_wait_for_a_boun
     parts.stopper.stop_for_death()
     assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
     assert parts.stopper.exit().code == (143 if before == "SIGTERM" else 75)
-
-
-@pytest.mark.parametrize("state", ["updating", "dirty"])
-def test_a_torn_state_is_refused(parts: Parts, state: str) -> None:
-    parts.gate.begin_update()
-    if state == "dirty":
-        parts.gate.end_update()
-    parts.stopper.on_exception(ValueError("broken"))
-    assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
-    assert parts.stopper.save.failure
-    (save,) = events(parts.directory, "save")
-    assert save["outcome"] == "refused: state is not at a boundary"
-
-
-@pytest.mark.parametrize("reaches_boundary", [True, False])
-def test_the_end_saves_a_boundary_and_nothing_torn(parts: Parts, reaches_boundary: bool) -> None:
-    parts.watcher.start()
-    parts.stopper.hear_signal(signal.SIGTERM)
-    parts.gate.begin_update()
-    parts.gate.end_update()
-    if reaches_boundary:
-        parts.reach(6)
-    assert parts.stopper.at_end() is reaches_boundary
-    assert parts.stopper.finished is not reaches_boundary
-    assert parts.files() == ([6] if reaches_boundary else [])
 
 
 def raise_save_error(*args: Any, **more: Any) -> Any:
