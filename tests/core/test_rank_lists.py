@@ -12,7 +12,7 @@ def test_a_list_of_ranks() -> None:
 
 def test_ranges_of_ranks() -> None:
     assert rank_ranges([3, 0, 2, 9, 4, 11, 12]) == "0, 2-4, 9, 11, 12"
-    assert rank_ranges(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
+    assert rank_ranges([*range(0, 40, 2), 39]) == "0, 2, 4, 6, 8, 10, 12, 14 and 13 more"
 
 
 def test_missing_ranks() -> None:
