@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.data import ResumableLoader, from_loader
-from tests.data.datasets import Noisy, NoisyStream
+from tests.data.datasets import Noisy, NoisyStream, same
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 KEPT: list[Any] = []
@@ -41,11 +41,12 @@ def shielded(method: str) -> None:
     options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method}
     iterator = iter(ResumableLoader(Noisy(24), 4, **options))
     signal_the_group()
-    count = 0
-    for _ in iterator:
-        count += 1
+    batches = []
+    for batch in iterator:
+        batches.append(batch)
         signal_the_group()
-    print("batches", count, "heard", len(heard) == 7 * len(SIGNALS))
+    in_process = list(ResumableLoader(Noisy(24), 4))
+    print("batches", len(batches), "same", same(batches, in_process), "heard", len(heard) == 7 * len(SIGNALS))
     if method == "fork":
         wrapped = from_loader(torch.utils.data.DataLoader(NoisyStream(24), 4, num_workers=2))
         count = 0

@@ -32,7 +32,7 @@ def run_job(*arguments: str, code: int = 0) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
-SHIELDED = ["batches", "6", "heard", "True"]
+SHIELDED = ["batches", "6", "same", "True", "heard", "True"]
 
 
 def test_signals_to_the_whole_group_end_no_epoch_and_nothing_holds_up_the_exit() -> None:
