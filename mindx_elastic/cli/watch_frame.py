@@ -100,7 +100,7 @@ def _outlook(report: dict[str, Any]) -> list[Text]:
     in_memory = "no snapshot" if memory is None else f"snapshot of step {memory}"
     on_disk = f"no checkpoint in {printable(directory)}"
     if disk is not None:
-        age = human_age(report["time"] - disk["created"])
+        age = human_age(max(0.0, report["time"] - disk["created"]))  # it may be saved while the report is made
         on_disk = f"checkpoint of step {disk['step']}, {age} old, {printable(disk['name'])}"
     return [
         _loss("killed now", killed, rate, in_memory),
