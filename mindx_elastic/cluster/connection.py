@@ -280,8 +280,8 @@ class SchedulerConnection:
         why = message.why
         if self._farewell is not None:
             self._is_understood()  # it was, or its sender does not count any more
-        elif isinstance(message, messages.Refused) and self._may_wait(message.wait_s):
-            logger.warning("%s. Waiting up to %.1f s for its heartbeat to run out", why, message.wait_s)
+        elif isinstance(message, messages.Refused) and self._may_wait(message):
+            pass  # and try again
         elif self.group is None and isinstance(message, messages.Dead) and self.job:
             # It was stopped or cut off while it waited. It has given nothing to the others that they go on from.
             self.incarnation, self.job, self.node_id = secrets.token_hex(16), "", self.settings.node_id
@@ -299,13 +299,14 @@ class SchedulerConnection:
         else:
             raise WireError(why)
 
-    def _may_wait(self, wait_s: float) -> bool:
+    def _may_wait(self, refused: messages.Refused) -> bool:
         """The process that has this one's place may have died a moment ago, unseen: try until its heartbeat has run
         out."""
-        now = time.monotonic()
-        if self._taken_until is None:
+        now, wait_s = time.monotonic(), refused.wait_s
+        if wait_s and self._taken_until is None:
             self._taken_until = now + wait_s + _MORE_S
-        return wait_s > 0 and now < self._taken_until
+            logger.warning("%s. Waiting up to %.1f s for its heartbeat to run out", refused.why, wait_s)
+        return bool(wait_s) and self._taken_until is not None and now < self._taken_until
 
     def _hear_group(self, group: Group) -> None:
         with self._changed:

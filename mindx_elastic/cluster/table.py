@@ -485,8 +485,8 @@ class Table:
         table = cls(found.size, job=found.job, recovery=recovery, limits=limits, now=now)
         table.places = {each.node_id: each for each in found.places}
         table.group, table._lost_why, table.outcome = found.group, found.lost_why, found.outcome
-        for each in found.places:
-            each.heard_at, each.lost_at = now, None
+        for each in found.places:  # none is connected, and each has a heartbeat's time for it
+            each.heard_at, each.lost_at = now, now + limits.heartbeat_s - limits.reconnect_s
         ranks = [m.rank for m in found.places if m.rank is not None]
         if len(set(ranks)) != len(ranks) or any(rank >= table.size for rank in ranks):
             raise ValueError("two node ids have one rank, or a rank is outside of the job")

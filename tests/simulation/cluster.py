@@ -58,8 +58,8 @@ __all__ = ["KINDS", "Fault", "Outcome", "Plan", "plan_of", "play"]
 
 _SCHEDULER, _ADDRESS = "scheduler", ("scheduler", 8118)
 _FORMATION_S = 150.0
-_BOUND_S = 400.0
-"""In which all has ended after the faults."""
+_BOUND_S, _UNTOLD_S = 400.0, 2200.0
+"""In which all has ended after the faults; and where the scheduler was lost that knew of a death before them."""
 _FINISH_S = 150.0
 """In which a job with recovery has finished after them, its training apart."""
 _INIT_S = 1800.0
@@ -107,6 +107,7 @@ KINDS = {
     "lost table": False,
 }
 """What can happen, and whether a job with recovery finishes in its first generation all the same."""
+_ENDS_SCHEDULER = {"kill scheduler", "vanish scheduler", "sigterm scheduler"}
 _ON = ("write begins", "write", "connect", "group", "train", "again", "finish", "end", "death")
 
 
@@ -143,6 +144,11 @@ class Plan:
     @property
     def is_gentle(self) -> bool:
         return self.recovery and all(KINDS[kind] for kind in self.kinds)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a scheduler that is started again knows nothing of the first one's job."""
+        return "lost table" in self.kinds or (not self.recovery and bool(self.kinds & _ENDS_SCHEDULER))
 
     @property
     def expects_finish(self) -> bool:
@@ -406,7 +412,7 @@ class _Job:
     """All of it."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.world = plan, World(plan.seed)
+        self.plan, self.world = plan, World(plan.seed, most_switches=1_000_000)
         self.network = Network(self.world)
         self.workers: list[_Worker] = []
         """By place: what runs there, or has run there last."""
@@ -684,7 +690,7 @@ def play(plan: Plan, *, tells: bool = False) -> Outcome:
         Machine(job.network, "hand", node="hand", pid=0, host="far").start(job.hand)
         stuck = ""
         try:
-            world.run(until=1000.0 + plan.calm_at + _BOUND_S)
+            world.run(until=1000.0 + plan.calm_at + (_UNTOLD_S if plan.forgets else _BOUND_S))
         except Stuck as error:
             stuck = str(error)
         outcome.story, outcome.switches, outcome.seconds = world.story, world.switches, world.now - 1000.0
@@ -709,8 +715,7 @@ def _faults_of(outcome: Outcome) -> list[str]:
             wrong.append(f"the job does not finish: exit codes {codes} and {job.scheduler_code}")
         elif late_s > _FINISH_S:
             wrong.append(f"the job finishes {late_s:.0f} s after the faults")
-    forgets = plan.kinds & {"kill scheduler", "vanish scheduler", "lost table"}
-    if not plan.recovery and not forgets and len(job.meetings) > 1:
+    if not plan.recovery and not plan.forgets and len(job.meetings) > 1:
         wrong.append("without recovery a second group was formed")
     return wrong
 
