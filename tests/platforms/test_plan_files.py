@@ -65,7 +65,7 @@ def test_the_document(tmp_path: Path) -> None:
         "new_mesh": {"dp": 2, "tp": 2},
         "resharded": False,
         "exact": False,
-        "inexact": ["rank 2 takes rank 0's file and has no random numbers of its own"],
+        "inexact": ["rank 2 takes rank 0's file and has no own random numbers"],
         "steps_lost": None,
         "faults": [],
         "total_bytes": 400,
