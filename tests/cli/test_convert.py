@@ -69,7 +69,7 @@ def test_force_has_its_limits(run: Run, ckpt: Path, tmp_path: Path) -> None:
         ("folder", "torch", "is a folder; give the name of a file"),
         ("file", "dcp", "is a file; a DCP checkpoint is a folder"),
         ("ckpt/resnet-2_7.safetensors", "mindspore", "is the source"),
-        ("no/where", "torch", "is no folder; make it first"),
+        ("no/where", "torch", "is not a folder; make it first"),
     ]:
         source = ckpt / "resnet-2_7.safetensors"
         result = run("convert", source, tmp_path / destination, "--to", kind, "--force")

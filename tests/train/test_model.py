@@ -208,7 +208,7 @@ def test_eval_on_the_training_loader_in_mid_epoch_is_refused() -> None:
         def on_train_step_end(self, run_context: RunContext) -> None:
             model.eval(loader)
 
-    with pytest.raises(UsageError, match="loader of its own"):
+    with pytest.raises(UsageError, match="separate loader"):
         model.train(1, loader, Mid(), progress=False)
 
 
