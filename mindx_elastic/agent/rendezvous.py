@@ -258,7 +258,7 @@ def _reconnect(handler: RendezvousHandler) -> bool:
 
 def open_again(handler: RendezvousHandler) -> Store | None:
     """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`, or the host has
-    begun anew, with an empty store, and knows of no such meeting. Raises what the store raises."""
+    started again, with an empty store, and knows of no such meeting. Raises what the store raises."""
     if not reconnect(handler):
         return None
     inner, state = _inner(handler), _read_state(handler)

@@ -114,7 +114,7 @@ class _Folder:
         if max(self.optims) >= count:
             raise CorruptCheckpointError(
                 f"{self.path}: {count} ranks have written it, and there is a file of rank {max(self.optims)}: an older "
-                "checkpoint lies under it. Remove the older files",
+                "checkpoint is under it. Remove the older files",
                 path=self.path,
             )
         states = [_optimizer_state(file) for file in self._all_of(self.optims, "optim_states.pt", count)]

@@ -46,7 +46,7 @@ class RankFile:
         return self.header.digests.get(self._names.get(spec.key, ""), "")
 
     def is_assumed(self, name: str) -> bool:
-        """Whether nobody has said that the ranks which should hold this tensor hold the same."""
+        """Whether it is only assumed that the ranks which should hold this tensor hold the same."""
         named, assumed = self.header.layout.get("tensors", {}), self.header.layout.get("assumed", ())
         number = named[name][0] if name in named else self.header.layout.get("default")
         return isinstance(assumed, list) and number in assumed

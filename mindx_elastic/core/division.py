@@ -72,7 +72,7 @@ class Division:
         for name in sorted(tensors):
             dtype, shape, nbytes = tensors[name]
             rows = shape[0]
-            # The part of a row is that in which its middle lies: a part is off by half a row at most.
+            # The part of a row is that with its middle: a part is off by half a row at most.
             bounds = [round((total * part / count - done) * rows / nbytes) for part in range(count + 1)]
             bounds = [min(max(bound, 0), rows) for bound in bounds]
             bounds[0], bounds[-1] = 0, rows

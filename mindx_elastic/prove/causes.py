@@ -203,8 +203,8 @@ def _batch_in_words(difference: Difference, number: int | None) -> tuple[str, tu
     if number > step:
         ahead = "one was" if number == step + 1 else f"{number - step} were"
         return f"the batch of step {step} is the one of step {number}: {ahead} fetched ahead", _USUAL["fetched ahead"]
-    anew = ": the data order started over" if number in (1, _first_of_epoch(difference)) else " again"
-    return f"the batch of step {step} is that of step {number}{anew}", _USUAL["data started over"]
+    which = ": the data order started over" if number in (1, _first_of_epoch(difference)) else " again"
+    return f"the batch of step {step} is that of step {number}{which}", _USUAL["data started over"]
 
 
 def _same_batches(reference: Reference, difference: Difference, part: DifferingPart) -> Iterator[int]:

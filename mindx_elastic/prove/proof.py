@@ -120,23 +120,23 @@ class _Prover(Baseline):
         )
 
     def _never_resumed(self, stopped: RunOutcome, resumed: RunOutcome) -> ComparisonVerdict | None:
-        anew = next((life for life in resumed.lives if life.resumed is None), None)
-        if anew is None:
+        fresh = next((life for life in resumed.lives if life.resumed is None), None)
+        if fresh is None:
             return None
-        before = next((life for life in stopped.lives if (life.rank, life.series) == (anew.rank, anew.series)), None)
+        before = next((life for life in stopped.lives if (life.rank, life.series) == (fresh.rank, fresh.series)), None)
         if before is None or not before.steps:
             return None
         step = before.steps[-1].number
         what = f"the run never resumed: it was stopped after step {step}, and started over with step 1"
         cause = 'the guard was told not to (resume="never"), or the stop saved nothing'
         remedy = 'Give the guard resume="auto"'
-        if before.directory != anew.directory:
-            cause = f"its directory is another one each time: {before.directory}, then {anew.directory}"
+        if before.directory != fresh.directory:
+            cause = f"its directory is another one each time: {before.directory}, then {fresh.directory}"
             remedy = "Give the guard the same directory at each start"
         elif before.outcome in ("", "finished"):
             cause = "the stop saved nothing: no callback of the guard answers the signal"
             remedy = "Add ExceptionCheckpoint to the callbacks, or do not leave the signal out of Guard(signals=...)"
         explained = Explained(what=what, cause=cause, remedy=remedy)
         return ComparisonVerdict(
-            outcome="differs", explained=explained, rank=anew.rank, step=step + 1, lines=resumed.last_lines
+            outcome="differs", explained=explained, rank=fresh.rank, step=step + 1, lines=resumed.last_lines
         )
