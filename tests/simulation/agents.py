@@ -665,9 +665,10 @@ class _Job:
         """Whether it is a failure, and not an order to stop or something that is waited for."""
         if fault.kind == "freeze agent":
             return fault.length_s >= _STANDSTILL_S
-        if "sigterm" in fault.kind or fault.kind == "fault report":  # a plain script dies of it, as does a start
+        if "sigterm" in fault.kind or fault.kind == "fault report":  # outside of a guard a process dies of it
             statuses = [worker.status for node in self.nodes for worker in node.agents[-1].workers]
-            return not statuses or any(s is None or s.phase == WorkerPhase.STARTING for s in statuses)
+            safe = (WorkerPhase.TRAINING, WorkerPhase.STOPPING)
+            return not statuses or any(s is None or s.phase not in safe for s in statuses)
         return fault.kind not in _HARMLESS
 
     def tell_to_stop(self, node: _Node) -> None:
