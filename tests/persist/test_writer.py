@@ -273,6 +273,17 @@ def test_an_error_of_any_system_call_leaves_a_good_file(
     assert there == {"x.safetensors": 2, "x.prev.safetensors": 1} and len(failures) > 5
 
 
+def test_a_file_that_cannot_be_flushed_does_not_get_its_name(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(SaveError, match="Input/output error"):
+            write_checkpoint(old, STATE, at_step(2))
+    assert_untouched(old)
+
+
 def refuse_renames(
     monkeypatch: pytest.MonkeyPatch, code: int, refuses: Callable[[Path], bool], times: int = 1000
 ) -> list[Path]:
