@@ -250,6 +250,27 @@ MUTANTS = (
         "            pass",
         "agents",
     ),
+    Mutant(
+        "a job has finished when one of its ranks has",
+        "agent/endings.py",
+        "    if all(m is Meaning.FINISHED for m in meanings):",
+        "    if any(m is Meaning.FINISHED for m in meanings):",
+        "agents",
+    ),
+    Mutant(
+        "an agent that is told to stop at its end takes the store with it",
+        "agent/exit_barrier.py",
+        "    ends = wait_for_all(barrier, lost",
+        "    ends = {} if inbox.first is not None else wait_for_all(barrier, lost",
+        "agents",
+    ),
+    Mutant(
+        "nodes that finish do not wait for the others",
+        "agent/supervisor.py",
+        '            if self.ending.outcome == "finished" and self._barrier is not None:',
+        "            if False:",
+        "agents",
+    ),
 )
 
 
