@@ -30,6 +30,12 @@ def test_a_batched_getter_is_used_and_seeded_once(wrap: Callable[[Any], Dataset[
     assert torch.equal(batch[:1], SeededDataset(wrap(Batched(9)), default_collate).__getitems__([(11, 1)]))
 
 
+def test_the_samples_of_a_subset_are_seeded_one_by_one() -> None:
+    keys = [(11, 1), (12, 2)]
+    whole, part = (SeededDataset(data, default_collate) for data in (Noisy(9), Subset(Noisy(9), range(9))))
+    assert torch.equal(part.__getitems__(keys), whole.__getitems__(keys))
+
+
 class OwnTensors(torch.Tensor):
     pass
 
