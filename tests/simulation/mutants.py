@@ -174,13 +174,6 @@ MUTANTS = (
         "cluster",
     ),
     Mutant(
-        "the scheduler leaves before the end is on disk",
-        "cluster/scheduler.py",
-        "while (self.table.changed or any(map(self._counts, self._connections)))",
-        "while any(map(self._counts, self._connections))",
-        "cluster",
-    ),
-    Mutant(
         "a job is finished though a rank was lost",
         "cluster/table.py",
         "if states == {ProcessState.DONE}:",
