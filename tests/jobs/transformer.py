@@ -1,7 +1,7 @@
 """A small transformer for the tests of resharding: the same training under any way of spreading it over ranks.
 
 ``KIND DIRECTORY [--ranks N]``; KIND: ``2d`` (FSDP2 around tensor parallel), ``hsdp``, ``fsdp``, ``ddp``, ``zero`` (DDP,
-the optimizer's state spread), ``plain`` (one rank, or private weights on each). Every update is over the same 12
+the optimizer's state spread), ``plain`` (one rank). Every update is over the same 12
 samples, however many ranks there are, so that losses can be compared between worlds.
 
 Lines: ``READY rank pid resumed_from``, ``LOSS step value``, ``SEEN epoch index,... step step``, ``HOLD rank step``, and
@@ -111,7 +111,6 @@ class Spread:
             self._shard(init_device_mesh("cpu", (world_size,)))
         elif kind in ("ddp", "zero"):
             self.wrapped = nn.parallel.DistributedDataParallel(self.bare)
-        self.owner = f"{self.data_rank}: " if kind == "plain" and world_size > 1 else ""  # each rank trains for itself
         self.optimizer = self._optimizer(kind)
 
     def _two_dimensional(self, world_size: int, tensor_parallel: int) -> None:
@@ -141,7 +140,7 @@ class Spread:
 
     def digest(self) -> str:
         """Collective. Over every tensor of the model and the optimizer, as a single process would have it."""
-        mine = {self.owner + name: _described(tensor) for name, tensor in self._tensors()}
+        mine = {name: _described(tensor) for name, tensor in self._tensors()}
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, mine)
         digest = hashlib.sha256()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import harness
-from tests.harness import JOBS, Job, events, free_port, wait_until
+from tests.harness import Job, events, free_port, start_job, wait_until
+from tests.system.conftest import Uninterrupted
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,7 +25,7 @@ def disk(folder: Path, node: int) -> Path:
 
 
 @contextmanager
-def start_nodes(folder: Path, *args: object, per_node: int = 1, redundancy: int = 2) -> Iterator[list[Job]]:
+def start_nodes(folder: Path, *args: object, per_node: int = 1) -> Iterator[list[Job]]:
     """Two nodes, started by hand as a platform would; a job a rank."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(2 * per_node)}
     with ExitStack() as stack:
@@ -42,11 +40,9 @@ def start_nodes(folder: Path, *args: object, per_node: int = 1, redundancy: int 
                 "LOCAL_RANK": str(rank % per_node),
                 "GROUP_RANK": str(node),
                 "MINDX_ARENA_DIR": str(memory),
-                "MINDX_REDUNDANCY": str(redundancy),
+                "MINDX_REDUNDANCY": "2",
             }
-            command = [sys.executable, str(JOBS / "fsdp.py"), str(disk(folder, node)), *map(str, args)]
-            jobs.append(Job(command, harness._environment(env), fresh=False))
-            stack.callback(jobs[-1].end)
+            jobs.append(stack.enter_context(start_job("fsdp.py", disk(folder, node), *args, env=env)))
         yield jobs
 
 
@@ -54,34 +50,17 @@ def lose(folder: Path, node: int) -> None:
     shutil.rmtree(folder / f"node_{node}")
 
 
-def hashes(jobs: list[Job]) -> list[str]:
+def hashes(jobs: list[Job]) -> dict[int, str]:
     """Final weights of the ranks, once all have finished."""
-    return [job.expect(0).hashes()[rank] for rank, job in enumerate(jobs)]
+    return {rank: job.expect(0).hashes()[rank] for rank, job in enumerate(jobs)}
 
 
 def resumed_from(jobs: list[Job]) -> set[str]:
     return {job.wait_for(r"READY \d+ \d+ (\w+)")[0][1] for job in jobs}
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[str]]:
-    """Final weights of the ranks of an uninterrupted job, by the number of ranks a node."""
-
-    @cache
-    def run(per_node: int) -> list[str]:
-        folder = tmp_path_factory.mktemp("reference")
-        with start_nodes(folder, per_node=per_node, redundancy=1) as jobs:
-            found = hashes(jobs)
-        assert not events(disk(folder, 0), "mirror")
-        return found
-
-    return run
-
-
 @pytest.mark.parametrize("per_node", [1, pytest.param(2, marks=pytest.mark.drill)])
-def test_a_stopped_job_survives_the_loss_of_a_node(
-    tmp_path: Path, reference: Callable[[int], list[str]], per_node: int
-) -> None:
+def test_a_stopped_job_survives_the_loss_of_a_node(tmp_path: Path, uninterrupted: Uninterrupted, per_node: int) -> None:
     with start_nodes(tmp_path, "--hold-at", 5, per_node=per_node) as jobs:
         for job in jobs:
             job.wait_for("HOLD")
@@ -95,7 +74,7 @@ def test_a_stopped_job_survives_the_loss_of_a_node(
     lose(tmp_path, 1)
     with start_nodes(tmp_path, per_node=per_node) as jobs:
         assert resumed_from(jobs) == {str(step)}
-        assert hashes(jobs) == reference(per_node)
+        assert hashes(jobs) == uninterrupted("fsdp.py", 2 * per_node).hashes()
         for rank in range(per_node, 2 * per_node):
             jobs[rank].wait_for(rf"takes its file of step {step} from rank")
     # The new node keeps copies of what the other one has, before anything new is saved.
@@ -103,7 +82,7 @@ def test_a_stopped_job_survives_the_loss_of_a_node(
 
 
 @pytest.mark.drill
-def test_a_node_that_is_killed_with_everything_on_it(tmp_path: Path, reference: Callable[[int], list[str]]) -> None:
+def test_a_node_that_is_killed_with_everything_on_it(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     with start_nodes(tmp_path, "--every", 2, "--hold-at", 9) as jobs:
         for job in jobs:
             job.wait_for("HOLD")
@@ -116,4 +95,4 @@ def test_a_node_that_is_killed_with_everything_on_it(tmp_path: Path, reference: 
     lose(tmp_path, 1)
     with start_nodes(tmp_path, "--every", 2) as jobs:
         assert resumed_from(jobs) == {"8"}
-        assert hashes(jobs) == reference(1)
+        assert hashes(jobs) == uninterrupted("fsdp.py", 2).hashes()
