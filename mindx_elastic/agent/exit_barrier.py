@@ -18,6 +18,7 @@ ranks of other nodes may have waited for such a rank in a collective, and now fa
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -159,8 +160,8 @@ def wait_for_all(
     """
     own, missing = NodeEnd(FINISHED), dict[int, str]()
     barrier.say(own)
-    until = time.monotonic() + timeout_s
-    while not barrier.has_all() and time.monotonic() < until:
+    until, gives_up = time.monotonic() + timeout_s, math.inf
+    while not barrier.has_all() and time.monotonic() < min(until, gives_up):
         if is_hurried():
             until = min(until, time.monotonic() + _HURRY_S)
             is_hurried = lambda: False  # noqa: E731
@@ -169,9 +170,10 @@ def wait_for_all(
                 barrier.say(NodeEnd(LOST, cause), node)
         if barrier.is_lost and barrier.reopen(new_store):
             barrier.say(own)
+            gives_up = math.inf
         elif barrier.is_lost:
             # Its host is gone, which is noticed in this time. Of the others nothing can be heard any more.
-            until = min(until, time.monotonic() + (0.0 if missing else _LOST_S))
+            gives_up = min(gives_up, time.monotonic() + (0.0 if missing else _LOST_S))
         time.sleep(_LOOK_S + _LOOK_S_PER_NODE * barrier.num_nodes)
     if barrier.is_lost:
         unknown = "of node {} nothing is known: the store of the rendezvous is gone"
@@ -195,12 +197,12 @@ def end_together(
     ends = wait_for_all(barrier, lost, new_store, timeout_s, is_hurried=lambda: inbox.first is not None)
     others = sorted((end.outcome == "stopped", node, end) for node, end in ends.items() if end.outcome != FINISHED)
     signum = inbox.first
-    if not others or (signum is not None and barrier.is_lost):
+    if signum is not None and (others or len(ends) < barrier.num_nodes):
+        return Ending(outcome="stopped", code=exit_code_of_signal(signum), cause=signal_name(signum))
+    if not others:
         barrier.leave(list(ends), _SEEN_S if signum is None else _HURRY_S)
         return own
     is_stop, node, end = others[0]
-    if signum is not None:
-        return Ending(outcome="stopped", code=exit_code_of_signal(signum), cause=signal_name(signum))
     outcome = "stopped" if is_stop else "failed" if end.outcome in ("failed", LOST) else "membership"
     cause = f"node {node} {'was stopped' if is_stop else 'has not ended'}: {end.cause}"
     return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=cause, elsewhere=True)

@@ -262,8 +262,10 @@ def open_again(handler: RendezvousHandler) -> Store | None:
     if not reconnect(handler):
         return None
     inner, state = _inner(handler), _read_state(handler)
-    is_another = state is not None and inner._this_node not in state.participants
-    return None if is_another else inner._get_store()
+    store: Store = inner._get_store()
+    # What torch knows of the nodes may be of before: `await_nodes` has left a key in the store itself.
+    is_ours = state is None or (inner._this_node in state.participants and store.check(["mindx/met/0"]))
+    return store if is_ours else None
 
 
 class HostLostError(RendezvousError):

@@ -146,7 +146,8 @@ class Supervisor(LocalElasticAgent):
                 self._say_end()
                 if not goes_on:
                     break
-                self._remaining_restarts -= self.ending.outcome == "failed"
+                # Another node's failures are in it, too: it may be lower than what this agent has left.
+                self._remaining_restarts = max(0, self._remaining_restarts - (self.ending.outcome == "failed"))
                 self._resize()
         except SignalException as stop:
             if self.ending.outcome != "finished":
