@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -45,7 +46,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "keeps_state", "parts_with_epoch"]
 
-_KIND, _NOW = "replay", "batch_size"
+_KIND, _NOW, _ORDER = "replay", "batch_size", "order"
 _STREAMS = "datasets.iterable_dataset"
 _SAMPLE, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
 _MOST_TENSORS = 8
@@ -156,6 +157,8 @@ class ReplayLoader(EngineLoader):
             state |= self._engine.cursor.sizes_at(at.epoch, now)
             if now != self._given_size:
                 state[_NOW] = now
+        if self._skipper is not None and (order := self._skipper.order_until(at)) is not None:
+            state[_ORDER] = order
         begun = {id(mark.start): mark.start for mark in later if mark.start is not None and mark.start is not at.start}
         if begun:
             state["following"] = list(begun.values())  # epochs that have begun have drawn what they draw
@@ -177,6 +180,8 @@ class ReplayLoader(EngineLoader):
         self._engine.cursor.start = state.get("start")
         if self._skipper is not None and self._given_size:
             self._skipper.inner.batch_size = state.get(_NOW, self._given_size)
+        if self._skipper is not None:
+            self._skipper.expect(state.get(_ORDER))
         self._following = list(state.get("following") or ())
         self._settings = None
 
@@ -390,6 +395,7 @@ class _SkippingSampler(Sampler[Any]):
         self._skip = 0
         self._prefix = 0
         self._walk: _Walk | None = None
+        self._expected: int | None = None
         self.streams: SeparateStreams
 
     def begin_at(self, skip: int, prefix: int, streams: SeparateStreams) -> None:
@@ -400,6 +406,28 @@ class _SkippingSampler(Sampler[Any]):
         """Skip, if torch has not asked for an item yet (without workers it asks when the caller does)."""
         if self._walk is not None:
             self._walk.skip_now()
+
+    def order_until(self, at: LoaderMark | Cursor) -> int | None:
+        """The digest of the epoch's indices up to this position; None: it is not known, or there are none."""
+        walk, known = self._walk, at is self.cursor or at.start is self.cursor.start
+        if walk is None or walk.start is not self.cursor.start:
+            return self._expected if known else None
+        return walk.orders[at.batch - 1] if known and 0 < at.batch <= len(walk.orders) else None
+
+    def expect(self, order: object) -> None:
+        """`order`: of the loaded position, as `order_until` has given it."""
+        self._walk, self._expected = None, order if type(order) is int else None
+
+    def check_order(self, order: int | None) -> None:
+        """What was used before the stop has been skipped, and has this digest."""
+        expected, self._expected = self._expected, None
+        if None not in (order, expected) and order != expected:
+            logger.warning(
+                "not bit for bit the uninterrupted run: %s gives other samples from the beginning of this epoch than "
+                "it gave before the stop, so samples come twice or never. Let its order follow from the epoch, the "
+                "random streams and attributes that are set between two epochs",
+                type(self.inner).__name__,
+            )
 
     @property
     def batch_size(self) -> int:
@@ -436,6 +464,11 @@ class _Walk(Iterator[Any]):
 
     def __init__(self, items: Iterator[Any], sampler: _SkippingSampler) -> None:
         self._items = items
+        self.start = sampler.cursor.start
+        """What the epoch began with: one object an epoch."""
+        self.orders = array("Q")
+        """By number of batches the digest of their indices, as far as these are numbers."""
+        self._check_order = sampler.check_order
         self._streams = sampler.streams
         self._skip = sampler._skip
         self._prefix = sampler._prefix
@@ -451,10 +484,16 @@ class _Walk(Iterator[Any]):
             except StopIteration:
                 raise _too_short(done, wanted) from None
             self._place += len(item) if self._batched else 1
+        if wanted:
+            self._check_order(self.orders[-1] if len(self.orders) == wanted else None)
 
     def _take(self) -> Any:
         with self._streams.used(), self._as_asked(self._batch):
             item = next(self._items)
+        if len(self.orders) == self._batch:
+            with suppress(TypeError, ValueError, OverflowError):  # names of files, pairs
+                indices = array("q", item if self._batched else (item,))
+                self.orders.append(xxhash.xxh3_64_intdigest(indices, self.orders[-1] if self.orders else 0))
         self._batch += 1
         return item
 

@@ -519,12 +519,13 @@ class Guard(LayeredGuard):
         self._overlap.behind_tail()
         self._offer_stop(at_tail=True)
 
-    def _keep_again(self) -> None:
-        """The data has ended, unforeseen, and code that belongs to the last boundary follows: what it reads was not
-        part of that boundary when it was kept. It was the place for a stop as well, which waits now."""
+    def _keep_again(self, is_foreseen: bool) -> None:
+        """The data has ended, and code that belongs to the last boundary follows: what it reads was not part of that
+        boundary when it was kept. An end that was not foreseen was the place for a stop as well, which waits now."""
         self._collector.return_to_boundary()
-        self._around.at_boundary(self._loops.step, cut=self._cut, after_tail=True)
-        self._save_if_due()
+        self._around.at_boundary(self._loops.step, cut=self._cut, tail_follows=is_foreseen, after_tail=True)
+        if not is_foreseen:
+            self._save_if_due()
         self._collector.leave_boundary()
 
     def _save_if_due(self) -> None:

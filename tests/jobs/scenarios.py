@@ -704,8 +704,7 @@ class EpochTail(Training):
         say(f"READY {self.rank} {os.getpid()} {guard.resumed_from_step}")
         for epoch in guard.epochs(self.epochs):
             for batch in self.loader:
-                loss = self.begin_step(batch)
-                self.end_step(batch, loss)
+                loss = self.whole_step(batch)
             self.come_to("tail", guard.step)
             total = loss.detach().clone()
             if dist.is_initialized():
@@ -714,6 +713,12 @@ class EpochTail(Training):
             self.plan.step(float(total) + epoch)
             torch.rand(self.rank + 1)  # a stream of each rank's own
             self.come_to("late", guard.step)
+
+    def whole_step(self, batch: Any) -> torch.Tensor:
+        """Its caller binds the loss after the boundary."""
+        loss = self.begin_step(batch)
+        self.end_step(batch, loss)
+        return loss
 
     def kept(self) -> list[Any]:
         return [self.optimizer.param_groups[0]["lr"]]

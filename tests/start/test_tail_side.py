@@ -50,7 +50,7 @@ class Rank:
             is_clean=lambda: not changes_weights,
             stop=lambda: None,
             after=lambda: self.collector.copy(END),
-            keep_again=lambda: None,
+            keep_again=lambda is_foreseen: None,
         )
         tail.layer_waits = True
         tail.at_boundary(sys._getframe(), ends=True)

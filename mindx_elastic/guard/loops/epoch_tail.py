@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.capture.loop_tail import CHANGES_WEIGHTS, FRONT, OVER, VALUES, without_end
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
@@ -49,6 +50,7 @@ class EpochTail:
         """The layer above, which keeps the loop itself, has such code of the program's."""
         self._epoch_values: EpochValues | None = None
         self._values: Mapping[str, Any] = {}  # of the resumed boundary
+        self._kept_values: Mapping[str, Any] = {}  # of the last boundary, as far as it ends its epoch
         self._has_told = self._has_kept = self._may_go_on = False
 
     def enter(
@@ -59,11 +61,12 @@ class EpochTail:
         is_clean: Callable[[], bool],
         stop: Callable[[], None],
         after: Callable[[], None],
-        keep_again: Callable[[], None],
+        keep_again: Callable[[bool], None],
     ) -> None:
         """`is_alone`: there are no other ranks. `is_clean`: as `UpdateGate.is_clean`. `stop`: stops the job at the last
         boundary, after code that has fetched a batch. `after`: the tail has run, copy its boundary again. `keep_again`:
-        the boundary was kept somewhere without what its tail reads."""
+        the boundary was kept somewhere without what its tail reads; is told whether the end was foreseen, so that
+        snapshots and saves wait for the tail."""
         self._collector, self._samples = collector, WeightSamples(collector)
         self.is_alone, self._is_clean = is_alone, is_clean
         self._stop, self._after, self._keep_again = stop, after, keep_again
@@ -84,7 +87,7 @@ class EpochTail:
         """A boundary within an epoch has been copied. `ends`: whether its step is the last one, where a loop over
         ``guard.steps(n)`` makes the epoch; None: the first loader does."""
         self.is_pending = self._may_go_on = self._has_kept = False
-        self._values = {}
+        self._values = self._kept_values = {}
         at_end, is_foreseen = self._loaders.at_end_of_epoch() if ends is None else (ends, True)
         waits = self._epoch_values is not None or self.layer_waits
         self._may_go_on = not is_foreseen and waits
@@ -98,9 +101,13 @@ class EpochTail:
             self._has_kept = True
             self._keep_values(sys._getframe(1))
 
-    def _keep_values(self, frame: FrameType) -> None:
-        if self._epoch_values is not None and (values := self._epoch_values.changed(frame)):
-            self._collector.add_to_boundary({VALUES: values})
+    def _keep_values(self, frame: FrameType) -> bool:
+        """Returns whether the boundary has got other values than it had."""
+        if self._epoch_values is None or not (values := self._epoch_values.changed(frame)):
+            return False
+        before, self._kept_values = self._kept_values, values
+        self._collector.add_to_boundary({VALUES: values})
+        return not same_tree(before, values)
 
     def _wait(self) -> None:
         if not self.is_pending:
@@ -143,11 +150,12 @@ class EpochTail:
         is_unforeseen = self._may_go_on
         if is_unforeseen:
             self._wait()
-        self._keep_values(sys._getframe(1))  # code after `step_end` may have counted the last step
-        if is_unforeseen:
-            self._keep_again()
         if self._values:
             self.put_back(sys._getframe(1))
+        # Code after `step_end` may have counted the last step, or bound the loss that a function with `step_end` gives.
+        is_other = self._keep_values(sys._getframe(1))
+        if is_unforeseen or (is_other and self.is_pending):
+            self._keep_again(not is_unforeseen)
 
     def put_back(self, frame: FrameType) -> None:
         """The values of the resumed boundary are needed now."""
