@@ -16,6 +16,7 @@ from mindx_elastic.data.track import LoaderMark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
+    "ORDER",
     "SETTINGS",
     "Cursor",
     "PositionedLoader",
@@ -26,6 +27,7 @@ __all__ = [
     "epoch_reader",
     "num_batches",
     "whole_number",
+    "without_order",
 ]
 
 
@@ -248,6 +250,8 @@ def check_streams(state: Mapping[str, Any]) -> None:
 
 SIZES = "batch_sizes"
 """A key in the state of a loader: see `Cursor.sizes`."""
+ORDER = "order"
+"""Digest of the samples of the epoch that were used, where they come from a sampler of the program's."""
 SETTINGS = "settings"
 """A key in the state of a loader: what the program has set on its data set (`guard.loops.data_settings`)."""
 _PLACE = ("epoch", "batch", "samples", "finished")
@@ -272,6 +276,13 @@ def at_place_of(state: Any, other: Any) -> dict[str, Any] | None:
     if "start" not in state or any(state[name] != other[name] for name in ("kind", "epoch")):
         return None
     return {**other, **{name: value for name, value in state.items() if name not in (SIZES, *_PLACE)}}
+
+
+def without_order(state: Any) -> Any:
+    """`state` of a loader without the digest of the samples that it has given: for a loader of another rank."""
+    if isinstance(state, dict) and {"kind", ORDER} <= state.keys():
+        return {name: value for name, value in state.items() if name != ORDER}
+    return state
 
 
 def check_numbers(state: Mapping[str, Any], *others: str) -> None:

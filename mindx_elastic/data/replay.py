@@ -24,6 +24,7 @@ from mindx_elastic.data.generators import find_generators, is_generator, set_sta
 from mindx_elastic.data.iteration import Engine, EngineLoader
 from mindx_elastic.data.permutation import mix, mix_array
 from mindx_elastic.data.position import (
+    ORDER,
     SIZES,
     Cursor,
     check_numbers,
@@ -46,7 +47,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "keeps_state", "parts_with_epoch"]
 
-_KIND, _NOW, _ORDER = "replay", "batch_size", "order"
+_KIND, _NOW = "replay", "batch_size"
 _STREAMS = "datasets.iterable_dataset"
 _SAMPLE, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
 _MOST_TENSORS = 8
@@ -158,7 +159,7 @@ class ReplayLoader(EngineLoader):
             if now != self._given_size:
                 state[_NOW] = now
         if self._skipper is not None and (order := self._skipper.order_until(at)) is not None:
-            state[_ORDER] = order
+            state[ORDER] = order
         begun = {id(mark.start): mark.start for mark in later if mark.start is not None and mark.start is not at.start}
         if begun:
             state["following"] = list(begun.values())  # epochs that have begun have drawn what they draw
@@ -181,7 +182,7 @@ class ReplayLoader(EngineLoader):
         if self._skipper is not None and self._given_size:
             self._skipper.inner.batch_size = state.get(_NOW, self._given_size)
         if self._skipper is not None:
-            self._skipper.expect(state.get(_ORDER))
+            self._skipper.expect(state.get(ORDER))
         self._following = list(state.get("following") or ())
         self._settings = None
 

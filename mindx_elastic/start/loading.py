@@ -38,7 +38,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.data.position import at_place_of
+from mindx_elastic.data.position import at_place_of, without_order
 from mindx_elastic.memory.memory_files import SmallRecord
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import map_checkpoint
@@ -284,7 +284,8 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
     state = tail.state(collector)
     if found.donor is None:
         return state
-    state = {name: value for name, value in state.items() if name != "settings_given"}  # given on that rank
+    # Settings were given on that rank, and its samplers have given it other samples.
+    state = {name: without_order(value) for name, value in state.items() if name != "settings_given"}
     if found.plan.resharded:
         return state
     own, is_whole = tail.own()
@@ -408,9 +409,9 @@ class _Rings:
 
 
 def _only(states: Mapping[str, Any], name: str, entry: str | None) -> Mapping[str, Any]:
-    """By name: of the object `name` only that entry of its state. None: all of it."""
+    """By name: of the object `name` only that entry of its state. None: all of it that another rank can have."""
     if entry is None:
-        return states
+        return {name: without_order(states[name])} if name in states else {}
     state = states.get(name)
     return {name: state[entry]} if isinstance(state, dict) and entry in state else {}
 

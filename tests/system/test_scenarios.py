@@ -252,6 +252,7 @@ def test_a_rank_killed_in_an_update_keeps_the_order_of_its_own_sampler(
     assert_same_end(job, whole)
     # After an epoch's last step comes code that may read what the step has set.
     assert step % 3 == 0 or not job.matches("WARNING.*killed before it had kept"), job.report()
+    assert not job.matches("gives other samples"), job.report()
 
 
 @pytest.mark.parametrize(
