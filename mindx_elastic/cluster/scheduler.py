@@ -119,7 +119,8 @@ class Scheduler:
         problem: OSError | None = None
         for family, _, _, _, address in found:
             try:
-                sock = socket.create_server(address[:2], family=family, backlog=1024)
+                is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+                sock = socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=is_dual)
             except OSError as error:
                 problem = error
                 continue

@@ -188,8 +188,16 @@ class Table:
         place = self._alive(who.incarnation)
         if isinstance(answer, messages.Welcome) and place is not None:
             if not self._is_new(place):
-                self.outbox.append(Tell(place.incarnation, self._group_message(place)))
+                self._tell_group(place)
             self._form()
+
+    def _tell_group(self, place: RankPlace) -> None:
+        """To a process that has connected again: what it may not have heard of its group, the deaths too."""
+        self.outbox.append(Tell(place.incarnation, self._group_message(place)))
+        for other in self.places.values():
+            if other.state in (ProcessState.DEAD, ProcessState.AWAY) or self._is_new(other):
+                why = self._lost_why or f"{other} has left the group"
+                self.outbox.append(Tell(place.incarnation, messages.Death(other.rank or 0, why)))
 
     def _answer(self, who: Register, now: float) -> messages.Welcome | messages.Refused | messages.Dead:
         if refused := self._refusal(who):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -67,6 +68,16 @@ def test_a_rank_that_dies_before_torchs_process_group_is_there_is_not_waited_for
     outcome = play(plan(Fault("kill", 1, 0.0, 0.5, on=("group", 1)), size=3))
     assert not outcome.wrong and outcome.job.struck
     assert outcome.job.ended_at < 20.0
+
+
+@pytest.mark.parametrize("kind", ["kill scheduler", "reset"])
+def test_a_worker_whose_connection_is_lost_when_a_death_is_told_hears_of_it_with_the_next_one(kind: str) -> None:
+    """It waited for the dead rank, half an hour in torch's start of a process group; the job was over before."""
+    killed = Fault("kill", 1, 0.0, 0.5, on=("group", 1))
+    plans = [plan(killed, Fault(kind, 0, after_s, 0.5, on=("write", 4))) for after_s in (0.0, 0.0005, 0.001, 0.002)]
+    outcomes = [play(replace(each, seed=seed)) for each in plans for seed in range(4)]
+    assert not [wrong for outcome in outcomes for wrong in outcome.wrong]
+    assert all(outcome.job.ended_at < 20.0 for outcome in outcomes)
 
 
 def test_a_scheduler_that_stands_still_in_the_midst_of_its_work_holds_nobody_for_dead() -> None:
