@@ -174,12 +174,13 @@ def main(arguments: Sequence[str], *, about: str = "") -> int:
     for note in plan.notes:
         print(f"mindx-elastic msrun: {note}", file=sys.stderr)
     job = _Job(plan)
-    try:
-        job.start()
-    except OSError as error:
-        job.end()
-        raise UsageError(f"{plan.command[0]} cannot be started: {error}") from error
-    return job.join() if plan.joins else 0
+    with answered_by(job.note_signal, _SIGNALS):
+        try:
+            job.start()
+        except OSError as error:
+            job.end()
+            raise UsageError(f"{plan.command[0]} cannot be started: {error}") from error
+        return job.join() if plan.joins or job.is_told_to_stop else 0
 
 
 class _Job:
@@ -191,6 +192,10 @@ class _Job:
         self._codes: dict[str, int] = {}
         self._recovers = os.environ.get("MS_ENABLE_RECOVERY", "").strip() == "1"
         self._signal, self._stopped = 0, False
+
+    @property
+    def is_told_to_stop(self) -> bool:
+        return bool(self._signal)
 
     def start(self) -> None:
         """Raises OSError."""
@@ -210,19 +215,18 @@ class _Job:
 
     def join(self) -> int:
         """Wait for the job; returns its outcome: the scheduler's, or on another machine that of the workers here."""
-        with answered_by(self._note_signal, _SIGNALS):
-            alone_since = 0.0
-            while self._running:
-                self._collect()
-                if self._signal:
-                    self._send(self._signal, [name for name in self._running if name != "scheduler"])
-                    self._signal, self._stopped = 0, True
-                if self._waits_in_vain():
-                    alone_since = alone_since or time.monotonic()
-                    if time.monotonic() > alone_since + _LONELY_S:
-                        self._send(signal.SIGTERM, self._running)
-                        alone_since = float("inf")
-                time.sleep(_LOOK_S)
+        alone_since = 0.0
+        while self._running:
+            self._collect()
+            if number := self._signal:
+                self._signal, self._stopped = 0, True
+                self._send(number, [name for name in self._running if name != "scheduler"])
+            if self._waits_in_vain():
+                alone_since = alone_since or time.monotonic()
+                if time.monotonic() > alone_since + _LONELY_S:
+                    self._send(signal.SIGTERM, self._running)
+                    alone_since = float("inf")
+            time.sleep(_LOOK_S)
         if "scheduler" in self._codes:
             return self._codes["scheduler"]
         return next((code for code in self._codes.values() if code), 0)
@@ -259,7 +263,7 @@ class _Job:
         variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in {**env, **of_recovery}.items() if value)
         return f"; to start it again: {variables} {shlex.join(self._plan.command)}"
 
-    def _note_signal(self, signum: int, frame: FrameType | None) -> None:
+    def note_signal(self, signum: int, frame: FrameType | None) -> None:
         # A terminal that is gone stops the job as SIGTERM does: SIGHUP would end the workers without a save.
         self._signal = signal.SIGTERM if signum == signal.SIGHUP else signum
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.cluster.msrun import plan_of
+from mindx_elastic.core.posix import start_ticks
 from mindx_elastic.errors import UsageError
 from tests.harness import JOBS, Job, _environment, free_port, wait_until
 
@@ -154,5 +155,22 @@ def test_a_stop_before_the_workers_have_registered_ends_the_scheduler_too(
         os.kill(job.process.pid, signal.SIGTERM)
         job.expect(143)
         assert job.matches("scheduler has ended with exit code 143")
+    finally:
+        job.end()
+
+
+def test_a_stop_while_the_processes_are_started_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lived on, and nothing waited for them."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "idle.py"
+    script.write_text(
+        "import os, sys, time\ntime.sleep(1000 if os.environ['MS_ROLE'] == 'MS_WORKER' else 2)\nsys.exit(9)\n"
+    )
+    job = start(script)
+    try:
+        job.wait_for("scheduler: pid")
+        os.kill(job.process.pid, signal.SIGTERM)
+        job.expect(9)
+        assert not any(start_ticks(int(pid)) for pid in re.findall(r": pid (\d+)", job.report()))
     finally:
         job.end()
