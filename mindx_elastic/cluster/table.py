@@ -240,6 +240,8 @@ class Table:
             self.notes.append(f"{place} is gone before the group is formed: {why}")
             return
         place.state, place.why = ProcessState.DEAD, why
+        if self.outcome is not None:
+            return  # as all have been told to
         text = f"{place} is dead: {why}"
         self._lost_why = text
         if not self.recovery:

@@ -80,6 +80,14 @@ def test_a_worker_whose_connection_is_lost_when_a_death_is_told_hears_of_it_with
     assert all(outcome.job.ended_at < 20.0 for outcome in outcomes)
 
 
+def test_the_end_of_a_job_without_recovery_is_told_once_with_the_first_death() -> None:
+    """Each worker that left then was a death that had ended the job, for all that were still there."""
+    unguarded = replace(plan(Fault("kill", 1, 0.2, 0.5, on=("train", 5)), size=5, recovery=False), has_guard=False)
+    outcome = play(unguarded, tells=True)
+    told = [text for _, text in outcome.story if "the scheduler has ended the job" in text]
+    assert len(told) == 4 and all("has ended the job: rank 1 " in text for text in told)
+
+
 def test_a_scheduler_that_stands_still_in_the_midst_of_its_work_holds_nobody_for_dead() -> None:
     for event in (("write begins", 2), ("write", 2), ("end", 1)):
         outcome = play(plan(Fault("freeze scheduler", 0, 0.0, 9.0, on=event)))
