@@ -124,12 +124,14 @@ class ExitBarrier:
                 found[node] = NodeEnd("failed", "what the store of the rendezvous says of it makes no sense")
         return found
 
-    def leave(self, nodes: Sequence[int], timeout_s: float = _SEEN_S) -> None:
-        """This node has seen how all have ended. Waits for the same word of these nodes, as long as that: one of
-        their agents, or this one, may host the store."""
-        keys, until = [f"{_SEEN}/{node}" for node in nodes], time.monotonic() + timeout_s
+    def leave(self, nodes: Sequence[int], is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """This node has seen how all have ended. Waits for the same word of these nodes, half a minute at most: one of
+        their agents, or this one, may host the store. `is_hurried`: see `wait_for_all`."""
+        keys, began = [f"{_SEEN}/{node}" for node in nodes], time.monotonic()
         self._ask(lambda: self._store.set(f"{_SEEN}/{self.node}", "1"), None)
-        while not self.is_lost and time.monotonic() < until and not self._ask(lambda: self._store.check(keys), True):
+        while not self.is_lost and not self._ask(lambda: self._store.check(keys), True):
+            if time.monotonic() > began + (_HURRY_S if is_hurried() else _SEEN_S):
+                return
             time.sleep(_LOOK_S / 2)
 
     def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:
@@ -194,13 +196,14 @@ def end_together(
 
     own: how it has ended here. lost, new_store: see `wait_for_all`. A signal makes it short: see `_HURRY_S`.
     """
-    ends = wait_for_all(barrier, lost, new_store, timeout_s, is_hurried=lambda: inbox.first is not None)
+    is_hurried = lambda: inbox.first is not None  # noqa: E731
+    ends = wait_for_all(barrier, lost, new_store, timeout_s, is_hurried)
     others = sorted((end.outcome == "stopped", node, end) for node, end in ends.items() if end.outcome != FINISHED)
     signum = inbox.first
     if signum is not None and (others or len(ends) < barrier.num_nodes):
         return Ending(outcome="stopped", code=exit_code_of_signal(signum), cause=signal_name(signum))
     if not others:
-        barrier.leave(list(ends), _SEEN_S if signum is None else _HURRY_S)
+        barrier.leave(list(ends), is_hurried)
         return own
     is_stop, node, end = others[0]
     outcome = "stopped" if is_stop else "failed" if end.outcome in ("failed", LOST) else "membership"

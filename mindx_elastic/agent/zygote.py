@@ -6,8 +6,7 @@ a fork cannot have as a fresh interpreter would, a `ZygoteError` says, and the a
 * variables that are read when the interpreter starts or torch is imported, if they differ from the zygote's: Python
   tells which ones imports have read; those that C libraries read are known by their beginnings (`IMPORT_VARIABLES`);
 * another interpreter, ``-c``, a script that is not a Python file, a script whose folder has a module of the same name
-as
-  one of torch's;
+  as one of torch's;
 * an import that starts a thread, opens a file, initialises CUDA, or reads a variable that each worker has its own value
   for.
 """

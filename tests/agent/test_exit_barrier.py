@@ -225,3 +225,12 @@ def test_an_agent_that_is_told_to_stop_waits_for_a_moment_only(monkeypatch: pyte
     inbox: Any = SimpleNamespace(first=15)
     found = end_together(OWN, one(HashStore()), dict, inbox=inbox, new_store=lambda: None, timeout_s=1e9)
     assert (found.outcome, found.code) == ("stopped", 143), "what the other node has still to do is not known"
+
+
+def test_an_agent_that_is_told_to_stop_at_its_end_waits_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other node has finished and does not say that it has seen that: its agent was killed."""
+    monkeypatch.setattr(module, "_SEEN_S", 1e9)
+    monkeypatch.setattr(module, "_HURRY_S", 0.2)
+    signals = iter([None, None, None, None])  # then it comes
+    one(store := HashStore(), 1).say(NodeEnd(FINISHED))
+    one(store).leave([0, 1], lambda: next(signals, 15) is not None)
