@@ -53,6 +53,10 @@ def test_the_graceful_exit_switch(text: str, value: bool | None) -> None:
         ("MINDX_GRACE_S", "soon"),
         ("MINDX_GRACE_S", "0.4"),
         ("MINDX_GRACE_S", "nan"),
+        ("MINDX_GRACE_S", "inf"),
+        ("MINDX_AGREEMENT_S", "0"),
+        ("MINDX_FINAL_SAVE", "no"),
+        ("MINDX_UNMANAGED", "ignore"),
         ("MINDX_FLAG_POLL_S", "0.001"),
         ("MS_ENABLE_GRACEFUL_EXIT", "yes"),
         ("MINDX_LOG_LEVEL", "LOUD"),
@@ -68,6 +72,7 @@ def test_a_bad_value_is_refused_by_name(name: str, text: str) -> None:
     [
         ({"RANK": "1.5"}, "RANK"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({"TORCHELASTIC_RESTART_COUNT": "many"}, "TORCHELASTIC_RESTART_COUNT"),
     ],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.cluster.messages import Beat, Death, Fail, Farewell
+from mindx_elastic.cluster.messages import Beat, Death, Fail, Farewell, Identity, Register, as_json, parse
 from mindx_elastic.cluster.wire import Line, WireError
 
 KEY = b"a key that only the job has"
@@ -53,6 +54,29 @@ def test_any_bytes_are_messages_or_an_error(data: bytes) -> None:
     for first in (b"", Line(None, is_scheduler=False).greeting()):
         with suppress(WireError):
             list(Line(None, is_scheduler=True).feed(first + data))
+
+
+IDENTITY = Identity(host="h", pid=1, space="b/pid:[1]")
+GOOD = Register(process=IDENTITY, incarnation="a" * 32, node_id="0", size=2, recovery=True, store=("h", 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"node_id": value} for value in ("../x", "a" * 129, "a b", "\x1b")),
+        *({"incarnation": value} for value in ("short", "../" + "a" * 29)),
+        *({"size": value} for value in (0, 10**9)),
+        *({"process": {**as_json(GOOD)["process"], **value}} for value in ({"pid": 1 << 40}, {"space": ["x"]})),
+        *({"store": ("h", port)} for port in (0, 1 << 16)),
+        *({"process": 3}, {"job": 1}, {"op": "nothing"}, {"op": []}),
+    ],
+    ids=repr,
+)
+def test_a_message_of_other_types_or_sizes_is_refused(change: dict[str, Any]) -> None:
+    """Node ids are names of files, and sizes are counted up to."""
+    assert parse(as_json(GOOD)) == GOOD
+    with pytest.raises(ValueError, match=r"."):
+        parse({**as_json(GOOD), **change})
 
 
 @given(st.from_type(Farewell))

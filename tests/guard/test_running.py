@@ -8,9 +8,12 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
+from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard import running
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.guard.running import InPlaceGuard
+from mindx_elastic.guard.running import InPlaceGuard, tell_of_block
+from mindx_elastic.rejoin import own_member
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall
 from mindx_elastic.rejoin.member import GuardEntry, Member
 
@@ -62,3 +65,17 @@ def test_what_goes_wrong_ahead_is_raised_when_the_others_can_hear_of_it(tmp_path
     with pytest.raises(UsageError, match="is a file"):
         guard_in(file, new).open()
     assert new.found == [True]
+
+
+@pytest.mark.parametrize(
+    ("is_layered", "told"), [(False, "make the loop a function"), (True, "a trainer keeps the loop")]
+)
+def test_what_is_told_of_a_guard_that_cannot_recover_in_place_fits_its_program(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_layered: bool, told: str
+) -> None:
+    monkeypatch.setattr(running, "_is_running", False)
+    monkeypatch.setenv("MINDX_RECOVER", "in-place")
+    monkeypatch.setattr(own_member, "_told", set())
+    monkeypatch.setattr("mindx_elastic.guard.running.AgentInfo.from_env", object)
+    tell_of_block(RankInfo(rank=0, world_size=2), is_layered=is_layered)
+    assert [told in each.message for each in caplog.records] == [True]

@@ -273,6 +273,33 @@ def test_an_error_of_any_system_call_leaves_a_good_file(
     assert there == {"x.safetensors": 2, "x.prev.safetensors": 1} and len(failures) > 5
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ENOMEM])
+def test_an_older_file_that_cannot_be_read_is_put_aside_where_the_process_lacks_nothing(
+    old: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Its name is needed, its bytes are not. What this process lacks says nothing of the file."""
+    content, fired = old.read_bytes(), []
+
+    def fail(path: Path) -> None:
+        fired.append(path)
+        raise OSError(code, os.strerror(code), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mindx_elastic.persist.writer.read_header", fail)
+        if code in (errno.EMFILE, errno.ENOMEM):
+            with pytest.raises(SaveError):
+                write_checkpoint(old, STATE, at_step(2))
+        else:
+            write_checkpoint(old, STATE, at_step(2))
+    assert fired == [old]
+    if code in (errno.EMFILE, errno.ENOMEM):
+        assert_untouched(old)
+    else:
+        assert read_checkpoint(old).info.step == 2
+        aside = [path for path in (old.parent / "quarantine").iterdir() if not path.name.endswith(".reason.txt")]
+        assert [path.read_bytes() for path in aside] == [content]
+
+
 def test_a_file_that_cannot_be_flushed_does_not_get_its_name(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

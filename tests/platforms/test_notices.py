@@ -135,6 +135,7 @@ BAD = {
     "another status": (reply("oops", 500), "status 500"),
     "a redirect": (reply(status=302, headers={"Location": "http://127.0.0.1:9/"}), "status 302"),
     "too much": (reply(b"x" * 100_000), "64 KiB"),
+    "not HTTP": (lambda handler: handler.wfile.write(b"SSH-2.0-OpenSSH\r\n\r\n"), "no HTTP"),
     "cut off": (lambda handler: None, "."),
     "a time of a year ahead": (
         reply(

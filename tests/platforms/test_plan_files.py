@@ -148,6 +148,19 @@ def fact_of(
     return FileFact(path, rank, moment, strategy.world_size, strategy, kind, 1e9, 100, visible_to=visible_to)
 
 
+def test_where_no_dying_save_of_a_healthy_rank_can_be_named_the_map_says_so() -> None:
+    """A faulty rank's is the last resort; none can be loaded whole where each new rank reads several."""
+    groups = Strategy(4, (TensorSpec("model.w", (8,), Layout((2, 2), ("R", "S(0)")), "F32"),))  # type: ignore[arg-type]
+    newer = fact_of(0, groups, moment=("run", 1, 12), kind="periodic")
+    plan = plan_resume([*(fact_of(rank, groups) for rank in (1, 2, 3)), newer], World(4), faults=(1, 3))
+    assert isinstance(plan, ResumePlan) and restore_ranks(plan) == {(0, 2): 2, (1, 3): 1}
+    healthier = plan_resume([*(fact_of(rank, groups) for rank in range(4)), newer], World(4), faults=(0, 1))
+    assert isinstance(healthier, ResumePlan) and restore_ranks(healthier) == {(0, 2): 2, (1, 3): 3}
+    split = Strategy(4, (TensorSpec("model.w", (8,), Layout((4,), ("S(0)",)), "F32"),))  # type: ignore[arg-type]
+    resharded = plan_resume([fact_of(rank, split) for rank in range(4)], World(2))
+    assert isinstance(resharded, ResumePlan) and resharded.resharded and restore_ranks(resharded) == {}
+
+
 def test_a_map_that_no_environment_can_hold_is_left_out_and_said_to_be() -> None:
     lines = export_restore_ranks({tuple(range(40_000)): 0})
     assert lines[0] == "export RESTORE_RANKS=0" and lines[1].startswith("# ") and lines[2].endswith("=''")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mindx_elastic.errors import UsageError
 from mindx_elastic.train.metrics import Accuracy, MetricSet, TopK
 
 OUTPUTS = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.1], [0.2, 0.3, 0.5]])
@@ -99,3 +100,18 @@ def test_state_resumes() -> None:
     for one in (made, other):
         one.add(torch.tensor(1.0), OUTPUTS, torch.tensor([0, 0, 0]), 3)
     assert made.results(None) == other.results(None)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (["nope"], "no metric 'nope'"),
+        (3, "metrics=3"),
+        ([Count], "is a class"),
+        (["accuracy", "accuracy"], "two metrics"),
+        ([object()], "is not a metric"),
+    ],
+)
+def test_what_is_not_a_metric_is_refused(metrics: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        MetricSet(metrics)

@@ -236,6 +236,8 @@ def test_train_refuses_what_cannot_work() -> None:
         model.train(1, make_loader(), [StopAt])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="not a Callback"):
         model.train(1, make_loader(), [print])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="callbacks=3"):
+        model.train(1, make_loader(), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="needs a checkpoint callback"):
         model.train(1, make_loader(), resume="somewhere")
     with pytest.raises(UsageError, match="without targets"):

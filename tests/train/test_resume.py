@@ -443,6 +443,13 @@ class _FlagAt(Callback):
             self.flag.write_text('{"GracefulExit": 1}')
 
 
+@pytest.mark.parametrize("wrong", [{"prefix": "a/b"}, {"directory": ""}, {"config": {"save_checkpoint_steps": 1}}])
+def test_wrong_callback_arguments(wrong: dict[str, Any]) -> None:
+    for kind in (ExceptionCheckpoint, ModelCheckpoint):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            kind(**wrong)
+
+
 def test_saved_network_must_be_the_trained_one() -> None:
     model = make_model()
     good = CheckpointConfig(saved_network=model.network)

@@ -59,6 +59,13 @@ def test_both_must_be_switched_on(monkeypatch: pytest.MonkeyPatch, text: str | N
             make()
 
 
+def test_other_switches_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,UCE:1,ARF:1}")
+    register()
+    (record,) = caplog.records
+    assert record.getMessage() == "MS_ENABLE_TFT: ARF, UCE has no effect here, TTP is on"
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
