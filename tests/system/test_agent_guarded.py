@@ -252,7 +252,6 @@ def test_steps_that_are_done_again_exactly_are_verified_on_all_ranks() -> None:
     assert compared() == [(8, "verified")] * 2 and not list(Path("shm").iterdir()), job.report()
 
 
-@drill
 def test_a_step_that_is_done_again_and_differs_is_told_with_both_values() -> None:
     options = ["--snapshot-every", "5"]
     with agent(SMALL, "ckpt", "--kill-at", 13, "--steps", 16, "--own-count", options=options) as job:
