@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from mindx_elastic.convert import torch_file
-from tests.checkpoint_files import write
+from tests.checkpoint_files import cut_off_end, flip_bit_in_data, write
 from tests.cli.conftest import Run
 
 WEIGHT = torch.arange(1000.0)
@@ -106,6 +107,14 @@ def test_nothing_there_is_3(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 3 and "no checkpoint found" in result.stderr
     result = run("convert", tmp_path / "empty", tmp_path / "x.pt", "--from", "mindx")
     assert result.exit_code == 3
+
+
+@pytest.mark.parametrize("damage", [cut_off_end, flip_bit_in_data])
+def test_damage_is_1(run: Run, ckpt: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    damage(ckpt / "resnet-2_7.safetensors")
+    result = run("convert", ckpt, tmp_path / "x.pt")
+    assert result.exit_code == 1 and "resnet-2_7.safetensors" in result.stderr
+    assert names(tmp_path) == ["ckpt"]
 
 
 def test_a_full_disk_leaves_nothing(run: Run, ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

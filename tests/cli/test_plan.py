@@ -165,6 +165,13 @@ def test_fewer_ranks(run: Run, ddp: Path) -> None:
     assert found["resharded"] and found["restore_ranks_map"] == {"0,1": 0} and found["checked_files"] == 2
 
 
+def test_everybody_is_faulty(run: Run, ddp: Path) -> None:
+    found = document(run, ddp, "--fault-ranks", "0-3")
+    assert (found["step"], found["restore_ranks"]) == (10, "-1")
+    result = run("plan", ddp, "--fault-ranks", "0-3", "--step", 17)
+    assert result.exit_code == 1 and "--faults none" in result.stdout
+
+
 # --- other worlds ---
 
 

@@ -56,6 +56,13 @@ def test_any_bytes_are_messages_or_an_error(data: bytes) -> None:
             list(Line(None, is_scheduler=True).feed(first + data))
 
 
+def test_a_message_that_says_that_it_is_long_is_not_waited_for() -> None:
+    """Anybody who reaches the port could fill the scheduler's memory."""
+    start = Line(None, is_scheduler=False).greeting()[:4]
+    with pytest.raises(WireError):
+        list(Line(None, is_scheduler=True).feed(start + (1 << 20).to_bytes(4, "big")))
+
+
 IDENTITY = Identity(host="h", pid=1, space="b/pid:[1]")
 GOOD = Register(process=IDENTITY, incarnation="a" * 32, node_id="0", size=2, recovery=True, store=("h", 1))
 

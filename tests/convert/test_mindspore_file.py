@@ -52,6 +52,15 @@ def test_shards_and_a_strategy(tmp_path: Path, layout: Layout, known: bool) -> N
     assert torch.equal(found["w"], WEIGHT) and found["step"] == 5 and notes == []
 
 
+def test_uneven_shards_need_a_strategy_with_shapes(tmp_path: Path) -> None:
+    layout = Layout((3,), ("S(0)",))  # type: ignore[arg-type]
+    write_shards(tmp_path / "ms", layout)  # 3, 3 and 2 rows
+    known = Strategy(3, (TensorSpec("w", (8, 6), layout),))
+    assert torch.equal(read_shards(tmp_path / "ms", known, Scratch(tmp_path))[0]["w"], WEIGHT)
+    with pytest.raises(MismatchError, match="w: one shape of its parts is expected"):
+        read_shards(tmp_path / "ms", Strategy(3, (TensorSpec("w", (), layout),)), Scratch(tmp_path))
+
+
 def test_a_strategy_file(tmp_path: Path) -> None:
     from mindx_elastic.platforms.strategy_file import save_strategy
 

@@ -54,3 +54,8 @@ def test_all_documented_variables_are_known() -> None:
     named = {word.strip("`,") for word in page.split() if word.startswith("`MINDX_") and word.strip("`,").isupper()}
     assert len(named) > 20
     assert {name for name in named if name.replace("_", "").isalnum()} <= known_names()
+
+
+def test_escape_sequences_are_shown_and_not_obeyed() -> None:
+    found = list(judge_variables({"MINDX_\x1b[31m": "1", "RANK": "\x1b[2J"}))
+    assert found and not any("\x1b" in each.text + each.remedy for each in found)
