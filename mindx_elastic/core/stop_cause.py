@@ -1,7 +1,7 @@
 """How this process is about to leave, for those who tell others of it: the member of a cluster.
 
 An exit code cannot be read at the interpreter's end, and a process that ends with a stuck training thread runs no
-``atexit`` code. So what stops a training notes here how it ends, and runs `before_end` itself in the second case.
+``atexit`` code. So what stops a training notes here how it ends, and runs `last_acts` itself in the second case.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _noted: list[StopCause] = []
 _last_acts: list[Callable[[], None]] = []
 
 
-def note_stop_cause(leaving: StopCause) -> None:
+def note_stop_cause(cause: StopCause) -> None:
     """Any thread; the first one counts."""
-    _noted.append(leaving)
+    _noted.append(cause)
 
 
 def noted_stop_cause() -> StopCause | None:

@@ -80,7 +80,7 @@ class ExitPolicy:
     final_name: Callable[[Position], str] | None = None
     """File name (no folder) for the last boundary of a training that ended by itself; None: this policy keeps none."""
     remove_redundancy: bool = False
-    """At the end of a training ranks that hold the same write each part of it once, not each all. See `together`."""
+    """At the end of a training ranks that hold the same write each part once, not each all. See `divided_saves`."""
     needs_replica: bool = False
     """Refuse to save when a rank is gone and no other rank holds the same state: see `keep_consistent`."""
 

@@ -153,7 +153,7 @@ class Saver:
     ) -> SaveResult:
         """Write the boundary for all `policies`; the first one names the header's kind, the others get links.
 
-        agreed: all ranks save this boundary now, by the same policies, and may divide it among them (see `together`).
+        agreed: all ranks save this boundary now, by the same policies, and may divide it (see `divided_saves`).
 
         The caller holds the update gate or is the training thread at a boundary. `time_left_s`: until the process must
         be gone; a third of it may be spent on what policies do once the file is durable, and as much of the rest on

@@ -1,11 +1,11 @@
 """Names what goes on from step to step and is in no checkpoint: facts of a run, without a verdict.
 
 Variables of the running functions count when the compiler's own dataflow says that the next iteration may read them
-(`carried`). Containers, tensors and attributes of the program's objects, and attributes of named modules, count when
-they differ between the process's first and fifth boundary. Those that change later, as the best loss of an early stop
-does at an epoch's end, are found by later looks. Left out is what each iteration binds again, and what the guard keeps;
-what the states of other named objects leave out is shown by a comparison only. Whether any of it matters is shown by
-the next resume, which compares its first step (`overlap`).
+(`loop_variables`). Containers, tensors and attributes of the program's objects, and attributes of named modules, count
+when they differ between the process's first and fifth boundary. Those that change later, as the best loss of an early
+stop does at an epoch's end, are found by later looks. Left out is what each iteration binds again, and what the guard
+keeps; what the states of other named objects leave out is shown by a comparison only. Whether any of it matters is
+shown by the next resume, which compares its first step (`overlap`).
 """
 
 from __future__ import annotations
@@ -57,26 +57,33 @@ class NotKept:
         """Names of what has changed since in some steps or between them."""
         self.counts: Sequence[str] = ()
         """Those `in_steps` that have counted the steps of this process alone."""
+        self.num_looks = 0
         self._before: dict[str, str] = {}
+        self._named: dict[str, None] = {}
+        self._named_later: list[str] = []
 
-    def look(self, number: int, is_ahead: Callable[[], bool]) -> Sequence[str]:
-        """The process's boundary `number` has been passed: 1, then 5, then any. Returns the names that are new.
-        `is_ahead`: whether the program has fetched batches of named loaders for later steps; they are fetched again by
-        a resumed run."""
+    def look(self, is_ahead: Callable[[], bool]) -> Sequence[str]:
+        """Called at the process's boundary `FIRST_LOOK`, then at `SECOND_LOOK`, then at any time. Returns the names
+        that are new. `is_ahead`: whether the program has fetched batches of named loaders for later steps; they are
+        fetched again by a resumed run."""
+        self.num_looks += 1
         try:
             frames = list(program_frames(sys._getframe(1)))
             while len(frames) > 1 and not loops_around(frames[0]):  # called by an iteration: its variables end with it
                 frames.pop(0)
-            if number == FIRST_LOOK:
+            if self.num_looks == 1:
                 self._before = self._look(frames)
                 return ()
             ahead, after = is_ahead(), self._look(frames)
             changed = self._changed(frames, after, ahead)
-            if number != SECOND_LOOK:
-                new = [name for name in changed if name not in {*self.in_steps, *self.later}]
-                self.later = [*self.later, *new]
-                return new
-            self.in_steps = list(dict.fromkeys([*self._carried(frames, ahead), *changed]))
+            if self.num_looks > 2:
+                new = [name for name in changed if name not in self._named]
+                self._named.update(dict.fromkeys(new))
+                self._named_later += new
+                self.later = _shortened(self._named_later)
+                return _shortened(new)
+            self._named = dict.fromkeys([*self._carried(frames, ahead), *changed])
+            self.in_steps = _shortened(list(self._named))
             counted = {short_of(key) for key, value in after.items() if (self._before.get(key), value) in _COUNTED}
             self.counts = [name for name in self.in_steps if name in counted]
             return self.in_steps
@@ -123,10 +130,10 @@ class NotKept:
             inside = [reachable(each, models=False) for each in self._kept if not isinstance(each, _WITH_OWN_PARTS)]
             left = own_variables(frames[0] if frames else None, self._ids.union(*inside), quick=True)
             others = [short_of(key) for key in others if key in left]
-        return _shortened(list(dict.fromkeys([name.partition("[")[0] for name in [*others, *of_kept]])))
+        return list(dict.fromkeys([name.partition("[")[0] for name in [*others, *of_kept]]))
 
 
 def _shortened(names: Sequence[str]) -> list[str]:
     owners = Counter(name.rpartition(".")[0] for name in names)
     many = {owner: f"{owner} ({count} attributes)" for owner, count in owners.items() if owner and count > _MOST_OF_ONE}
-    return [many.get(name.rpartition(".")[0], name) for name in names]
+    return list(dict.fromkeys(many.get(name.rpartition(".")[0], name) for name in names))

@@ -130,12 +130,12 @@ class Overlap:
         and whenever the number of steps has doubled."""
         number, found, unmanaged = self._boundaries.number, self._not_kept, self._unmanaged
         self._boundaries.not_kept_at = SECOND_LOOK if number < SECOND_LOOK else 2 * number
-        names = found.look(number, self._loaders.are_ahead)
+        names, is_second = found.look(self._loaders.are_ahead), found.num_looks == 2
         if names:
             unmanaged.note_not_kept(found.in_steps, found.later)
         if self._says and self._is_first:
-            unmanaged.say_not_kept(names, "go on from step to step" if number == SECOND_LOOK else "have changed")
-        elif self._says and number == SECOND_LOOK:
+            unmanaged.say_not_kept(names, "go on from step to step" if is_second else "have changed")
+        elif self._says and is_second:
             unmanaged.warn_of_counts(found.counts)
         return names
 

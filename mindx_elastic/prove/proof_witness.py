@@ -66,7 +66,7 @@ def _open_injector(control: Control, ranks: RankInfo) -> Injector | None:
 
 
 class ProofWitness(Witness):
-    """One per entered guard. An `Observer`."""
+    """The observer in a run of a proof; one per entered guard."""
 
     def __init__(self, control: Control, ranks: RankInfo) -> None:
         super().__init__()

@@ -98,9 +98,9 @@ def read_lives(folder: Path) -> list[ProcessRecord]:
 
 
 def parse_life(lines: Iterable[str]) -> ProcessRecord | None:
-    """What one file says: ``enter`` with the fields of `Life`, each ``step`` with those of `WitnessedStep`, ``tail``
-    with what comes after the last one, ``now`` with fields of `Life` that are known later. A last line that was cut off
-    is left out; None: there is not even a first one."""
+    """What one file says: ``enter`` with the fields of `ProcessRecord`, each ``step`` with those of `WitnessedStep`,
+    ``tail`` with what comes after the last one, ``now`` with fields of `ProcessRecord` that are known later. A last
+    line that was cut off is left out; None: there is not even a first one."""
     life: ProcessRecord | None = None
     for line in lines:
         if not line.endswith("\n"):

@@ -3,8 +3,8 @@ compared with the stopped one.
 
 Numbers, texts, tensors, arrays, and the length of containers, by the name that the program has for them: local and
 global variables, attributes of the program's objects, functions and classes (`own_variables`), and those of what the
-guard keeps (`attributes_of_kept`). It runs no code of the program (see `checks.surroundings`), and it is bounded. Of
-texts only a hash is noted, because one may be a password.
+guard keeps (`attributes_of_kept`). It runs no code of the program (see `checks.program_variables`), and it is bounded.
+Of texts only a hash is noted, because one may be a password.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _parts_of(held: Held) -> PartsHeld:
 
 
 def _base_of(info: CheckpointInfo) -> tuple[int, int] | None:
-    """Attempt and step that the file's attempt resumed from, as its header says (`Saver.began_from`)."""
+    """Attempt and step that the file's attempt resumed from, as its header says."""
     attempt, step = info.coordinates.get("base_attempt"), info.coordinates.get("base_step")
     return None if attempt is None or step is None else (attempt, step)
 

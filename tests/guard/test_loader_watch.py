@@ -403,10 +403,21 @@ class Hand(DataLoader[Any]):
         self.given = state["given"]
 
 
-@pytest.mark.parametrize("stops", [(2, 4), (7, 10, 12), (10, 11)])
-def test_each_resume_of_such_a_loader_goes_on_at_its_own_batch(stops: tuple[int, ...], tmp_path: Path) -> None:
+class LastHand(Hand):
+    """Refuses subclasses, as a registry of loaders does with a name that it has."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError(f"{cls.__name__} is registered")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stops"), [(Hand, (2, 4)), (Hand, (7, 10, 12)), (Hand, (10, 11)), (LastHand, (7, 10, 12))]
+)
+def test_each_resume_of_such_a_loader_goes_on_at_its_own_batch(
+    kind: type[Hand], stops: tuple[int, ...], tmp_path: Path
+) -> None:
     """A second one as well: what the first one had loaded does not count any more once a batch was given."""
-    whole = run(plain, tmp_path / "whole", loader=Hand(), unmanaged="warn")[0]
+    whole = run(plain, tmp_path / "whole", loader=kind(), unmanaged="warn")[0]
     for stop in stops:
-        stopped(plain, tmp_path / "cut", stop, loader=Hand(), unmanaged="warn")
-    assert run(plain, tmp_path / "cut", loader=Hand(), unmanaged="warn")[0].log == whole.log[stops[-1] :]
+        stopped(plain, tmp_path / "cut", stop, loader=kind(), unmanaged="warn")
+    assert run(plain, tmp_path / "cut", loader=kind(), unmanaged="warn")[0].log == whole.log[stops[-1] :]

@@ -212,3 +212,45 @@ def test_what_changes_between_epochs_is_told_before_the_next_one_and_at_a_resume
     lost, _, others = line.getMessage().partition("; not as they were either: ")
     assert line.levelno == logging.WARNING and "stopper.best" in lost and "stopper.rates" not in lost, line
     assert "stopper.rates" in others
+
+
+def changes(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    lines = [record.getMessage() for record in caplog.records if " not kept: " in record.getMessage()]
+    parts = [line.partition(" and are not kept: ") for line in lines]
+    return [(how, names.partition(". The next")[0]) for how, _, names in parts]
+
+
+def test_an_epoch_as_long_as_the_first_looks_does_not_repeat_their_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    stopper, meter = Stopper(), Meter()
+
+    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for epoch in guard.epochs(3):
+            for batch in loader:
+                meter.sum += train(guard, model, optimizer, batch).item()
+            stopper.best = -epoch
+
+    run(tmp_path, loop, num_samples=10)
+    assert changes(caplog) == [
+        ("go on from step to step", "meter.sum, model.forwards"),
+        ("have changed", "stopper.best"),
+    ]
+
+
+def test_attributes_that_change_one_after_the_other_are_told_once_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    phases = SimpleNamespace(**dict.fromkeys("abcdef", 0))
+
+    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for epoch in guard.epochs(5):
+            for batch in loader:
+                train(guard, model, optimizer, batch)
+            vars(phases).update(dict.fromkeys("abcdef"[: epoch + 1], epoch))
+
+    run(tmp_path, loop, num_samples=12)
+    told = [name for how, names in changes(caplog) if how == "have changed" for name in names.split(", ")]
+    assert len(told) == len(set(told)) >= 4 and set(told) <= {f"phases.{name}" for name in "abcdef"}, told

@@ -2,7 +2,7 @@
 generators.
 
 At entry, and at the looks after the fourth (see `Boundaries.is_look`), it looks through the program's variables (see
-`surroundings`); what it has found is compared at each look from the first boundary on (see `movements`). That an
+`program_variables`); what it has found is compared at each look from the first boundary on (see `movements`). That an
 optimizer has stepped which it does not know is noted by the update gate's hook.
 
 ===============================================================  ==================================================
@@ -142,7 +142,7 @@ class Checks:
         self.has_news = bool(self._schedulers or self.refreshed.steps)
 
     def hear_not_kept(self, names: Sequence[str]) -> None:
-        """What goes on from step to step and is not kept: see `observer.NotKept`."""
+        """What goes on from step to step and is not kept: see `prove.not_kept`."""
         self._rebound.tell(names, sys._getframe(1))
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Tells of a named tensor or container whose variable the loop binds again: the checkpoint keeps the first object.
 
 ``protos = 0.9 * protos + 0.1 * means`` makes another tensor, of which the guard knows nothing. The name goes on from
-step to step and is not kept (`observer.NotKept`), and held a named object when the guard was entered, which nothing
+step to step and is not kept (`prove.not_kept`), and held a named object when the guard was entered, which nothing
 that the program reaches by such a name holds any more. A risk: each step may make it from what the guard keeps.
 """
 

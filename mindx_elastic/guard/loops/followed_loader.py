@@ -65,8 +65,10 @@ class SelfPositionedLoader:
         if length and self._at_load >= length and type(self.loader).__module__.partition(".")[0] in _MOVE_ON:
             self._at_load = 0
             _iterate_once_with(self.loader, self._begin_rest)
-        elif type(self.loader).__iter__ is not DataLoader.__iter__:
-            _iterate_once_with(self.loader, self._begin_own_iteration)
+        elif type(self.loader).__iter__ is not DataLoader.__iter__ and not _iterate_once_with(
+            self.loader, self._begin_own_iteration
+        ):
+            self._loaded = None
 
     def _begin_rest(self, loader: Any) -> Iterator[Any]:
         """The loaded epoch has no batch left, and torch makes no iterator for it."""
@@ -83,8 +85,9 @@ _MOVE_ON = ("litdata", "streaming")
 """Libraries whose loaders, loaded after the last batch of an epoch, begin another one when they are iterated."""
 
 
-def _iterate_once_with(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> None:
-    """The next ``iter(loader)`` is ``begin(loader)``; those after it are its class's own again."""
+def _iterate_once_with(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> bool:
+    """The next ``iter(loader)`` is ``begin(loader)``; those after it are its class's own again. False: its class
+    refuses subclasses."""
     kind = type(loader)
     kind = getattr(kind, "_mindx_class", kind)
 
@@ -93,7 +96,11 @@ def _iterate_once_with(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> No
         return begin(self)
 
     words = {"__iter__": once, "__module__": kind.__module__, "_mindx_class": kind}
-    object.__setattr__(loader, "__class__", type(kind.__name__, (kind,), words))
+    try:
+        object.__setattr__(loader, "__class__", type(kind.__name__, (kind,), words))
+    except Exception:  # of code of the program: an __init_subclass__, a metaclass
+        return False
+    return True
 
 
 class FollowedLoader(GivesCopies, GoesThroughData):
