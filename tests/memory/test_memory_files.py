@@ -131,6 +131,14 @@ def test_a_damaged_snapshot_is_taken_away_and_the_older_one_used(machine: Machin
     assert sorted(path.name for path in machine.job.iterdir()) == ["rank_0", "rank_1", "rank_2"], "no quarantine there"
 
 
+def test_a_step_that_only_some_ranks_have_is_named(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.know(RUN)
+    machine.snapshot(1, ranks=[0, 2])
+    assert find(machine) == [None] * WORLD
+    assert "the job starts over; what it left in memory is not used" in caplog.text
+    assert "step 1 is not used: rank 1 has no file of it" in caplog.text
+
+
 def test_a_snapshot_never_hides_that_the_checkpoints_are_bad(machine: Machine) -> None:
     machine.know(RUN)
     machine.snapshot(1, ranks=[0])

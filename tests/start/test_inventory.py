@@ -79,6 +79,17 @@ def test_memory_counts_for_runs_that_any_rank_knows(tmp_path: Path) -> None:
     assert planned(inventory.plan(World(2))).step == 5 and inventory.next_attempt("run-a") == 1
 
 
+def test_a_forecast_that_failed_on_another_rank_does_not_count(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 2)
+    machine.know("run-a")
+    machine.snapshot(5, coordinates={"foreseen": 0})
+    machine.boundary(0, 5, forecast=True)
+    assert look_alone(machine.directory, machine.job).own_states == {}
+    machine.snapshot(6)
+    machine.boundary(0, 6, forecast=True)
+    assert look_alone(machine.directory, machine.job).own_states == {("run-a", 0, 6): {0}}
+
+
 def test_the_forecast_of_a_first_step_counts_where_another_ranks_came_true(tmp_path: Path) -> None:
     """No other of this rank's has come true before it: rank 0 was killed in step 1, which rank 1 has ended."""
     machine = Machine(tmp_path, 2)
