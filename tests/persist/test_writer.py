@@ -141,12 +141,16 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+
     def start(self: threading.Thread) -> None:
+        refused.append(self)
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         write_checkpoint(tmp_path / "x", big_state(), INFO)
+    assert refused
     assert_same(read_checkpoint(tmp_path / "x").state, big_state())
 
 
