@@ -32,7 +32,7 @@ from mindx_elastic.agent.ledger import print_block, render
 from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.places import NodePlaces
-from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous, say_goodbye
+from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous, say_goodbye, watch_meetings
 from mindx_elastic.agent.result import ResultFile, find_progress
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
@@ -270,6 +270,7 @@ def _open_rendezvous(config: LaunchConfig, *, hosts: bool) -> RendezvousHandler:
         **config.rdzv_configs,
     )
     handler = rendezvous_registry.get_rendezvous_handler(parameters)
+    watch_meetings(handler)
     return FreshStoreRendezvous(handler) if handler.get_backend() == "static" else handler
 
 

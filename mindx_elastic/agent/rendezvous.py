@@ -2,8 +2,8 @@
 
 `OneNodeRendezvous`, `FreshStoreRendezvous`
     take the place of torch's own rendezvous for a job of one node, and of its static one.
-`await_nodes`
-    misses a node that has died while the nodes met.
+`watch_meetings`, `MeetingStore`
+    miss a node that dies, or loses its connection, while the nodes meet.
 `reconnect`, `require_host`
     open a rendezvous' connection to its store again after it broke; say that its host is lost.
 `Membership`
@@ -25,6 +25,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -49,15 +50,16 @@ __all__ = [
     "CONNECTION_ERRORS",
     "FreshStoreRendezvous",
     "HostLostError",
+    "MeetingStore",
     "Membership",
     "OneNodeRendezvous",
     "agree_on_highest",
-    "await_nodes",
     "identify",
     "open_again",
     "reconnect",
     "require_host",
     "say_goodbye",
+    "watch_meetings",
 ]
 
 
@@ -263,8 +265,8 @@ def open_again(handler: RendezvousHandler) -> Store | None:
         return None
     inner, state = _inner(handler), _read_state(handler)
     store: Store = inner._get_store()
-    # What torch knows of the nodes may be of before: `await_nodes` has left a key in the store itself.
-    is_ours = state is None or (inner._this_node in state.participants and store.check(["mindx/met/0"]))
+    # What torch knows of the nodes may be of before: `agree_on_highest` has left a key in the store itself.
+    is_ours = state is None or (inner._this_node in state.participants and store.check(["mindx/restarts/0"]))
     return store if is_ours else None
 
 
@@ -311,28 +313,64 @@ def _answers(store: Store) -> bool:
     return False
 
 
-_MEET_LOOK_S, _MEET_S = 0.05, 60.0
+_MEET_LOOK_S = 0.05
 
 
-def await_nodes(handler: RendezvousHandler, store: Any, rank: int, world_size: int) -> None:
-    """Right after a meeting: wait until all its nodes have come out of it. Main thread.
+class MeetingStore:
+    """The store of one meeting: a read waits for its keys only while all the nodes are there. Any thread.
 
-    One may have died since it joined. Torch's agents would wait for its part for a minute, each from a moment of its
-    own, and then miss each other in the next meeting. Raises DistStoreError when it gives no sign of life any more, or
-    the others meet again already, so that all meet at once; and what the store raises. `store`: of the meeting.
+    A node may have died since it joined, or have lost its connection and want to meet again. Torch's agents would wait
+    for its part for a minute, each from a moment of its own, and then miss each other in the next meeting. Reads raise
+    DistStoreError when a node gives no sign of life any more, when the others meet again already, so that all meet at
+    once, or after the store's own time; and what the store raises. All the rest is the store's.
     """
-    if (state := _read_state(handler)) is None:
+
+    def __init__(self, handler: RendezvousHandler, store: Any) -> None:
+        """handler: torch's dynamic one, when the nodes have just met."""
+        self._handler, self._store = handler, store
+        state: Any = vars(handler)["_state_holder"].state
+        # Their ranks are without a gap, unless one has left since.
+        self._meeting, self._nodes = state.round, frozenset(range(len(state.participants)))
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`."""
+        self._await([key])
+        return bytes(self._store.get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of `keys`."""
+        self._await(keys)
+        return list(self._store.multi_get(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _await(self, keys: list[str]) -> None:
+        until = time.monotonic() + getattr(self._store, "timeout", _READ_TIMEOUT).total_seconds()
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                raise DistStoreError(f"{keys[0]} is not there since the nodes have met")
+            time.sleep(_MEET_LOOK_S)
+            if (state := _read_state(self._handler)) is None:
+                continue
+            missing = sorted(self._nodes.difference(state.participants.values()))
+            if state.round != self._meeting or missing:
+                which = f"node {missing[0]} gives no sign of life" if missing else "the others meet again"
+                raise DistStoreError(f"{which} since the nodes have met")
+
+
+def watch_meetings(handler: RendezvousHandler) -> None:
+    """From now on the store of each meeting of torch's dynamic `handler` is a `MeetingStore`; leaves others alone."""
+    dynamic: Any = handler
+    if getattr(handler, "_state_holder", None) is None or not hasattr(handler, "_get_store"):
         return
-    meeting, until = state.round, time.monotonic() + _MEET_S
-    keys = [f"mindx/met/{node}" for node in range(world_size)]
-    store.set(keys[rank], "1")
-    while not store.check(keys) and time.monotonic() < until:
-        time.sleep(_MEET_LOOK_S)
-        state = _read_state(handler)
-        missing = sorted(set(range(world_size)) - set(state.participants.values()))
-        if state.round != meeting or missing:
-            which = f"node {missing[0]} gives no sign of life" if missing else "the others meet again"
-            raise DistStoreError(f"{which} since the nodes have met")
+    of_torch, this = type(dynamic)._get_store, weakref.ref(dynamic)  # a handler ends with its last user, as torch's
+
+    def open_store() -> MeetingStore:
+        living: Any = this()
+        return MeetingStore(living, of_torch(living))
+
+    dynamic._get_store = open_store
 
 
 def agree_on_highest(group: WorkerGroup, what: str, own: int, most: int) -> int:

@@ -45,7 +45,6 @@ from mindx_elastic.agent.rendezvous import (
     Membership,
     OneNodeRendezvous,
     agree_on_highest,
-    await_nodes,
     identify,
     open_again,
     require_host,
@@ -416,10 +415,6 @@ class Supervisor(LocalElasticAgent):
             most = worker_group.spec.max_restarts
             restarts = agree_on_highest(worker_group, "restarts", most - self._remaining_restarts, most)
             self._remaining_restarts = most - restarts
-
-    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, *more: Any) -> Any:
-        await_nodes(self._rdzv_handler, store, group_rank, group_world_size)
-        return super()._assign_worker_ranks(store, group_rank, group_world_size, *more)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._folder.forget_workers() and self._held is not None:

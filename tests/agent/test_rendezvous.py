@@ -13,17 +13,19 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
 from mindx_elastic.agent import rendezvous as module
 from mindx_elastic.agent.rendezvous import (
     FreshStoreRendezvous,
     HostLostError,
+    MeetingStore,
     Membership,
     OneNodeRendezvous,
     reconnect,
     require_host,
+    watch_meetings,
 )
 from tests.harness import free_port, wait_until
 from tests.resets import can_reset, reset_connections
@@ -67,7 +69,10 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_handler(backend: str, port: int, **more: Any) -> Any:
     parameters = RendezvousParameters(
-        backend=backend, endpoint=f"127.0.0.1:{port}", run_id="job", min_nodes=1, max_nodes=1, **more
+        backend=backend,
+        endpoint=f"127.0.0.1:{port}",
+        run_id="job",
+        **{"min_nodes": 1, "max_nodes": 1, **more},
     )
     return rendezvous_registry.get_rendezvous_handler(parameters)
 
@@ -193,15 +198,15 @@ def test_ask_gets_a_fresh_answer(handler: Handler) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "mindx-membership"]
 
 
-# --- right after a meeting ---
+# --- while the nodes meet ---
 
 
 class Met:
-    """A dynamic rendezvous whose nodes have met. `looks`: what its state is at each look, the last one from then on."""
+    """A dynamic rendezvous whose nodes have met. `then`: what its state is at the second look, and from then on."""
 
-    def __init__(self, *looks: tuple[int, dict[str, int]]) -> None:
-        self._looks = list(looks)
-        self._state_holder = SimpleNamespace(state=None)
+    def __init__(self, then: tuple[int, dict[str, int]]) -> None:
+        self._looks = [(3, {"a": 0, "b": 1}), then]
+        self._state_holder = SimpleNamespace(state=SimpleNamespace(round=3, participants={"a": 0, "b": 1}))
 
     def num_nodes_waiting(self) -> int:
         meeting, participants = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
@@ -209,22 +214,18 @@ class Met:
         return 0
 
 
-def test_nodes_that_have_met_wait_until_all_have_come_out() -> None:
-    store, both = dist.HashStore(), {"a": 0, "b": 1}
-    done: list[int] = []
-
-    def come(rank: int) -> None:
-        module.await_nodes(Met((3, both)), store, rank, 2)  # type: ignore[arg-type]
-        done.append(rank)
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
-    threads[0].start()
-    threads[0].join(0.3)
-    assert not done
-    threads[1].start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(done) == [0, 1]
+def test_a_read_waits_for_the_part_of_a_node_that_is_there() -> None:
+    plain, found = dist.HashStore(), list[list[bytes]]()
+    store = MeetingStore(Met((3, {"a": 0, "b": 1})), plain)  # type: ignore[arg-type]
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    thread = threading.Thread(target=lambda: found.append(store.multi_get(["a", "b"])))
+    thread.start()
+    thread.join(0.3)
+    assert not found
+    plain.set("b", "2")
+    thread.join(30)
+    assert found == [[b"1", b"2"]]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +236,47 @@ def test_nodes_that_have_met_wait_until_all_have_come_out() -> None:
     ],
 )
 def test_a_node_that_has_died_since_it_joined_is_missed(then: tuple[int, dict[str, int]], why: str) -> None:
-    met = Met((3, {"a": 0, "b": 1}), (3, {"a": 0, "b": 1}), then)
+    store = MeetingStore(Met(then), dist.HashStore())  # type: ignore[arg-type]
     with pytest.raises(dist.DistStoreError, match=why):
-        module.await_nodes(met, dist.HashStore(), 0, 2)  # type: ignore[arg-type]
+        store.get("part of node 1")
+
+
+def test_a_node_whose_connection_breaks_while_the_nodes_meet_holds_up_no_other(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of torch's own two nodes, the one that is to say where the workers meet fails at that moment, and comes again.
+    The other one would wait for its word for a minute."""
+    handlers = [open_handler("c10d", port, max_nodes=2, min_nodes=2, local_addr="127.0.0.1") for _ in range(2)]
+    met: list[tuple[int, int]] = []
+    missed: list[str] = []
+    broken = [dist.DistNetworkError("Connection reset by peer")]
+    real = RendezvousStoreInfo.build
+
+    def build(rank: int, *more: Any, **named: Any) -> RendezvousStoreInfo:
+        if rank == 0 and broken:
+            raise broken.pop()
+        return real(rank, *more, **named)
+
+    def meet(handler: Any) -> None:
+        watch_meetings(handler)
+        for _ in range(3):
+            try:
+                info = handler.next_rendezvous()
+                met.append((info.rank, info.world_size))
+                return
+            except dist.DistError as error:
+                missed.append(str(error))
+
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the agent does
+    monkeypatch.setattr(RendezvousStoreInfo, "build", staticmethod(build))
+    threads = [threading.Thread(target=meet, args=(handler,), daemon=True) for handler in handlers]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        assert sorted(met) == [(0, 2), (1, 2)]
+        assert not [each for each in missed if "timeout" in each or "is not there" in each], missed
+    finally:
+        for handler in handlers:
+            handler.shutdown()

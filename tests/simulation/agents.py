@@ -300,6 +300,8 @@ class _Agent:
     def __init__(self, node: _Node, child: Child) -> None:
         self.node, self.child = node, child
         self.cause, self.outcome = "", ""
+        self.has_begun = False
+        """It takes signals."""
         self.restarts = 0
         self.is_hopeless = False
         self.told_to_stop_at: float | None = None
@@ -317,7 +319,10 @@ class _Agent:
         return self.child.process.exit_code
 
     def emit(self, event: str, **fields: Any) -> None:
-        """`EventLog.emit`."""
+        """`EventLog.emit`; a process that has ended says no more, though the simulation unwinds its stack."""
+        if not self.child.process.is_alive:
+            return
+        self.has_begun = True
         said = ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, [], ""))
         self.node.job.world.note(f"{self.child.process.name}: {event} ({said[:200]})")
         if event == "restart":
@@ -728,7 +733,8 @@ def _faults_of(job: _Job, outcome: Outcome) -> list[str]:
         name, code = agent.child.process.name, agent.code
         if code == 0 and not job.has_finished:
             wrong.append(f"{name} says 0, and no training has ended")
-        if code not in (0, -9) and not agent.cause:
+        is_early = code == -signal.SIGTERM and not agent.has_begun  # as any program that has yet to start
+        if code not in (0, -9) and not is_early and not agent.cause:
             wrong.append(f"{name} ends with {code}, and does not say why")
         if agent.restarts > min(plan.max_restarts, job.failures):
             most = f"of {plan.max_restarts}, after {job.failures} failures"
