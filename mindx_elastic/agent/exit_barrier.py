@@ -177,10 +177,11 @@ def wait_for_all(
             # Its host is gone, which is noticed in this time. Of the others nothing can be heard any more.
             gives_up = min(gives_up, time.monotonic() + (0.0 if missing else _LOST_S))
         time.sleep(_LOOK_S + _LOOK_S_PER_NODE * barrier.num_nodes)
-    if barrier.is_lost:
+    said = barrier.ends()
+    if barrier.is_lost:  # perhaps only now
         unknown = "of node {} nothing is known: the store of the rendezvous is gone"
         missing = {node: unknown.format(node) for node in range(barrier.num_nodes)} | missing
-    return {node: NodeEnd(LOST, cause) for node, cause in missing.items()} | {barrier.node: own} | barrier.ends()
+    return {node: NodeEnd(LOST, cause) for node, cause in missing.items()} | {barrier.node: own} | said
 
 
 def end_together(

@@ -53,6 +53,7 @@ __all__ = [
     "MeetingStore",
     "Membership",
     "OneNodeRendezvous",
+    "after_meeting",
     "agree_on_highest",
     "identify",
     "open_again",
@@ -264,10 +265,10 @@ def open_again(handler: RendezvousHandler) -> Store | None:
     if not reconnect(handler):
         return None
     inner, state = _inner(handler), _read_state(handler)
-    store: Store = inner._get_store()
+    store: Any = inner._get_store()
     # What torch knows of the nodes may be of before: `agree_on_highest` has left a key in the store itself.
     is_ours = state is None or (inner._this_node in state.participants and store.check(["mindx/restarts/0"]))
-    return store if is_ours else None
+    return after_meeting(store) if is_ours else None
 
 
 class HostLostError(RendezvousError):
@@ -327,7 +328,7 @@ class MeetingStore:
 
     def __init__(self, handler: RendezvousHandler, store: Any) -> None:
         """handler: torch's dynamic one, when the nodes have just met."""
-        self._handler, self._store = handler, store
+        self._handler, self.store = handler, store
         state: Any = vars(handler)["_state_holder"].state
         # Their ranks are without a gap, unless one has left since.
         self._meeting, self._nodes = state.round, frozenset(range(len(state.participants)))
@@ -335,19 +336,19 @@ class MeetingStore:
     def get(self, key: str) -> bytes:
         """The value of `key`."""
         self._await([key])
-        return bytes(self._store.get(key))
+        return bytes(self.store.get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values of `keys`."""
         self._await(keys)
-        return list(self._store.multi_get(keys))
+        return list(self.store.multi_get(keys))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+        return getattr(self.store, name)
 
     def _await(self, keys: list[str]) -> None:
-        until = time.monotonic() + getattr(self._store, "timeout", _READ_TIMEOUT).total_seconds()
-        while not self._store.check(keys):
+        until = time.monotonic() + getattr(self.store, "timeout", _READ_TIMEOUT).total_seconds()
+        while not self.store.check(keys):
             if time.monotonic() > until:
                 raise DistStoreError(f"{keys[0]} is not there since the nodes have met")
             time.sleep(_MEET_LOOK_S)
@@ -357,6 +358,11 @@ class MeetingStore:
             if state.round != self._meeting or missing:
                 which = f"node {missing[0]} gives no sign of life" if missing else "the others meet again"
                 raise DistStoreError(f"{which} since the nodes have met")
+
+
+def after_meeting(store: Any) -> Any:
+    """The same store for all that follows, whose reads ask for no sign of life: one message each."""
+    return store.store if isinstance(store, MeetingStore) else store
 
 
 def watch_meetings(handler: RendezvousHandler) -> None:

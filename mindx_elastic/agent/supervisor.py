@@ -44,6 +44,7 @@ from mindx_elastic.agent.rendezvous import (
     HostLostError,
     Membership,
     OneNodeRendezvous,
+    after_meeting,
     agree_on_highest,
     identify,
     open_again,
@@ -415,6 +416,7 @@ class Supervisor(LocalElasticAgent):
             most = worker_group.spec.max_restarts
             restarts = agree_on_highest(worker_group, "restarts", most - self._remaining_restarts, most)
             self._remaining_restarts = most - restarts
+        worker_group.store = after_meeting(worker_group.store)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._folder.forget_workers() and self._held is not None:

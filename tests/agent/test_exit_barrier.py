@@ -152,6 +152,25 @@ def test_with_the_store_the_others_words_are_lost(monkeypatch: pytest.MonkeyPatc
     assert (outcomes(ends), ends[0].cause) == ({0: LOST, 1: FINISHED, 2: LOST}, "its agent is gone")
 
 
+class GoneAtTheLastQuestion:
+    """A store that answers until it is asked for what the nodes have said."""
+
+    def __init__(self, inner: HashStore) -> None:
+        self._inner = inner
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("connection reset by peer")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_words_that_cannot_be_read_any_more_are_not_taken_for_a_finished_training() -> None:
+    store = HashStore()
+    one(store, 1).say(NodeEnd("failed", "rank 1: killed by SIGKILL"))
+    assert outcomes(wait(one(GoneAtTheLastQuestion(store)))) == {0: FINISHED, 1: LOST}
+
+
 def test_a_store_that_is_lost_without_a_node_is_waited_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOST_S", 0.2)
     assert outcomes(wait(one(Gone()))) == {0: FINISHED, 1: LOST}

@@ -35,7 +35,9 @@ def test_a_seed_is_a_failure_that_comes_again() -> None:
 
 def test_a_failure_is_counted_once_on_all_nodes() -> None:
     outcome = played(3, Fault("kill worker", 1, 0, at=3.1))
-    assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 1)] * 3
+    told = [[worker.meeting.restarts for worker in agent.workers] for agent in outcome.agents]
+    assert told == [[0, 1]] * 3, "what each node's workers are told, at the start and when they start again"
+    assert [agent.code for agent in outcome.agents] == [0] * 3
 
 
 def test_a_stop_of_one_agent_stops_all_nodes() -> None:
