@@ -116,7 +116,12 @@ class ExitBarrier:
         """How the nodes have ended, as far as that is known."""
         found: dict[int, NodeEnd] = {}
         nothing: list[bytes] = []
-        said = lambda: [self._store.get(key) if self._store.check([key]) else b"" for key in self._keys]  # noqa: E731
+
+        def said() -> list[bytes]:
+            if self._store.check([*self._keys]):  # as a rule: two messages, however many nodes there are
+                return list(self._store.multi_get(self._keys))
+            return [self._store.get(key) if self._store.check([key]) else b"" for key in self._keys]
+
         for node, text in enumerate(self._ask(said, nothing)):
             try:
                 found |= {node: read(NodeEnd, json.loads(text[:_MAX_CHARS]))} if text else {}
@@ -178,7 +183,9 @@ def wait_for_all(
             gives_up = min(gives_up, time.monotonic() + (0.0 if missing else _LOST_S))
         time.sleep(_LOOK_S + _LOOK_S_PER_NODE * barrier.num_nodes)
     said = barrier.ends()
-    if barrier.is_lost:  # perhaps only now
+    if barrier.is_lost and barrier.reopen(new_store):
+        said = barrier.ends()
+    if barrier.is_lost:
         unknown = "of node {} nothing is known: the store of the rendezvous is gone"
         missing = {node: unknown.format(node) for node in range(barrier.num_nodes)} | missing
     return {node: NodeEnd(LOST, cause) for node, cause in missing.items()} | {barrier.node: own} | said

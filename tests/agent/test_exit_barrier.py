@@ -158,7 +158,7 @@ class GoneAtTheLastQuestion:
     def __init__(self, inner: HashStore) -> None:
         self._inner = inner
 
-    def get(self, key: str) -> bytes:
+    def multi_get(self, keys: list[str]) -> list[bytes]:
         raise RuntimeError("connection reset by peer")
 
     def __getattr__(self, name: str) -> Any:
