@@ -261,13 +261,14 @@ def _reconnect(handler: RendezvousHandler) -> bool:
 
 def open_again(handler: RendezvousHandler) -> Store | None:
     """The store of the meeting over a new connection, if its own is broken; None: as with `reconnect`, or the host has
-    started again, with an empty store, and knows of no such meeting. Raises what the store raises."""
-    if not reconnect(handler):
+    started again, with an empty store, and knows of no such meeting, as far as that can be told: never of a static
+    rendezvous. Raises what the store raises."""
+    if not reconnect(handler) or (state := _read_state(handler)) is None:
         return None
-    inner, state = _inner(handler), _read_state(handler)
+    inner = _inner(handler)
     store: Any = inner._get_store()
     # What torch knows of the nodes may be of before: `agree_on_highest` has left a key in the store itself.
-    is_ours = state is None or (inner._this_node in state.participants and store.check(["mindx/restarts/0"]))
+    is_ours = inner._this_node in state.participants and store.check(["mindx/restarts/0"])
     return after_meeting(store) if is_ours else None
 
 

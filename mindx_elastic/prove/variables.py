@@ -64,6 +64,8 @@ _OF_TORCH = frozenset(
     (*vars(nn.Module()), "param_groups", "state", "defaults", "optimizer", "_step_count", "_opt_called")
 )
 """Attributes that the state has, or that torch sets on objects of other classes."""
+_LONGEST_NOTED = 1 << 16
+"""Characters of a text of which a look within one process takes a digest."""
 _OF_TORCH_TOO = ("_optimizer_", "_warned_", "_zero_grad_", "__")
 # Those of objects with a __getitem__ or a callable: to ask for their length runs code of the program.
 _ASK_OTHERS = ("iterator", "callable_iterator", "reversed")
@@ -178,7 +180,8 @@ class _Walk:
         """What is noted of a value itself, and the words in front of its name."""
         kind = type(value)
         if kind in _PLAIN or issubclass(kind, np.generic):
-            return "", _noted(value)
+            is_long = self._quick and kind in (str, bytes) and len(value) > _LONGEST_NOTED
+            return "", str(hash(value)) if is_long else _noted(value)  # which such an object has once it was asked
         if id(value) in self._known:
             return None
         if kind in _TENSORS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -318,7 +319,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         track = self.track
         assert track is not None
         if track.other_thread is not None:
-            name, track.other_thread = track.other_thread, None
+            name, track.other_thread = re.sub(r"\d+", "N", track.other_thread), None  # each epoch may have another one
             unmanaged.certain(
                 f"batches of {self.name} are fetched in another thread ({name}), so which of them a step has used is "
                 "not known",
