@@ -167,8 +167,8 @@ def test_rank_0_goes_on_without_its_byte_where_its_own_job_holds_it(
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         assert hold_directory(tmp_path, ranks, owners, grace_s=600.0, job="0123456789abcdef") is None, "a restart"
         assert caplog.text.count("rank 0 goes on, though") == 2
-        monkeypatch.setattr(lock_module, "_LEASE_S", 0.7)
-        with pytest.raises(DirectoryInUseError, match="did not end in 1 s"):
+        monkeypatch.setattr(lock_module, "_LEASE_S", 1.7)
+        with pytest.raises(DirectoryInUseError, match="did not end in 2 s"):
             hold_directory(tmp_path, ranks, owners, grace_s=600.0, job="another one")
 
 
