@@ -410,6 +410,8 @@ def _read_state(handler: RendezvousHandler) -> Any:
 
 
 _QUESTION_S = 5.0
+_CACHED_S = 1.0
+"""As long torch's dynamic rendezvous answers from what it has read (`_BackendRendezvousStateHolder`)."""
 _RETRY_S = 4.0  # a store that is gone seldom comes back, and torch prints a page about each try
 
 
@@ -435,7 +437,8 @@ class Membership:
         self._stopping = threading.Event()
         self._wanted = threading.Event()
         self._asked = threading.Condition()
-        self._num_asked = 0
+        self._asked_at = 0.0
+        """When the newest question began that has an answer."""
         self._thread = threading.Thread(target=self._run, name="mindx-membership", daemon=True)
 
     def start(self) -> Membership:
@@ -451,12 +454,15 @@ class Membership:
             self.wakeup.close()
 
     def ask(self) -> int:
-        """How many nodes wait at this very moment; what was known before if no answer comes in time."""
+        """How many nodes wait at this very moment; what was known before if no answer comes in time. Takes a second
+        where none waits: torch answers from a copy of the state that may be as old."""
+        began = time.monotonic()
         with self._asked:
-            before = self._num_asked
-            self._wanted.set()
-            # Two: the first answer may be to a question that was under way already.
-            self._asked.wait_for(lambda: self._num_asked >= before + 2 or bool(self.lost), _QUESTION_S)
+            while not (self.num_waiting or self.lost or self._asked_at >= began + _CACHED_S):
+                if time.monotonic() > began + _QUESTION_S:
+                    break
+                self._wanted.set()
+                self._asked.wait(_CACHED_S / 10)
         return self.num_waiting
 
     def missing_besides(self, own: int) -> dict[int, str]:
@@ -465,18 +471,18 @@ class Membership:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            self._wanted.clear()
+            began = time.monotonic()
             waiting, lost = self._question()
             if (waiting > 0) != (self.num_waiting > 0) or bool(lost) != bool(self.lost):
                 self.wakeup.ring()
             self.num_waiting, self.lost = waiting, lost
             with self._asked:
-                self._num_asked += 1
-                again = self._wanted.is_set()
-                self._wanted.clear()
+                self._asked_at = began
                 self._asked.notify_all()
             if lost:
                 self._stopping.wait(_RETRY_S)
-            elif not again:
+            else:
                 self._wanted.wait(self._interval_s)
 
     def _question(self) -> tuple[int, str]:

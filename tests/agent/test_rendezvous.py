@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -151,6 +152,28 @@ def handler() -> Handler:
 
 def start(handler: Handler, interval_s: float = 0.01) -> Membership:
     return Membership(handler, num_nodes=2, interval_s=interval_s).start()  # type: ignore[arg-type]
+
+
+class CachedHandler(Handler):
+    """As torch's dynamic rendezvous: it reads the store once a second, and answers from that."""
+
+    known, read_at = 0, -1.0
+
+    def num_nodes_waiting(self) -> int:
+        self.asked += 1
+        if time.monotonic() >= self.read_at + 1.0:
+            self.known, self.read_at = self.waiting, time.monotonic()
+        return self.known
+
+
+def test_a_node_that_has_joined_since_the_rendezvous_was_read_is_heard_of() -> None:
+    """Another agent may have read it later, and have stopped all ranks for the newcomer."""
+    handler = CachedHandler()
+    membership = start(handler, interval_s=30)
+    wait_until(lambda: handler.asked == 1, "first question")
+    handler.waiting = 1
+    assert membership.ask() == 1
+    membership.stop()
 
 
 def test_a_node_that_waits_wakes_the_main_thread(handler: Handler) -> None:
