@@ -171,7 +171,6 @@ def wait_for_all(
     while not barrier.has_all() and time.monotonic() < min(until, gives_up):
         if is_hurried():
             until = min(until, time.monotonic() + _HURRY_S)
-            is_hurried = lambda: False  # noqa: E731
         for node, cause in lost().items():
             if missing.setdefault(node, cause) is cause:
                 barrier.say(NodeEnd(LOST, cause), node)
@@ -204,7 +203,10 @@ def end_together(
 
     own: how it has ended here. lost, new_store: see `wait_for_all`. A signal makes it short: see `_HURRY_S`.
     """
-    is_hurried = lambda: inbox.first is not None  # noqa: E731
+
+    def is_hurried() -> bool:
+        return inbox.first is not None
+
     ends = wait_for_all(barrier, lost, new_store, timeout_s, is_hurried)
     others = sorted((end.outcome == "stopped", node, end) for node, end in ends.items() if end.outcome != FINISHED)
     signum = inbox.first

@@ -191,11 +191,14 @@ class ReplayLoader(EngineLoader):
         """As `ResumableLoader.set_aside`. The generators and states of the samplers are put back, too."""
         found = {name: _capture_part(part, self.loader) for name, part in self._parts().items()}
         following, self._following = self._following, []
+        walk = None if self._skipper is None else self._skipper.walk
         try:
             with super().set_aside():
                 yield
         finally:
             self._following = following
+            if self._skipper is not None:
+                self._skipper.walk = walk
             for name, part in self._parts().items():
                 _restore_part(part, found.get(name, {}), self.loader)
 
@@ -395,7 +398,8 @@ class _SkippingSampler(Sampler[Any]):
         self.batched = loader.batch_sampler is not None
         self._skip = 0
         self._prefix = 0
-        self._walk: _Walk | None = None
+        self.walk: _Walk | None = None
+        """The newest one."""
         self._expected: int | None = None
         self.streams: SeparateStreams
 
@@ -405,19 +409,19 @@ class _SkippingSampler(Sampler[Any]):
 
     def skip_now(self) -> None:
         """Skip, if torch has not asked for an item yet (without workers it asks when the caller does)."""
-        if self._walk is not None:
-            self._walk.skip_now()
+        if self.walk is not None:
+            self.walk.skip_now()
 
     def order_until(self, at: LoaderMark | Cursor) -> int | None:
         """The digest of the epoch's indices up to this position; None: it is not known, or there are none."""
-        walk, known = self._walk, at is self.cursor or at.start is self.cursor.start
+        walk, known = self.walk, at is self.cursor or at.start is self.cursor.start
         if walk is None or walk.start is not self.cursor.start:
             return self._expected if known else None
         return walk.orders[at.batch - 1] if known and 0 < at.batch <= len(walk.orders) else None
 
     def expect(self, order: object) -> None:
         """`order`: of the loaded position, as `order_until` has given it."""
-        self._walk, self._expected = None, order if type(order) is int else None
+        self.walk, self._expected = None, order if type(order) is int else None
 
     def check_order(self, order: int | None) -> None:
         """What was used before the stop has been skipped, and has this digest."""
@@ -455,8 +459,8 @@ class _SkippingSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         with self.streams.used(), self.as_asked(0):
-            self._walk = _Walk(iter(self.inner), self)
-        return self._walk
+            self.walk = _Walk(iter(self.inner), self)
+        return self.walk
 
 
 class _Walk(Iterator[Any]):
@@ -467,8 +471,9 @@ class _Walk(Iterator[Any]):
         self._items = items
         self.start = sampler.cursor.start
         """What the epoch began with: one object an epoch."""
-        self.orders = array("Q")
-        """By number of batches the digest of their indices, as far as these are numbers."""
+        self.orders = array("q")
+        """By number of batches the digest of their indices, as far as these are numbers. 63 bits: what is larger takes
+        the slow way into the boundary ring (`persist.packer`)."""
         self._check_order = sampler.check_order
         self._streams = sampler.streams
         self._skip = sampler._skip
@@ -494,7 +499,7 @@ class _Walk(Iterator[Any]):
         if len(self.orders) == self._batch:
             with suppress(TypeError, ValueError, OverflowError):  # names of files, pairs
                 indices = array("q", item if self._batched else (item,))
-                self.orders.append(xxhash.xxh3_64_intdigest(indices, self.orders[-1] if self.orders else 0))
+                self.orders.append(xxhash.xxh3_64_intdigest(indices, self.orders[-1] if self.orders else 0) >> 1)
         self._batch += 1
         return item
 

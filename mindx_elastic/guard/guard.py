@@ -523,7 +523,8 @@ class Guard(LayeredGuard):
         """The data has ended, and code that belongs to the last boundary follows: what it reads was not part of that
         boundary when it was kept. An end that was not foreseen was the place for a stop as well, which waits now."""
         self._collector.return_to_boundary()
-        self._around.at_boundary(self._loops.step, cut=self._cut, tail_follows=is_foreseen, after_tail=True)
+        if self._around.memory is not None and self._cut:
+            self._around.memory.at_boundary(self._loops.step, tail_follows=is_foreseen, after_tail=True)
         if not is_foreseen:
             self._save_if_due()
         self._collector.leave_boundary()

@@ -51,16 +51,22 @@ class NotKept:
         modules = [(n, c) for n, c in collector.components.items() if isinstance(c, ModuleComponent)]
         self._partly = {name: targets[name] for name, component in modules if not component.keeps_attributes}
         """Modules whose own attributes are in no state."""
-        self.in_steps: Sequence[str] = ()
-        """Names of what goes on from step to step, once the second look has found them."""
-        self.later: Sequence[str] = ()
-        """Names of what has changed since in some steps or between them."""
         self.counts: Sequence[str] = ()
         """Those `in_steps` that have counted the steps of this process alone."""
         self.num_looks = 0
         self._before: dict[str, str] = {}
-        self._named: dict[str, None] = {}
-        self._named_later: list[str] = []
+        self._in_steps: list[str] = []
+        self._later: list[str] = []
+
+    @property
+    def in_steps(self) -> list[str]:
+        """Names of what goes on from step to step, once the second look has found them."""
+        return _shortened(self._in_steps)
+
+    @property
+    def later(self) -> list[str]:
+        """Names of what has changed since in some steps or between them."""
+        return _shortened(self._later)
 
     def look(self, is_ahead: Callable[[], bool]) -> Sequence[str]:
         """Called at the process's boundary `FIRST_LOOK`, then at `SECOND_LOOK`, then at any time. Returns the names
@@ -77,13 +83,10 @@ class NotKept:
             ahead, after = is_ahead(), self._look(frames)
             changed = self._changed(frames, after, ahead)
             if self.num_looks > 2:
-                new = [name for name in changed if name not in self._named]
-                self._named.update(dict.fromkeys(new))
-                self._named_later += new
-                self.later = _shortened(self._named_later)
+                new = [name for name in changed if name not in {*self._in_steps, *self._later}]
+                self._later += new
                 return _shortened(new)
-            self._named = dict.fromkeys([*self._carried(frames, ahead), *changed])
-            self.in_steps = _shortened(list(self._named))
+            self._in_steps = list(dict.fromkeys([*self._carried(frames, ahead), *changed]))
             counted = {short_of(key) for key, value in after.items() if (self._before.get(key), value) in _COUNTED}
             self.counts = [name for name in self.in_steps if name in counted]
             return self.in_steps

@@ -231,9 +231,8 @@ def choose(donated: Any, kept: RingStates, *, is_alike: bool, is_stream: bool = 
     if not all(map(same_tree, mine, theirs)):
         return ChosenState(donated if is_alike else own, "differs from rank to rank")
     if not is_alike and len({*map(_num_tensors, theirs)}) == 1 and _num_tensors(donated) > _num_tensors(theirs[0]):
-        return ChosenState(
-            donated, "has got tensors in this step, perhaps others on each rank"
-        )  # PowerSGD's first errors
+        # PowerSGD's first errors, say.
+        return ChosenState(donated, "has got tensors in this step, perhaps others on each rank")
     moves = [donated, *theirs]
     moved_alike = not all(map(same_tree, theirs[1:], theirs))
     if is_alike or moved_alike or same_tree(moves[0], moves[1]):

@@ -313,3 +313,16 @@ def test_a_sampler_without_a_length_is_replayed() -> None:
     second.load_state_dict(state)
     assert same([batch for _, batch in zip(range(3), second, strict=False)], expected)
     second.shutdown()
+
+
+def test_an_evaluation_on_the_loader_does_not_touch_the_digest_of_the_epochs_order() -> None:
+    """And the digest is a number that the boundary ring packs without a detour."""
+    loader = ReplayLoader(DataLoader(range(12), 2, sampler=RandomSampler(range(12))))  # type: ignore[arg-type]
+    batches = iter(loader)
+    next(batches)
+    before = loader.state_dict()["order"]
+    with loader.set_aside():
+        assert len(list(loader)) > 1
+    assert loader.state_dict()["order"] == before < 1 << 63
+    next(batches)
+    assert loader.state_dict()["order"] != before
