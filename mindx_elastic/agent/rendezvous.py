@@ -457,12 +457,14 @@ class Membership:
         """How many nodes wait at this very moment; what was known before if no answer comes in time. Takes a second
         where none waits: torch answers from a copy of the state that may be as old."""
         began = time.monotonic()
+
+        def is_known() -> bool:
+            return bool(self.num_waiting or self.lost) or self._asked_at >= began + _CACHED_S
+
         with self._asked:
-            while not (self.num_waiting or self.lost or self._asked_at >= began + _CACHED_S):
-                if time.monotonic() > began + _QUESTION_S:
-                    break
+            while not is_known() and time.monotonic() <= began + _QUESTION_S:
                 self._wanted.set()
-                self._asked.wait(_CACHED_S / 10)
+                self._asked.wait_for(is_known, _CACHED_S / 10)
         return self.num_waiting
 
     def missing_besides(self, own: int) -> dict[int, str]:

@@ -176,6 +176,15 @@ def test_a_node_that_has_joined_since_the_rendezvous_was_read_is_heard_of() -> N
     membership.stop()
 
 
+def test_a_fresh_answer_is_waited_for_and_not_asked_for_without_a_pause() -> None:
+    """Thousands of questions a second kept one core busy."""
+    handler = CachedHandler()
+    membership = start(handler, interval_s=30)
+    assert membership.ask() == 0
+    assert handler.asked < 20
+    membership.stop()
+
+
 def test_a_node_that_waits_wakes_the_main_thread(handler: Handler) -> None:
     membership = start(handler)
     wait_until(lambda: handler.asked > 1, "questions")
