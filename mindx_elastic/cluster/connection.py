@@ -33,10 +33,9 @@ __all__ = ["Listener", "SchedulerConnection"]
 _BEATS = 5  # in the time after which a silent process is dead
 _LOOK_S = 0.1  # for what the program wants to be said
 _CONNECT_S = 3.0
-_ANSWER_S = 10.0
 _MOST_PAUSE_S = 0.4  # a connection that has ended must be there again within `Limits.reconnect_s`
 _SHORT_S = 1.0
-_UNACKNOWLEDGED_MS = 10_000
+_PATIENCE_S = 10.0
 _MORE_S = 1.0
 _STORE_S = 60.0
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # torch's own default
@@ -188,13 +187,19 @@ class SchedulerConnection:
             self._open_store(sock.getsockname()[0])
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # of a machine that has vanished without a word
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * self._patience_s))
         return sock
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a scheduler that does not answer is waited for. A new one gives this process one heartbeat's time to
+        be heard again, so half of it must do to leave the old one's connection."""
+        return min(_PATIENCE_S, self._heartbeat_s / 2)
 
     def _serve(self, sock: socket.socket) -> None:
         """One connection, until it ends. Raises OSError and WireError."""
         line = Line(self._key, is_scheduler=False)
-        sock.settimeout(_ANSWER_S)
+        sock.settimeout(self._patience_s)
         sock.sendall(line.greeting())
         while not line.is_open:
             self._feed(sock, line)

@@ -92,7 +92,7 @@ KINDS = {
     "full disk": True,
     "freeze scheduler": True,
     "kill scheduler": True,
-    "vanish scheduler": False,
+    "vanish scheduler": True,
     "stranger": True,
     "twice": True,
     "kill": False,

@@ -94,6 +94,14 @@ def test_a_scheduler_that_stands_still_in_the_midst_of_its_work_holds_nobody_for
         assert not outcome.wrong and outcome.job.struck and len(outcome.job.meetings) == 1
 
 
+@pytest.mark.parametrize("seconds", [0.05, 4.0, 8.0])
+def test_a_scheduler_whose_machine_is_gone_for_seconds_holds_nobody_for_dead(seconds: float) -> None:
+    """No end of the old connections is heard: a worker looked for the new one ten seconds later, and had five."""
+    for event in ("connect", "group", "train"):
+        outcome = play(plan(Fault("vanish scheduler", 0, 0.1, seconds, on=(event, 2))))
+        assert not outcome.wrong and outcome.job.struck and len(outcome.job.meetings) == 1
+
+
 def test_a_worker_that_is_held_for_dead_right_after_its_group_begins_anew() -> None:
     outcome = play(plan(Fault("freeze", 1, 0.0, 9.0, on=("group", 2))), tells=True)
     assert not outcome.wrong and any("this process starts over in place (pid" in text for _, text in outcome.story)
