@@ -3,11 +3,8 @@
 A *place* is one of the job's ranks, named by its node id. A process takes a place by registering; it gets an
 *incarnation*, a random name that no other process has. A *group* is formed when every place has a living process that
 is in none yet; then ranks are final, rank 0 hosts the group's store, and all are told. A process is in one group: after
-a death the others start over, and the next *generation* is a group of new incarnations.
-
-    FREE ---register---> LIVING ---ends by itself---> DONE (training finished) or LEFT (stopped as it was told to)
-     ^                     |
-     '---register--- DEAD or AWAY (ended, or comes back in place; its place waits for a process)
+a death the others start over, and the next *generation* is a group of new incarnations. `ProcessState` says what
+becomes of a process, and `_NEXT` what may come after what.
 
 Promises, which ``tests/simulation/cluster.py`` plays thousands of schedules against:
 
@@ -28,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
+from mindx_elastic.alarm.exit_codes import EXIT_ERROR
 from mindx_elastic.cluster import messages
 from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID, Farewell, Identity, Register
 from mindx_elastic.core.fields import Between, read
@@ -35,20 +33,21 @@ from mindx_elastic.core.printable import listed
 
 __all__ = ["JobOutcome", "Limits", "ProcessState", "RankPlace", "Table", "Tell"]
 
-_SCHEMA = 3
+_SCHEMA = 4
 _NUMBERS = re.compile(r"(\d+)")
 _SHOWN = 8
 _RECONNECT_S = 1.0
 _AWAY_S = 60.0
 """How long a place is kept for a process that starts over in it, from those that do not ask for it by name."""
-EXIT_ERROR = 1
 
 
 class ProcessState(str, enum.Enum):
     """What became of the process that has a place."""
 
-    LIVING = "living"
-    """It has been heard within the heartbeat."""
+    WAITING = "waiting"
+    """It lives, and waits for the next group."""
+    TRAINING = "training"
+    """It lives, in the group that was formed last."""
     DEAD = "dead"
     """It has ended without finishing; its place waits for another process."""
     AWAY = "away"
@@ -57,6 +56,26 @@ class ProcessState(str, enum.Enum):
     """It was stopped and has left with its state saved."""
     DONE = "done"
     """Its training is finished."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it is heard within the heartbeat."""
+        return self in (ProcessState.WAITING, ProcessState.TRAINING)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether it is not in the group any more, and the training of its rank is not over."""
+        return self in (ProcessState.WAITING, ProcessState.DEAD, ProcessState.AWAY)
+
+
+_NEXT = {
+    ProcessState.WAITING: {ProcessState.TRAINING, ProcessState.DEAD},
+    ProcessState.TRAINING: {ProcessState.DEAD, ProcessState.AWAY, ProcessState.LEFT, ProcessState.DONE},
+    ProcessState.DEAD: {ProcessState.WAITING},
+    ProcessState.AWAY: {ProcessState.WAITING},
+    ProcessState.LEFT: {ProcessState.WAITING},
+    ProcessState.DONE: set(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +104,12 @@ class RankPlace:
     incarnation: messages.Incarnation
     store: tuple[messages.Name, messages.Port]
     """That this process hosts, for the group in which it is rank 0."""
-    state: ProcessState = ProcessState.LIVING
+    state: ProcessState = ProcessState.WAITING
     rank: messages.Rank | None = None
     code: int = 0
     """Exit code of a process that has LEFT."""
     why: messages.Why = ""
     """What ended it."""
-    heard_at: float = 0.0
-    lost_at: float | None = None
-    """When its connection ended."""
 
     def __str__(self) -> str:
         rank = "a worker" if self.rank is None else f"rank {self.rank}"
@@ -123,8 +139,15 @@ class _Formed:
 
     generation: messages.Generation
     store: tuple[messages.Name, messages.Port]
-    incarnations: list[messages.Incarnation]
-    """By rank."""
+
+
+@dataclass
+class _Patience:
+    """How long a place is kept for its process, which lives or is AWAY."""
+
+    until: float
+    lost_why: str = ""
+    """Why it is not connected; empty: it is."""
 
 
 @dataclass
@@ -146,6 +169,8 @@ class Table:
     def __init__(self, size: int, *, job: str, recovery: bool, limits: Limits, now: float) -> None:
         self.size, self.job, self.recovery, self.limits = size, job, recovery, limits
         self.places: dict[str, RankPlace] = {}
+        self._patience: dict[str, _Patience] = {}
+        """By incarnation. Not on disk: it says how this scheduler has heard of them."""
         self.group: _Formed | None = None
         self.outcome: JobOutcome | None = None
         self.outbox: list[Tell] = []
@@ -164,18 +189,21 @@ class Table:
         return -1 if self.group is None else self.group.generation
 
     def living(self) -> list[RankPlace]:
-        return [place for place in self.places.values() if place.state is ProcessState.LIVING]
+        return [place for place in self.places.values() if place.state.lives]
 
     def find(self, incarnation: str) -> RankPlace | None:
         return next((m for m in self.places.values() if m.incarnation == incarnation), None)
 
     def _alive(self, incarnation: str) -> RankPlace | None:
         place = self.find(incarnation)
-        return place if place is not None and place.state is ProcessState.LIVING else None
+        return place if place is not None and place.state.lives else None
+
+    def _are_all(self, state: ProcessState) -> bool:
+        return len(self.places) == self.size and all(m.state is state for m in self.places.values())
 
     def missing(self) -> list[str]:
         """The places without a process for the next group, for a message."""
-        named = [m for m in self.places.values() if m.state is not ProcessState.LIVING or not self._is_new(m)]
+        named = [m for m in self.places.values() if m.state is not ProcessState.WAITING]
         unknown = self.size - len(self.places)
         return [str(m) for m in named] + ([f"{unknown} that never registered"] if unknown > 0 else [])
 
@@ -187,7 +215,7 @@ class Table:
         self.outbox.append(Tell(who.incarnation, answer))
         place = self._alive(who.incarnation)
         if isinstance(answer, messages.Welcome) and place is not None:
-            if not self._is_new(place):
+            if place.state is ProcessState.TRAINING:
                 self._tell_group(place)
             self._form()
 
@@ -195,7 +223,7 @@ class Table:
         """To a process that has connected again: what it may not have heard of its group, the deaths too."""
         self.outbox.append(Tell(place.incarnation, self._group_message(place)))
         for other in self.places.values():
-            if other.state in (ProcessState.DEAD, ProcessState.AWAY) or self._is_new(other):
+            if other.state.is_missed:
                 why = self._lost_why or f"{other} has left the group"
                 self.outbox.append(Tell(place.incarnation, messages.Death(other.rank or 0, why)))
 
@@ -211,35 +239,48 @@ class Table:
         place = self._place_for(who, now)
         if not isinstance(place, RankPlace):
             return place
-        place.incarnation, place.process, place.store = who.incarnation, who.process, who.store
-        place.state, place.why, place.code = ProcessState.LIVING, "", 0
-        place.heard_at, place.lost_at = now, None
+        if place.node_id in self.places:
+            self._move(place, ProcessState.WAITING)
+            self._patience.pop(place.incarnation, None)
+            place.incarnation, place.process, place.store = who.incarnation, who.process, who.store
+            place.why, place.code = "", 0
+        if who.node_id not in ("", place.node_id):
+            del self.places[place.node_id]
+            place.node_id, place.named = who.node_id, True
         self.places[place.node_id], self.changed = place, True
+        self._patience[who.incarnation] = _Patience(now + self.limits.heartbeat_s)
         self._wait_from(now)
         return self._welcome(place)
 
+    def _move(self, place: RankPlace, state: ProcessState) -> None:
+        assert state in _NEXT[place.state], f"{place} is {place.state.value}, and becomes {state.value}"
+        place.state, self.changed = state, True
+
     def hear(self, incarnation: str, now: float) -> bool:
         """A heartbeat, or any other message. False: the process does not count any more."""
-        if (place := self._alive(incarnation)) is None:
+        if self._alive(incarnation) is None:
             return False
-        place.heard_at, place.lost_at = now, None
+        self._patience[incarnation] = _Patience(now + self.limits.heartbeat_s)
         return True
 
     def lose(self, incarnation: str, now: float) -> None:
         """Its connection has ended. It may connect again."""
-        if (place := self._alive(incarnation)) is not None:
-            place.lost_at = now
+        if self._alive(incarnation) is not None:
+            until = min(now + self.limits.reconnect_s, self._patience[incarnation].until)
+            self._patience[incarnation] = _Patience(until, "its connection has ended")
 
     def die(self, incarnation: str, why: str, now: float) -> None:
         """Its process is gone, or has failed."""
         if (place := self._alive(incarnation)) is None:
             return
-        self.changed = True
+        del self._patience[incarnation]
         if self.generation < 0:
             del self.places[place.node_id]  # nothing depends on it yet
+            self.changed = True
             self.notes.append(f"{place} is gone before the group is formed: {why}")
             return
-        place.state, place.why = ProcessState.DEAD, why
+        self._move(place, ProcessState.DEAD)
+        place.why = why
         if self.outcome is not None:
             return  # as all have been told to
         text = f"{place} is dead: {why}"
@@ -262,21 +303,21 @@ class Table:
         self.outbox.append(Tell(incarnation, messages.Noted()))
         if (place := self._alive(incarnation)) is None:
             return
-        if how == "failed" or self.generation < 0:
+        if how == "failed" or place.state is ProcessState.WAITING:
             self.die(incarnation, why or f"it has ended with exit code {code}", now)
             return
-        self.changed = True
-        place.state = ProcessState(how)
-        place.code, place.why, place.heard_at = code, why, now
+        self._move(place, ProcessState(how))
+        place.code, place.why = code, why
+        del self._patience[incarnation]
         if place.state is ProcessState.AWAY:
+            self._patience[incarnation] = _Patience(now + _AWAY_S)
             self._wait_from(now)
         self._settle()
 
     def forgive(self, held_s: float) -> None:
         """The scheduler itself was held up for so long: what it has not heard meanwhile says nothing of the workers."""
-        for place in self.living() if held_s > 0 else ():
-            place.heard_at += held_s
-            place.lost_at = None if place.lost_at is None else place.lost_at + held_s
+        for each in self._patience.values():
+            each.until += max(0.0, held_s)
 
     def fail(self, why: str) -> None:
         """The job is over, for this reason."""
@@ -288,13 +329,13 @@ class Table:
         if self.outcome is not None:
             return
         for place in self.living():
-            if now >= place.heard_at + self.limits.heartbeat_s:
-                self.die(place.incarnation, f"it has sent nothing for {self.limits.heartbeat_s:g} s", now)
-            elif place.lost_at is not None and now >= place.lost_at + self.limits.reconnect_s:
-                self.die(place.incarnation, "its connection has ended", now)
+            patience = self._patience[place.incarnation]
+            if now >= patience.until:
+                why = patience.lost_why or f"it has sent nothing for {self.limits.heartbeat_s:g} s"
+                self.die(place.incarnation, why, now)
         since = self._waiting_since
         if since is not None and now >= since + self.limits.formation_s and self.outcome is None:
-            first, num_there = self.generation < 0, sum(map(self._is_new, self.living()))
+            first, num_there = self.generation < 0, self.size - len(self.missing())
             what = "have registered" if first else "are there again"
             why = "" if first else f"; {self._lost_why}"
             self._fail(
@@ -330,7 +371,7 @@ class Table:
         self.tick(now)
         if self.outcome is not None:
             return messages.Refused(self.outcome.why, is_over=True)
-        place = self.places.get(who.node_id) if who.node_id else self._nameless_place(who, now)
+        place = self.places.get(who.node_id) or self._nameless_place(who, now)
         if place is not None and (until := self._held_until(place, who)) > now:
             why = (
                 f"MS_NODE_ID={place.node_id} belongs to {place.process}, which is alive: a node id has one process. "
@@ -354,21 +395,17 @@ class Table:
 
     def _held_until(self, place: RankPlace, who: Register) -> float:
         """Until when the place is kept for the process that has it; 0: it is free for `who`."""
-        if place.state is ProcessState.AWAY and not who.node_id:
-            return place.heard_at + _AWAY_S
-        if place.state is not ProcessState.LIVING:
-            return 0.0
-        until = place.heard_at + self.limits.heartbeat_s
-        return until if place.lost_at is None else min(until, place.lost_at + self.limits.reconnect_s)
+        if place.state.lives or (place.state is ProcessState.AWAY and place.node_id != who.node_id):
+            return self._patience[place.incarnation].until
+        return 0.0
 
     def _nameless_place(self, who: Register, now: float) -> RankPlace | None:
-        """A free place for a process without a node id, on its machine first."""
+        """A free place of a process without a node id, for one that has no place, on its machine first."""
         found = [m for m in self.places.values() if not m.named and self._held_until(m, who) <= now]
-        found = [m for m in found if m.state is not ProcessState.LIVING]
         return min(found, key=lambda m: (m.process.host != who.process.host, _natural(m.node_id)), default=None)
 
     def _full(self, who: Register) -> str:
-        free = [m.node_id for m in self.places.values() if m.state is not ProcessState.LIVING]
+        free = [m.node_id for m in self.places.values() if not m.state.lives]
         name = f"node id {who.node_id}" if who.node_id else "a worker without MS_NODE_ID"
         if free:
             return (
@@ -384,45 +421,26 @@ class Table:
     def _welcome(self, place: RankPlace) -> messages.Welcome:
         return messages.Welcome(self.job, place.node_id, self.limits.heartbeat_s)
 
-    def _is_whole(self) -> bool:
-        """Whether every place has a living process, connected, that is in no group yet."""
-        there = [m for m in self.living() if m.lost_at is None and self._is_new(m)]
-        return self.outcome is None and len(there) == self.size
-
     def _form(self) -> None:
-        """Form the next group, when every place is filled."""
-        if not self._is_whole():
+        """Form the next group, when every place has a process that waits for it and is connected."""
+        is_whole = self.outcome is None and self._are_all(ProcessState.WAITING)
+        if not is_whole or any(each.lost_why for each in self._patience.values()):
             return
-        self._assign_ranks()
+        if self.group is None:
+            self._assign_ranks()
         places = sorted(self.places.values(), key=lambda m: m.rank or 0)
-        self.group = _Formed(self.generation + 1, places[0].store, [m.incarnation for m in places])
-        self._waiting_since, self.changed = None, True
+        self.group = _Formed(self.generation + 1, places[0].store)
+        self._waiting_since = None
         for place in places:
+            self._move(place, ProcessState.TRAINING)
             self.outbox.append(Tell(place.incarnation, self._group_message(place)))
 
-    def _is_new(self, place: RankPlace) -> bool:
-        """Whether its process is in no group yet."""
-        return self.group is None or place.incarnation not in self.group.incarnations
-
     def _assign_ranks(self) -> None:
-        """Ranks for places that have none: an integer node id is its rank, the others follow in natural order."""
-        places = self.places.values()
-        if all(m.rank is not None for m in places):
-            return
-        free = set(range(self.size)) - {m.rank for m in places}
-        without = [m for m in places if m.rank is None]
-        for place in without:
-            wanted = int(place.node_id) if place.named and place.node_id.isdecimal() else -1
-            if wanted in free and str(wanted) == place.node_id:
-                place.rank = wanted
-                free.remove(wanted)
-        for place, rank in zip(
-            sorted((m for m in without if m.rank is None), key=lambda m: _natural(m.node_id)),
-            sorted(free),
-            strict=True,
-        ):
-            place.rank = rank
-        self.changed = True
+        """Before the first group: an integer node id is its rank, the others follow in natural order."""
+        numbers = [str(rank) for rank in range(self.size)]
+        others = iter(sorted(self.places.keys() - set(numbers), key=_natural))
+        for rank, number in enumerate(numbers):
+            self.places[number if number in self.places else next(others)].rank = rank
 
     def _group_message(self, place: RankPlace) -> messages.Group:
         """What a process needs to enter the group that was formed last."""
@@ -457,14 +475,13 @@ class Table:
             return
         places = sorted(self.places.values(), key=lambda m: m.rank or 0)
         states = {m.state for m in places}
-        if living := self.living():
+        if self.living():
             # New processes for dead ones wait for a group that a finished rank will never be in.
-            is_over = ProcessState.DONE in states and ProcessState.AWAY not in states and all(map(self._is_new, living))
+            is_over = ProcessState.DONE in states and not states & {ProcessState.AWAY, ProcessState.TRAINING}
             if self._lost_why and is_over:
                 self._fail(f"{self._lost_why}; the other ranks have finished")
             return
         left = [m for m in places if m.state is ProcessState.LEFT]
-        self.changed = True
         if states == {ProcessState.DONE}:
             self.outcome = JobOutcome(0)
         elif left:
@@ -495,8 +512,12 @@ class Table:
         table = cls(found.size, job=found.job, recovery=recovery, limits=limits, now=now)
         table.places = {each.node_id: each for each in found.places}
         table.group, table._lost_why, table.outcome = found.group, found.lost_why, found.outcome
-        for each in found.places:  # none is connected, and each has a heartbeat's time for it
-            each.heard_at, each.lost_at = now, now + limits.heartbeat_s - limits.reconnect_s
+        for each in found.places:
+            if each.state.lives:
+                why = f"it has not connected again within {limits.heartbeat_s:g} s"
+                table._patience[each.incarnation] = _Patience(now + limits.heartbeat_s, why)
+            elif each.state is ProcessState.AWAY:
+                table._patience[each.incarnation] = _Patience(now + _AWAY_S)
         ranks = [m.rank for m in found.places if m.rank is not None]
         if len(set(ranks)) != len(ranks) or any(rank >= table.size for rank in ranks):
             raise ValueError("two node ids have one rank, or a rank is outside of the job")
@@ -504,13 +525,9 @@ class Table:
             raise ValueError("a node id is there twice, or there are more of them than ranks")
         if table.group is not None and len(ranks) != table.size:
             raise ValueError("a group was formed, and a rank has no node id")
-        if table.group is not None and table._is_running():
+        if table.group is not None and not any(each.state.is_missed for each in found.places):
             table._waiting_since = None
         return table
-
-    def _is_running(self) -> bool:
-        assert self.group is not None
-        return {m.incarnation for m in self.living()} == set(self.group.incarnations)
 
 
 def _natural(text: str) -> list[Any]:

@@ -152,9 +152,7 @@ class Plan:
 
     @property
     def expects_finish(self) -> bool:
-        # Where some have a node id and others none, a free place may be refused to the one who comes: he is told why.
-        is_mixed = len({bool(node_id) for node_id in self.node_ids}) > 1
-        return self.recovery and not is_mixed and not self.kinds & {"sigterm", "lost table"}
+        return self.recovery and not self.kinds & {"sigterm", "lost table"}
 
 
 @dataclass

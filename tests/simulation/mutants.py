@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "a heartbeat is not noted",
         "cluster/table.py",
-        "        place.heard_at, place.lost_at = now, None\n        return True",
+        "        self._patience[incarnation] = _Patience(now + self.limits.heartbeat_s)\n        return True",
         "        return True",
         "cluster",
     ),
@@ -155,22 +155,23 @@ MUTANTS = (
     Mutant(
         "a second process takes the place of a living one",
         "cluster/table.py",
-        "        return until if place.lost_at is None else min(until, place.lost_at + self.limits.reconnect_s)",
-        "        return 0.0",
+        "            return self._patience[place.incarnation].until",
+        "            return 0.0",
         "cluster",
     ),
     Mutant(
         "a process that is in a group already is in the next one, too",
         "cluster/table.py",
-        "return self.group is None or place.incarnation not in self.group.incarnations",
-        "return True",
+        "            self._move(place, ProcessState.TRAINING)\n",
+        "",
         "cluster",
     ),
     Mutant(
         "a new process gets any free rank",
         "cluster/table.py",
-        'place.state, place.why, place.code = ProcessState.LIVING, "", 0',
-        'place.state, place.why, place.rank = ProcessState.LIVING, "", None',
+        "        if self.group is None:\n            self._assign_ranks()\n",
+        "        for rank, place in enumerate(sorted(self.places.values(), key=lambda m: m.incarnation)):\n"
+        "            place.rank = rank\n",
         "cluster",
     ),
     Mutant(
