@@ -39,7 +39,6 @@ _PATIENCE_S = 10.0
 _MORE_S = 1.0
 _STORE_S = 60.0
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # torch's own default
-_PIECE = 1 << 16
 _LONGEST_WHY = 500
 
 
@@ -146,7 +145,7 @@ class SchedulerConnection:
                 with self._connect() as self._socket:
                     self._serve(self._socket)
                 why = "it has closed the connection"
-            except (OSError, WireError) as error:
+            except OSError as error:
                 why = str(error) or type(error).__name__
             except Exception as error:  # a bug: the training does not depend on this thread, wait_for does
                 self._give_up(error)
@@ -198,39 +197,30 @@ class SchedulerConnection:
 
     def _serve(self, sock: socket.socket) -> None:
         """One connection, until it ends. Raises OSError and WireError."""
-        line = Line(self._key, is_scheduler=False)
-        sock.settimeout(self._patience_s)
-        sock.sendall(line.greeting())
-        while not line.is_open:
-            self._feed(sock, line)
-        sock.sendall(line.pack(self._registration()))
+        line = Line(sock, self._key, is_scheduler=False)
+        line.send(self._registration())
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        said_at = time.monotonic()
+        now = said_at = time.monotonic()
+        answer_by, leaves = now + self._patience_s, False
         while not self._closed.is_set():
-            if (now := time.monotonic()) >= said_at + self._heartbeat_s / _BEATS:
-                sock.sendall(line.pack(messages.Beat()))
-                said_at = now
-            if self.job and self._farewell is not None:
+            if self.job and self._farewell is not None and not leaves:
                 # To close at once would not do: what the scheduler has sent meanwhile is unread, and TCP then answers
                 # with a reset, by which the farewell can be lost.
-                sock.sendall(line.pack(self._farewell))
-                while self._feed(sock, line):
-                    pass
+                line.send(self._farewell)
+                answer_by, leaves = now + self._patience_s, True
+            elif not leaves and now >= said_at + self._heartbeat_s / _BEATS:
+                line.send(messages.Beat())
+                said_at = now
+            if poll.poll(_LOOK_S * 1000) and not all(self._obey(message) for message in line.receive()):
                 return
-            if poll.poll(_LOOK_S * 1000) and not self._feed(sock, line):
-                return
+            now = time.monotonic()
+            if now > answer_by and (leaves or not line.is_open):
+                raise TimeoutError("it does not answer")
 
     def _is_understood(self) -> None:
         self._closed.set()
         self._sent.set()
-
-    def _feed(self, sock: socket.socket, line: Line) -> bool:
-        """Read once, and obey. False: this connection is of no more use."""
-        data = sock.recv(_PIECE)
-        if not data:
-            raise ConnectionError("it has closed the connection")
-        return all(self._obey(message) for message in line.feed(data))
 
     def _open_store(self, address: str) -> None:
         """`address`: of this machine, as the way to the scheduler begins."""

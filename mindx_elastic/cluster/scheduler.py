@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
@@ -39,21 +39,16 @@ _FAREWELL_S = 45.0  # for the workers to save and leave a job that is over; thei
 _MORE_CONNECTIONS = 64
 _RETRY_WRITE_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_PIECE = 1 << 16
 
 
 @dataclass(eq=False)
 class _Connection:
-    sock: socket.socket
     line: Line
     peer: str
     """Its address, as this machine sees it."""
     opened_at: float
-    unsent: bytearray = field(default_factory=bytearray)
     incarnation: str = ""
     """Of the process that has registered; empty: none yet."""
-    closing: bool = False
-    """Close it as soon as all is sent."""
 
 
 class Scheduler:
@@ -152,9 +147,11 @@ class Scheduler:
         for key, _ in events:
             self._handle(key, now)
         self.table.tick(now)
-        for connection in [c for c in self._connections if not c.incarnation and now > c.opened_at + _HELLO_S]:
-            self._close(connection)
         self._deliver()
+        for connection in list(self._connections):
+            connection.line.flush()
+            if connection.line.is_done or not (connection.incarnation or now < connection.opened_at + _HELLO_S):
+                self._close(connection)
 
     def _conclude(self) -> int:
         """The job is over, or this process was told to end."""
@@ -178,17 +175,10 @@ class Scheduler:
             logger.info("the job has ended: all %d workers have finished", self.table.size)
         self._deliver()
         end = time.monotonic() + _FAREWELL_S
-        for key, _ in self._selector.select(0.0):  # a worker may connect again, to say once more how it ends
-            self._handle(key, time.monotonic())
-        while (self.table.changed or any(map(self._counts, self._connections))) and time.monotonic() < end:
-            for key, _ in self._selector.select(_TURN_S):
-                self._handle(key, time.monotonic())
-            self._deliver()
+        self._turn()  # a worker may connect again, to say once more how it ends
+        while (self.table.changed or self._connections) and time.monotonic() < end:
+            self._turn()
         return exit_code_of_signal(self._signal) if self._signal else outcome.code
-
-    def _counts(self, connection: _Connection) -> bool:
-        """Whether it is a worker's, or may be. A stranger may keep his open for ever."""
-        return bool(connection.incarnation) or time.monotonic() < connection.opened_at + _HELLO_S
 
     def _note_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signal = self._signal or signum
@@ -207,35 +197,23 @@ class Scheduler:
             sock, address = self._listener.accept()
         except OSError:
             return
-        sock.setblocking(False)
         if len(self._connections) >= 2 * self.table.size + _MORE_CONNECTIONS:
             sock.close()
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(sock, Line(self._key, is_scheduler=True), str(address[0]), now)
+        connection = _Connection(Line(sock, self._key, is_scheduler=True), str(address[0]), now)
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        connection.unsent += connection.line.greeting()
-        self._flush(connection)
 
     def _serve(self, connection: _Connection, now: float) -> None:
-        self._flush(connection)
         try:
-            data = connection.sock.recv(_PIECE)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._lose(connection, now)
-            return
-        try:
-            for message in connection.line.feed(data):
-                if not connection.closing:
-                    self._obey(connection, message, now)
-        except WireError as error:
-            logger.warning("a connection from %s is closed: %s", connection.peer, error)
-            self._lose(connection, now)
+            for message in connection.line.receive():
+                self._obey(connection, message, now)
+        except OSError as error:
+            if isinstance(error, WireError):
+                logger.warning("a connection from %s is closed: %s", connection.peer, error)
+            self._close(connection)
+            self.table.lose(connection.incarnation, now)
 
     def _obey(self, connection: _Connection, message: messages.Message, now: float) -> None:
         """Raises WireError."""
@@ -273,10 +251,6 @@ class Scheduler:
                 *self.table.group.store,
             )
 
-    def _lose(self, connection: _Connection, now: float) -> None:
-        self._close(connection)
-        self.table.lose(connection.incarnation, now)
-
     # --- telling ---
 
     def _deliver(self) -> None:
@@ -293,33 +267,14 @@ class Scheduler:
                     self._send(connection, tell.message)
 
     def _send(self, connection: _Connection, message: messages.Message) -> None:
-        if not connection.closing:
-            connection.closing = isinstance(message, messages.Refused | messages.Dead | messages.Noted)
-            connection.unsent += connection.line.pack(message)
-            self._flush(connection)
-
-    def _flush(self, connection: _Connection) -> None:
-        if connection not in self._connections:
-            return
-        try:
-            while connection.unsent:
-                del connection.unsent[: connection.sock.send(connection.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            connection.unsent.clear()  # it has gone; what it has said before is read first, and then its end
-        if connection.closing and not connection.unsent:
-            self._close(connection)
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        if self._selector.get_key(connection.sock).events != events:
-            self._selector.modify(connection.sock, events, connection)
+        is_last = isinstance(message, messages.Refused | messages.Dead | messages.Noted)
+        connection.line.send(message, is_last=is_last)
 
     def _close(self, connection: _Connection) -> None:
         if connection in self._connections:
             self._connections.remove(connection)
-            self._selector.unregister(connection.sock)
-            connection.sock.close()
+            self._selector.unregister(connection.line.socket)
+            connection.line.socket.close()
 
     def _write(self) -> bool:
         """Whether all that has changed is on disk."""

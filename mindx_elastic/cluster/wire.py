@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,30 +21,72 @@ from mindx_elastic.core.frames import FrameError, Frames, frame
 __all__ = ["Line", "WireError"]
 
 _MAX_BYTES = 16 << 10  # of a message
+_PIECE = 1 << 16
 _NONCE_CHARS = 32
 
 
-class WireError(ValueError):
+class WireError(ConnectionError):
     """The other side does not speak this protocol, or not with the job's key."""
 
 
 class Line:
-    """One end of a connection: turns messages into bytes and back. One thread."""
+    """One end of a connection, for both roles. Nothing here waits. One thread."""
 
-    def __init__(self, key: bytes | None, *, is_scheduler: bool) -> None:
-        self._key, self._is_scheduler = key, is_scheduler
+    def __init__(self, sock: socket.socket, key: bytes | None, *, is_scheduler: bool) -> None:
+        """Greets."""
+        sock.setblocking(False)
+        self.socket, self._key, self._is_scheduler = sock, key, is_scheduler
         self._frames = Frames(_MAX_BYTES)
         self._nonce = secrets.token_hex(_NONCE_CHARS // 2)
         self._seal: Seal | None = None
         self._num_sent = self._num_received = 0
+        self._unsaid: list[Message] = []
+        """Before the other side has greeted."""
+        self._unsent = bytearray(self.greeting())
+        self._is_ending = False
+        self.flush()
 
     @property
     def is_open(self) -> bool:
         """Whether the other side has greeted."""
         return self._seal is not None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the last message is sent."""
+        return self._is_ending and not self._unsent
+
     def greeting(self) -> bytes:
         return frame(json.dumps({"nonce": self._nonce}).encode())
+
+    def send(self, message: Message, *, is_last: bool = False) -> None:
+        """Now as far as the system takes it, the rest with `flush`. Nothing follows the last one."""
+        if not self._is_ending:
+            self._is_ending = is_last
+            self._unsaid.append(message)
+            self.flush()
+
+    def flush(self) -> None:
+        while self._unsaid and self.is_open:
+            self._unsent += self.pack(self._unsaid.pop(0))
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()  # it has gone; what it has said before is read first, and then its end
+
+    def receive(self) -> Iterator[Message]:
+        """What there is. Raises OSError where the connection has ended, and WireError."""
+        try:
+            data = self.socket.recv(_PIECE)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionError("it has closed the connection")
+        yield from self.feed(data)
+        self.flush()
 
     def pack(self, message: Message) -> bytes:
         """The bytes of a message; after both greetings."""

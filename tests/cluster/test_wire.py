@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,10 +16,24 @@ from mindx_elastic.cluster.wire import Line, WireError
 KEY = b"a key that only the job has"
 
 
+class _Anywhere:
+    """A socket that takes all."""
+
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
+    def send(self, data: bytes) -> int:
+        return len(data)
+
+
+def line(key: bytes | None, *, is_scheduler: bool) -> Line:
+    return Line(cast(socket.socket, _Anywhere()), key, is_scheduler=is_scheduler)
+
+
 def pair(key: bytes | None = None, other: bytes | None = None) -> tuple[Line, Line]:
     """A worker's and the scheduler's end, after both greetings."""
-    worker = Line(key, is_scheduler=False)
-    scheduler = Line(key if other is None else other, is_scheduler=True)
+    worker = line(key, is_scheduler=False)
+    scheduler = line(key if other is None else other, is_scheduler=True)
     assert not list(worker.feed(scheduler.greeting())) and not list(scheduler.feed(worker.greeting()))
     return worker, scheduler
 
@@ -51,16 +66,16 @@ def test_a_sealed_message_counts_once_in_its_place_and_direction() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_messages_or_an_error(data: bytes) -> None:
-    for first in (b"", Line(None, is_scheduler=False).greeting()):
+    for first in (b"", line(None, is_scheduler=False).greeting()):
         with suppress(WireError):
-            list(Line(None, is_scheduler=True).feed(first + data))
+            list(line(None, is_scheduler=True).feed(first + data))
 
 
 def test_a_message_that_says_that_it_is_long_is_not_waited_for() -> None:
     """Anybody who reaches the port could fill the scheduler's memory."""
-    start = Line(None, is_scheduler=False).greeting()[:4]
+    start = line(None, is_scheduler=False).greeting()[:4]
     with pytest.raises(WireError):
-        list(Line(None, is_scheduler=True).feed(start + (1 << 20).to_bytes(4, "big")))
+        list(line(None, is_scheduler=True).feed(start + (1 << 20).to_bytes(4, "big")))
 
 
 IDENTITY = Identity(host="h", pid=1, space="b/pid:[1]")

@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "a farewell is not waited for",
         "cluster/connection.py",
-        "                while self._feed(sock, line):\n                    pass\n",
+        "                answer_by, leaves = now + self._patience_s, True\n",
         "                self._is_understood()\n",
         "cluster",
     ),
@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "a worker that waits for its admission says nothing",
         "cluster/connection.py",
-        "                sock.sendall(line.pack(messages.Beat()))",
-        "                if self.job:\n                    sock.sendall(line.pack(messages.Beat()))",
+        "                line.send(messages.Beat())",
+        "                if self.job:\n                    line.send(messages.Beat())",
         "cluster",
     ),
     Mutant(
