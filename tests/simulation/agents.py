@@ -63,7 +63,23 @@ from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.workers import Meeting, Worker
 from tests.simulation.world import Process, Stuck, World
 
-__all__ = ["CURABLE", "GENTLE", "KINDS", "Fault", "Outcome", "Plan", "plan_of", "play"]
+__all__ = [
+    "CURABLE",
+    "GENTLE",
+    "KINDS",
+    "Agent",
+    "Fault",
+    "Forks",
+    "Job",
+    "Node",
+    "Outcome",
+    "Plan",
+    "PrefixStore",
+    "Started",
+    "count",
+    "plan_of",
+    "play",
+]
 
 GRACE_S, JOIN_S, HANG_S, EXIT_S = 20.0, 60.0, 20.0, 20.0
 """``--grace``, ``--rdzv-conf join_timeout=``, ``--hang-timeout`` and ``--exit-timeout``."""
@@ -129,7 +145,7 @@ class Outcome:
     """What a schedule came to."""
 
     plan: Plan
-    agents: list[_Agent] = field(default_factory=list)
+    agents: list[Agent] = field(default_factory=list)
     story: list[tuple[float, str]] = field(default_factory=list)
     switches: int = 0
     messages: int = 0
@@ -263,14 +279,14 @@ class _TCPStore(Connection):
         return super().multi_get(keys)
 
 
-class _PrefixStore:
+class PrefixStore:
     """`torch.distributed.PrefixStore`."""
 
     def __init__(self, prefix: str, store: Any) -> None:
-        self._prefix, self.underlying_store = prefix, store
+        self.prefix, self.underlying_store = prefix, store
 
     def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
+        return f"{self.prefix}/{key}"
 
     def set(self, key: str, value: str) -> None:
         self.underlying_store.set(self._key(key), value)
@@ -294,10 +310,10 @@ class _PrefixStore:
 # --- one node and its agent ---
 
 
-class _Agent:
+class Agent:
     """One run of the command on a node."""
 
-    def __init__(self, node: _Node, child: Child) -> None:
+    def __init__(self, node: Node, child: Child) -> None:
         self.node, self.child = node, child
         self.cause, self.outcome = "", ""
         self.has_begun = False
@@ -325,6 +341,7 @@ class _Agent:
         self.has_begun = True
         said = ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, [], ""))
         self.node.job.world.note(f"{self.child.process.name}: {event} ({said[:200]})")
+        self.node.job.hear_event(self, event, fields)
         if event == "restart":
             self.restarts = fields.get("restart", self.restarts)
         elif event == "crash_loop":
@@ -333,14 +350,14 @@ class _Agent:
             self.cause, self.outcome = fields["reason"] or "", fields["outcome"]
 
 
-class _Node:
+class Node:
     """One machine; what its agent and its workers find on it."""
 
-    def __init__(self, job: _Job, number: int) -> None:
+    def __init__(self, job: Job, number: int) -> None:
         self.job, self.number = job, number
         self.is_cut_off = False
         self.order: Mapping[str, Any] | None = None
-        self.agents: list[_Agent] = []
+        self.agents: list[Agent] = []
         self.report: Any = None
         """What the platform's fault file says."""
 
@@ -354,7 +371,7 @@ class _Node:
 
     def start(self) -> None:
         child = self.job.kernel.fork(f"agent {self.number}{'+' * len(self.agents)}")
-        self.agents.append(_Agent(self, child))
+        self.agents.append(Agent(self, child))
         child.process.on_end.append(self._end_workers)
         child.process.start(lambda: self.job.run_agent(self))
 
@@ -383,7 +400,7 @@ class _Node:
         return False
 
 
-class _Forks:
+class Forks:
     num_workers = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -416,7 +433,7 @@ class _Lines:
         pass
 
 
-class _Started:
+class Started:
     """Torch's `PContext`."""
 
     def __init__(self, children: dict[int, Child]) -> None:
@@ -452,8 +469,12 @@ class _Datetime(datetime):
         return datetime.fromtimestamp(1.8e9 + cls.world.now, tz)
 
 
-class _Job:
+class Job:
     """All of it."""
+
+    in_place, spares, rejoin_timeout_s = False, 0, 30.0
+    """``--recover in-place``, ``--spares`` and ``--rejoin-timeout``."""
+    command: tuple[str, ...] = ("train.py",)
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.world = plan, World(plan.seed, most_switches=2_000_000)
@@ -465,7 +486,7 @@ class _Job:
         self.failures = 0
         """Of the faults so far, those that may cost a restart."""
         self.wrong: list[str] = []
-        self.nodes = [_Node(self, number) for number in range(plan.nodes)]
+        self.nodes = [Node(self, number) for number in range(plan.nodes)]
         self.meetings: dict[tuple[str, str], Meeting] = {}
         self.pages: dict[Path, Worker] = {}
 
@@ -473,13 +494,13 @@ class _Job:
     def has_finished(self) -> bool:
         return any(len(meeting.finished) == meeting.world_size for meeting in self.meetings.values())
 
-    def node_of_process(self) -> _Node:
+    def node_of_process(self) -> Node:
         process = self.world.process
         return next(node for node in self.nodes if any(each.child.process is process for each in node.agents))
 
     # --- what the agent calls ---
 
-    def run_agent(self, node: _Node) -> int:
+    def run_agent(self, node: Node) -> int:
         """As `launcher.launch`, without what it does to the real process."""
         plan = self.plan
         process = node.agent.process
@@ -496,9 +517,9 @@ class _Job:
         )
         options = AgentOptions(
             grace_s=GRACE_S, tell_grace=False, snapshot_every="0", rehearse="", hang_timeout_s=HANG_S,
-            exit_timeout_s=EXIT_S, run_dir=Path("/simulated"), restarts_window_s=None, crash_loop=3, in_place=False,
-            spares=0, rejoin_timeout_s=30.0, min_nproc=None, on_shrink="keep", regrow_after_s=0.0,
-            arena_base=Path("/simulated"), job_key_file=None, log_level="ERROR",
+            exit_timeout_s=EXIT_S, run_dir=Path("/simulated"), restarts_window_s=None, crash_loop=3,
+            in_place=self.in_place, spares=self.spares, rejoin_timeout_s=self.rejoin_timeout_s, min_nproc=None,
+            on_shrink="keep", regrow_after_s=0.0, arena_base=Path("/simulated"), job_key_file=None, log_level="ERROR",
         )  # fmt: skip
         config = LaunchConfig(
             min_nodes=plan.min_nodes, max_nodes=plan.nodes, nproc_per_node=plan.workers,
@@ -507,7 +528,7 @@ class _Job:
             rdzv_configs={"join_timeout": int(JOIN_S), "last_call_timeout": 5}, monitor_interval=1.0,
             local_addr=f"node{node.number}",
         )  # fmt: skip
-        launch = Launch(options=options, config=config, command=("train.py",), master=None)
+        launch = Launch(options=options, config=config, command=self.command, master=None)
         result: Any = SimpleNamespace(write=lambda *_, **__: None)
         with SignalInbox(parse_signals("SIGTERM"), on_stuck=give_up, last=True) as inbox:
             return launcher.run_job(launch, folder, inbox, result, None)
@@ -524,7 +545,7 @@ class _Job:
             raise RendezvousConnectionError("The connection to the C10d store has failed.") from error
         return dynamic_rendezvous.create_handler(store, backend, parameters)
 
-    def start_processes(self, *, envs: Mapping[int, Mapping[str, str]], **_: Any) -> _Started:
+    def start_processes(self, *, envs: Mapping[int, Mapping[str, str]], **_: Any) -> Started:
         """Torch's, for the workers of the running agent."""
         node, children = self.node_of_process(), {}
         agent = node.agents[-1]
@@ -540,7 +561,7 @@ class _Job:
             meeting.admit(worker, restarts)
             child.process.start(worker.run)
             self.world.note(f"{agent.child.process.name} starts {name}, restart {restarts}")
-        return _Started(children)
+        return Started(children)
 
     def read_page(self, path: Path) -> Status | None:
         worker = self.pages.get(path)
@@ -563,13 +584,13 @@ class _Job:
             for module, names in {
                 rendezvous: {
                     "TCPStore": store_class,
-                    "PrefixStore": _PrefixStore,
+                    "PrefixStore": PrefixStore,
                     "socket": network,
                     "_lock": _EachProcess(world, threads.Lock),
                 },
                 dynamic_rendezvous: {
                     "datetime": clock,
-                    "dist": SimpleNamespace(PrefixStore=_PrefixStore),
+                    "dist": SimpleNamespace(PrefixStore=PrefixStore),
                     "construct_and_record_rdzv_event": nothing,
                     "get_method_name": nothing,
                 },
@@ -579,13 +600,13 @@ class _Job:
                 local_elastic_agent: {"start_processes": self.start_processes},
                 launcher: {
                     "EventLog": lambda *_, **__: self.node_of_process().agents[-1],
-                    "ForkedStart": _Forks,
+                    "ForkedStart": Forks,
                     "LastLines": _Lines,
                     "StopFiles": lambda *arguments: self.node_of_process().stop_files(*arguments),
                     "rendezvous_registry": SimpleNamespace(get_rendezvous_handler=self.open_rendezvous),
                     "print_block": nothing,
                 },
-                supervisor: {"print_block": nothing, "ProgressLog": _Forks},
+                supervisor: {"print_block": nothing, "ProgressLog": Forks},
                 attempt: {"write_stacks": lambda *_, **__: []},
                 workers: {
                     "read_page": self.read_page,
@@ -601,7 +622,13 @@ class _Job:
             stack.callback(world.close)
             yield
 
+    def hear_event(self, agent: Agent, event: str, fields: Mapping[str, Any]) -> None:
+        """What an agent writes into its log."""
+
     # --- faults ---
+
+    def schedule(self, fault: Fault) -> None:
+        self.world.at(self.world.now + fault.at, lambda: self.strike(fault))
 
     def strike(self, fault: Fault) -> None:
         node, world = self.nodes[fault.node], self.world
@@ -663,8 +690,12 @@ class _Job:
             case "fault report":
                 node.report = SimpleNamespace(kind="fault", reason="rank 0 is faulty", grace_s=None)
             case "join":
-                self.nodes.append(_Node(self, len(self.nodes)))
+                self.nodes.append(Node(self, len(self.nodes)))
                 self.nodes[-1].start()
+
+    def faults_of(self, outcome: Outcome) -> list[str]:
+        """What does not hold."""
+        return _faults_of(self, outcome)
 
     def _fails(self, fault: Fault) -> bool:
         """Whether it is a failure, and not an order to stop or something that is waited for."""
@@ -676,13 +707,13 @@ class _Job:
             return not statuses or any(s is None or s.phase not in safe for s in statuses)
         return fault.kind not in _HARMLESS
 
-    def tell_to_stop(self, node: _Node) -> None:
+    def tell_to_stop(self, node: Node) -> None:
         agent = node.agents[-1]
         if agent.child.process.is_alive:
             agent.told_to_stop_at = agent.told_to_stop_at or self.world.now
             self.kernel.kill(agent.child.pid, signal.SIGTERM)
 
-    def _come_back(self, node: _Node) -> None:
+    def _come_back(self, node: Node) -> None:
         """The platform starts the command again on a fresh machine, unless the job is done."""
         agents = [agent for each in self.nodes for agent in each.agents]
         if not node.agent.process.is_alive and all(agent.code != 0 for agent in agents):
@@ -690,14 +721,14 @@ class _Job:
                 process.kill()
             node.start()
 
-    def _join_up(self, node: _Node, processes: set[Process]) -> None:
+    def _join_up(self, node: Node, processes: set[Process]) -> None:
         self.network.cut_off -= processes
         node.is_cut_off = False
 
 
-def play(plan: Plan) -> Outcome:
-    """Play one schedule to its end. Any number, one after the other."""
-    job, outcome = _Job(plan), Outcome(plan)
+def play(plan: Plan, make: type[Job] = Job) -> Outcome:
+    """Play one schedule of such a job to its end. Any number, one after the other."""
+    job, outcome = make(plan), Outcome(plan)
     world = job.world
     with job.replaced():
         if plan.host_is_apart:
@@ -711,7 +742,7 @@ def play(plan: Plan) -> Outcome:
         for node in job.nodes:
             world.at(world.now + _PATIENCE_S, lambda node=node: job.tell_to_stop(node))  # type: ignore[misc]
         for fault in plan.faults:
-            world.at(world.now + fault.at, lambda fault=fault: job.strike(fault))  # type: ignore[misc]
+            job.schedule(fault)
         try:
             world.run(until=world.now + 3600.0)
         except Stuck as error:
@@ -720,12 +751,11 @@ def play(plan: Plan) -> Outcome:
     job.network.host(Process(world, "nobody"))
     outcome.messages = job.network.messages
     outcome.agents = [agent for node in job.nodes for agent in node.agents]
-    outcome.wrong = _faults_of(job, outcome)
+    outcome.wrong = job.faults_of(outcome)
     return outcome
 
 
-def _faults_of(job: _Job, outcome: Outcome) -> list[str]:
-    """What does not hold."""
+def _faults_of(job: Job, outcome: Outcome) -> list[str]:
     plan, wrong = job.plan, [*job.wrong]
     if outcome.stuck:
         return [*wrong, outcome.stuck]
@@ -747,7 +777,7 @@ def _faults_of(job: _Job, outcome: Outcome) -> list[str]:
     return wrong + _faults_of_kinds(job, outcome)
 
 
-def _faults_of_kinds(job: _Job, outcome: Outcome) -> list[str]:
+def _faults_of_kinds(job: Job, outcome: Outcome) -> list[str]:
     """As `_faults_of`, where it depends on what has happened."""
     plan = job.plan
     kinds = {fault.kind for fault in plan.faults}
@@ -768,7 +798,7 @@ def _faults_of_kinds(job: _Job, outcome: Outcome) -> list[str]:
     return []
 
 
-def _count(outcome: Outcome) -> Counter[str]:
+def count(outcome: Outcome) -> Counter[str]:
     counts = Counter(
         {
             "switches": outcome.switches,
@@ -783,4 +813,4 @@ def _count(outcome: Outcome) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], about=__doc__, plan_of=plan_of, play=play, count=_count))
+    sys.exit(main(sys.argv[1:], about=__doc__, plan_of=plan_of, play=play, count=count))

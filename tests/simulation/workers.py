@@ -19,7 +19,7 @@ from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
 from tests.simulation.kernel import Child
 from tests.simulation.world import World
 
-__all__ = ["Meeting", "Training", "Worker", "WorkerNode"]
+__all__ = ["Alarm", "Meeting", "Training", "Worker", "WorkerNode"]
 
 _AGREEMENT_S, _LATE_S = 5.0, 12.0
 """A rank acts alone without an agreement, and where its deadline is near."""
@@ -59,14 +59,18 @@ class WorkerNode(Protocol):
 
 
 @dataclass(frozen=True)
-class _Alarm:
+class Alarm:
     reason: str
     code: int
     asked: bool = False
     at_once: bool = False
     """Each saves its last boundary."""
 
-    def of_peer(self, rank: int) -> _Alarm:
+    @property
+    def kind(self) -> str:
+        return "peer" if self.at_once else "signal"
+
+    def of_peer(self, rank: int) -> Alarm:
         code = EXIT_TEMPORARY if self.code == EXIT_ERROR else self.code
         return replace(self, reason=f"{self.reason} on rank {rank}", code=code)
 
@@ -110,7 +114,7 @@ class Meeting:
     def has_all_at(self, step: int) -> bool:
         return len(self.at_step.get(step, ())) == self.world_size and self.is_connected
 
-    def spread(self, alarm: _Alarm, origin: Worker) -> None:
+    def spread(self, alarm: Alarm, origin: Worker) -> None:
         """A stop request in the store that rank 0 hosts."""
         host = self.workers.get(0)
         if host is None or not host.child.process.is_alive or not self.is_connected:
@@ -138,7 +142,7 @@ class Worker:
         self.rank, self.world_size = rank, world_size
         self.status: Status | None = None
         self.step = -1
-        self.alarm: _Alarm | None = None
+        self.alarm: Alarm | None = None
         self.is_urgent = False
         self._offered: int | None = None
         self.next_failure: Exception | None = None
@@ -243,7 +247,7 @@ class Worker:
     def _fail(self, error: Exception) -> int:
         if self.status is None:
             return EXIT_ERROR
-        alarm = _Alarm(f"exception: {type(error).__name__}: {error}", EXIT_ERROR, at_once=True)
+        alarm = Alarm(f"exception: {type(error).__name__}: {error}", EXIT_ERROR, at_once=True)
         self._set(reason=alarm.reason, phase=WorkerPhase.STOPPING)
         self.meeting.spread(alarm, self)
         self._save()
@@ -266,7 +270,7 @@ class Worker:
 
     # --- what it hears ---
 
-    def hear(self, alarm: _Alarm) -> None:
+    def hear(self, alarm: Alarm) -> None:
         """The watcher. Nothing after the first alarm but what is more urgent."""
         status, world = self.status, self.job.world
         if self.child.process.frozen_until > world.now:
@@ -302,12 +306,12 @@ class Worker:
         if signum == CONTROL_SIGNAL:
             if order is not None:
                 is_failure = order["kind"] == "peer"
-                told = _Alarm(order["reason"], order["exit_code"], asked=not is_failure, at_once=is_failure)
+                told = Alarm(order["reason"], order["exit_code"], asked=not is_failure, at_once=is_failure)
                 world.at(world.now, lambda: self.hear(told))
             return True
-        alarm = _Alarm(signal.Signals(signum).name, exit_code_of_signal(signum), asked=signum != _TERM)
+        alarm = Alarm(signal.Signals(signum).name, exit_code_of_signal(signum), asked=signum != _TERM)
         if not self.node.agent.process.is_alive:
-            alarm = _Alarm(f"the agent of rank {self.rank} is gone", EXIT_TEMPORARY)
+            alarm = Alarm(f"the agent of rank {self.rank} is gone", EXIT_TEMPORARY)
         world.at(world.now, lambda: self.hear(alarm))
         return True
 
@@ -318,7 +322,7 @@ class Worker:
             return
         if self.alarm is not None and self.child.process.exit_code == self.alarm.code:
             return
-        alarm = _Alarm(f"rank {self.rank} is gone", EXIT_TEMPORARY, at_once=True)
+        alarm = Alarm(f"rank {self.rank} is gone", EXIT_TEMPORARY, at_once=True)
         for other in self.meeting.workers.values():
             if other.node is self.node and other is not self:
                 world.at(world.now + _NOTICE_S, partial(other.hear, alarm))
