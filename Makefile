@@ -50,7 +50,7 @@ help:
 	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    the marker drill, and random faults on real jobs: all exact? DRILL_ARGS='--faults 200 --seed 1'"
 	@echo "make mutants  changes one line of the engine at a time: do the tests of its room notice? MUTANTS='persist start' for some rooms"
-	@echo "make simulation  stops, agents and clusters of simulated jobs, and defects put back: SCHEDULES=100000 JOBS=2"
+	@echo "make simulation  stops, agents, recoveries in place and clusters of simulated jobs, and defects put back: SCHEDULES=100000 JOBS=2"
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
 	@echo "make packages installs about 100 packages of others into .venv-packages and prints what docs/trainers.md sums up"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
@@ -142,6 +142,7 @@ simulation: $(DONE)/dev
 	$(BIN)/python -m tests.simulation.stops --schedules $(SCHEDULES) --jobs $(JOBS)
 	$(BIN)/python -m tests.simulation.cluster --schedules $(SCHEDULES) --jobs $(JOBS)
 	$(BIN)/python -m tests.simulation.agents --schedules $(SCHEDULES) --jobs $(JOBS)
+	$(BIN)/python -m tests.simulation.in_place --schedules $(SCHEDULES) --jobs $(JOBS)
 	$(BIN)/python -m tests.simulation.mutants
 
 # Not in [dev]: decision 40. Once they are there, `make test` and `make drill` run their shares of these tests, too.

@@ -201,7 +201,8 @@ class InPlaceGuard:
     ) -> EnterAgain | GracefulExit:
         """The block has been left with `error`. Agree with the others on what to enter again with: nothing is saved,
         memory is kept. Where that is not possible the rank has saved, and a GracefulExit is the way out."""
-        self.member.page.set(phase=WorkerPhase.BETWEEN)
+        if stopper.alarm is None:
+            self.member.page.set(phase=WorkerPhase.BETWEEN)
         _end_frames(error)
         try:
             entry = self.member.leave()

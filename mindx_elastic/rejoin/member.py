@@ -197,17 +197,14 @@ class Member:
             raise LeavesToRejoin
 
     def _must_leave(self) -> bool:
-        """Whether something has failed since the last boundary, and another rank has died."""
-        failures = self._failures
-        if self._host is None or failures is None or not failures.seen:
+        """Whether something has failed since the last boundary, and another rank has died. Or has left, where the job
+        is being stopped: there is no recovery then, and `leave` says so."""
+        host, failures = self._host, self._failures
+        if host is None or failures is None or not failures.seen:
             return False
-        if self.wants_out or failures.has_waited:
-            return self.wants_out
-        failures.has_waited = True
-        return self._hears_soon()
-
-    def _hears_soon(self) -> bool:
-        return self._host is not None and self._host.peers_gone_soon() and self.comes_out_soon()
+        if not self.wants_out and not failures.has_waited:
+            failures.has_waited = not host.peers_gone_soon() or not (self.comes_out_soon() or host.is_stopping())
+        return self.wants_out or not failures.has_waited
 
     def leave(self) -> GuardEntry:
         """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next

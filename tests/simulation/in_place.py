@@ -48,7 +48,7 @@ from mindx_elastic.rejoin import own_member
 from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 from mindx_elastic.rejoin.protocol import RecoveryVerdict, Report
-from mindx_elastic.rejoin.record import IN_PLACE
+from mindx_elastic.rejoin.record import IN_PLACE, RESTART, STOPPED
 from mindx_elastic.rejoin.spare import PIPE_VARIABLE, UNFIT, WAITS
 from tests.simulation import agents
 from tests.simulation.agents import Agent, Fault, Job, Outcome, PrefixStore, Started
@@ -63,11 +63,14 @@ STAGES = ("join", "out", "connect", "donate", "load", "open")
 """Where a rank is when something happens to it there: a new process joins; a survivor is about to report; one connects
 to the others; the donor copies its state; a rank has its state, and opens its guard."""
 _AT_STAGES = ("kill", "kill", "kill other", "sigterm", "sigterm worker", "kill agent", "freeze")
+_AT_KINDS = (
+    *(f"{what}@{stage}" for what in _AT_STAGES for stage in STAGES),
+    *("unfit@join", "cannot@out", "cannot@donate"),
+)
 KINDS = (
     *("kill worker", "exception", "hang", "freeze worker", "sigterm agent", "sigterm worker", "freeze agent", "reset"),
     *("slow store", "fault report", "kill agent", "no start", "slow start"),
-    *(f"{what}@{stage}" for what in _AT_STAGES for stage in STAGES),
-    *("unfit@join", "cannot@out", "cannot@donate"),
+    *_AT_KINDS,
 )
 """What can happen: at a time, or where a rank has come so far (``@``; `Fault.at`: how often before)."""
 _CURABLE = frozenset({"kill worker", "freeze worker", "reset", "slow store", "slow start", "no start", "hang"})
@@ -99,11 +102,12 @@ def plan_of(seed: int) -> Plan:
     random = Random(seed)
     step_s, steps, start_s = random.choice((0.05, 0.5, 2.0)), random.randint(4, 12), random.choice((0.2, 1.0))
     last = start_s + 1.2 * steps * step_s
-    moments = [random.uniform(start_s, last) for _ in range(2)]
+    # The second step has been passed, as a rule.
+    moments = [random.uniform(start_s + random.choice((0.0, 2.0, 2.0)) * step_s, last) for _ in range(2)]
     workers = random.choice((2, 3, 3, 4))
     faults = [Fault("kill worker", 0, random.randrange(workers), round(moments[0], 3))]
     while len(faults) < 5 and random.random() < 0.7:
-        kind = random.choice(("kill worker", random.choice(KINDS), random.choice(KINDS)))
+        kind = random.choice(("kill worker", random.choice(KINDS), random.choice(_AT_KINDS)))
         at: float = random.randrange(4)
         if "@" not in kind:
             late_s = random.choice((0.0, random.uniform(-0.2, 0.5), random.uniform(0, 6)))
@@ -154,6 +158,10 @@ class _Group(Meeting):
         for each in self.workers.values():
             if each is not origin:
                 world.at(world.now + world.random.uniform(0, 0.05), partial(each.hear, alarm.of_peer(origin.rank)))
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.finished) == self.world_size
 
     def meets(self, name: str, rank: int) -> Callable[[], bool]:
         self.came.setdefault(name, set()).add(rank)
@@ -379,9 +387,8 @@ class _Rank(Worker):
     # --- the training ---
 
     def _until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        is_urgent = lambda: self.is_urgent and self.alarm is not None  # noqa: E731
-        found = self.job.world.wait(lambda: condition() or is_urgent(), timeout_s)
-        if is_urgent() and self.alarm is not None:
+        found = self.job.world.wait(lambda: condition() or (self.is_urgent and self.alarm is not None), timeout_s)
+        if self.is_urgent and self.alarm is not None:
             raise _Leaves(self.alarm.code)
         return found
 
@@ -422,10 +429,9 @@ class _Rank(Worker):
         job, group = self.job, self.meeting
         there = job.arrived.setdefault((id(group), name), set())
         there.add(self.rank)
-        complete = lambda: len(there) == self.world_size  # noqa: E731
-        self._until(lambda: complete() or self.is_cut or (job.hears_connections and group.has_dead))
+        self._until(lambda: len(there) == self.world_size or self.is_cut or (job.hears_connections and group.has_dead))
         # One that is complete may have come to its end here or not, when the connections end.
-        if complete() and not (self.is_cut and job.world.random.random() < 0.5):
+        if len(there) == self.world_size and not (self.is_cut and job.world.random.random() < 0.5):
             return True
         failures: Any = self.member._failures
         if failures is not None:
@@ -444,12 +450,11 @@ class _Rank(Worker):
         for other in group.workers.values():
             if other._offered is not None:
                 group.offer(other.rank, self.job.steps + 1)
-        done = lambda: len(group.finished) == self.world_size  # noqa: E731
-        self._until(lambda: done() or group.has_dead or self.alarm is not None, _AT_END_S)
-        if not done() and (gone := self.peers_gone()):
+        self._until(lambda: group.is_done or group.has_dead or self.alarm is not None, _AT_END_S)
+        if not group.is_done and (gone := self.peers_gone()):
             self._dead = gone[0]
             self.stop_for_death()
-        if self.alarm is not None and not done():
+        if self.alarm is not None and not group.is_done:
             raise _Leaves(self.alarm.code)
 
     # --- in place of its guard's parts ---
@@ -725,7 +730,7 @@ class InPlaceJob(Job):
                 patch.object(agents, "_MODULES", (*before, "mindx_elastic.rejoin.member", "mindx_elastic.rejoin.board"))
             )
             stack.enter_context(super().replaced())
-            for module, names in {
+            stand_ins: dict[Any, dict[str, Any]] = {
                 launcher: {"ForkedStart": lambda *_, **__: _Forks(self)},
                 agent_rendezvous: {"host_store": self._host_store, "PrefixStore": PrefixStore},
                 supervisor: {
@@ -758,7 +763,8 @@ class InPlaceJob(Job):
                     "Host": lambda *_, **asked: _Host(mine(), **asked),
                     "groups": groups,
                 },
-            }.items():
+            }
+            for module, names in stand_ins.items():
                 for name, instead in names.items():
                     stack.enter_context(patch.object(module, name, instead))
             yield
@@ -871,7 +877,11 @@ class InPlaceJob(Job):
 
     def hear_event(self, agent: Agent, event: str, fields: Mapping[str, Any]) -> None:
         if event == "rejoin":
-            self.told.append({"agent": self.nodes[0].agents.index(agent), "attempt": agent.restarts, **fields})
+            key = {"agent": self.nodes[0].agents.index(agent), "attempt": agent.restarts}
+            self.told.append({**key, "now": self.world.now, **fields})
+        elif event in ("restart", "agent_end"):
+            for told in self.told:
+                told.setdefault("then", f"{event}: {fields.get('outcome') or ''}")
 
     def faults_of(self, outcome: Outcome) -> list[str]:
         wrong = super().faults_of(outcome)
@@ -884,8 +894,13 @@ class InPlaceJob(Job):
         seen = Counter((told["agent"], told["attempt"], told["generation"]) for told in self.told)
         wrong += [f"recovery {key} is told of {number} times" for key, number in seen.items() if number > 1]
         for told in self.told:
+            then, stopped_at = told.get("then", ""), outcome.agents[told["agent"]].told_to_stop_at
             if told["outcome"] == IN_PLACE:
                 wrong += self._lies_of(told)
+            elif told["outcome"] == STOPPED and then.startswith("restart"):
+                wrong.append(f"{told['generation']} is told of as stopped, and the job is restarted")
+            elif told["outcome"] == RESTART and "stopped" in then and (stopped_at or told["now"]) < told["now"]:
+                wrong.append(f"{told['generation']} is told of as a restart, and the job has stopped")
         return wrong
 
     def _lies_of(self, told: Mapping[str, Any]) -> list[str]:

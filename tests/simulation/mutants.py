@@ -265,6 +265,118 @@ MUTANTS = (
         "            if False:",
         "agents",
     ),
+    Mutant(
+        "who is cut off in an update counts as whole",
+        "rejoin/protocol.py",
+        "clean = [report for report in alive if report.clean]",
+        "clean = list(alive)",
+        "in_place",
+    ),
+    Mutant(
+        "all go on from the step of the slowest survivor",
+        "rejoin/protocol.py",
+        "    step = max(report.step for report in clean)\n",
+        "    step = min(report.step for report in clean)\n",
+        "in_place",
+    ),
+    Mutant(
+        "a recovery has succeeded when the first rank is back",
+        "rejoin/protocol.py",
+        "if self.has_state and len(self.ready) == self.world_size:",
+        "if self.has_state and self.ready:",
+        "in_place",
+    ),
+    Mutant(
+        "a death after the verdict is not heard",
+        "rejoin/protocol.py",
+        "        elif self.phase in (Phase.CUT, Phase.AGREED):\n            who",
+        "        elif self.phase is Phase.CUT:\n            who",
+        "in_place",
+    ),
+    Mutant(
+        "each writer of a note believes in its own",
+        "rejoin/board.py",
+        '        return self._open(key, self._store.compare_set(key, "", text))',
+        '        self._store.compare_set(key, "", text)\n        return dict(content)',
+        "in_place",
+    ),
+    Mutant(
+        "a recovery has no end",
+        "agent/recovery.py",
+        "if self.is_active and time.monotonic() > self._now.deadline:",
+        "if False:",
+        "in_place",
+    ),
+    Mutant(
+        "a death that follows a recovery is taken for one in it",
+        "agent/attempt.py",
+        "recovery.is_active and recovery.look() is not Phase.RUN",
+        "recovery.is_active",
+        "in_place",
+    ),
+    Mutant(
+        "a recovery is told of twice",
+        "agent/recovery.py",
+        "        now.told = True\n        machine",
+        "        machine",
+        "in_place",
+    ),
+    Mutant(
+        "the record names the ranks that were dead at first",
+        "agent/recovery.py",
+        "            ranks=verdict.dead,\n",
+        "            ranks=tuple(sorted(machine.dead))[:1],\n",
+        "in_place",
+    ),
+    Mutant(
+        "spares outlive their attempt",
+        "agent/replacements.py",
+        "        spare.worker.kill()\n",
+        "        pass\n",
+        "in_place",
+    ),
+    Mutant(
+        "a death is forgotten that is heard while the guard is entered",
+        "rejoin/member.py",
+        "                self._is_early = True\n",
+        "                self._is_early = False\n",
+        "in_place",
+    ),
+    Mutant(
+        "a rank that waits in a recovery does not hear that the job stops",
+        "rejoin/member.py",
+        "            if host is not None and host.is_stopping():  # also",
+        "            if False:  # also",
+        "in_place",
+    ),
+    Mutant(
+        "a boundary follows from a failed collective, where the program goes on",
+        "rejoin/member.py",
+        "        if self._must_leave():\n            raise LeavesToRejoin\n        if self._failures",
+        "        if self._failures",
+        "in_place",
+    ),
+    Mutant(
+        "the same, while the job stops",
+        "rejoin/member.py",
+        "(self.comes_out_soon() or host.is_stopping())",
+        "self.comes_out_soon()",
+        "in_place",
+    ),
+    Mutant(
+        "nobody writes down that a survivor has died",
+        "agent/recovery.py",
+        '            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True})\n',
+        '            note = {"dead": True}\n',
+        "in_place",
+    ),
+    Mutant(
+        "survivors are not told that a recovery is given up",
+        "agent/recovery.py",
+        '                self._board.write(f"{generation}/out/{rank}", refusal)\n',
+        "                pass\n",
+        "in_place",
+    ),
 )
 
 
@@ -287,7 +399,7 @@ def _schedules_until_found(root: Path, simulation: str, most: int) -> tuple[int,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=20_000, help="schedules for each")
-    parser.add_argument("--only", default="", help="those of this simulation: stops, cluster")
+    parser.add_argument("--only", default="", help="those of this simulation: stops, cluster, agents, in_place")
     options = parser.parse_args()
     most = options.most
     missed = 0

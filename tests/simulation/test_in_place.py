@@ -1,0 +1,66 @@
+"""Simulated jobs whose dead ranks are replaced in place: whatever goes wrong meanwhile, all go on from one boundary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.agents import Fault, Outcome
+from tests.simulation.in_place import Plan, plan_of, play
+
+EACH = 15
+QUIET = Plan(
+    1, nodes=1, min_nodes=1, workers=3, steps=6, step_s=0.5, start_s=1.0, save_s=0.01, after_s=0.1, is_guarded=True,
+    hears_connections=True, host_is_apart=False, max_restarts=3, faults=(), spares=0, enters_at_once=True,
+    swallows=False, update_s=0.0, has_late_collective=False,
+)  # fmt: skip
+
+
+def played(plan: Plan, *faults: Fault) -> Outcome:
+    outcome = play(replace(plan, faults=faults))
+    assert not outcome.wrong, outcome.wrong
+    return outcome
+
+
+def recoveries_of(outcome: Outcome) -> list[str]:
+    """Their outcomes, as the agent tells them."""
+    told = [text for _, text in outcome.story if ": rejoin (" in text]
+    return [text.partition("outcome ")[2].partition(",")[0] for text in told]
+
+
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(10)) for first in range(0, 15_000, EACH)])
+def test_all_go_on_from_one_boundary_whatever_goes_wrong(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + EACH) if (found := play(plan_of(seed)).wrong)}
+    assert not wrong, f"tell one with: python -m tests.simulation.in_place --seed {min(wrong)}"
+
+
+def test_a_seed_is_a_failure_that_comes_again() -> None:
+    one, other = play(plan_of(7)), play(plan_of(7))
+    assert one.story == other.story
+    assert one.switches == other.switches > 100
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_two_deaths_one_after_the_other_cost_no_restart(spares: int) -> None:
+    outcome = played(
+        replace(QUIET, spares=spares), Fault("kill worker", 0, 1, at=2.6), Fault("kill worker", 0, 0, at=4.6)
+    )
+    assert recoveries_of(outcome) == ["in place"] * 2
+    assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 0)]
+
+
+@pytest.mark.parametrize("stage", ["out", "connect", "donate", "load", "open"])
+def test_a_second_death_in_a_recovery_is_mended_too(stage: str) -> None:
+    """In place or by a restart."""
+    started = {"load": 3, "open": 3}.get(stage, 0)  # at the start all pass these
+    outcome = played(QUIET, Fault("kill worker", 0, 1, at=2.6), Fault(f"kill@{stage}", 0, 0, at=started))
+    assert [agent.code for agent in outcome.agents] == [0]
+    assert recoveries_of(outcome)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stop_saves_no_boundary_that_follows_from_a_failed_collective(seed: int) -> None:
+    """The program catches what the collective raises, and no recovery takes the rank out, because the job stops."""
+    plan = replace(QUIET, seed=seed, workers=2, swallows=True)
+    played(plan, Fault("sigterm agent", 0, 0, at=2.6), Fault("kill worker", 0, 1, at=2.61))
