@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID
 from mindx_elastic.cluster.table import Limits
@@ -16,7 +17,12 @@ from mindx_elastic.errors import UsageError
 __all__ = ["SCHEDULER", "WORKER", "ClusterSettings"]
 
 SCHEDULER, WORKER = "MS_SCHED", "MS_WORKER"
-_OTHER_ROLES = ("MS_PSERVER", "MS_SERVER")
+_ROLES = f"{SCHEDULER} to one process and {WORKER} to the others; parameter servers are not supported"
+_SIZES = f"the number of workers, the same for all processes, 1 to {MAX_WORKERS}"
+_DEVICES = "the number of this process's device, 0 to 65536"
+_NAMES = "a name of up to 128 letters, digits and ._:@- that begins with a letter or digit"
+_WEEK_S, _WEEK = 7 * 86400, "seconds, 1 to 604800"
+_NEEDED = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +52,25 @@ class ClusterSettings:
     def from_env(cls, env: Mapping[str, str] | None = None) -> ClusterSettings | None:
         """None: this process is in no dynamic cluster. Raises UsageError that names every wrong or missing variable."""
         reader = _Reader(os.environ if env is None else env)
+        read = reader.read
         if not reader.text("MS_ROLE") and reader.text("MS_WORKER_NUM") in ("", "1"):
             return None
+        heartbeat = "MINDX_HEARTBEAT_S" if reader.text("MINDX_HEARTBEAT_S") else "MS_NODE_TIMEOUT"
         found = cls(
-            role=reader.role(),
-            size=reader.number("MS_WORKER_NUM", "the number of workers, the same for all processes", 1, MAX_WORKERS),
-            host=reader.needed("MS_SCHED_HOST", "the address at which all workers reach the scheduler's machine"),
-            port=reader.number("MS_SCHED_PORT", "a free port of that machine", 1, 65535),
-            node_id=reader.node_id(),
-            recovery=reader.switch("MS_ENABLE_RECOVERY"),
-            recovery_path=Path(path) if (path := reader.text("MS_RECOVERY_PATH")) else None,
+            role=read("MS_ROLE", _one_of({SCHEDULER: SCHEDULER, WORKER: WORKER}), _ROLES),
+            size=read("MS_WORKER_NUM", _number(int, 1, MAX_WORKERS), _SIZES),
+            host=read("MS_SCHED_HOST", _address, "the address at which all workers reach the scheduler's machine"),
+            port=read("MS_SCHED_PORT", _number(int, 1, 65535), "a free port of that machine, 1 to 65535"),
+            node_id=read("MS_NODE_ID", _node_id, _NAMES, default=""),
+            recovery=read("MS_ENABLE_RECOVERY", _one_of({"1": True, "0": False}), "1, 0 or nothing", default=False),
+            recovery_path=read("MS_RECOVERY_PATH", Path, "a folder", default=None),
             limits=Limits(
-                heartbeat_s=reader.seconds(("MINDX_HEARTBEAT_S", "MS_NODE_TIMEOUT"), Limits.heartbeat_s, 0.5, 3600),
-                formation_s=reader.seconds(("MS_TOPO_TIMEOUT",), Limits.formation_s, 1, 7 * 86400),
+                heartbeat_s=read(heartbeat, _number(float, 0.5, 3600), "seconds, 0.5 to 3600", Limits.heartbeat_s),
+                formation_s=read(
+                    "MS_TOPO_TIMEOUT", _number(float, 1, _WEEK_S), f"seconds, 1 to {_WEEK_S}", Limits.formation_s
+                ),
             ),
-            device=reader.device(),
+            device=read("DEVICE_ID", _number(int, 0, 1 << 16), _DEVICES, default=None),
         )
         if found.role == SCHEDULER and found.recovery and found.recovery_path is None:
             reader.problems.append(
@@ -84,61 +94,44 @@ class _Reader:
     def text(self, name: str) -> str:
         return self._env.get(name, "").strip()
 
-    def needed(self, name: str, meaning: str) -> str:
+    def read(self, name: str, parse: Callable[[str], Any], meaning: str, default: Any = _NEEDED) -> Any:
+        """What `parse` makes of the variable; a ValueError of it is a problem, and `meaning` says what to give."""
         text = self.text(name)
-        if not text:
-            self.problems.append(f"{name} is not set: give {meaning}")
-        elif not text.isprintable() or " " in text:
-            self.problems.append(f"{name}={printable(text, 60)!r}: give {meaning}")
-        return text
-
-    def role(self) -> str:
-        role = self.text("MS_ROLE").upper()
-        if role in _OTHER_ROLES:
-            self.problems.append(f"MS_ROLE={role}: parameter servers are not supported; give {SCHEDULER} or {WORKER}")
-        elif role not in (SCHEDULER, WORKER):
-            what = f"MS_ROLE={printable(role, 40)!r}" if role else "MS_ROLE is not set"
-            self.problems.append(f"{what}: give {SCHEDULER} to one process and {WORKER} to the others")
-        return role
-
-    def device(self) -> int | None:
-        if not self.text("DEVICE_ID"):
-            return None
-        return self.number("DEVICE_ID", "the number of this process's device", 0, 1 << 16)
-
-    def number(self, name: str, meaning: str, low: int, high: int) -> int:
-        text = self.text(name)
-        if text.isascii() and text.isdecimal() and len(text) < 12 and low <= int(text) <= high:
-            return int(text)
-        what = f"{name}={printable(text, 40)!r}" if text else f"{name} is not set"
-        self.problems.append(f"{what}: give {meaning}, {low} to {high}")
-        return low
-
-    def seconds(self, names: tuple[str, ...], default: float, low: float, high: float) -> float:
-        """The first of `names` that is set."""
-        name = next((each for each in names if self.text(each)), "")
-        if not name:
+        if not text and default is not _NEEDED:
             return default
         try:
-            value = float(self.text(name))
+            return parse(text)
         except ValueError:
-            value = -1.0
-        if low <= value <= high:
-            return value
-        self.problems.append(f"{name}={printable(self.text(name), 40)!r}: give seconds, {low:g} to {high:g}")
-        return default
+            what = f"{name}={printable(text, 40)!r}" if text else f"{name} is not set"
+            self.problems.append(f"{what}: give {meaning}")
+            return default
 
-    def switch(self, name: str) -> bool:
-        text = self.text(name)
-        if text not in ("", "0", "1"):
-            self.problems.append(f"{name}={printable(text, 40)!r}: give 1, 0 or nothing")
-        return text == "1"
 
-    def node_id(self) -> str:
-        text = self.text("MS_NODE_ID")
-        if text and not re.fullmatch(NODE_ID, text):
-            self.problems.append(
-                f"MS_NODE_ID={printable(text, 40)!r}: give a name of up to 128 letters, digits and ._:@- "
-                "that begins with a letter or digit"
-            )
-        return text
+def _number(kind: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        if not low <= (value := kind(text)) <= high:
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        if text.upper() not in values:
+            raise ValueError
+        return values[text.upper()]
+
+    return parse
+
+
+def _address(text: str) -> str:
+    if not text or not text.isprintable() or " " in text:
+        raise ValueError
+    return text
+
+
+def _node_id(text: str) -> str:
+    if not re.fullmatch(NODE_ID, text):
+        raise ValueError
+    return text

@@ -198,9 +198,6 @@ class Table:
         place = self.find(incarnation)
         return place if place is not None and place.state.lives else None
 
-    def _are_all(self, state: ProcessState) -> bool:
-        return len(self.places) == self.size and all(m.state is state for m in self.places.values())
-
     def missing(self) -> list[str]:
         """The places without a process for the next group, for a message."""
         named = [m for m in self.places.values() if m.state is not ProcessState.WAITING]
@@ -249,7 +246,6 @@ class Table:
             place.node_id, place.named = who.node_id, True
         self.places[place.node_id], self.changed = place, True
         self._patience[who.incarnation] = _Patience(now + self.limits.heartbeat_s)
-        self._wait_from(now)
         return self._welcome(place)
 
     def _move(self, place: RankPlace, state: ProcessState) -> None:
@@ -286,9 +282,8 @@ class Table:
         text = f"{place} is dead: {why}"
         self._lost_why = text
         if not self.recovery:
-            self._fail(f"{text}. MS_ENABLE_RECOVERY=1 is not set, so the job ends", place.rank)
+            self.fail(f"{text}. MS_ENABLE_RECOVERY=1 is not set, so the job ends", place.rank)
             return
-        self._wait_from(now)
         assert place.rank is not None
         for other in self.living():
             self.outbox.append(Tell(other.incarnation, messages.Death(place.rank, text)))
@@ -311,7 +306,6 @@ class Table:
         del self._patience[incarnation]
         if place.state is ProcessState.AWAY:
             self._patience[incarnation] = _Patience(now + _AWAY_S)
-            self._wait_from(now)
         self._settle()
 
     def forgive(self, held_s: float) -> None:
@@ -319,10 +313,11 @@ class Table:
         for each in self._patience.values():
             each.until += max(0.0, held_s)
 
-    def fail(self, why: str) -> None:
-        """The job is over, for this reason."""
-        if self.outcome is None:
-            self._fail(why)
+    def fail(self, why: str, rank: int | None = None) -> None:
+        """The job is over for this reason, the death of `rank` if it names one."""
+        self.outcome, self.changed = JobOutcome(EXIT_ERROR, why), True
+        for place in self.living():
+            self.outbox.append(Tell(place.incarnation, messages.Fail(why, rank)))
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -333,20 +328,18 @@ class Table:
             if now >= patience.until:
                 why = patience.lost_why or f"it has sent nothing for {self.limits.heartbeat_s:g} s"
                 self.die(place.incarnation, why, now)
-        since = self._waiting_since
-        if since is not None and now >= since + self.limits.formation_s and self.outcome is None:
+        if self.group is not None and not any(m.state.is_missed for m in self.places.values()):
+            self._waiting_since = None
+            return
+        since = self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        if now >= since + self.limits.formation_s and self.outcome is None:
             first, num_there = self.generation < 0, self.size - len(self.missing())
             what = "have registered" if first else "are there again"
             why = "" if first else f"; {self._lost_why}"
-            self._fail(
+            self.fail(
                 f"only {num_there} of {self.size} workers {what} within {self.limits.formation_s:g} s "
                 f"(MS_TOPO_TIMEOUT){why}; missing: {listed(self.missing(), _SHOWN)}"
             )
-
-    def _wait_from(self, now: float) -> None:
-        """A place has no process, or a new one: all are waited for, if they are not already."""
-        if self._waiting_since is None:
-            self._waiting_since = now
 
     # --- how it goes on ---
 
@@ -423,8 +416,8 @@ class Table:
 
     def _form(self) -> None:
         """Form the next group, when every place has a process that waits for it and is connected."""
-        is_whole = self.outcome is None and self._are_all(ProcessState.WAITING)
-        if not is_whole or any(each.lost_why for each in self._patience.values()):
+        are_there = len(self.places) == self.size and all(m.state is ProcessState.WAITING for m in self.places.values())
+        if self.outcome is not None or not are_there or any(each.lost_why for each in self._patience.values()):
             return
         if self.group is None:
             self._assign_ranks()
@@ -464,11 +457,6 @@ class Table:
             return one.process.space == other.process.space
         return one.process.host == other.process.host
 
-    def _fail(self, why: str, rank: int | None = None) -> None:
-        self.outcome, self.changed = JobOutcome(EXIT_ERROR, why), True
-        for place in self.living():
-            self.outbox.append(Tell(place.incarnation, messages.Fail(why, rank)))
-
     def _settle(self) -> None:
         """Conclude when no process is left that could go on, and none is waited for."""
         if self.outcome is not None or self.generation < 0:
@@ -479,7 +467,7 @@ class Table:
             # New processes for dead ones wait for a group that a finished rank will never be in.
             is_over = ProcessState.DONE in states and not states & {ProcessState.AWAY, ProcessState.TRAINING}
             if self._lost_why and is_over:
-                self._fail(f"{self._lost_why}; the other ranks have finished")
+                self.fail(f"{self._lost_why}; the other ranks have finished")
             return
         left = [m for m in places if m.state is ProcessState.LEFT]
         if states == {ProcessState.DONE}:
@@ -525,8 +513,6 @@ class Table:
             raise ValueError("a node id is there twice, or there are more of them than ranks")
         if table.group is not None and len(ranks) != table.size:
             raise ValueError("a group was formed, and a rank has no node id")
-        if table.group is not None and not any(each.state.is_missed for each in found.places):
-            table._waiting_since = None
         return table
 
 

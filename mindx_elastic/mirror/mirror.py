@@ -12,10 +12,9 @@ import math
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,10 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.fields import read
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.printable import printable
+from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import CheckpointError, UsageError
 from mindx_elastic.mirror.partners import all_partners, count_nodes
 from mindx_elastic.mirror.server import Server
@@ -120,13 +121,13 @@ class EndpointsPart(Part):
         self._more: Callable[[Sequence[str]], list[Any]] | None = None
 
     def say(self) -> Any:
-        return "" if self._server is None else self._server.endpoint.encode()
+        return None if self._server is None else asdict(self._server.endpoint)
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        for text in said:
-            if text:
-                Endpoint.decode(text)
-        return Merged(None, more={f"endpoint/{rank}": text for rank, text in enumerate(said)})
+        for each in said:
+            if each is not None:
+                read(Endpoint, each)
+        return Merged(None, more={f"endpoint/{rank}": each for rank, each in enumerate(said)})
 
     def hear(self, answer: Answer) -> None:
         self._more = answer.more
@@ -134,8 +135,8 @@ class EndpointsPart(Part):
 
     def _ask(self, ranks: Sequence[int]) -> None:
         assert self._more is not None
-        for rank, text in zip(ranks, self._more([f"endpoint/{rank}" for rank in ranks]), strict=True):
-            found = Endpoint.decode(str(text)) if text else None
+        for rank, said in zip(ranks, self._more([f"endpoint/{rank}" for rank in ranks]), strict=True):
+            found = None if said is None else read(Endpoint, said)
             self._known[rank] = None if found is None else replace(found, token=self._derive(found.token))
 
     def __getitem__(self, rank: int) -> Endpoint | None:
@@ -198,10 +199,7 @@ def _is_loopback(host: str) -> bool:
 
 class Mirror:
     """One per guard, and the `Transport` of a start. Its methods belong to the thread that saves (training, persist or
-    watcher thread) unless said otherwise.
-
-    Also what the inventory calls a transport.
-    """
+    watcher thread) unless said otherwise."""
 
     def __init__(
         self,
@@ -218,10 +216,9 @@ class Mirror:
         """The ranks that keep this rank's copies."""
         self._ranks, self._roots, self.endpoints = ranks, tuple(roots), endpoints
         self._server, self._events = server, events
-        self._changed = threading.Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._busy = self._settled = self._closed = False
-        self._thread: threading.Thread | None = None
+        self._sender = ReadyThread("mindx-mirror-send")
+        self._settled = self._closed = False
+        self._lock = threading.Lock()  # over `_channels`
         self._failing: set[int] = set()
         self._channels: set[Channel] = set()
         self._presence: list[Channel] = []
@@ -254,11 +251,8 @@ class Mirror:
         A third of these goes into copying at most, and a third of the rest into waiting for the files of other ranks.
         """
         end = time.monotonic() + min(time_left_s, _DRAIN_S)
-        try:
-            if self.locate(path, self._ranks.rank) is not None:
-                self._copy_to_all(path, step, time.monotonic() + (end - time.monotonic()) / 3)
-        except Exception:  # the file itself is durable; nothing here may undo that
-            logger.exception("copying to another node met an unexpected error")
+        if self.locate(path, self._ranks.rank) is not None:
+            self._do(lambda: self._copy_to_all(path, step, time.monotonic() + (end - time.monotonic()) / 3))
         left = end - time.monotonic()
         self._settle(left / 3, quiet_s=left)
 
@@ -356,8 +350,9 @@ class Mirror:
         if self._settled:
             return
         end = time.monotonic() + (_DRAIN_S if timeout_s is None else timeout_s / 3)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._jobs and not self._busy, max(0.0, end - time.monotonic()))
+        if self._sender.busy:
+            with suppress(TimeoutError):
+                self._sender.call(lambda: None, end - time.monotonic())
         self._settle(max(0.0, end - time.monotonic()), quiet_s=_QUIET_S)
 
     def _settle(self, timeout_s: float, *, quiet_s: float) -> None:
@@ -372,15 +367,12 @@ class Mirror:
 
     def close(self) -> None:
         """Break off all copies under way. Main thread."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._jobs.clear()
             for channel in self._channels:
                 channel.abort()
-            self._changed.notify_all()
         self._settle(0.0, quiet_s=0.0)
-        if self._thread is not None:
-            self._thread.join(5.0)
+        self._sender.close(5.0)
         if self._server is not None:
             self._server.close()
 
@@ -396,7 +388,7 @@ class Mirror:
     def _asked(self, rank: int, op: str, deadline: float, **fields: Any) -> Iterator[Channel]:
         """The connection of a request, which `close` breaks off."""
         with self._ask(rank, op, deadline=deadline, **fields) as channel:
-            with self._changed:
+            with self._lock:
                 self._channels.add(channel)
                 closed = self._closed
             try:
@@ -404,29 +396,17 @@ class Mirror:
                     raise ConnectionError("the guard is being left")
                 yield channel
             finally:
-                with self._changed:
+                with self._lock:
                     self._channels.discard(channel)
 
-    def _enqueue(self, job: Callable[[], None]) -> None:
-        with self._changed:
-            if self._closed or self._settled:
-                return
-            self._jobs.append(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mindx-mirror-send", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        if not self._closed and not self._settled:
+            self._sender.submit(lambda: self._do(work))
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._jobs or self._closed)
-                if self._closed:
-                    return
-                job, self._busy = self._jobs.popleft(), True
-            try:
-                job()
-            except Exception:
-                logger.exception("copying to another node met an unexpected error")
+    def _do(self, work: Callable[[], None]) -> None:
+        """The files themselves are durable: no error of `work` may undo that."""
+        try:
+            if not self._closed:
+                work()
+        except Exception:
+            logger.exception("copying to another node met an unexpected error")

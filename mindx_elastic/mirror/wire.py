@@ -28,14 +28,14 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import xxhash
 
-from mindx_elastic.core.fields import Between, Text, read
+from mindx_elastic.core.fields import Between, Text
 from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.core.frames import HEAD_BYTES, content_length, frame
 from mindx_elastic.errors import CorruptCheckpointError
@@ -69,7 +69,6 @@ PATIENCE_S = 20.0
 """Longest wait for the next bytes; a disk that flushes gigabytes needs some of it."""
 CONNECT_S = 3.0
 
-_LONGEST_ENDPOINT = 1000
 _PIECE_BYTES = 1 << 20
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}  # seconds, and how often
 _RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,8})")
@@ -102,14 +101,6 @@ class Endpoint:
     host: Annotated[str, Text(255, r"[A-Za-z0-9_.:%-]+")]
     port: Annotated[int, Between(1, 65535)]
     token: Annotated[str, Text(64, "[A-Za-z0-9]+")]
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str) -> Endpoint:
-        """Raises ValueError for anything but what `encode` makes."""
-        return read(cls, json.loads(text) if len(text) <= _LONGEST_ENDPOINT else None)
 
 
 @dataclass(frozen=True, kw_only=True)
