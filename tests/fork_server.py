@@ -2,16 +2,20 @@
 of a short job.
 
 What is forked runs its script or module as ``__main__`` like a fresh interpreter: with its own arguments, environment,
-folder, session and random numbers, and none of this package imported. It is a real process to signals, and what it
-starts itself (torchrun's workers, the agent's) are fresh interpreters.
+folder, session and random numbers, and none of this package imported. It is a real process to signals. What a launcher
+starts in a session of its own (torchrun its workers, the agent its zygote) is forked from a copy that the launcher has
+of the server, and is its child; what other processes start are fresh interpreters.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import fcntl
 import functools
 import gc
 import importlib.util
+import io
 import json
 import os
 import random
@@ -21,18 +25,27 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType
-from typing import IO
+from typing import IO, Any
 
 __all__ = ["ForkedProcess", "serve"]
 
 _ROOT = Path(__file__).parents[1]
-_SERVER = "import tests.fork_server as server\nexec(server.serve())"
+_SERVER = """
+import tests.fork_server as server
+try:
+    exec(server.serve())
+finally:
+    __import__("sys").modules["tests.fork_server"].note_end()
+"""
 _MOST = 1 << 20  # bytes of a request: the environment, mostly
 _LOOK_S = 0.01
+_ABOVE = 512  # where descriptors are put aside while they change their numbers
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _lock = threading.Lock()
 
 
@@ -123,7 +136,7 @@ def _server() -> tuple[socket.socket, IO[bytes]]:
 
 def serve() -> CodeType:
     """Fork a process for each request; returns in these, with what they are to run. Never returns in the server."""
-    import numpy as np
+    atexit.register(_leave_at_once)  # before the imports, which register what is to run before it
     import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.run
@@ -151,8 +164,6 @@ def serve() -> CodeType:
                 os.close(status)
                 for other in (requests, *jobs.values()):
                     other.close()
-                random.seed()
-                np.random.seed()
                 return _prepare(**json.loads(message))
             os.close(output)
             jobs[pid] = socket.socket(fileno=status)
@@ -167,12 +178,28 @@ def serve() -> CodeType:
 
 def _prepare(arguments: list[str], env: dict[str, str], cwd: str) -> CodeType:
     """Make this process what ``python ARGUMENTS`` is before the first line of its script; returns its code."""
+    import numpy as np
+
+    if arguments[:2] == ["-m", "torch.distributed.run"] or env.get("MINDX_ZYGOTE") == "first":
+        started = _fork_what_is_started()
+        if started is not None:
+            return _prepare(**started)
+    random.seed()
+    np.random.seed()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
     main = sys.modules["__main__"]
     for name in [name for name in vars(main) if not name.startswith("__")]:
         delattr(main, name)
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if arguments[0] == "-c":
+        sys.path[0] = ""
+        sys.argv = ["-c", *arguments[2:]]
+        return compile(arguments[1], "<string>", "exec")
     if arguments[0] == "-m":
         spec = importlib.util.find_spec(arguments[1])
         assert spec is not None and spec.origin is not None, arguments[1]
@@ -184,3 +211,133 @@ def _prepare(arguments: list[str], env: dict[str, str], cwd: str) -> CodeType:
         sys.argv = [*arguments]
     main.__file__ = sys.argv[0]
     return compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec")
+
+
+_exit_code: int | None = None
+
+
+def note_end() -> None:
+    """The script has ended, well or with the exception that is being handled."""
+    global _exit_code
+    error = sys.exc_info()[1]
+    code = error.code if isinstance(error, SystemExit) else int(error is not None)
+    if isinstance(code, int | None) and not isinstance(error, KeyboardInterrupt):
+        _exit_code = (code or 0) & 0xFF
+
+
+def _leave_at_once() -> None:
+    """The last of all ``atexit`` code. The interpreter would free, object by object, what
+    the server has imported, and so copy the memory that it shares: as much work as most jobs are."""
+    if _exit_code is None:
+        return
+    for each in [sys.stdout, sys.stderr, *gc.get_objects()]:
+        if type(each) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with suppress(OSError, ValueError):  # closed, or the other end of a pipe is
+                each.flush()
+    os._exit(_exit_code)
+
+
+# --- what a launcher starts ---
+
+
+def _fork_what_is_started() -> dict[str, Any] | None:
+    """Fork a copy of this process, which forks in its turn what this one starts with `subprocess.Popen` as
+    ``python -u ...`` in a new session. None here; in what is forked so: what it is to become."""
+    launcher = os.getpid()
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        _Started.copy = mine
+        subprocess.Popen.__new__ = _popen  # type: ignore[method-assign]
+        return None
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    mine.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    os.close(null)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(theirs, _MOST, 16)
+        if not message:
+            os._exit(0)
+        if _fork_orphan():
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+    os.setsid()
+    for _ in range(10_000):
+        if os.getppid() == launcher:  # it has adopted this process
+            break
+        time.sleep(0.001)
+    else:
+        os._exit(1)
+    theirs.send(str(os.getpid()).encode())
+    request = json.loads(message)
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE) for descriptor in descriptors]
+    os.closerange(3, _ABOVE)
+    for number, descriptor in zip(request.pop("numbers"), aside, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    return dict(request)
+
+
+def _fork_orphan() -> bool:
+    """Whether this is the new process, whose parent has ended."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    if os.fork():
+        os._exit(0)
+    return True
+
+
+class _Started(ForkedProcess):
+    """In a launcher: a process that the copy has forked. As `subprocess.Popen`, without pipes."""
+
+    copy: socket.socket
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: dict[str, str],
+        stdin: int | None = None,
+        stdout: int | IO[str] | None = None,
+        stderr: int | IO[str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.args, self.returncode = [*args], None
+        request = {"arguments": self.args[1:], "env": env, "cwd": os.getcwd(), "numbers": [0, 1, 2, *pass_fds]}
+        with open(os.devnull) as null:
+            given = [null if stream == subprocess.DEVNULL else stream for stream in (stdin, stdout, stderr)]
+            streams = [number if stream is None else stream for number, stream in enumerate(given)]
+            numbers = [each if isinstance(each, int) else each.fileno() for each in (*streams, *pass_fds)]
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            socket.send_fds(self.copy, [json.dumps(request).encode()], numbers)
+            self.pid = int(self.copy.recv(32))
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif end is not None and time.monotonic() >= end:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            else:
+                time.sleep(_LOOK_S)
+        return self.returncode
+
+
+def _popen(cls: type, args: Sequence[str] = (), **how: Any) -> Any:
+    """``subprocess.Popen.__new__`` in a launcher."""
+    if how.pop("start_new_session", False) and [*args[:2]] == [sys.executable, "-u"]:
+        return _Started(args, **how)
+    return object.__new__(cls)
+
+
+def _prctl(what: int, value: int) -> None:
+    assert ctypes.CDLL(None).prctl(what, int(value), 0, 0, 0) == 0

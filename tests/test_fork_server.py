@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ print(json.dumps({
     "home": "HOME" in os.environ, "main": sys.modules["__main__"].Ours is Ours, "name": Ours.__module__,
     "ours": [name for name in sys.modules if name.startswith("mindx_elastic")], "random": random.random(),
     "threads": threading.active_count(), "leader": os.getsid(0) == os.getpid(),
-    "open": len(os.listdir("/proc/self/fd")),
+    "open": len(os.listdir("/proc/self/fd")), "parent": os.getppid(),
 }), flush=True)
 sys.stdout.reconfigure(errors="backslashreplace")
 print("TO STDERR", file=sys.stderr)
@@ -29,26 +30,31 @@ sys.exit(7)
 """
 
 
-def start(folder: Path, source: str, *arguments: str) -> ForkedProcess:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+
+
+def start(folder: Path, source: str, *arguments: str, under: Sequence[str] = ()) -> ForkedProcess:
     script = folder / "script.py"
     script.write_text(source, encoding="utf-8")
     env = {**os.environ, "OF_THE_JOB": "yes"}
     env.pop("HOME", None)
-    return ForkedProcess([str(script), *arguments], env)
+    return ForkedProcess([*under, str(script), *arguments], env)
 
 
+@pytest.mark.parametrize("under", [(), TORCHRUN])
 def test_its_script_finds_what_it_would_find_in_a_fresh_interpreter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, under: Sequence[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     numbers = set()
     for _ in range(2):
-        process = start(tmp_path, FACTS, "--word", "two words")
+        process = start(tmp_path, FACTS, "--word", "two words", under=under)
         with process.stdout as output:
             lines = output.read().splitlines()
-        assert process.wait() == 7
-        assert lines[1:] == ["TO STDERR", "LEFT"], "by way of atexit"
+        assert process.wait() == (1 if under else 7)
+        assert lines[1:3] == ["TO STDERR", "LEFT"], "by way of atexit"
         facts = json.loads(lines[0])
+        assert (facts.pop("parent") == process.pid) == bool(under), "torchrun's worker is torchrun's child"
         numbers.add(facts.pop("random"))
         assert facts.pop("open") <= 5, "no connection of the server or of another job"
         script = str(tmp_path / "script.py")
