@@ -26,13 +26,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 from typing import IO, Any
 
-__all__ = ["ForkedProcess", "serve"]
+__all__ = ["ForkedChild", "ForkedProcess", "fork_child", "serve"]
 
 _ROOT = Path(__file__).parents[1]
 _SERVER = """
@@ -50,15 +51,23 @@ _lock = threading.Lock()
 
 
 class ForkedProcess:
-    """As `subprocess.Popen` of ``python ARGUMENTS``, with both outputs in one pipe and a session of its own."""
+    """As `subprocess.Popen` of ``python ARGUMENTS``, with a session of its own, and both outputs in one pipe if none is
+    given."""
 
-    def __init__(self, arguments: Sequence[str], env: dict[str, str]) -> None:
-        request = json.dumps({"arguments": [*arguments], "env": env, "cwd": os.getcwd()}).encode()
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        cwd: Path | None = None,
+        outputs: tuple[int, int] | None = None,
+    ) -> None:
+        request = json.dumps({"arguments": [*arguments], "env": dict(env), "cwd": str(cwd or os.getcwd())}).encode()
         read, write = os.pipe()
         self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server, self._said = _server()
         with _lock:
-            socket.send_fds(server, [request], [write, theirs.fileno()])
+            socket.send_fds(server, [request], [*(outputs or (write, write)), theirs.fileno()])
         os.close(write)
         theirs.close()
         self.args = [sys.executable, *arguments]
@@ -147,25 +156,33 @@ def serve() -> CodeType:
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has only the thread that forks"
     gc.collect()
     gc.freeze()  # else a collection, which each process makes at its end, copies the memory that it shares
-    requests = socket.socket(fileno=int(sys.argv[1]))
+    requests, tests = socket.socket(fileno=int(sys.argv[1])), os.getppid()
     jobs: dict[int, socket.socket] = {}
     while True:
         for _ in select.select([requests], [], [], _LOOK_S if jobs else None)[0]:
-            message, descriptors, _, _ = socket.recv_fds(requests, _MOST, 2)
+            message, descriptors, _, _ = socket.recv_fds(requests, _MOST, 16)
             if not message:
                 os._exit(0)  # what still runs is not ours to end
-            output, status = descriptors
+            request = json.loads(message)
+            if "numbers" in request:
+                if _fork_orphan(descriptors):
+                    for other in jobs.values():
+                        other.close()
+                    return _prepare(**_become_child(request, descriptors, requests, tests))
+                continue
+            *outputs, status = descriptors
             pid = os.fork()
             if pid == 0:
                 os.setsid()
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                os.close(output)
-                os.close(status)
+                for number, output in enumerate(outputs, start=1):
+                    os.dup2(output, number)
+                for descriptor in descriptors:
+                    os.close(descriptor)
                 for other in (requests, *jobs.values()):
                     other.close()
-                return _prepare(**json.loads(message))
-            os.close(output)
+                return _prepare(**request)
+            for output in outputs:
+                os.close(output)
             jobs[pid] = socket.socket(fileno=status)
             jobs[pid].send(str(pid).encode())
         while jobs:
@@ -180,8 +197,9 @@ def _prepare(arguments: list[str], env: dict[str, str], cwd: str) -> CodeType:
     """Make this process what ``python ARGUMENTS`` is before the first line of its script; returns its code."""
     import numpy as np
 
-    if arguments[:2] == ["-m", "torch.distributed.run"] or env.get("MINDX_ZYGOTE") == "first":
-        started = _fork_what_is_started()
+    starts_others = {"torch.distributed.run", "prove", "drill"} & {*arguments[:3]} or env.get("MINDX_ZYGOTE") == "first"
+    if arguments[0] == "-m" and starts_others:
+        started = _fork_copy()
         if started is not None:
             return _prepare(**started)
     random.seed()
@@ -192,10 +210,12 @@ def _prepare(arguments: list[str], env: dict[str, str], cwd: str) -> CodeType:
     main = sys.modules["__main__"]
     for name in [name for name in vars(main) if not name.startswith("__")]:
         delattr(main, name)
-    if arguments[0] == "-u":
-        arguments = arguments[1:]
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    while arguments[0] in ("-u", "-W"):
+        if arguments.pop(0) == "-W":
+            warnings.simplefilter(arguments.pop(0))  # type: ignore[arg-type]
+        else:
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     if arguments[0] == "-c":
         sys.path[0] = ""
         sys.argv = ["-c", *arguments[2:]]
@@ -237,87 +257,40 @@ def _leave_at_once() -> None:
     os._exit(_exit_code)
 
 
-# --- what a launcher starts ---
+# --- children of other processes than the server ---
 
 
-def _fork_what_is_started() -> dict[str, Any] | None:
-    """Fork a copy of this process, which forks in its turn what this one starts with `subprocess.Popen` as
-    ``python -u ...`` in a new session. None here; in what is forked so: what it is to become."""
-    launcher = os.getpid()
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork():
-        theirs.close()
-        _Started.copy = mine
-        subprocess.Popen.__new__ = _popen  # type: ignore[method-assign]
-        return None
-    os.setsid()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    mine.close()
-    null = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(null, number)
-    os.close(null)
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(theirs, _MOST, 16)
-        if not message:
-            os._exit(0)
-        if _fork_orphan():
-            break
-        for descriptor in descriptors:
-            os.close(descriptor)
-    os.setsid()
-    for _ in range(10_000):
-        if os.getppid() == launcher:  # it has adopted this process
-            break
-        time.sleep(0.001)
-    else:
-        os._exit(1)
-    theirs.send(str(os.getpid()).encode())
-    request = json.loads(message)
-    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE) for descriptor in descriptors]
-    os.closerange(3, _ABOVE)
-    for number, descriptor in zip(request.pop("numbers"), aside, strict=True):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    return dict(request)
+def fork_child(
+    args: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: int | None = None,
+    stdout: int | IO[str] | None = None,
+    stderr: int | IO[str] | None = None,
+    pass_fds: Sequence[int] = (),
+    start_new_session: bool = True,
+) -> ForkedChild:
+    """As `subprocess.Popen` of ``python ...`` in a new session, without pipes: it is a child of this process."""
+    assert args[0] == sys.executable and start_new_session
+    numbers = [0, 1, 2, *pass_fds]
+    request = {"arguments": args[1:], "env": dict(env), "cwd": os.getcwd(), "numbers": numbers}
+    with open(os.devnull) as null, _lock:
+        given = [null if stream == subprocess.DEVNULL else stream for stream in (stdin, stdout, stderr)]
+        streams = [number if stream is None else stream for number, stream in enumerate(given)]
+        descriptors = [each if isinstance(each, int) else each.fileno() for each in (*streams, *pass_fds)]
+        forks = _copy or _server()[0]
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        socket.send_fds(forks, [json.dumps(request).encode()], descriptors)
+        pid = int(forks.recv(32))
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    return ForkedChild(args, pid)
 
 
-def _fork_orphan() -> bool:
-    """Whether this is the new process, whose parent has ended."""
-    between = os.fork()
-    if between:
-        os.waitpid(between, 0)
-        return False
-    if os.fork():
-        os._exit(0)
-    return True
+class ForkedChild(ForkedProcess):
+    """What `fork_child` has started."""
 
-
-class _Started(ForkedProcess):
-    """In a launcher: a process that the copy has forked. As `subprocess.Popen`, without pipes."""
-
-    copy: socket.socket
-
-    def __init__(
-        self,
-        args: Sequence[str],
-        *,
-        env: dict[str, str],
-        stdin: int | None = None,
-        stdout: int | IO[str] | None = None,
-        stderr: int | IO[str] | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        self.args, self.returncode = [*args], None
-        request = {"arguments": self.args[1:], "env": env, "cwd": os.getcwd(), "numbers": [0, 1, 2, *pass_fds]}
-        with open(os.devnull) as null:
-            given = [null if stream == subprocess.DEVNULL else stream for stream in (stdin, stdout, stderr)]
-            streams = [number if stream is None else stream for number, stream in enumerate(given)]
-            numbers = [each if isinstance(each, int) else each.fileno() for each in (*streams, *pass_fds)]
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            socket.send_fds(self.copy, [json.dumps(request).encode()], numbers)
-            self.pid = int(self.copy.recv(32))
-            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    def __init__(self, args: Sequence[str], pid: int) -> None:
+        self.args, self.pid, self.returncode = [*args], pid, None
 
     def wait(self, timeout: float | None = None) -> int:
         end = None if timeout is None else time.monotonic() + timeout
@@ -332,11 +305,75 @@ class _Started(ForkedProcess):
         return self.returncode
 
 
-def _popen(cls: type, args: Sequence[str] = (), **how: Any) -> Any:
+_copy: socket.socket | None = None
+"""In a launcher: the connection to the copy of the server that is its child, and so can fork children for it."""
+
+
+def _fork_copy() -> dict[str, Any] | None:
+    """From here on this process has a copy, and `subprocess.Popen` of ``python ...`` in a new session is `fork_child`.
+    None here; in what the copy forks: what it is to become."""
+    global _copy
+    launcher = os.getpid()
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        _copy = mine
+        subprocess.Popen.__new__ = _popen  # type: ignore[method-assign]
+        return None
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    mine.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    os.close(null)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(theirs, _MOST, 16)
+        if not message:
+            os._exit(0)
+        if _fork_orphan(descriptors):
+            return _become_child(json.loads(message), descriptors, theirs, launcher)
+
+
+def _popen(cls: type, args: Sequence[str] = (), *more: Any, start_new_session: bool = False, **how: Any) -> Any:
     """``subprocess.Popen.__new__`` in a launcher."""
-    if how.pop("start_new_session", False) and [*args[:2]] == [sys.executable, "-u"]:
-        return _Started(args, **how)
+    if start_new_session and args[0] == sys.executable and args[1] != "-I":
+        return fork_child(args, **how)
     return object.__new__(cls)
+
+
+def _fork_orphan(descriptors: Sequence[int]) -> bool:
+    """Whether this is the new process, whose parent has ended; the descriptors are for that one."""
+    between = os.fork()
+    if between == 0:
+        if os.fork():
+            os._exit(0)
+        return True
+    for descriptor in descriptors:
+        os.close(descriptor)
+    os.waitpid(between, 0)
+    return False
+
+
+def _become_child(
+    request: dict[str, Any], descriptors: Sequence[int], answer: socket.socket, of: int
+) -> dict[str, Any]:
+    """Give this orphan its session and its descriptors, once the process `of` has adopted it."""
+    os.setsid()
+    for _ in range(10_000):
+        if os.getppid() == of:
+            break
+        time.sleep(0.001)
+    else:
+        os._exit(1)
+    answer.send(str(os.getpid()).encode())
+    answer.close()
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE) for descriptor in descriptors]
+    os.closerange(3, _ABOVE)
+    for number, descriptor in zip(request.pop("numbers"), aside, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    return request
 
 
 def _prctl(what: int, value: int) -> None:

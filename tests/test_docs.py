@@ -363,6 +363,6 @@ def test_the_program_of_a_page_runs(tmp_path: Path, page: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for resumed in (r"None", r"\d+"):  # the end is kept: the second time nothing is left to train
         command = [sys.executable, "-W", "error", str(program), "out"]
-        done = finish(command, cwd=tmp_path, env=env)
+        done = finish(command, cwd=tmp_path, env=env, fresh=False)
         assert done.returncode == 0, done.stderr
         assert re.search(rf"resumed from step {resumed}\b", done.stdout), done.stdout

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tests.fork_server import ForkedProcess
+
 __all__ = ["IDLE_S", "MOST_S", "Stalled", "Watchdog", "children", "cpu_seconds", "finish"]
 
 IDLE_S = 120.0
@@ -99,22 +101,30 @@ def finish(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     own_session: bool = False,
+    fresh: bool = True,
     most_s: float = MOST_S,
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` with captured text and without input, and with a watchdog in place of a time limit.
 
-    What hangs is killed with all below it, and its output is in the error.
+    fresh: False: ``python ...`` is forked from one that has imported torch, see `tests.fork_server`. What hangs is
+    killed with all below it, and its output is in the error.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=own_session,
-        )
+        process: subprocess.Popen[bytes] | ForkedProcess
+        if fresh:
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=own_session,
+            )
+        else:
+            words = [str(word) for word in command[1:]]
+            process = ForkedProcess(words, env or os.environ, cwd=cwd, outputs=(out.fileno(), err.fileno()))
+            process.stdout.close()
 
         def text(file: object) -> str:
             return os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace")  # type: ignore[attr-defined]
@@ -134,4 +144,4 @@ def finish(
                     with suppress(ProcessLookupError):
                         os.kill(each, 9)
                 process.wait()
-        return subprocess.CompletedProcess(list(map(str, command)), process.returncode, text(out), text(err))
+        return subprocess.CompletedProcess(list(map(str, command)), process.wait(), text(out), text(err))

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_prove_command import environment
+from tests.cli.test_prove_command import MAIN, environment
 from tests.harness import JOBS, run_command
+from tests.watchdog import finish
 
 
 def run(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mindx_elastic", "drill", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, check=False)
+    return finish([sys.executable, "-m", MAIN, "drill", *map(str, words)], cwd=cwd, env=environment(**env), fresh=False)
 
 
 def drill(

@@ -17,9 +17,10 @@ import pytest
 from mindx_elastic.cli.scripts import split_line
 from tests.harness import JOBS, Job, children, run_command, wait_until
 from tests.prove.test_runs import is_gone
-from tests.watchdog import Watchdog
+from tests.watchdog import Watchdog, finish
 
 ROOT = Path(__file__).parents[2]
+MAIN = "mindx_elastic.cli.main"
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -29,8 +30,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mindx_elastic", "prove", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, check=False)
+    return finish([sys.executable, "-m", MAIN, "prove", *map(str, words)], cwd=cwd, env=environment(**env), fresh=False)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def interrupted(tmp_path: Path, memory: Path, signum: int, code: int, ready: Cal
     """Interrupt a proof when it is `ready`, and see that it leaves nothing."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-m", "mindx_elastic", "prove", "--", str(JOBS / "proved.py"), "slow", "ckpt"]
+    command = [sys.executable, "-m", MAIN, "prove", "--", str(JOBS / "proved.py"), "slow", "ckpt"]
     places = {"TMPDIR": str(temporary), "MINDX_ARENA_DIR": str(memory), "MINDX_TEST_READY": str(tmp_path / "ready")}
     job = Job(command, environment(**places))
     try:

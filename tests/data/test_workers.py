@@ -25,7 +25,7 @@ def run_job(*arguments: str, code: int = 0) -> list[list[str]]:
     """The words of each line that the job printed; it must print nothing on stderr."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MINDX_GRACE_S": str(GRACE_S)}
     script = Path(__file__).with_name("loader_job.py")
-    done = finish([sys.executable, "-W", "error", script, *arguments], env=env, own_session=True)
+    done = finish([sys.executable, "-W", "error", script, *arguments], env=env, fresh=False)
     if "multiprocessing/resource_tracker.py" not in done.stderr.partition("line")[0]:  # a name that is gone already
         assert done.stderr == ""
     assert done.returncode == code

@@ -69,7 +69,7 @@ def command(folder: Path, *flags: str) -> list[str]:
 
 def run_to_the_end(environment: dict[str, str], folder: Path, *flags: str) -> dict[str, object]:
     """Run the script; returns the JSON of the last line on its stdout."""
-    done = finish(command(folder, *flags), env=environment)
+    done = finish(command(folder, *flags), env=environment, fresh=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     assert set(result) == {"event", "step", "epoch", "weights_sha256", "resumed_from_step", "test_accuracy"}

@@ -71,7 +71,7 @@ def main(root: Path) -> None:
 
 def test_a_kill_at_any_point_leaves_a_good_file(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = finish([sys.executable, Path(__file__), tmp_path], env=environment)
+    done = finish([sys.executable, Path(__file__), tmp_path], env=environment, fresh=False)
     assert done.returncode == 0, done.stderr
     found = []
     for folder in sorted(tmp_path.iterdir(), key=lambda path: int(path.name)):

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mindx_elastic.agent import zygote
 from mindx_elastic.prove.baseline import ProofReport
 from mindx_elastic.prove.proof import choose_stops, prove
 from mindx_elastic.prove.records import WitnessedStep
 from mindx_elastic.prove.report import describe
 from mindx_elastic.prove.runs import Command, Runs
+from tests.fork_server import fork_child
 from tests.harness import JOBS, unignore_signals
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    """The processes that fork are shared; each proof gets its own chains of runs."""
+@contextmanager
+def make_runs() -> Iterator[Runs]:
     unignore_signals()
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("MINDX_", "MS_", "TORCHELASTIC", "PYTHONHASH"))]:
@@ -27,6 +31,15 @@ def runs() -> Iterator[Runs]:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         with Runs(Command(script=()), timeout_s=600) as made:
+            yield made
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    """The processes that fork are shared, and forked themselves; each proof gets its own chains of runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zygote, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": fork_child}))
+        with make_runs() as made:
             yield made
 
 
@@ -116,7 +129,6 @@ def test_a_fault_is_named(
 @pytest.mark.parametrize(
     ("fault", "what", "cause"),
     [
-        ("hashes", "two uninterrupted runs differ at step 1, in the batch", "Python's hashes differ"),
         ("chance", "differ at step 1, before any step was done, in model.0.bias", "a generator that was not seeded"),
         ("late_chance", "two uninterrupted runs differ at step 5, in model.4.weight", "gives other bits each time"),
     ],
@@ -129,6 +141,16 @@ def test_a_script_that_is_not_deterministic_is_named(
     text = text_of(proof)
     assert what in text and cause in text, text
     assert len(proof.rows) == 2, "nothing is stopped then"
+
+
+@pytest.mark.drill
+def test_a_script_that_depends_on_the_order_of_hashes_is_named(tmp_path: Path) -> None:
+    """The two processes that fork were started with different seeds."""
+    with make_runs() as runs:
+        proof = prove_fault(runs, tmp_path, "hashes")
+    assert proof.exit_code == 3
+    text = text_of(proof)
+    assert "two uninterrupted runs differ at step 1, in the batch" in text and "Python's hashes differ" in text, text
 
 
 def test_a_script_that_fails(runs: Runs, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests import harness
+from tests.system.nodes import End, end_of
 
 Uninterrupted = Callable[..., harness.Job]
 Reference = Callable[..., harness.Job]
+Plain = Callable[..., End]
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +42,12 @@ def reference(uninterrupted: Uninterrupted) -> Reference:
         return job
 
     return run
+
+
+@pytest.fixture
+def plain(uninterrupted: Uninterrupted) -> Plain:
+    """``plain(ranks, *args)``: the end of the undisturbed run of ``in_place.py``, without an agent."""
+    return lambda ranks, *args: end_of(uninterrupted("in_place.py", ranks, "--epochs", 2, *args))
 
 
 @pytest.fixture

@@ -13,10 +13,21 @@ from torch.distributed import TCPStore
 
 from tests.harness import Job, free_port, start_agent
 
-__all__ = ["Nodes"]
+__all__ = ["End", "Nodes", "end_of"]
 
 JOB = "in_place.py"
 CONF = "is_host=0,last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
+
+End = tuple[dict[int, str], dict[tuple[str, str], str]]
+
+
+def end_of(*jobs: Job) -> End:
+    """Hashes by rank, and the samples of each step by rank and step."""
+    hashes = {rank: value for job in jobs for rank, value in job.hashes().items()}
+    steps: dict[tuple[str, str], str] = {}
+    for match in (match for job in jobs for match in job.matches(r"SEEN (\d+ [\d,]+) (\d+) (\d+)")):
+        assert steps.setdefault((match[2], match[3]), match[1]) == match[1], "a step that is done again"
+    return hashes, steps
 
 
 class Nodes:
@@ -76,13 +87,8 @@ class Nodes:
         return [match for job in self.jobs for match in job.matches(pattern)]
 
     @property
-    def end(self) -> tuple[dict[int, str], dict[tuple[str, str], str]]:
-        """Hashes by rank, and the samples of each step by rank and step."""
-        hashes = {rank: value for job in self.jobs for rank, value in job.hashes().items()}
-        steps: dict[tuple[str, str], str] = {}
-        for match in self.found(r"SEEN (\d+ [\d,]+) (\d+) (\d+)"):
-            assert steps.setdefault((match[2], match[3]), match[1]) == match[1], "a step that is done again"
-        return hashes, steps
+    def end(self) -> End:
+        return end_of(*self.jobs)
 
     def report(self) -> str:
         return "\n\n".join(f"=== node {number} ===\n{job.report()}" for number, job in enumerate(self.jobs))

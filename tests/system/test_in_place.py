@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.rejoin.record import STAGES
-from tests.harness import Job, events, free_port, job_status, start_agent, wait_until
+from tests.harness import Job, events, free_port, job_status, run_job, start_agent, wait_until
 from tests.system.test_agent_zygote import wait_for_zygote
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ WHY = r"no recovery in place: (.*)"
 RESTART = r"restart \d+ of"
 PATIENT = ("--rejoin-timeout", "120")
 """The first death may come before the zygote is ready."""
-PLAIN = {"--fault": 1, "--meanwhile": 1, "--resources": 0, "--hold-at": 1}
+PLAIN = {"--fault": 1, "--meanwhile": 1, "--resources": 0, "--hold-at": 1, "--step-s": 1}
 """Options that do not change what is trained, and how many words follow."""
 Meanwhile = Callable[[Job, Path], None]
 
@@ -66,11 +66,12 @@ class Runs:
         return self._folder / f"run{self._count}"
 
     def undisturbed(self, ranks: int, words: Sequence[str]) -> tuple[dict[int, str], dict[str, list[int]]]:
-        """Hashes and samples of the same training without faults."""
+        """Hashes and samples of the same training without faults, and without an agent."""
         plain = _without_faults(words)
         key = (ranks, *plain)
         if key not in self._known:
-            job = self.start(self._folder / f"plain{len(self._known)}", ranks, plain)
+            folder = self._folder / f"plain{len(self._known)}"
+            job = run_job(script_of(words), folder, *plain, ranks=ranks, env={"MINDX_ARENA_DIR": "none"})
             self._known[key] = job.hashes(), _seen(job)
         return self._known[key]
 
@@ -88,14 +89,19 @@ class Runs:
         (folder / "shm").mkdir(parents=True, exist_ok=True)
         env = {"MINDX_ARENA_DIR": str(folder / "shm"), **env}
         options = ["--recover", "in-place", *options]
-        script = "programs.py" if "--form" in args else JOB
-        with start_agent(script, folder, *args, ranks=ranks, options=options, env=env, run_dir=folder / "run") as job:
+        with start_agent(
+            script_of(args), folder, *args, ranks=ranks, options=options, env=env, run_dir=folder / "run"
+        ) as job:
             meanwhile(job, folder)
             if code is None:
                 return job
             job.expect(code)
             assert not list((folder / "shm").glob("*/agent-*")), job.report()
         return job
+
+
+def script_of(words: Sequence[str]) -> str:
+    return "programs.py" if "--form" in words else JOB
 
 
 def _without_faults(words: Sequence[str]) -> list[str]:

@@ -11,20 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, wait_until
-from tests.system.nodes import Nodes
+from tests.system.conftest import Plain
+from tests.system.nodes import End, Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 drill = pytest.mark.drill
 
 STEP_S = ("--step-s", 0.05)
-
-
-def plain(folder: Path, num_nodes: int, ranks: int, *args: object) -> Nodes:
-    """The undisturbed run."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, folder / "plain", num_nodes, ranks, "--epochs", 2, *args)
-        nodes.expect(0)
-        return nodes
 
 
 def held(nodes: Nodes) -> dict[int, Job]:
@@ -75,10 +68,10 @@ def replace(
         return nodes, survivors
 
 
-def check(nodes: Nodes, survivors: list[Job], undisturbed: Nodes) -> None:
+def check(nodes: Nodes, survivors: list[Job], undisturbed: End) -> None:
     """The same samples in each step, after one restart; random numbers of the lost ranks went with their memory."""
-    assert nodes.end[1] == undisturbed.end[1], nodes.report()
-    assert nodes.end[0] == undisturbed.end[0] or nodes.found("not bit for bit|may differ"), nodes.report()
+    assert nodes.end[1] == undisturbed[1], nodes.report()
+    assert nodes.end[0] == undisturbed[0] or nodes.found("not bit for bit|may differ"), nodes.report()
     for job in survivors:
         assert len(job.matches(r"restart \d")) == 1, nodes.report()
 
@@ -88,7 +81,7 @@ def check(nodes: Nodes, survivors: list[Job], undisturbed: Nodes) -> None:
 )
 @pytest.mark.parametrize("snapshots", ["auto", pytest.param("1", marks=drill)])
 def test_a_killed_rank_of_two_nodes_restarts_the_job_bit_for_bit(
-    tmp_path: Path, rank: int, where: str, snapshots: str
+    tmp_path: Path, plain: Plain, rank: int, where: str, snapshots: str
 ) -> None:
     """In place is for one node, and one line of each agent says so."""
     options = ("--recover", "in-place", "--snapshot-every", snapshots)
@@ -103,42 +96,41 @@ def test_a_killed_rank_of_two_nodes_restarts_the_job_bit_for_bit(
             assert len(job.matches(r"restart \d")) == 1, nodes.report()
             assert len(job.matches("in-place is for a job of one node")) == 1, nodes.report()
         assert not nodes.found("not bit for bit|may differ"), nodes.report()
-        undisturbed = plain(tmp_path, 2, 1, *args[2:])
-        assert nodes.end == undisturbed.end, nodes.report()
+        assert nodes.end == plain(2, *args[2:]), nodes.report()
 
 
-def test_a_lost_node_restarts_the_job_with_another(tmp_path: Path) -> None:
+def test_a_lost_node_restarts_the_job_with_another(tmp_path: Path, plain: Plain) -> None:
     nodes, survivors = replace(tmp_path, 2, 1, "1:8:update:node")
-    check(nodes, survivors, plain(tmp_path, 2, 1))
+    check(nodes, survivors, plain(2))
 
 
 @drill
 @pytest.mark.parametrize("where", ["start", "forward", "backward", "after", "eval", "save"])
 @pytest.mark.parametrize("what", ["agent", "node"])
-def test_a_node_lost_at_any_place_of_a_step(tmp_path: Path, where: str, what: str) -> None:
+def test_a_node_lost_at_any_place_of_a_step(tmp_path: Path, plain: Plain, where: str, what: str) -> None:
     step = {"eval": 12, "save": 5}.get(where, 8)
     args = ("--evaluate", "no_grad", "--save-every", 5, *STEP_S)
     nodes, survivors = replace(tmp_path, 2, 1, f"1:{step}:{where}:{what}", *args)
-    check(nodes, survivors, plain(tmp_path, 2, 1, *args))
+    check(nodes, survivors, plain(2, *args[:-2]))
 
 
 @drill
 @pytest.mark.parametrize(("num_nodes", "ranks", "rank"), [(2, 2, 3), (3, 1, 2), (3, 1, 0)])
-def test_one_of_several_nodes_or_ranks(tmp_path: Path, num_nodes: int, ranks: int, rank: int) -> None:
+def test_one_of_several_nodes_or_ranks(tmp_path: Path, plain: Plain, num_nodes: int, ranks: int, rank: int) -> None:
     args = ("--size", 48 * num_nodes * ranks, *STEP_S)
     nodes, survivors = replace(tmp_path, num_nodes, ranks, f"{rank}:8:mid:node", *args)
-    check(nodes, survivors, plain(tmp_path, num_nodes, ranks, *args))
+    check(nodes, survivors, plain(num_nodes * ranks, *args[:-2]))
 
 
 @drill
-def test_a_node_that_stands_by_comes_in(tmp_path: Path) -> None:
+def test_a_node_that_stands_by_comes_in(tmp_path: Path, plain: Plain) -> None:
     """It was there all the time, in torch's rendezvous, and the job did not mind."""
     nodes, survivors = replace(tmp_path, 2, 1, "1:12:mid:node", *STEP_S, stands_by=True)
-    check(nodes, survivors, plain(tmp_path, 2, 1, *STEP_S))
+    check(nodes, survivors, plain(2))
 
 
 @drill
-def test_a_node_that_stood_still_ruins_nothing_when_it_wakes_up(tmp_path: Path) -> None:
+def test_a_node_that_stood_still_ruins_nothing_when_it_wakes_up(tmp_path: Path, plain: Plain) -> None:
     """Agent and worker are stopped, the job goes on with another node, they go on."""
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--fault", "1:8:start:stop")
@@ -158,7 +150,7 @@ def test_a_node_that_stood_still_ruins_nothing_when_it_wakes_up(tmp_path: Path) 
         job.process.terminate()
         job.wait(400)
         assert not job.hashes(), nodes.report()
-        assert nodes.end[1] == plain(tmp_path, 2, 1, *STEP_S).end[1], nodes.report()
+        assert nodes.end[1] == plain(2)[1], nodes.report()
 
 
 @drill
@@ -179,7 +171,9 @@ def test_an_agent_that_stands_still_while_its_ranks_train_is_not_lost(tmp_path: 
 
 @drill
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(tmp_path: Path, rank: int) -> None:
+def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(
+    tmp_path: Path, plain: Plain, rank: int
+) -> None:
     """The job restarts with another node, while the old process still has its byte of the lock. Rank 0 would take
     another job for its holder, and wait for two minutes in vain."""
     with ExitStack() as stack:
@@ -195,11 +189,11 @@ def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(tmp
         assert other.wait(400) == 0 and new.wait(400) == 0, nodes.report()
         passed = [match for each in (other, new) for match in each.matches(rf"rank {rank} goes on, though .*{worker}")]
         assert len(passed) == 1, nodes.report()
-        assert nodes.end[1] == plain(tmp_path, 2, 1, *STEP_S).end[1], nodes.report()
+        assert nodes.end[1] == plain(2)[1], nodes.report()
 
 
 @drill
-def test_a_node_that_dies_while_the_nodes_meet_is_missed(tmp_path: Path) -> None:
+def test_a_node_that_dies_while_the_nodes_meet_is_missed(tmp_path: Path, plain: Plain) -> None:
     """It has joined, and is dead when the meeting is over. Torch's agents would wait for its part for a minute."""
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, nnodes="2:3")
@@ -210,4 +204,4 @@ def test_a_node_that_dies_while_the_nodes_meet_is_missed(tmp_path: Path) -> None
         assert nodes.jobs[0].wait(400) == 0 and new.wait(400) == 0, nodes.report()
         assert nodes.jobs[0].matches(r"have not met: .*node \d gives no sign of life since the nodes have met")
         assert not nodes.found("wait timeout after"), nodes.report()
-        assert nodes.end == plain(tmp_path, 2, 1).end, nodes.report()
+        assert nodes.end == plain(2), nodes.report()

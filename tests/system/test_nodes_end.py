@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, events, wait_until
+from tests.system.conftest import Plain
 from tests.system.nodes import Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,16 +38,9 @@ def signal_node(job: Job, rank: int, signum: int) -> None:
     os.kill(worker, signum)
 
 
-def end_of_plain(folder: Path, num_nodes: int, *args: object) -> dict[int, str]:
-    with ExitStack() as stack:
-        nodes = Nodes(stack, folder / "plain", num_nodes, 1, *args)
-        nodes.expect(0)
-        return nodes.end[0]
-
-
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=drill)])
 @pytest.mark.parametrize("shard", ["no", pytest.param("fsdp", marks=drill)])
-def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, shard: str, lost: int) -> None:
+def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, plain: Plain, shard: str, lost: int) -> None:
     """Its part of the state may be nowhere: the job must not say that it has finished."""
     with ExitStack() as stack:
         args = ("--epochs", 2, "--shard", shard, "--fault", f"{lost}:{LAST}:save:stop")
@@ -58,7 +52,7 @@ def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, shard: str,
         assert other.wait(400) == 0 and new.wait(400) == 0, nodes.report()
         (told,) = events(nodes.folder / f"node{nodes.jobs.index(other)}" / "run", "restart")
         assert re.search(rf"node {lost} has not ended: ", told["reason"]), told
-        undisturbed = end_of_plain(tmp_path, 2, "--epochs", 2, "--shard", shard)
+        undisturbed = plain(2, "--shard", shard)[0]
         # What the lost node alone had (its random numbers) starts over where the end was saved, and a warning says so.
         # The nodes meet in any order, so the survivor may have the lost node's rank now.
         ended = {**other.hashes(), **new.hashes()}
@@ -84,7 +78,7 @@ def test_a_node_that_stands_still_in_its_final_save(tmp_path: Path, lost: int) -
 
 @drill
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_in_its_final_save_restarts_the_job_on_all_nodes(tmp_path: Path, rank: int) -> None:
+def test_a_rank_killed_in_its_final_save_restarts_the_job_on_all_nodes(tmp_path: Path, plain: Plain, rank: int) -> None:
     """What it does after its training is still to be done. The others had ended, and come back for it."""
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, "--fault", f"{rank}:{LAST}:save:stop")
@@ -92,5 +86,5 @@ def test_a_rank_killed_in_its_final_save_restarts_the_job_on_all_nodes(tmp_path:
         os.kill(job.pids()[rank], signal.SIGKILL)
         nodes.expect(0)
         assert len(nodes.found(r"restart 1")) == 2, nodes.report()
-        assert nodes.end[0] == end_of_plain(tmp_path, 2, "--epochs", 2), nodes.report()
+        assert nodes.end[0] == plain(2)[0], nodes.report()
         assert [sum(map(len, job.processes().values())) for job in nodes.jobs] == [2, 2], nodes.report()

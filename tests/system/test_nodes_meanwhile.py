@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, start_command, wait_until
+from tests.system.conftest import Plain
 from tests.system.nodes import Nodes
-from tests.system.test_lost_nodes import STEP_S, check, held, kill_node, plain, release
+from tests.system.test_lost_nodes import STEP_S, check, held, kill_node, release
 from tests.system.test_pause import pages
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.drill]
@@ -37,23 +38,21 @@ def paused(nodes: Nodes, job: Job) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_dies_in_a_pause(tmp_path: Path, rank: int) -> None:
+def test_a_rank_dies_in_a_pause(tmp_path: Path, plain: Plain, rank: int) -> None:
     """The job is restarted, which ends the pause: all train on from its step."""
-    undisturbed = plain(tmp_path, 2, 1, *STEP_S)
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8)
         by_rank = held(nodes)
         with paused(nodes, by_rank[0]) as step:
             os.kill(by_rank[rank].pids()[rank], signal.SIGKILL)
         nodes.expect(0)
-        assert nodes.end == undisturbed.end, nodes.report()
+        assert nodes.end == plain(2), nodes.report()
         assert {int(match[1]) for match in nodes.found(r"resumed from .*: step (\d+) ")} == {step}, nodes.report()
         assert nodes.found(rf"the pause at step {step} has ended"), nodes.report()
 
 
-def test_a_node_is_lost_in_a_pause(tmp_path: Path) -> None:
+def test_a_node_is_lost_in_a_pause(tmp_path: Path, plain: Plain) -> None:
     """Another one takes its place, and all train on from the step of the pause."""
-    undisturbed = plain(tmp_path, 2, 1, *STEP_S)
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8)
         by_rank = held(nodes)
@@ -63,5 +62,5 @@ def test_a_node_is_lost_in_a_pause(tmp_path: Path) -> None:
         survivor.wait_for("restart 1", 1, 200)
         new = nodes.start()
         assert survivor.wait(400) == 0 and new.wait(400) == 0, nodes.report()
-        check(nodes, [survivor], undisturbed)
+        check(nodes, [survivor], plain(2))
         assert survivor.matches(rf"the pause at step {step} has ended"), nodes.report()

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job
+from tests.system.conftest import Plain
 from tests.system.nodes import Nodes
-from tests.system.test_lost_nodes import STEP_S, held, kill_node, plain, release
+from tests.system.test_lost_nodes import STEP_S, held, kill_node, release
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 drill = pytest.mark.drill
@@ -40,7 +41,7 @@ def begin_again(nodes: Nodes, num_nodes: int) -> None:
     ("num_nodes", "host"), [(3, 0), pytest.param(3, 2, marks=drill), pytest.param(2, 1, marks=drill)]
 )
 def test_the_others_save_say_why_and_leave_and_the_same_command_goes_on(
-    tmp_path: Path, num_nodes: int, host: int
+    tmp_path: Path, plain: Plain, num_nodes: int, host: int
 ) -> None:
     """No step is lost; the random numbers of the lost rank went with its machine's memory, and a warning says so."""
     with ExitStack() as stack:
@@ -53,12 +54,12 @@ def test_the_others_save_say_why_and_leave_and_the_same_command_goes_on(
         release(nodes)
         leave(nodes, others)
         begin_again(nodes, num_nodes)
-        assert nodes.end[1] == plain(tmp_path, num_nodes, 1, *THREE).end[1], nodes.report()
+        assert nodes.end[1] == plain(num_nodes, "--size", 144)[1], nodes.report()
         assert nodes.found("not bit for bit|may differ"), nodes.report()
 
 
 @drill
-def test_a_host_that_stands_still_holds_nobody(tmp_path: Path) -> None:
+def test_a_host_that_stands_still_holds_nobody(tmp_path: Path, plain: Plain) -> None:
     """Its store takes connections, and answers none."""
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8, host=0)
@@ -73,4 +74,4 @@ def test_a_host_that_stands_still_holds_nobody(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         host.wait()
         begin_again(nodes, 2)
-        assert nodes.end[1] == plain(tmp_path, 2, 1, *STEP_S).end[1], nodes.report()
+        assert nodes.end[1] == plain(2)[1], nodes.report()
