@@ -61,7 +61,7 @@ class Scheduler:
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
         self._signal = 0
-        self._listened_at = time.monotonic()
+        self._listened_at = self._looks_at = time.monotonic()
         self._write_again_at = 0.0
         self._records: TableFile | None = None
         with ExitStack() as stack:
@@ -146,9 +146,12 @@ class Scheduler:
         self._listened_at = now
         for key, _ in events:
             self._handle(key, now)
-        self.table.tick(now)
+        is_time = now >= self._looks_at
+        if is_time:  # not with each message: it costs as much as there are workers
+            self._looks_at = now + _TURN_S
+            self.table.tick(now)
         self._deliver()
-        for connection in list(self._connections):
+        for connection in list(self._connections) if is_time else ():
             connection.line.flush()
             if connection.line.is_done or not (connection.incarnation or now < connection.opened_at + _HELLO_S):
                 self._close(connection)
@@ -259,7 +262,7 @@ class Scheduler:
         while self.table.notes:
             note = self.table.notes.pop(0)
             logger.warning("%s; %d of %d are there", note, len(self.table.living()), self.table.size)
-        if self._write():
+        if self._write() and self.table.outbox:
             connections = {connection.incarnation: connection for connection in self._connections}
             while self.table.outbox:
                 tell = self.table.outbox.pop(0)

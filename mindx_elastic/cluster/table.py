@@ -145,6 +145,7 @@ class _Formed:
 class _Patience:
     """How long a place is kept for its process, which lives or is AWAY."""
 
+    place: RankPlace
     until: float
     lost_why: str = ""
     """Why it is not connected; empty: it is."""
@@ -195,8 +196,8 @@ class Table:
         return next((m for m in self.places.values() if m.incarnation == incarnation), None)
 
     def _alive(self, incarnation: str) -> RankPlace | None:
-        place = self.find(incarnation)
-        return place if place is not None and place.state.lives else None
+        patience = self._patience.get(incarnation)
+        return patience.place if patience is not None and patience.place.state.lives else None
 
     def missing(self) -> list[str]:
         """The places without a process for the next group, for a message."""
@@ -245,7 +246,7 @@ class Table:
             del self.places[place.node_id]
             place.node_id, place.named = who.node_id, True
         self.places[place.node_id], self.changed = place, True
-        self._patience[who.incarnation] = _Patience(now + self.limits.heartbeat_s)
+        self._patience[who.incarnation] = _Patience(place, now + self.limits.heartbeat_s)
         return self._welcome(place)
 
     def _move(self, place: RankPlace, state: ProcessState) -> None:
@@ -254,16 +255,16 @@ class Table:
 
     def hear(self, incarnation: str, now: float) -> bool:
         """A heartbeat, or any other message. False: the process does not count any more."""
-        if self._alive(incarnation) is None:
+        if (place := self._alive(incarnation)) is None:
             return False
-        self._patience[incarnation] = _Patience(now + self.limits.heartbeat_s)
+        self._patience[incarnation] = _Patience(place, now + self.limits.heartbeat_s)
         return True
 
     def lose(self, incarnation: str, now: float) -> None:
         """Its connection has ended. It may connect again."""
-        if self._alive(incarnation) is not None:
+        if (place := self._alive(incarnation)) is not None:
             until = min(now + self.limits.reconnect_s, self._patience[incarnation].until)
-            self._patience[incarnation] = _Patience(until, "its connection has ended")
+            self._patience[incarnation] = _Patience(place, until, "its connection has ended")
 
     def die(self, incarnation: str, why: str, now: float) -> None:
         """Its process is gone, or has failed."""
@@ -305,13 +306,13 @@ class Table:
         place.code, place.why = code, why
         del self._patience[incarnation]
         if place.state is ProcessState.AWAY:
-            self._patience[incarnation] = _Patience(now + _AWAY_S)
+            self._patience[incarnation] = _Patience(place, now + _AWAY_S)
         self._settle()
 
     def forgive(self, held_s: float) -> None:
         """The scheduler itself was held up for so long: what it has not heard meanwhile says nothing of the workers."""
-        for each in self._patience.values():
-            each.until += max(0.0, held_s)
+        for each in self._patience.values() if held_s > 0 else ():
+            each.until += held_s
 
     def fail(self, why: str, rank: int | None = None) -> None:
         """The job is over for this reason, the death of `rank` if it names one."""
@@ -503,9 +504,9 @@ class Table:
         for each in found.places:
             if each.state.lives:
                 why = f"it has not connected again within {limits.heartbeat_s:g} s"
-                table._patience[each.incarnation] = _Patience(now + limits.heartbeat_s, why)
+                table._patience[each.incarnation] = _Patience(each, now + limits.heartbeat_s, why)
             elif each.state is ProcessState.AWAY:
-                table._patience[each.incarnation] = _Patience(now + _AWAY_S)
+                table._patience[each.incarnation] = _Patience(each, now + _AWAY_S)
         ranks = [m.rank for m in found.places if m.rank is not None]
         if len(set(ranks)) != len(ranks) or any(rank >= table.size for rank in ranks):
             raise ValueError("two node ids have one rank, or a rank is outside of the job")

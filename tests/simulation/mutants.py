@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "a heartbeat is not noted",
         "cluster/table.py",
-        "        self._patience[incarnation] = _Patience(now + self.limits.heartbeat_s)\n        return True",
+        "        self._patience[incarnation] = _Patience(place, now + self.limits.heartbeat_s)\n        return True",
         "        return True",
         "cluster",
     ),
