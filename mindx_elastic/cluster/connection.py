@@ -16,8 +16,9 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.alarm.peers import own_space
@@ -28,7 +29,7 @@ from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Listener", "SchedulerConnection"]
+__all__ = ["SchedulerConnection"]
 
 _BEATS = 5  # in the time after which a silent process is dead
 _LOOK_S = 0.1  # for what the program wants to be said
@@ -42,20 +43,6 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # torch's own default
 _LONGEST_WHY = 500
 
 
-class Listener(Protocol):
-    """Who acts on what the scheduler says. Called in the connection's thread; must not block."""
-
-    def hear_death(self, rank: int) -> None:
-        """Another rank of the group is dead."""
-
-    def hear_end(self, why: str, rank: int | None) -> None:
-        """The scheduler has ended the job, because of the death of `rank`, if it names one."""
-
-    def hear_obsolete(self, why: str) -> None:
-        """The scheduler holds this process for dead: it was stopped or cut off for longer than a heartbeat, and the
-        others go on without it."""
-
-
 class SchedulerConnection:
     """One per worker process. Methods from any thread, unless they say otherwise."""
 
@@ -66,7 +53,9 @@ class SchedulerConnection:
         self.group: Group | None = None
         self.broken = ""
         """Why the group cannot go on: the death of a rank, the end of the job."""
-        self.listener: Listener | None = None
+        self.hear: Callable[[messages.Death | messages.Fail | messages.Dead], None] | None = None
+        """Acts on that: the death of another rank, the end of the job, or that the scheduler holds this process for
+        dead. Called in the connection's thread; must not block."""
         self.is_over = False
         """The scheduler has ended the job."""
         self._heartbeat_s = settings.limits.heartbeat_s
@@ -254,9 +243,11 @@ class SchedulerConnection:
             case Group():
                 self._hear_group(message)
             case messages.Death():
-                self._hear_death(message)
-            case messages.Fail(why, rank):
-                self._hear_fail(why, rank)
+                if self.group is not None:  # else of the group before this process
+                    logger.warning("%s", message.why)
+                    self._break(message)
+            case messages.Fail():
+                self._hear_fail(message)
             case _:
                 raise WireError("it says what a worker says")
         return True
@@ -284,12 +275,10 @@ class SchedulerConnection:
         elif self.group is None:
             self._give_up(UsageError(f"the scheduler at {self._place} does not admit this worker: {why}"))
         elif isinstance(message, messages.Dead):
-            self._break(why)
             self._closed.set()
-            if self.listener is not None:
-                self.listener.hear_obsolete(why)
+            self._break(message)
         elif message.is_over:
-            self._hear_fail(why)
+            self._hear_fail(messages.Fail(why))
             self._closed.set()
         else:
             raise WireError(why)
@@ -308,28 +297,20 @@ class SchedulerConnection:
             self.group = self.group or group  # it comes again with each new connection
             self._changed.notify_all()
 
-    def _hear_death(self, message: messages.Death) -> None:
-        if self.group is None:
-            return  # of the group before this process
-        logger.warning("%s", message.why)
-        self._break(message.why)
-        if self.listener is not None:
-            self.listener.hear_death(message.rank)
-
-    def _hear_fail(self, why: str, rank: int | None = None) -> None:
+    def _hear_fail(self, message: messages.Fail) -> None:
         self.is_over = True
         if self.group is None:
-            self._give_up(UsageError(f"the scheduler has ended the job: {why}"))
+            self._give_up(UsageError(f"the scheduler has ended the job: {message.why}"))
             return
-        logger.error("the scheduler has ended the job: %s", why)
-        self._break(why)
-        if self.listener is not None:
-            self.listener.hear_end(why, rank)
+        logger.error("the scheduler has ended the job: %s", message.why)
+        self._break(message)
 
-    def _break(self, why: str) -> None:
+    def _break(self, message: messages.Death | messages.Fail | messages.Dead) -> None:
         with self._changed:
-            self.broken = self.broken or why
+            self.broken = self.broken or message.why
             self._changed.notify_all()
+        if self.hear is not None:
+            self.hear(message)
 
     def _give_up(self, error: Exception) -> None:
         with self._changed:

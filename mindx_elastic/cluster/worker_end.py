@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_TEMPORARY
 from mindx_elastic.alarm.peers import report_death
+from mindx_elastic.cluster import messages
 from mindx_elastic.cluster.connection import SchedulerConnection
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.same_program import SameProgram
@@ -57,7 +58,7 @@ class WorkerEnd:
         self._once = threading.Lock()
         self._is_joining = True
         self._pid = os.getpid()
-        connection.listener = self
+        connection.hear = self.hear
 
     def watch(self) -> None:
         """From now on the scheduler is told how this process ends. Main thread."""
@@ -70,36 +71,34 @@ class WorkerEnd:
         """torch's process group is there. Main thread."""
         self._is_joining = False
 
-    # --- what the connection's thread hears ---
+    def hear(self, message: messages.Death | messages.Fail | messages.Dead) -> None:
+        """The group cannot go on. In the connection's thread; does not block."""
+        match message:
+            case messages.Death(rank):
+                # Without a guard the program's own collectives fail. torch's start of a process group does not: it
+                # waits half an hour for a rank that has died before it was there.
+                if not report_death(rank) and self._is_joining:
+                    threading.Thread(target=self._join_again, name="mindx-cluster-join", daemon=True).start()
+            case messages.Fail(why, rank):
+                from mindx_elastic.guard.active import request_stop
 
-    def hear_death(self, rank: int) -> None:
-        """Without a guard the program's own collectives fail. torch's start of a process group does not: it waits half
-        an hour for a rank that has died before it was there."""
-        if not report_death(rank) and self._is_joining:
-            threading.Thread(target=self._join_again, name="mindx-cluster-join", daemon=True).start()
+                # The guard saves and leaves; a program without one is ended after a while.
+                if not (report_death(rank) if rank is not None else request_stop(why, EXIT_TEMPORARY)):
+                    threading.Thread(target=self._end_soon, name="mindx-cluster-end", daemon=True).start()
+            case messages.Dead(why):
+                # Nothing is saved: the others have gone on from what this process has given them, or from files.
+                logger.warning("%s; this process starts over in place (pid %d)", why, self._pid)
+                self._begin_anew()
 
     def _join_again(self) -> None:
         with self._once:
             self._follow("", EXIT_TEMPORARY)
-
-    def hear_end(self, why: str, rank: int | None) -> None:
-        """The job is over: the guard saves and leaves; a program without one is ended after a while."""
-        from mindx_elastic.guard.active import request_stop
-
-        if report_death(rank) if rank is not None else request_stop(why, EXIT_TEMPORARY):
-            return
-        threading.Thread(target=self._end_soon, name="mindx-cluster-end", daemon=True).start()
 
     def _end_soon(self) -> None:
         time.sleep(_UNGUARDED_S)
         logger.error("leaving with exit code %d: %s", EXIT_TEMPORARY, self._connection.broken)
         flush_output()
         os._exit(EXIT_TEMPORARY)
-
-    def hear_obsolete(self, why: str) -> None:
-        """Nothing is saved: the others have gone on from what this process has given them, or from files."""
-        logger.warning("%s; this process starts over in place (pid %d)", why, self._pid)
-        self._begin_anew()
 
     # --- the end ---
 
