@@ -1,14 +1,14 @@
 """Reads and puts back the Mersenne twisters of a process, Python's `random` and numpy's global one, as raw bytes. Of
-torch's, which gives its own in a microsecond, it tells whether it has moved.
+torch's it tells whether it has moved.
 
 Both libraries give their state as objects only: `random.getstate` makes 625 integers (7 us, and 26 where a training
 step has just used the caches), numpy's `get_state` takes 30 us and its `set_state` 45. The bytes themselves are one
 copy of 2,500 bytes, below 1 us, and they show at once whether a generator has moved.
 
-numpy documents the address of its words. Where CPython has them, and where numpy has the normal deviate that it keeps
-back, is not documented: both are compared once a process with what the libraries say of generators that are made for
-it (`_python_is_as_expected`, `_gauss_offset`). Where anything is not as expected (another interpreter, a subclass, a
-replaced function, another bit generator of numpy's) the libraries' own functions are used.
+numpy documents the address of its words. Where CPython and torch have them, and where numpy has the normal deviate that
+it keeps back, is not documented: that is compared once a process with what the libraries say of generators that are
+made for it (`_python_is_as_expected`, `_gauss_offset`, `_torch_block`). Where anything is not as expected (another
+interpreter, a subclass, a replaced function, another bit generator of numpy's) the libraries' own functions are used.
 
 Rejected: to count draws (they are not counted anywhere), and to compare a few words only (one draw moves an index, but
 a seed may leave any of them as they were).
@@ -44,6 +44,9 @@ _RawTwister = ctypes.c_char * _RAW_BYTES
 _PYTHON_GAUSS = struct.Struct("=?d")  # whether one is kept back, and it
 _GAUSS = struct.Struct("@id")  # whether one is kept back, and it
 _RawGauss = ctypes.c_char * _GAUSS.size
+_TORCH_HEAD, _TORCH_BEFORE = 24, 20
+"""Bytes in front of the words: in what torch says, and in memory (the seed, how many are left, and which is next)."""
+_RawTorch = ctypes.c_char * (_TORCH_BEFORE + 4 * _NUM_WORDS + 28)
 
 
 # --- Python's ---------------------------------------------------------------------------------------------------------
@@ -335,11 +338,67 @@ def torch_state() -> Any:
 
     from mindx_elastic.core.tensor_memory import memory_of
 
+    block = _torch_block()
+    if block is not None and _torch_last[0].startswith(block):  # compares, as above
+        return _torch_last[1]
+    before = None if block is None else block.raw
     state: Any = torch.default_generator.get_state()
-    raw = bytes(memory_of(state))
+    raw = bytes(memory_of(state)) if block is None else block.raw
+    if before not in (None, raw):
+        return state  # another thread has drawn meanwhile
     if raw != _torch_last[0]:
         _torch_last = raw, state
     return _torch_last[1]
+
+
+@cache
+def _torch_block() -> Any:
+    """The state of torch's global generator, live, with the normal deviate that it keeps back; None: it is not in one
+    place for certain. `get_state` itself takes longer: after a step the caches have none of torch's code for it."""
+    import torch
+
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    one = torch.Generator()
+    one.manual_seed(1)
+    words = _torch_says(one)[_TORCH_HEAD : _TORCH_HEAD + 64]
+    address = getattr(one, "_cdata", None)
+    if type(address) is not int:
+        return None
+    # Eight words, of which there are 8 bytes each in what it says.
+    found = ctypes.string_at(address, 256).find(struct.pack("=8I", *struct.unpack("=8Q", words)))
+    if found < _TORCH_BEFORE:
+        return None
+    offset = found - _TORCH_BEFORE
+    block = _RawTorch.from_address(address + offset)
+    double, single = torch.float64, torch.float32
+    for draw in (
+        lambda: torch.randn(1, dtype=double, generator=one),
+        lambda: torch.randperm(5, generator=one),
+        lambda: torch.randn(1, dtype=double, generator=one),
+        lambda: torch.randn(1, dtype=single, generator=one),
+        lambda: torch.rand(700, generator=one),
+        lambda: one.manual_seed(1 << 40),
+        lambda: torch.randn(20, generator=one),
+    ):
+        raw, said = block.raw, _torch_says(one)
+        draw()
+        then = _torch_says(one)
+        if then == said or block.raw == raw:
+            return None
+        block.raw = raw
+        if _torch_says(one) != said:
+            return None
+        draw()
+        if _torch_says(one) != then:
+            return None
+    return _RawTorch.from_address(torch.default_generator._cdata + offset)  # type: ignore[attr-defined]
+
+
+def _torch_says(generator: Any) -> bytes:
+    from mindx_elastic.core.tensor_memory import memory_of
+
+    return bytes(memory_of(generator.get_state()))
 
 
 def have_moved(python: object, numpy: object, torch: object) -> bool:
@@ -357,5 +416,9 @@ def have_moved(python: object, numpy: object, torch: object) -> bool:
             return True
     elif numpy is not None or "numpy" in sys.modules:
         return True
-    is_same = python.raw.startswith(mine.block) and python.gauss == mine.owner.gauss_next
-    return not is_same or torch_state() is not torch
+    if not (python.raw.startswith(mine.block) and python.gauss == mine.owner.gauss_next):
+        return True
+    raw, last = _torch_last
+    if last is torch and (block := _torch_block()) is not None:
+        return not raw.startswith(block)
+    return torch_state() is not torch

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -59,24 +59,24 @@ class StatePacker:
     def pack(self, state: Mapping[str, Any]) -> bytes:
         """Raises UnsupportedStateError as `flatten` does."""
         pieces: list[Piece] = []
-        packers = self._packers
         for key, part in state.items():
-            if key == self._split and part:
-                for name, own in part.items():
-                    packer = self._split_packers.get(name)
-                    if packer is None:
-                        packer = self._split_packers[name] = SectionPacker(key, name)
+            is_split = key == self._split and part
+            packers = self._split_packers if is_split else self._packers
+            for name, own in part.items() if is_split else ((key, part),):
+                packer = packers.get(name)
+                if packer is None:
+                    packer = packers[name] = SectionPacker(key, name) if is_split else SectionPacker(key)
+                if key == self._frozen:
+                    if self._last[0] is not part:
+                        self._last = part, b"".join(packer.pack(part))
+                    pieces.append(self._last[1])
+                elif packer.shape is None:
                     pieces += packer.pack(own)
-                continue
-            packer = packers.get(key)
-            if packer is None:
-                packer = packers[key] = SectionPacker(key)
-            if key == self._frozen:
-                if self._last[0] is not part:
-                    self._last = part, b"".join(packer.pack(part))
-                pieces.append(self._last[1])
-                continue
-            pieces += packer.pack(part)
+                else:
+                    try:
+                        pieces += packer.shape.pack(own)  # as `packer.pack` does
+                    except (_OtherShape, struct.error):
+                        pieces += packer.pack(own)
         return b"".join(pieces)
 
 
@@ -85,28 +85,31 @@ class SectionPacker:
 
     def __init__(self, *at: str) -> None:
         self._at = list(at)
-        self._shape: _Shape | None = None
+        self.shape: _Shape | None = None
+        """That of the last state, where it had one."""
         self._misses = 0
 
     def pack(self, state: Any) -> Sequence[Piece]:
         """Raises UnsupportedStateError as `flatten` does. The pieces may be views of the tensors of `state`."""
-        shape = self._shape
-        if shape is not None:
+        if self.shape is not None:
             try:
-                pieces = shape.pack(state)
+                pieces = self.shape.pack(state)
             except (_OtherShape, struct.error):  # another shape, or a number beyond 64 bits
                 pass
             else:
                 self._misses = 0
                 return pieces
-        self._shape = None
+        self.shape = None
         if self._misses < _MOST_MISSES:
             self._misses += 1
             try:
-                self._shape = shape = _Shape(self._at, state)
-                return shape.pack(state)
+                shape = _Shape(self._at, state)
+                pieces = shape.pack(state)
             except (_OtherShape, struct.error):
-                self._shape = None
+                pass
+            else:
+                self.shape = shape
+                return pieces
         return pack_state(state, at=self._at)
 
 
@@ -117,7 +120,9 @@ class _Shape:
         """Raises _OtherShape where there is something else than plain values, containers and tensors in it."""
         self._formats: list[str] = []
         self._blobs: list[Any] = []
-        tree, self._take = self._look(state, 0)
+        self._containers: list[Any] = []
+        self._num_outer = 0  # of them that have others in them
+        (tree,) = self._look([state], 0, 0, -1)
         formats = "".join(self._formats)
         text = json.dumps(
             {"at": list(at), "shape": tree, "numbers": formats, "blobs": self._blobs}, separators=(",", ":")
@@ -125,105 +130,85 @@ class _Shape:
         self._head = struct.pack("<Q", len(text)) + text
         self._pack_numbers = struct.Struct("<" + formats).pack
 
-    def pack(self, state: Any) -> list[Piece]:
+    def pack(self, state: Any) -> Sequence[Piece]:
+        """The section of `state`. In one function: a call for each container would take longer than all the rest."""
         numbers: list[Any] = []
-        pieces: list[Piece] = [self._head, b""]
-        self._take(state, numbers, pieces)
-        pieces[1] = self._pack_numbers(*numbers)
-        return pieces
+        found: list[Piece] = []
+        outer: list[Any] = [([state],)]
+        for parent, index, keys, kinds, constants_of, expected, numbers_of, blobs, has_inner in self._containers:
+            value = outer[parent][index]
+            if keys is not None:
+                if [*value] != keys:
+                    raise _OtherShape
+                value = [*value.values()]
+            if [*map(type, value)] != kinds or (constants_of is not None and constants_of(value) != expected):
+                raise _OtherShape
+            if numbers_of is not None:
+                numbers += numbers_of(value)
+            for item, of in blobs:
+                found.append(_bytes_of(value[item], of))
+            if has_inner:
+                outer.append(value)
+        return self._head, self._pack_numbers(*numbers), *found
 
-    def _look(self, value: Any, depth: int) -> tuple[Any, Callable[[Any, list[Any], list[Piece]], None]]:
-        """The tree of `value`, and what takes numbers and bytes out of a value of its shape."""
-        kind = type(value)
+    def _look(self, value: Any, parent: int, index: int, depth: int) -> list[Any] | dict[str, Any]:
+        """The tree of the container `value`, which is the item `index` of the container `parent` of
+        those that have others in them."""
         if depth > MAX_DEPTH:
             raise _OtherShape
-        if kind is dict:
-            if not all(type(key) is str and not key.startswith("$") for key in value):
-                raise _OtherShape
-            found = [self._look_item(item, depth) for item in value.values()]
-            tree: Any = dict(zip(value, (node for node, _ in found), strict=True))
-            return tree, _taker(dict, list(value), list(value.values()), [take for _, take in found])
-        if kind in (list, tuple):
-            found = [self._look_item(item, depth) for item in value]
-            nodes = [node for node, _ in found]
-            takes = [take for _, take in found]
-            return nodes if kind is list else {"$tuple": nodes}, _taker(kind, None, list(value), takes)
-        node, take = self._look_item(value, depth)
-        take_items = _taker(None, None, [value], [take])
-        return node, lambda value, numbers, pieces: take_items([value], numbers, pieces)
-
-    def _look_item(self, value: Any, depth: int) -> tuple[Any, Any]:
-        """As `_look`; instead of the function None for a constant, and `_number` for a number."""
-        kind = type(value)
-        if kind in _CONSTANTS:
-            return value, None
-        if kind in _NUMBERS:
-            self._formats.append(_NUMBERS[kind])
-            return {"$number": len(self._formats) - 1}, _number
-        if kind is bytes:
-            self._blobs.append(len(value))
-            return {"$blob": len(self._blobs) - 1}, _taker_of_bytes(len(value))
-        if kind is torch.Tensor:
-            if not _is_plain(value):
-                raise _OtherShape
-            self._blobs.append([NAMES[value.dtype], list(value.shape)])
-            return {"$blob": len(self._blobs) - 1}, _taker_of_tensor(value)
-        if kind in (dict, list, tuple):
-            return self._look(value, depth + 1)
-        raise _OtherShape
-
-
-def _number(value: Any, numbers: list[Any], pieces: list[Piece]) -> None:
-    """Stands for what takes a number; `_taker` does it."""
-
-
-def _taker(kind: type | None, keys: list[str] | None, values: list[Any], takes: list[Any]) -> Any:
-    """`kind`: of the container; None: a list of items that the caller has made. `keys`: of a dict."""
-    kinds = [*map(type, values)]
-    constants = [i for i, take in enumerate(takes) if take is None]
-    constants_of = itemgetter(*constants) if constants else None
-    expected = constants_of(values) if constants_of is not None else None
-    steps = [(i, take) for i, take in enumerate(takes) if take is not None]
-
-    def take(value: Any, numbers: list[Any], pieces: list[Piece]) -> None:
-        if kind is not None and type(value) is not kind:
+        keys = [*value] if type(value) is dict else None
+        if keys is not None and not all(type(key) is str and not key.startswith("$") for key in keys):
             raise _OtherShape
-        if keys is not None:
-            if [*value] != keys:
-                raise _OtherShape
-            value = [*value.values()]
-        if [*map(type, value)] != kinds:
-            raise _OtherShape
-        if constants_of is not None and constants_of(value) != expected:
-            raise _OtherShape
-        for i, take_item in steps:  # in the order of the items, for so are the numbers counted
-            if take_item is _number:
-                numbers += (value[i],)  # a call would take longer
+        items = value if keys is None else [*value.values()]
+        trees = [*items]
+        constants, numbers, inner = [], [], []
+        blobs: list[tuple[int, Any]] = []
+        for i, item in enumerate(items):
+            kind = type(item)
+            if kind in _CONSTANTS:
+                constants.append(i)
+            elif kind in _NUMBERS:
+                numbers.append(i)
+                trees[i] = {"$number": len(self._formats)}
+                self._formats.append(_NUMBERS[kind])
+            elif kind is bytes or (kind is torch.Tensor and _is_plain(item)):
+                blobs.append((i, len(item) if kind is bytes else (item.dtype, item.shape)))
+                trees[i] = {"$blob": len(self._blobs)}
+                self._blobs.append(len(item) if kind is bytes else [NAMES[item.dtype], list(item.shape)])
+            elif kind in (dict, list, tuple):
+                inner.append(i)
             else:
-                take_item(value[i], numbers, pieces)
+                raise _OtherShape
+        of_constants = _getter(constants)
+        expected = None if of_constants is None else of_constants(items)
+        kinds = [*map(type, items)]
+        numbers_of = _getter(numbers)
+        self._containers.append((parent, index, keys, kinds, of_constants, expected, numbers_of, blobs, bool(inner)))
+        self._num_outer += bool(inner)
+        number = self._num_outer
+        for i in inner:
+            trees[i] = self._look(items[i], number, i, depth + 1)
+        if keys is not None:
+            return dict(zip(keys, trees, strict=True))
+        return trees if type(value) is list else {"$tuple": trees}
 
-    return take
+
+def _getter(indices: Sequence[int]) -> Any:
+    """Gives these items of a list or a tuple, as a list or a tuple; None for no items."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return itemgetter(slice(indices[0], indices[0] + 1)) if indices else None
 
 
-def _taker_of_bytes(length: int) -> Any:
-    def take(value: Any, numbers: list[Any], pieces: list[Piece]) -> None:
-        if len(value) != length:
+def _bytes_of(value: Any, of: Any) -> Piece:
+    """`of`: the length of a byte string, or type and shape of a tensor."""
+    if type(of) is int:
+        if len(value) != of:
             raise _OtherShape
-        pieces.append(value)
-
-    return take
-
-
-def _taker_of_tensor(tensor: torch.Tensor) -> Any:
-    dtype, shape = tensor.dtype, tensor.shape
-
-    def take(value: Any, numbers: list[Any], pieces: list[Piece]) -> None:
-        if value.dtype is not dtype or value.shape != shape or not _is_plain(value):
-            raise _OtherShape
-        if value.numel():
-            pieces.append(value.numpy().data)
-
-    return take
+        return value
+    if (value.dtype, value.shape) != of or not _is_plain(value):
+        raise _OtherShape
+    return value.numpy().data if value.numel() else b""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

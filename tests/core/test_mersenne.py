@@ -182,11 +182,28 @@ print(mersenne._python_is_as_expected(), type(mersenne.python_state()).__name__)
     assert done.stdout.split() == ["False", "tuple"]
 
 
-def test_torchs_state_is_what_torch_says_after_any_draw() -> None:
+def test_another_layout_of_torchs_generator_is_found_out() -> None:
+    """The normal deviate that is kept back is elsewhere."""
+    code = """
+import ctypes
+from mindx_elastic.core import mersenne
+mersenne._RawTorch = ctypes.c_char * 2516
+print(mersenne._torch_block())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["None"]
+
+
+@pytest.mark.parametrize("as_expected", [True, False])
+def test_torchs_state_is_what_torch_says_after_any_draw(as_expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the same tensor as long as nothing is drawn."""
+    if not as_expected:
+        monkeypatch.setattr(mersenne, "_torch_block", lambda: None)
     kept = torch.default_generator.get_state()
     draws: list[Callable[[], object]] = [
         lambda: torch.randn(1),
+        lambda: torch.randn(1, dtype=torch.float64),
+        lambda: torch.randn(1, dtype=torch.float64),
         lambda: torch.rand(700),
         lambda: torch.manual_seed(7),
         lambda: torch.default_generator.set_state(kept),
