@@ -101,13 +101,10 @@ class BufferReader:
         self._not_plain = [i for i, tensor in enumerate(tensors) if tensor is not None and i not in set(plain)]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
         self._plain = None if len(plain) == len(self.tensors) else _getter(plain)
-        of_plain = self._of_plain(self.tensors)
+        of_plain: Sequence[Any] = self.tensors if self._plain is None else self._plain(self.tensors)
         self._complex = [tensor for tensor in of_plain if tensor.is_complex()]
         self._addresses, self._kinds = [*map(_data_ptr, of_plain)], self._kinds_of_plain(of_plain)
         self._other_kinds = self._kinds_of_others(self.tensors)
-
-    def _of_plain(self, tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
-        return tensors if self._plain is None else self._plain(tensors)
 
     def _kinds_of_plain(self, plain: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
         # Where its elements lie one after the other, only complex numbers can be read in more than one way.
@@ -122,7 +119,7 @@ class BufferReader:
         """Whether `tensors`, as many, are the same ones, with the same memory, and mean the same by it."""
         if not all(map(is_, tensors, self.tensors)):
             return False
-        plain = self._of_plain(tensors)
+        plain: Sequence[Any] = tensors if self._plain is None else self._plain(tensors)
         if [*map(_data_ptr, plain)] != self._addresses or self._kinds_of_plain(plain) != self._kinds:
             return False
         return not self._not_plain or self._kinds_of_others(tensors) == self._other_kinds

@@ -349,21 +349,25 @@ class Collector:
 
         Nothing is copied. Call it in the training thread, right after `copy`, or where `state` may be called.
         """
-        modules = self._modules.items()
-        state: dict[str, Any] = {
-            "rng": self._raw_rng.of(self.rng),
-            "progress": self._progress(),
-            "buffers": {name: component.buffers() for name, component in modules},
-            "groups": {name: component.groups for name, component in self._optimizers.items()},
-            "plain": {
-                name: component.state()
-                for name, component in self._plain
-                if everything or not (component.is_heavy or component.is_on_device)
-            },
-        }
-        if extras := {name: own for name, component in modules if (own := component.extras)}:
+        # At each boundary: loops, for a comprehension is a call.
+        buffers, groups, plain = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        extras, loose = dict[str, Any](), dict[str, Any]()
+        for name, module in self._modules.items():
+            buffers[name] = module.buffers()
+            if own := module.extras:
+                extras[name] = own
+            if own := module.own_loose():
+                loose[name] = own
+        for name, optimizer in self._optimizers.items():
+            groups[name] = optimizer.groups
+        for name, component in self._plain:
+            if everything or not (component.is_heavy or component.is_on_device):
+                plain[name] = component.state()
+        rng, progress = self._raw_rng.of(self.rng), self._progress()
+        state: dict[str, Any] = {"rng": rng, "progress": progress, "buffers": buffers, "groups": groups, "plain": plain}
+        if extras:
             state["extras"] = extras
-        if loose := {name: own for name, component in modules if (own := component.own_loose())}:
+        if loose:
             state["loose"] = loose
         return state if self.rank_weights is None else state | self.rank_weights.part()
 
@@ -387,7 +391,7 @@ class Collector:
         return {name: there for name, m in self._modules.items() if (there := m.copied_from_device())}
 
     def _progress(self) -> dict[str, Any]:
-        progress: dict[str, Any] = self.position._asdict()
+        progress: dict[str, Any] = dict(zip(Position._fields, self.position, strict=True))
         if self._loop:
             progress["loop"] = self._loop
         return progress
@@ -398,14 +402,16 @@ class Collector:
         The forecast is right if nothing else draws or changes them. It has the buffers and objects that have always
         come out as foreseen; not those of a module whose buffers were replaced since the last boundary.
         """
-        ahead = {name: module for name, module in self._foreseen.items() if module.copy_ahead()}
-        self._ahead_rng = capture_rng(self.rng)
-        state: dict[str, Any] = {
-            "rng": self._raw_rng.of(self._ahead_rng),
-            "buffers": {name: module.buffers(ahead=True) for name, module in ahead.items()},
-            "plain": self._forecast.look(),
-        }
-        if loose := {name: own for name, module in ahead.items() if (own := module.loose_ahead())}:
+        buffers, loose = dict[str, Any](), dict[str, Any]()
+        for name, module in self._foreseen.items():
+            if module.copy_ahead():
+                buffers[name] = module.buffers(ahead=True)
+                if own := module.loose_ahead():
+                    loose[name] = own
+        ahead = self._ahead_rng = capture_rng(self.rng)
+        rng = self._raw_rng.of(ahead)
+        state: dict[str, Any] = {"rng": rng, "buffers": buffers, "plain": self._forecast.look()}
+        if loose:
             state["loose"] = loose
         if self._forecast.epochs:
             state["epochs"] = self._forecast.epochs
@@ -419,10 +425,10 @@ class Collector:
         if self._ahead_rng is None:
             return None
         self._forecast.check()
-        for name, module in list(self._foreseen.items()):
+        for name, module in [*self._foreseen.items()]:
             if not module.forecast_came_true():
                 del self._foreseen[name]
-        return equal_rng(self._ahead_rng, self.rng)
+        return self._ahead_rng is self.rng or equal_rng(self._ahead_rng, self.rng)
 
     def compose(self, state: dict[str, Any], volatile: dict[str, Any]) -> dict[str, Any]:
         """The state of this rank, from a replica's `state` of the same boundary and this rank's own volatile part.

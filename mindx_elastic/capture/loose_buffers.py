@@ -98,13 +98,10 @@ class LooseBuffers:
         is_new = kept.has_changed or name in self._changed or name in self._replaced
         return kept.tensor.device.type == "cpu" and is_new
 
+    @torch.no_grad()
     def look_ahead(self) -> dict[str, torch.Tensor]:
         """Copies of the same as they are now, in mid-step."""
         self._ahead = {}
-        return self._look_ahead() if self._slots else self._ahead
-
-    @torch.no_grad()
-    def _look_ahead(self) -> dict[str, torch.Tensor]:
         for name, table, key in self._slots:
             tensor, kept = table.get(key), self._kept[name]
             if tensor is None or kept is None or tensor.device.type != "cpu":

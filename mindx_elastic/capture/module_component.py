@@ -221,15 +221,15 @@ class ModuleComponent:
 
     def loose_ahead(self) -> dict[str, torch.Tensor]:
         """As `own_loose`, in mid-step; after `copy_ahead`."""
-        return self._loose.look_ahead()
+        return self._loose.look_ahead() if self._loose.are_used else {}
 
     def own_loose(self) -> dict[str, torch.Tensor]:
         """The boundary's copies of buffers that are not persistent, where they may differ from a replica's."""
-        return self._loose.own()
+        return self._loose.own() if self._loose.are_used else {}
 
     def forecast_came_true(self) -> bool:
         """Call it at a boundary. Whether its buffers are as `copy_ahead` copied them."""
-        if not self._loose.came_true():
+        if self._loose.are_used and not self._loose.came_true():
             return False
         ahead, block = self._ahead, self._block
         return (ahead.slices is block.slices or ahead.slices == block.slices) and ahead.raw == block.raw

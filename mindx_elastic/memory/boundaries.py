@@ -131,7 +131,7 @@ class BoundaryRing:
         places = self._pinned if pinned else self._forecasts if forecast else self._boundaries
         place = places[0]
         places.rotate(-1)
-        start = self._start(place)
+        start = _TOP_ROOM + place * self._stride
         sequence, self._next = self._next, self._next + 1
         _SEQUENCE.pack_into(self._map, start, 2 * sequence - 1)
         self._map[start + _HEAD_ROOM : start + _HEAD_ROOM + length] = content
@@ -144,11 +144,8 @@ class BoundaryRing:
     def close(self) -> None:
         self._file.close()
 
-    def _start(self, place: int) -> int:
-        return _TOP_ROOM + place * self._stride
-
     def _sequence(self, place: int) -> int:
-        return int(_SEQUENCE.unpack_from(self._map, self._start(place))[0])
+        return int(_SEQUENCE.unpack_from(self._map, _TOP_ROOM + place * self._stride)[0])
 
 
 def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
@@ -235,7 +232,7 @@ class BoundaryLog:
         )
         self._broken = False
         collector.devices.waits_in_forward = forward_fits_queue(followed)
-        self._handles = [module.register_forward_hook(lambda *_: self._forward_ended()) for module in followed]
+        self._handles = [module.register_forward_hook(self._forward_ended) for module in followed]
 
     def begin(self, run_id: str, attempt: int, *, has_resumed: bool = False) -> None:
         """Keep all boundaries from here on. `has_resumed`: and the one that the job has resumed from. It is in a file,
@@ -275,11 +272,12 @@ class BoundaryLog:
         for _ in _FORECASTS:
             self._write(self._collector.position.step, self._collector.volatile, forecast=True)
 
-    def _forward_ended(self) -> None:
+    def _forward_ended(self, *_: object) -> None:
         # Without gradients this is an evaluation: what it draws shows at the boundary, as a forecast that failed.
         if self._run_id and not self._broken and not self._doubted and torch.is_grad_enabled():
             self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
-        self._collector.devices.end_forward()
+        if self._collector.devices.waits_in_forward:
+            self._collector.devices.end_forward()
 
     def _write(
         self, step: int, collect: Callable[[], dict[str, Any]], *, forecast: bool = False, pinned: bool = False
@@ -289,19 +287,17 @@ class BoundaryLog:
         try:
             content = self._packers[forecast].pack(collect())
             kind = {"forecast": forecast, "trusted": self._trusted or not forecast, "pinned": pinned}
-            self._put(step, content, kind)
+            ring = self._ring
+            if ring is None or not ring.write(self._attempt, step, content, **kind):
+                self._leave_ring()
+                path, capacity = self._arena.folder / BOUNDARIES_FILE, max(_LEAST, int(_SPARE * len(content)))
+                ring = self._ring = BoundaryRing(path, self._run_id, capacity)
+                ring.write(self._attempt, step, content, **kind)
         except Exception as error:  # any error: training must go on
             self._broken = True
             expected = isinstance(error, (ArenaError, UnsupportedStateError, OSError))
             remedy = "boundaries are no longer kept in memory, training goes on"
             logger.warning("%s; %s", error, remedy, exc_info=not expected)
-
-    def _put(self, step: int, content: bytes, kind: dict[str, bool]) -> None:
-        if self._ring is None or not self._ring.write(self._attempt, step, content, **kind):
-            self._leave_ring()
-            path, capacity = self._arena.folder / BOUNDARIES_FILE, max(_LEAST, int(_SPARE * len(content)))
-            self._ring = BoundaryRing(path, self._run_id, capacity)
-            self._ring.write(self._attempt, step, content, **kind)
 
     def close(self) -> None:
         for handle in self._handles:

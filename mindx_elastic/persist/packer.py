@@ -200,7 +200,7 @@ def _getter(indices: Sequence[int]) -> Any:
     return itemgetter(slice(indices[0], indices[0] + 1)) if indices else None
 
 
-def _bytes_of(value: Any, of: Any) -> Piece:
+def _bytes_of(value: Any, of: Any) -> Any:
     """`of`: the length of a byte string, or type and shape of a tensor."""
     if type(of) is int:
         if len(value) != of:
