@@ -441,6 +441,16 @@ def test_import_pulls_in_nothing_heavy(import_facts: dict[str, object]) -> None:
     assert [name for name in HEAVY if name in modules] == []
 
 
+def test_the_start_of_a_job_imports_little_besides_torch() -> None:
+    """An agent is as soon at its workers as torchrun: what it needs at the end of a job is imported then."""
+    code = "import sys, mindx_elastic.cli.main, mindx_elastic.agent.launcher; print(*sys.modules)"
+    modules = finish([sys.executable, "-c", code]).stdout.split()
+    wanted = {"torch.distributed.run", "torch"}
+    ours = [f"{PACKAGE}.{room}" for room in ("capture", "guard", "persist.format", "start.inventory", "memory.arena")]
+    late = {name for name in (*HEAVY, *ours, "torch.distributed.tensor") if name in modules} - wanted
+    assert late == set() and wanted <= set(modules)
+
+
 def test_the_version_is_read_without_torch() -> None:
     code = (
         "import runpy, sys; v = runpy.run_path(sys.argv[1])['__version__']; assert 'torch' not in sys.modules; print(v)"

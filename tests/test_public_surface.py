@@ -23,7 +23,7 @@ import typer.main
 
 import mindx_elastic as mx
 from mindx_elastic.agent.options import OWN_OPTIONS, make_parser
-from mindx_elastic.cli.main import app
+from mindx_elastic.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 SURFACE = Path(__file__).parent / "data" / "surface"

@@ -25,7 +25,6 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from mindx_elastic.agent import child
 from mindx_elastic.agent.forked_start import ForkedStart
-from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.last_lines import LastLines
 from mindx_elastic.agent.ledger import print_block, render
@@ -346,6 +345,8 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
     """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
     ending, ledger = supervisor.ending, supervisor.ledger
     for arena in sorted(map(Path, supervisor.arenas)):
+        from mindx_elastic.agent.holder import drop, flush  # not before: it needs much of what the ranks need
+
         if supervisor.leaves_nothing or (ending.outcome == "finished" and not ending.cut_off):
             drop(arena)
             continue

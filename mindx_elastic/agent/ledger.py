@@ -29,11 +29,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from mindx_elastic.agent.pausing import who_waits, why_gone_on
 from mindx_elastic.agent.restarts import Failure
 from mindx_elastic.core.events import EventLog, logger
@@ -42,6 +37,9 @@ from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import IN_PLACE, RecoveryRecord, as_event, as_lines
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
     from mindx_elastic.agent.attempt import Attempt
     from mindx_elastic.agent.endings import Ending
 
@@ -464,6 +462,10 @@ def draw(records: Sequence[AttemptRecord], *, still_open: str = "running", width
 
     still_open: text for an attempt without a recorded end.
     """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     rows = [_cells(record, still_open) for record in records]
     if not rows:
         return Text("no attempt yet")
@@ -487,12 +489,14 @@ def render(
 ) -> str:
     """The attempts, the recoveries in place and the totals as plain text of at most `width` columns, without a line
     break at the end. `still_open`: as for `draw`."""
+    from rich.console import Console
+
     stream = io.StringIO()
     console = Console(file=stream, width=width, color_system=None, highlight=False, markup=False, emoji=False)
     console.print(draw(records, still_open=still_open, width=width))
     if recoveries:
         console.print()
-        console.print(Text("\n".join(as_lines(recoveries))))
+        console.print("\n".join(as_lines(recoveries)))
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     return "\n".join([*lines, "", totals_line(add_up(records))])
 

@@ -16,7 +16,6 @@ import torch
 
 from mindx_elastic.agent.attempt import Attempt
 from mindx_elastic.agent.endings import Ending, Meaning, describe, meaning
-from mindx_elastic.agent.holder import seal
 from mindx_elastic.agent.places import ActivePlaces, NodePlaces, PlaceEnd, visible_devices
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status
@@ -136,6 +135,8 @@ class Shrinking:
         else:
             logger.warning("no fewer ranks: %s", found.why_not)
         if len(places.active) < len(before):
+            from mindx_elastic.agent.holder import seal  # not before: see `launcher`
+
             for arena in arenas:
                 seal(Path(arena), self.size)
             self._say_fewer(len(before))

@@ -15,8 +15,7 @@ from typing import Protocol
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import catches, killed_by, members_of, open_pidfd, read_stat, thread_pidfds
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
-from mindx_elastic.guard.agent_link import STACK_SIGNAL
-from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
+from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL, STACK_SIGNAL
 
 __all__ = ["Process", "WorkerExit", "Workers", "process_state", "write_stacks"]
 

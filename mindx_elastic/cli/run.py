@@ -1,30 +1,16 @@
 """``mindx-elastic run``: torchrun with an agent that restarts the job without losing steps. ``mindx-elastic msrun``: a
 dynamic cluster with the options of MindSpore's launcher.
 
-Both command lines are read by argparse, which torchrun's options come from.
+Both command lines are read by argparse, which torchrun's options come from. Imports nothing before it is called.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from inspect import cleandoc
-from typing import Annotated, Any
 
-import typer
-from typer.core import TyperCommand
-
-__all__ = ["RUN_SETTINGS", "LauncherCommand", "msrun_command", "run_command"]
-
-RUN_SETTINGS: dict[str, Any] = {"help_option_names": []}
-_Words = Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGUMENTS]", show_default=False)]
-
-
-class LauncherCommand(TyperCommand):
-    """Passes every argument on: the launcher reads the options, the script those after its name."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # After this one nothing is looked at. Without it a "--" of the user's would be taken out.
-        return super().parse_args(ctx, ["--", *args])
+__all__ = ["LAUNCHERS"]
 
 
 def _about(command: Callable[..., None]) -> str:
@@ -33,7 +19,7 @@ def _about(command: Callable[..., None]) -> str:
     return text.replace("\b\n", "").replace("[bold]", "").replace("[/bold]", "").replace("%", "%%")
 
 
-def run_command(arguments: _Words = None) -> None:
+def _run(arguments: list[str]) -> None:
     """Start a training job as torchrun does, and restart it after a failure without losing steps.
 
     A killed worker, a hanging one or a lost agent costs no more steps than it must. A script without mindx_elastic runs
@@ -54,12 +40,15 @@ def run_command(arguments: _Words = None) -> None:
     mindx-elastic run --nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29400 train.py
     mindx-elastic run --nproc-per-node 2 --recover in-place --snapshot-every 1 train.py
     """
+    gc.disable()  # what imports make stays: to look for garbage in it is an eighth of their time
     from mindx_elastic.agent.launcher import launch
 
-    raise SystemExit(launch(arguments or [], about=_about(run_command)))
+    gc.freeze()
+    gc.enable()
+    raise SystemExit(launch(arguments, about=_about(_run)))
 
 
-def msrun_command(arguments: _Words = None) -> None:
+def _msrun(arguments: list[str]) -> None:
     """Start the scheduler and this machine's workers of a dynamic cluster, as MindSpore's msrun does.
 
     \b
@@ -68,4 +57,8 @@ def msrun_command(arguments: _Words = None) -> None:
     """
     from mindx_elastic.cluster.msrun import main
 
-    raise SystemExit(main(arguments or [], about=_about(msrun_command)))
+    raise SystemExit(main(arguments, about=_about(_msrun)))
+
+
+LAUNCHERS: dict[str, Callable[[list[str]], None]] = {"run": _run, "msrun": _msrun}
+"""The commands by their names. Each gets all words after its own, and ends with SystemExit."""

@@ -24,12 +24,11 @@ from mindx_elastic.core.posix import ProcessStat, open_pidfd, read_json_object, 
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.guard.progress import Progress
-from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE, modules_path
+from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE, STACK_SIGNAL, modules_path
 from mindx_elastic.memory.folders import MAKER_FILE
 
-__all__ = ["STACK_SIGNAL", "AgentLink", "between_steps"]
+__all__ = ["AgentLink", "between_steps"]
 
-STACK_SIGNAL = signal.SIGRTMAX - 2
 _stacks_fd = -1  # where this process writes its stacks, until it ends
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "PAUSE",
     "PAUSE_FILE",
     "RESUME",
+    "STACK_SIGNAL",
     "AgentFolder",
     "LostFolderError",
     "modules_path",
@@ -46,6 +47,7 @@ __all__ = [
 
 CONTROL_FILE, PAUSE_FILE = "control.json", "pause.json"
 CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
+STACK_SIGNAL = signal.SIGRTMAX - 2  # a worker writes the stacks of its threads
 PAUSE, RESUME = "pause", "resume"
 """Kinds of orders; all others are kinds of alarms."""
 _KEY = "job.key"

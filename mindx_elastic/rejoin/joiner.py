@@ -20,7 +20,6 @@ from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import table_of
 from mindx_elastic.core.script import run
-from mindx_elastic.rejoin.member import Member
 
 __all__ = ["end_setup", "hold", "main", "prepare"]
 
@@ -119,6 +118,8 @@ def _refusing(what: str) -> Callable[..., Any]:
 
 def _tell(text: str) -> None:
     """Here, and on the board: the agent says it as the reason of the restart."""
+    from mindx_elastic.rejoin.member import Member
+
     logger.error("%s", text)
     settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
     if agent is not None:

@@ -18,9 +18,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TextIO
 
-from mindx_elastic.capture.find_objects import find_objects
 from mindx_elastic.core.looks import table_of
-from mindx_elastic.rejoin import groups, joiner
+from mindx_elastic.rejoin import joiner
 
 __all__ = [
     "PIPE_VARIABLE",
@@ -198,6 +197,9 @@ def _replace_default_group() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
     from torch.nn.parallel import DistributedDataParallel
+
+    from mindx_elastic.capture.find_objects import find_objects
+    from mindx_elastic.rejoin import groups
 
     provisional = c10d._get_default_group()
     modules = find_objects(DistributedDataParallel)

@@ -15,7 +15,7 @@ import pytest
 
 from mindx_elastic.agent.workers import WorkerExit, Workers, process_state, write_stacks
 from mindx_elastic.core.status_page import PAGE_BYTES, Status, StatusPage, WorkerPhase, page_path
-from mindx_elastic.guard.agent_link import STACK_SIGNAL
+from mindx_elastic.memory.agent_folder import STACK_SIGNAL
 from tests.harness import wait_until
 
 FOR_EVER = 3600.0  # pytest's limit ends a wait that is not woken

@@ -77,7 +77,7 @@ def complete(*words: str, cwd: Path) -> set[str]:
     """What bash is given for the last of these words."""
     env = {**os.environ, "_MINDX_ELASTIC_COMPLETE": "complete_bash", "_TYPER_COMPLETE_ARGS": " ".join(words)}
     env |= {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    code = "from mindx_elastic.cli.main import app; app(prog_name='mindx-elastic')"
+    code = "from mindx_elastic.cli.app import app; app(prog_name='mindx-elastic')"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
     assert done.stderr == ""

@@ -53,7 +53,7 @@ def test_a_missing_path_is_named_with_the_part_that_exists(run: Run, tmp_path: P
 
 def test_help_and_version_do_not_wait_for_torch() -> None:
     code = (
-        "import sys, mindx_elastic.cli.main as m\n"
+        "import sys, mindx_elastic.cli.app as m\n"
         "try: m.app(['--version'])\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"

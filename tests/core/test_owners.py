@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mindx_elastic.cli.main import app
+from mindx_elastic.cli.app import app
 from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.owners import Trust, check_place, find_owners, user_ids
 from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UsageError

@@ -20,8 +20,8 @@ from mindx_elastic.agent import child
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
-from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink, between_steps
-from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE
+from mindx_elastic.guard.agent_link import AgentLink, between_steps
+from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE, STACK_SIGNAL
 from mindx_elastic.memory.folders import MAKER_FILE
 from tests.harness import wait_until
 
@@ -154,7 +154,8 @@ def test_a_late_request_for_a_stack_does_not_kill_an_interpreter_that_ends(agent
     code = (
         "import atexit, faulthandler, os, sys\n"
         "from pathlib import Path\n"
-        "from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink\n"
+        "from mindx_elastic.guard.agent_link import AgentLink\n"
+        "from mindx_elastic.memory.agent_folder import STACK_SIGNAL\n"
         "from mindx_elastic.config import AgentInfo, RankInfo\n"
         "info = AgentInfo(folder=Path(sys.argv[1]), pid=1, run_dir=Path(sys.argv[2]))\n"
         "AgentLink(info, RankInfo(rank=1, world_size=4)).close()\n"

@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import mindx_elastic as mx
-from mindx_elastic.cli.main import app
+from mindx_elastic.cli.app import app
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.launchers import at_a_stop, current_ranks, refusal
