@@ -194,4 +194,4 @@ def test_lost_places_are_tried_again_more_and_more_rarely(make: Make, monkeypatc
         shrinking.begin_attempt()
         end_attempt(shrinking, attempt_of(end_of(1), end_of(0, 75, page(0))))
         assert shrinking.size == 1 and shrinking.has_fallen_back
-    assert tried == [60.0, 120.0, 240.0]
+    assert tried == pytest.approx([60.0, 120.0, 240.0])
