@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mindx_elastic.cli.main import app
+from mindx_elastic.cli.app import app
 from tests.harness import events, wait_until
 from tests.system.agents import RUN, agent, attempts, nothing_left
 

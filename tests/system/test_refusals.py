@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mindx_elastic.cli.main import app
+from mindx_elastic.cli.app import app
 from mindx_elastic.persist.format import read_header
 from tests.harness import JOBS, events, run_job, start_agent, start_job
 
