@@ -170,7 +170,8 @@ class SchedulerConnection:
             self._socket.close()
 
     def _connect(self) -> socket.socket:
-        sock = socket.create_connection((self.settings.host, self.settings.port), _CONNECT_S)
+        patience_s = min(_CONNECT_S, self._patience_s)  # the system asks a machine that is away ever more rarely
+        sock = socket.create_connection((self.settings.host, self.settings.port), patience_s)
         if self._store_at is None:  # where that takes too long for the scheduler, it is there for the next connection
             self._open_store(sock.getsockname()[0])
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -567,14 +567,14 @@ class _Job:
             case "freeze":
                 worker.frozen_until = until
             case "kill scheduler" | "vanish scheduler" | "lost table":
-                network.vanish(scheduler) if fault.kind == "vanish scheduler" else scheduler.kill()
+                network.vanish(scheduler, fault.length_s) if fault.kind == "vanish scheduler" else scheduler.kill()
                 self.disk = "" if fault.kind == "lost table" else self.disk
                 world.at(until, self._start_scheduler_again)
             case "sigterm scheduler":
                 scheduler.signal(signal.SIGTERM)
                 world.at(until, self._start_scheduler_again)
             case "kill" | "vanish":
-                network.vanish(worker) if fault.kind == "vanish" else worker.kill()
+                network.vanish(worker, fault.length_s) if fault.kind == "vanish" else worker.kill()
                 world.at(until, lambda: self._start_again(fault.place))
             case "exception":
                 worker.fails = True

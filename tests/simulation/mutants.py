@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "workers are told before the table is written",
         "cluster/scheduler.py",
-        "        if self._write():\n",
-        "        if self._write() or True:\n",
+        "        if self._write() and self.table.outbox:\n",
+        "        if (self._write() or True) and self.table.outbox:\n",
         "cluster",
     ),
     Mutant(

@@ -246,6 +246,7 @@ class Network:
         self.listeners: dict[tuple[str, int], _Listener] = {}
         self.streams: dict[_Stream, None] = {}
         self._cut: dict[tuple[str, str], int] = {}
+        self._away_until: dict[str, float] = {}
 
     def delay(self) -> float:
         return self.world.random.uniform(0.0, self.slowest_s)
@@ -282,12 +283,17 @@ class Network:
         world, process, node = self.world, self.process(), address[0]
         end = world.now + timeout
 
-        def is_free() -> bool:
-            return not self.is_cut(process.node, node) and not self.is_cut(node, process.node)
-
         world.sleep(self.delay())
-        if not world.wait(is_free, end - world.now):
-            raise TimeoutError("timed out")
+        pause_s = 1.0  # Linux asks again so much later, and then twice as much
+        while (
+            self.is_cut(process.node, node)
+            or self.is_cut(node, process.node)
+            or (address not in self.listeners and world.now < self._away_until.get(node, 0.0))
+        ):
+            world.sleep(min(pause_s, end - world.now))
+            if world.now >= end:
+                raise TimeoutError("timed out")
+            pause_s *= 2
         listener = self.listeners.get(address)
         if listener is None:
             raise ConnectionRefusedError(111, "Connection refused")
@@ -329,8 +335,9 @@ class Network:
             if node in (stream.process.node, stream.other.process.node):
                 stream.fail(ConnectionResetError(104, "Connection reset by peer"))
 
-    def vanish(self, process: Machine) -> None:
-        """Its machine loses its power."""
+    def vanish(self, process: Machine, length_s: float) -> None:
+        """Its machine loses its power, for so long."""
+        self._away_until[process.node] = self.world.now + length_s
         for stream in list(self.streams):
             if stream.process is process:
                 stream.vanish()

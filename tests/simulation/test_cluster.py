@@ -94,11 +94,12 @@ def test_a_scheduler_that_stands_still_in_the_midst_of_its_work_holds_nobody_for
         assert not outcome.wrong and outcome.job.struck and len(outcome.job.meetings) == 1
 
 
-@pytest.mark.parametrize("seconds", [0.05, 4.0, 8.0])
-def test_a_scheduler_whose_machine_is_gone_for_seconds_holds_nobody_for_dead(seconds: float) -> None:
+@pytest.mark.parametrize(("heartbeat_s", "gone_s"), [(5.0, 0.05), (5.0, 4.0), (5.0, 8.0), (1.0, 2.0), (1.0, 5.0)])
+def test_a_scheduler_whose_machine_is_gone_for_seconds_holds_nobody_for_dead(heartbeat_s: float, gone_s: float) -> None:
     """No end of the old connections is heard: a worker looked for the new one ten seconds later, and had five."""
     for event in ("connect", "group", "train"):
-        outcome = play(plan(Fault("vanish scheduler", 0, 0.1, seconds, on=(event, 2))))
+        vanished = plan(Fault("vanish scheduler", 0, 0.6, gone_s, on=(event, 2)))
+        outcome = play(replace(vanished, heartbeat_s=heartbeat_s))
         assert not outcome.wrong and outcome.job.struck and len(outcome.job.meetings) == 1
 
 
