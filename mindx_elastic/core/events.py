@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,8 @@ class EventLog:
         self._recorded_run: str | None = None
         self._aside: ReadyThread | None = None
         self._late_since: float | None = None
+        self.hurry = False
+        """A stop is under way: what is written aside is written in its own time, and `close` or `flush` wait for it."""
 
     @property
     def is_recorded(self) -> bool:
@@ -183,6 +186,12 @@ class EventLog:
         """
         self._aside = ReadyThread("mindx-events")
         self._aside.start()
+
+    def flush(self) -> None:
+        """Wait for that thread, not for long."""
+        if self._aside is not None:
+            with suppress(TimeoutError):
+                self._aside.call(lambda: None, _PATIENCE_S if self._late_since is None else 0.0)
 
     def close(self) -> None:
         """End that thread; leave it where it hangs."""
@@ -241,6 +250,8 @@ class EventLog:
         if waiting > _MAX_WAITING:
             return
         job = aside.submit(lambda: self._record(data, run_id))
+        if self.hurry:
+            return
         try:
             job.wait(_PATIENCE_S if self._late_since is None else 0.0)
         except TimeoutError:

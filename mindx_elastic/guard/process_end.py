@@ -26,6 +26,7 @@ __all__ = ["LogRelay", "end_process", "shorten_interpreter_exit"]
 
 _PATIENCE_S = 0.25  # so that lines come out in order where they are read
 _FLUSH_S = 1.0
+_HANGS_S = 0.1  # a line takes 50 us
 
 
 class LogRelay(logging.Filter):
@@ -49,19 +50,21 @@ class LogRelay(logging.Filter):
         self._writer.close(_PATIENCE_S)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not self.hurry and record.thread not in self.threads:
+        if self.hurry:
+            self._writer.submit(lambda: logger.callHandlers(record))
+            return False
+        if record.thread not in self.threads:
             return True
-        self.do(lambda: logger.callHandlers(record), _PATIENCE_S)
+        self._do(lambda: logger.callHandlers(record), 0.0 if self._writer.busy else _PATIENCE_S)
         return False
 
-    def do(self, work: Callable[[], object], timeout_s: float) -> None:
-        """Do work that may hang (writing, flushing). Waits `timeout_s` seconds at most, not at all for earlier work."""
-        patience_s = 0.0 if self._writer.busy else timeout_s
+    def _do(self, work: Callable[[], object], timeout_s: float) -> None:
         with suppress(TimeoutError, OSError, ValueError):  # a closed pipe must not keep a dying process
-            self._writer.call(work, patience_s)
+            self._writer.call(work, timeout_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Flush what was printed and logged, as far as that is possible in time. Any thread."""
+        """Flush what was printed and logged, as far as that is possible in `timeout_s` seconds; where a line hangs, in
+        `_HANGS_S`. Any thread."""
 
         def flush() -> None:
             for stream in (sys.stdout, sys.stderr):
@@ -69,7 +72,8 @@ class LogRelay(logging.Filter):
                     stream.flush()
             logging.shutdown()
 
-        self.do(flush, timeout_s)
+        self._do(lambda: None, _HANGS_S)
+        self._do(flush, 0.0 if self._writer.busy else timeout_s)
 
 
 def end_process(exit_code: int, relay: LogRelay) -> NoReturn:

@@ -231,7 +231,7 @@ class Stopper:
     def _accept(self, alarm: Alarm) -> bool:
         if not self.state.accept(alarm):
             return False
-        self._relay.hurry = True
+        self._relay.hurry = self.events.hurry = True
         # First of all: anything that follows may hang.
         self._arm_last_resort(alarm)
         self._page.set_text("reason", alarm.reason)
@@ -483,6 +483,7 @@ class Stopper:
             return
         logger.warning("%s; leaving with exit code %d", why, alarm.exit_code)
         self.events.emit("exit", reason=alarm.reason, outcome=str(alarm.exit_code))
+        self.events.flush()
         self._note_leaving(alarm)
         end_process(alarm.exit_code, self._relay)
 

@@ -24,14 +24,14 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 import xxhash
 
 from mindx_elastic.core.pinned import PinnedMemory
-from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.ready_thread import ReadyThread, ThreadTask
 from mindx_elastic.persist.packed import flat_bytes
 
 __all__ = ["ALIGNMENT", "BlockWriter", "Reserve", "preallocate"]
@@ -70,7 +70,10 @@ def preallocate(fd: int, nbytes: int) -> bool:
 
 
 class BlockWriter:
-    """Writes from `offset` (a multiple of `ALIGNMENT`) of `fd` onwards; `put` and `finish` by one thread only.
+    """Writes a file: a header of `offset` bytes (a multiple of `ALIGNMENT`), and the data after it. `put` and `finish`
+    by one thread only.
+
+    A file of one block needs no other thread: `finish` writes it at once.
 
     `pinned` allocates the ring in page-locked memory, so that tensors on an accelerator are copied straight into it
     at full speed. `close` ends the writing threads; call it in any case.
@@ -82,7 +85,6 @@ class BlockWriter:
         """reserve: take memory and threads from there, unless another save has them; `pinned` is ignored then. cached:
         through the page cache."""
         self._fd = fd
-        self._offset = offset
         held = None if reserve is None else reserve.take()
         self._reserve = None if held is None else reserve
         # With a reserve that another save has, this process dies: to get page-locked memory may wait for the device.
@@ -96,13 +98,16 @@ class BlockWriter:
         self._full: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
         """Number of a block, bytes, and where they belong in the file; no bytes: flush what is written by now."""
         self._cached, self._unsynced = cached, 0
-        self._current, self._fill = self._free.get(), 0
+        self._current, self._header_bytes = self._free.get(), offset
+        if offset < BLOCK_BYTES:  # the header goes into the first block
+            self._offset, self._fill = 0, offset
+            self._views[self._current][:offset] = bytes(offset)
+        else:
+            self._offset, self._fill = offset, 0
         self._error: BaseException | None = None
         self._direct = _set_direct(fd, not cached)
-        # Without any (a dying process may get none) it copies and writes in turn.
-        self._own_writers = _start_writers() if self._reserve is None else []
-        writers = self._own_writers if self._reserve is None else self._reserve.writers
-        self._jobs = [writer.submit(self._write_blocks) for writer in writers]
+        self._own_writers: list[ReadyThread] = []
+        self._jobs: list[ThreadTask[None]] | None = None
 
     @property
     def direct(self) -> bool:
@@ -143,24 +148,27 @@ class BlockWriter:
             position += count
         return digest.hexdigest()
 
-    def finish(self) -> None:
-        """Wait until everything is handed to the kernel. The file may be longer than the data by less than a block."""
+    def finish(self, header: Callable[[], bytes] = bytes) -> None:
+        """Wait until everything is handed to the kernel; the header goes last, or with all else in one block. The file
+        may be longer than the data by less than a block."""
+        padding = -self._fill % ALIGNMENT
+        view = self._views[self._current]
+        view[self._fill : self._fill + padding] = bytes(padding)
+        self._fill += padding
+        if self._offset == 0:
+            view[: self._header_bytes] = header()
+            self._write(view[: self._fill], 0)
+            return
         if self._fill:
-            padding = -self._fill % ALIGNMENT
-            self._views[self._current][self._fill : self._fill + padding] = bytes(padding)
-            self._fill += padding
             self._submit()
         self._end_writing()
         if self._error is not None:
             raise self._error
-
-    def put_at(self, offset: int, data: bytes) -> None:
-        """Write `data` (a multiple of `ALIGNMENT` long) at `offset`, a multiple of it too; after `finish`."""
-        view = self._views[0]
-        for start in range(0, len(data), BLOCK_BYTES):
-            piece = data[start : start + BLOCK_BYTES]
+        view, text = self._views[0], header()
+        for start in range(0, len(text), BLOCK_BYTES):
+            piece = text[start : start + BLOCK_BYTES]
             view[: len(piece)] = piece
-            self._write(view[: len(piece)], offset + start)
+            self._write(view[: len(piece)], start)
 
     def _copy(self, data: torch.Tensor, position: int, count: int) -> None:
         if data.device.type == "cpu":
@@ -169,7 +177,12 @@ class BlockWriter:
             self._blocks[self._current][self._fill : self._fill + count].copy_(data[position : position + count])
 
     def _submit(self) -> None:
-        if not self._jobs:
+        if self._jobs is None:
+            if self._reserve is None:
+                self._own_writers = _start_writers()
+            writers = self._own_writers if self._reserve is None else self._reserve.writers
+            self._jobs = [writer.submit(self._write_blocks) for writer in writers]
+        if not self._jobs:  # a dying process may get no thread: it copies and writes in turn
             self._write(self._views[self._current][: self._fill], self._offset)
         else:
             self._full.put((self._current, self._fill, self._offset))
@@ -193,7 +206,7 @@ class BlockWriter:
             reserve.give_back()
 
     def _end_writing(self) -> None:
-        jobs, self._jobs = self._jobs, []
+        jobs, self._jobs = self._jobs or [], []
         for _ in jobs:
             self._full.put(None)
         for job in jobs:

@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from mindx_elastic.core.division import RowPiece, piece_name
+from mindx_elastic.core.layout import Box
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.errors import (
@@ -37,7 +38,7 @@ from mindx_elastic.persist.format import CheckpointInfo, Header, open_checkpoint
 from mindx_elastic.persist.regions import read_into
 from mindx_elastic.persist.unflatten import unflatten
 
-__all__ = ["Checkpoint", "Pieces", "map_checkpoint", "read_checkpoint", "read_some", "verify_file"]
+__all__ = ["Checkpoint", "Pieces", "map_checkpoint", "read_checked", "read_checkpoint", "read_some", "verify_file"]
 
 _NUM_THREADS = 4
 _PIECE_BYTES = 8 << 20  # read, then hashed
@@ -219,7 +220,7 @@ def verify_file(
 
             def check(entry: TensorEntry) -> None:
                 try:
-                    _check_tensor(fd, header, entry, path)
+                    read_checked(fd, header, entry, path)
                 except CheckpointError as error:
                     problems.append(str(error))
                 if on_bytes is not None:
@@ -270,14 +271,39 @@ def _read_tensor(
     return tensor
 
 
-def _check_tensor(fd: int, header: Header, entry: TensorEntry, path: Path) -> None:
-    """Check one tensor's digest, with memory for one piece only."""
+def read_checked(
+    fd: int, header: Header, entry: TensorEntry, path: Path, wanted: Sequence[tuple[Box, torch.Tensor]] = ()
+) -> None:
+    """Read all of one tensor, check its digest, and fill each tensor of `wanted` (any strides) with its box on the way.
+
+    Takes memory for one piece, or one row, besides. Raises CorruptCheckpointError; then `wanted` is worth nothing. Any
+    thread.
+    """
+    whole = next((out for _, out in wanted if out.shape == entry.shape and out.is_contiguous()), None)
+    if whole is not None:
+        _read_tensor(fd, header, entry, path, verify=True, out=whole)
+        for box, out in wanted:
+            if out is not whole:
+                out.copy_(whole[tuple(slice(*each) for each in box)])
+        return
     digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(entry.nbytes, _PIECE_BYTES)))
-    for start in range(0, entry.nbytes, _PIECE_BYTES):
-        piece = buffer[: min(_PIECE_BYTES, entry.nbytes - start)]
-        read_into(fd, piece, header.data_start + entry.start + start, entry, path)
+    num_rows = entry.shape[0] if entry.shape and entry.nbytes else 1
+    row_bytes = entry.nbytes // num_rows
+    if not wanted:  # rows of bytes: any piece will do
+        num_rows, row_bytes = entry.nbytes, 1
+    step = max(1, _PIECE_BYTES // max(1, row_bytes))
+    buffer = memoryview(bytearray(min(step, num_rows) * row_bytes))
+    for first in range(0, num_rows if entry.nbytes else 0, step):
+        count = min(step, num_rows - first)
+        piece = buffer[: count * row_bytes]
+        read_into(fd, piece, header.data_start + entry.start + first * row_bytes, entry, path)
         digest.update(piece)
+        for box, out in wanted:
+            start, stop = max(first, box[0][0]), min(first + count, box[0][1])
+            if start < stop:
+                rows = torch.frombuffer(piece, dtype=entry.torch_dtype).view(count, *entry.shape[1:])
+                inner = tuple(slice(*each) for each in box[1:])
+                out[start - box[0][0] : stop - box[0][0]].copy_(rows[(slice(start - first, stop - first), *inner)])
     _compare(digest, header, entry, path)
 
 

@@ -1,8 +1,8 @@
 """Writes nested state to one durable checkpoint file.
 
 The order of the steps makes a kill at any instant harmless: reserve the space, write the data, then the header (until
-then the file begins with zeros and no reader accepts it), flush, keep the old file under its second name, rename, flush
-the directory. Only then is the save reported.
+then the file begins with zeros and no reader accepts it; a file of one block is written at once), flush, keep the old
+file under its second name, rename, flush the directory. Only then is the save reported.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +190,7 @@ class _Save:
             digests = blocks.put_tensors(
                 [(name, tensors[name], end - begin) for name, _, _, begin, end in self.entries]
             )
-            blocks.finish()
-            self.write_header(blocks, digests)
-
-    def write_header(self, blocks: BlockWriter, digests: dict[str, str]) -> None:
-        blocks.put_at(0, seal_header(self.header, digests))
+            blocks.finish(partial(seal_header, self.header, digests))
 
     def flush(self, fd: int) -> None:
         os.ftruncate(fd, self.nbytes)  # direct I/O writes whole blocks

@@ -16,7 +16,7 @@ from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, read_some,
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import Transport
-from mindx_elastic.start.reshard import assemble
+from mindx_elastic.start.reshard import Parts, assemble
 from mindx_elastic.start.shares import Share
 
 __all__ = ["Problem", "ShareReader"]
@@ -49,14 +49,14 @@ class ShareReader:
 
         Raises MismatchError when the files are sound and do not fit this program.
         """
-        problems = [(fact.path, problem) for fact in share.verify if (problem := self._verify(Path(fact.path)))]
-        if problems:
-            return None, problems
         self.small = None
         small_from = share.rank.small_from
         if small_from is not None and (problem := self._read_small(small_from)):
-            return None, [(small_from.path, problem)]
-        return self._assemble(share, blueprint) if share.rank.assembled else self._read_own(share)
+            return None, [(small_from.path, problem), *self._verify_all(share.verify)]
+        if share.rank.assembled:
+            return self._assemble(share, blueprint)
+        problems = self._verify_all(share.verify)
+        return (None, problems) if problems else self._read_own(share)
 
     def _read_small(self, fact: FileFact) -> str:
         """Read this rank's own small state from another rank's file. Returns the problem; empty: there is none."""
@@ -158,6 +158,9 @@ class ShareReader:
 
     # --- assembling a state from parts ---
 
+    def _verify_all(self, files: Sequence[FileFact]) -> list[Problem]:
+        return [(fact.path, problem) for fact in files if (problem := self._verify(Path(fact.path)))]
+
     def _verify(self, path: Path) -> str:
         """The problem of a file; empty: every byte is as it was written."""
         if problem := self._outside(path):
@@ -178,14 +181,22 @@ class ShareReader:
         if blueprint is None:
             raise MismatchError("the state has to be assembled from parts, and no target layout is known")
         self.path = Path(share.rank.file.path)
-        try:
-            return assemble(share.plan, share.rank, blueprint, self._trust), []
-        except MismatchError:
-            raise  # sound files, another program
-        except (CheckpointError, OSError) as error:
-            path = str(_path_of(error, self.path))
-            is_known = any(fact.path == path for facts in share.plan.files.values() for fact in facts)
-            return None, [(path if is_known else share.rank.file.path, str(error))]
+        checkpoint, failure = None, None
+        paths = [fact.path for fact in share.verify if not self._outside(Path(fact.path))]
+        with Parts(share.plan, share.rank, self._trust, verify=paths) as parts:
+            try:
+                checkpoint = assemble(parts, blueprint)
+            except (CheckpointError, OSError) as error:
+                failure = error
+        # The other ranks count on this one, whatever it has met.
+        problems = self._verify_all([fact for fact in share.verify if fact.path not in parts.verified])
+        if problems or failure is None:
+            return (None, problems) if problems else (checkpoint, [])
+        if isinstance(failure, MismatchError):
+            raise failure  # sound files, another program
+        path = str(_path_of(failure, self.path))
+        is_known = any(fact.path == path for facts in share.plan.files.values() for fact in facts)
+        return None, [(path if is_known else share.rank.file.path, str(failure))]
 
 
 def _path_of(error: Exception, path: Path) -> Path:

@@ -4,15 +4,17 @@ Each tensor is allocated at its final size and filled with the boxes of it that 
 needed bytes are read, and memory holds at most the rank's own shards. The rest (options of the optimizer, scheduler,
 loader, buffers) comes from one file: that of the old rank of the same number, if there is one.
 
-Boxes are found by the caller's thread and read by a few others, which wait for the disk at the same time.
+Boxes are found by the caller's thread and read by a few others, which wait for the disk at the same time. Of a file
+that this rank has to verify, every tensor is read once: its digest is checked, and its boxes are filled, in one pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.entries import TensorEntry
 from mindx_elastic.persist.format import Header, open_checkpoint
 from mindx_elastic.persist.places import tensor_places
-from mindx_elastic.persist.reader import Checkpoint, read_some
+from mindx_elastic.persist.reader import Checkpoint, read_checked, read_some
 from mindx_elastic.persist.regions import read_box
 from mindx_elastic.persist.unflatten import unflatten
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, completing
@@ -46,11 +48,17 @@ _SMALL_BYTES = 64 << 10  # to hand it to a thread takes as long as to read it
 class Parts:
     """The files of a plan's step, opened when they are needed. Use as a context manager."""
 
-    def __init__(self, plan: ResumePlan, share: RankPlan, trust: Trust | None = None) -> None:
-        """`share`: of the rank that reads. `plan.ranks` is not used: a rank need not know the others' shares."""
+    def __init__(
+        self, plan: ResumePlan, share: RankPlan, trust: Trust | None = None, *, verify: Collection[str] = ()
+    ) -> None:
+        """`share`: of the rank that reads. `plan.ranks` is not used: a rank need not know the others' shares. verify:
+        the paths of the files to check whole; the digests of others are checked by other ranks."""
         self.plan, self.reader, self.base, self.trust = plan, share.rank, share.file, trust or Trust()
         self.num_bytes = 0
         """Read; complete after `finish`."""
+        self._verify = {*verify}
+        self.verified: set[str] = set()
+        """The paths of files of which every byte is as it was written."""
         self._open: dict[str, tuple[_PartFile, ExitStack]] = {}
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mindx-persist-read")
         # A network has few different shapes. Layouts by id: those of thousands of ranks take long to hash.
@@ -67,7 +75,12 @@ class Parts:
     def finish(self) -> None:
         """Wait until all tensors are filled. Raises what reading them has raised."""
         for file, _stack in self._open.values():
-            self.num_bytes += file.finish()
+            self._finish_file(file)
+
+    def _finish_file(self, file: _PartFile) -> None:
+        self.num_bytes += file.finish()
+        if file.verifies:
+            self.verified.add(str(file.path))
 
     def file(self, fact: FileFact) -> _PartFile:
         """Open a file. Use it at once: the next call may close it.
@@ -79,11 +92,12 @@ class Parts:
             return self._open[fact.path][0]
         if len(self._open) >= _MOST_OPEN:  # the rank's base file stays open, it is used for every tensor
             oldest = next(path for path in self._open if path != self.base.path)
-            self.num_bytes += self._open[oldest][0].finish()
+            self._finish_file(self._open[oldest][0])
             self._open.pop(oldest)[1].close()
         stack = ExitStack()
         fd, header = stack.enter_context(open_checkpoint(fact.path, self.trust.of(Path(fact.path))))
-        file = _PartFile(Path(fact.path), fd, header, self._pool)
+        verifies = fact.path in self._verify and fact.path not in self.verified
+        file = _PartFile(Path(fact.path), fd, header, self._pool, verifies=verifies)
         self._open[fact.path] = (file, stack)
         if header.info.moment != fact.moment or header.info.rank != fact.rank:
             raise CorruptCheckpointError(f"{fact.path} is of another step by now", path=fact.path)
@@ -189,29 +203,43 @@ class Parts:
 class _PartFile:
     """One open checkpoint file, its tensors by their names in the strategy."""
 
-    def __init__(self, path: Path, fd: int, header: Header, pool: ThreadPoolExecutor) -> None:
-        """`pool`: reads what is large."""
-        self.path, self.fd, self.header = path, fd, header
+    def __init__(self, path: Path, fd: int, header: Header, pool: ThreadPoolExecutor, *, verifies: bool) -> None:
+        """`pool`: reads what is large. verifies: `finish` checks every digest of the file."""
+        self.path, self.fd, self.header, self.verifies = path, fd, header, verifies
+        self._wanted: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         parameters = header.layout.get("parameters", {})
         self.parameters: Mapping[str, Sequence[str]] = parameters
         self._nodes = {global_name(place, parameters)[0]: node for place, node in tensor_places(header).items()}
         self._pool = pool
-        self._reads: list[Future[int]] = []
+        self._reads: list[Future[object]] = []
         self._num_bytes = 0
         self._states: dict[str, _States] = {}
 
     def finish(self) -> int:
-        """Wait for what is being read. Returns the bytes read since the last call; raises what reading has raised."""
-        num_bytes = self._num_bytes + sum(read.result() for read in self._reads)
+        """Wait until all boxes are filled. Returns the bytes read since the last call; raises what reading has
+        raised."""
+        if self.verifies:
+            for entry in self.header.entries.values():
+                wanted = self._wanted.pop(entry.name, ())
+                self._read(entry.nbytes, partial(read_checked, self.fd, self.header, entry, self.path, wanted))
+        for read in self._reads:
+            read.result()
+        num_bytes, self._num_bytes = self._num_bytes, 0
         self._reads.clear()
-        self._num_bytes = 0
         return num_bytes
 
     def _fill(self, entry: TensorEntry, box: Box, out: torch.Tensor) -> None:
-        if out.nbytes < _SMALL_BYTES:
-            self._num_bytes += read_box(self.fd, self.header, entry, box, out, self.path)
+        if self.verifies:
+            self._wanted.setdefault(entry.name, []).append((box, out))
         else:
-            self._reads.append(self._pool.submit(read_box, self.fd, self.header, entry, box, out, self.path))
+            self._read(out.nbytes, partial(read_box, self.fd, self.header, entry, box, out, self.path))
+
+    def _read(self, nbytes: int, read: Callable[[], object]) -> None:
+        self._num_bytes += nbytes
+        if nbytes < _SMALL_BYTES:
+            read()
+        else:
+            self._reads.append(self._pool.submit(read))
 
     def _node(self, spec: TensorSpec) -> dict[str, Any]:
         node = self._nodes.get(spec.name)
@@ -272,24 +300,23 @@ def _inside(common: Box, whole: Box) -> Box:
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(common, whole, strict=True))
 
 
-def assemble(plan: ResumePlan, share: RankPlan, blueprint: Blueprint, trust: Trust | None = None) -> Checkpoint:
-    """Assemble the state of `share`'s rank, ready for `Collector.load`. The digests of the files were checked before.
+def assemble(parts: Parts, blueprint: Blueprint) -> Checkpoint:
+    """Assemble the state of the rank that `parts` is for, ready for `Collector.load`.
 
     Raises MismatchError when the step lacks something that this program has, and what opening and reading files raise.
     """
-    assert plan.world.strategy is not None
-    target, rank = plan.world.strategy, share.rank
-    with Parts(plan, share, trust) as parts:
-        base = parts.file(share.file)
-        made = {*blueprint.parameters, *blueprint.optimizers}
-        state = _rest(base, made)
-        for component, names in blueprint.parameters.items():
-            own = {name: _parameter(parts, target.by_name, f"{component}.{name}", rank) for name in names}
-            state[component] = {**own, **_volatile(parts, base, component, blueprint.volatile[component])}
-        for component, groups in blueprint.optimizers.items():
-            state[component] = _optimizer(parts, base, component, groups, target.by_name, rank)
-        parts.finish()
-        return Checkpoint(base.header.info, state, {})
+    assert parts.plan.world.strategy is not None
+    targets, rank = parts.plan.world.strategy.by_name, parts.reader
+    base = parts.file(parts.base)
+    made = {*blueprint.parameters, *blueprint.optimizers}
+    state = _rest(base, made)
+    for component, names in blueprint.parameters.items():
+        own = {name: _parameter(parts, targets, f"{component}.{name}", rank) for name in names}
+        state[component] = {**own, **_volatile(parts, base, component, blueprint.volatile[component])}
+    for component, groups in blueprint.optimizers.items():
+        state[component] = _optimizer(parts, base, component, groups, targets, rank)
+    parts.finish()
+    return Checkpoint(base.header.info, state, {})
 
 
 def _rest(base: _PartFile, made: set[str]) -> dict[str, Any]:

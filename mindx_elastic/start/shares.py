@@ -82,19 +82,19 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
 
 
 def _verifiers(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]) -> dict[int, list[FileFact]]:
-    """The files that each rank checks: the used files, divided among the ranks that see them."""
-    found: dict[int, list[FileFact]] = {}
-    turns: dict[frozenset[int], tuple[list[int], int]] = {}
+    """The files that each rank checks: the used files, divided among the ranks that see them. Neighbours' files go to
+    one rank, which most likely reads from them what it checks."""
     used = plan.used_paths()
+    unchecked: dict[frozenset[int], list[FileFact]] = {}
     for fact in (fact for facts in plan.files.values() for fact in facts):
-        if fact.path not in used or (fact.where, fact.path) in verified:
-            continue
-        seen_by = inventory.seen_by(fact)
-        readers, turn = turns.get(seen_by) or (sorted(seen_by), 0)
-        turns[seen_by] = readers, turn + 1
-        if readers:
-            found.setdefault(readers[turn % len(readers)], []).append(fact)
+        if fact.path in used and (fact.where, fact.path) not in verified and (seen_by := inventory.seen_by(fact)):
+            unchecked.setdefault(seen_by, []).append(fact)
             verified.add((fact.where, fact.path))  # nodes may have other bytes under the same path
+    found: dict[int, list[FileFact]] = {}
+    for seen_by, facts in unchecked.items():
+        readers = sorted(seen_by)
+        for index, fact in enumerate(facts):
+            found.setdefault(readers[index * len(readers) // len(facts)], []).append(fact)
     return found
 
 

@@ -238,3 +238,16 @@ def test_a_console_only_where_the_program_has_none(
         root.handlers = saved
         logger.setLevel(level)
     assert capfd.readouterr().err == f"[mindx_elastic {where}] INFO stop training\n"
+
+
+def test_during_a_stop_no_thread_waits_for_a_line(path: Path) -> None:
+    """The log hangs until it may be written; then all of it is there, in order."""
+    log = EventLog(path, run_id="r")
+    log.write_aside()
+    log.hurry = True
+    with log._lock:
+        for number in range(500):  # half a second for each would be more than this test has
+            log.emit("alarm", step=number)
+        assert not path.exists()
+    log.close()
+    assert [event["step"] for event in read_events(path)[0]] == list(range(500))

@@ -57,6 +57,7 @@ def test_during_a_stop_all_threads_do(relay: LogRelay, lines: Lines) -> None:
     relay.hurry = True
     for number in range(3):
         logger.warning("line %d", number)
+    relay.flush(60.0)
     assert lines.written == [(f"line {number}", "mindx-log") for number in range(3)]
 
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.catalog import read_entries
+from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import Checkpoint
-from mindx_elastic.persist.regions import read_box
+from mindx_elastic.persist.regions import read_box, read_into
 from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.start.facts import Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
@@ -33,7 +34,8 @@ from tests.start.worlds import Saved, cut, plan_for, resharded, target_of
 
 
 def assemble_for(plan: ResumePlan, rank: int, target: Target) -> Checkpoint:
-    return assemble(plan, plan.ranks[rank], target.blueprint)
+    with Parts(plan, plan.ranks[rank]) as parts:
+        return assemble(parts, target.blueprint)
 
 
 def layout(mesh: Sequence[int], *placements: str | Placement, ranks: Sequence[int] = ()) -> Layout:
@@ -248,6 +250,37 @@ def test_only_the_bytes_needed_are_read(tmp_path: Path) -> None:
             for old in ("rows", "columns"):
                 num_bytes, part = read_bytes(tmp_path / old, new, shape, rank)
                 assert num_bytes == part, f"{old} -> {new} on rank {rank}"
+
+
+def test_a_file_that_a_rank_verifies_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what the rank does not need of it."""
+    shape = (64, 32_000)
+    tensors = {"w": (numbers(*shape), layout([4], "S(0)")), "v": (numbers(64), layout([4], "S(0)"))}
+    Saved(4, tensors).write(tmp_path)
+    target = target_of(3, {"w": (shape, layout([3], "S(1)")), "v": ((64,), layout([3], "S(0)"))})
+    plan = plan_for(tmp_path, target)
+    paths = {fact.path for facts in plan.files.values() for fact in facts}
+    offsets: list[tuple[str, int]] = []
+
+    def read(fd: int, view: memoryview, offset: int, entry: Any, path: Path) -> None:
+        offsets.append((str(path), offset))
+        read_into(fd, view, offset, entry, path)
+
+    monkeypatch.setattr("mindx_elastic.persist.reader.read_into", read)
+    monkeypatch.setattr("mindx_elastic.persist.regions.read_into", read)
+    with Parts(plan, plan.ranks[1], verify=paths) as parts:
+        (source,) = plan.source.by_name["model.w"]
+        out = parts.tensor(source, layout([3], "S(1)"), 1)
+        parts.finish()
+        assert parts.verified == paths
+        assert parts.num_bytes == sum(entry.nbytes for path in paths for entry in read_header(path).entries.values())
+    assert_same_bits(out, cut(tensors["w"][0], layout([3], "S(1)"), 1))
+    assert len({*offsets}) == len(offsets)
+    flip_bit_in_data(Path(max(paths)))
+    with Parts(plan, plan.ranks[1], verify=paths) as parts:
+        parts.tensor(source, layout([3], "S(1)"), 1)
+        with pytest.raises(CorruptCheckpointError, match="digest"):
+            parts.finish()
 
 
 def test_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

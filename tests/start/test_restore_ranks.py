@@ -21,10 +21,10 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.start import findings as looking
 from mindx_elastic.start import reader as reading
+from mindx_elastic.start import reshard as resharding
 from mindx_elastic.start import restore
 from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.loading import _how_to_restore_rng
-from mindx_elastic.start.reader import ShareReader
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, read_together
 from tests.checkpoint_files import write_step
 from tests.start.finding import find_and_read, find_on, found_on
@@ -47,20 +47,23 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("where", ["assemble", "verify_file"])
+@pytest.mark.parametrize("where", ["assemble", "read_checked"])
 def test_an_error_that_nobody_foresaw_ends_the_start_of_all(
     saved: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    real = getattr(reading, where)
+    module = reading if where == "assemble" else resharding
+    real = getattr(module, where)
 
     def without_memory(*arguments: Any) -> Any:
-        if getattr(arguments[1], "rank", None) == 1 or (
-            isinstance(arguments[0], Path) and arguments[0].parent.name == "rank_1"
-        ):
+        if where == "assemble":
+            fails = arguments[0].reader == 1
+        else:
+            fails = arguments[3].parent.name == "rank_1"
+        if fails:
             raise MemoryError("no room for w")
         return real(*arguments)
 
-    monkeypatch.setattr(reading, where, without_memory)
+    monkeypatch.setattr(module, where, without_memory)
     found = start(saved, 2)
     failed, other = sorted(found, key=lambda one: isinstance(one, PeerStartError))
     assert isinstance(failed, MemoryError) and isinstance(other, PeerStartError)
@@ -85,13 +88,13 @@ def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
     real = open_checkpoint
     failed: list[Path] = []
 
-    def stale(path: Any) -> Any:
+    def stale(path: Any, owners: Any) -> Any:
         if "rank_3" in str(path) and not failed:
             failed.append(path)
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return real(path)
+        return real(path, owners)
 
-    monkeypatch.setattr(reading, "open_checkpoint", stale)
+    monkeypatch.setattr(resharding, "open_checkpoint", stale)
     start(saved, 2)
     assert failed and not (saved / "quarantine").exists()
     assert len(list(saved.glob("rank_*/*.safetensors"))) == 4
@@ -169,7 +172,7 @@ def test_random_numbers_of_a_rank_with_a_donor_are_its_own_and_always_the_same(
 
 def test_copies_of_one_path_on_two_disks_are_both_verified(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes with copies of all files under the same paths: each assembles from its own disk."""
-    real_list, real_verify = looking.list_files, reading.ShareReader._verify
+    real_list, real_read = looking.list_files, resharding.read_checked
     checked: list[tuple[str, str]] = []
     node = threading.local()
 
@@ -177,12 +180,13 @@ def test_copies_of_one_path_on_two_disks_are_both_verified(saved: Path, monkeypa
         found = real_list(directories, arenas)
         return dataclasses.replace(found, disk=f"{found.disk} of {node.name}")
 
-    def verify(self: ShareReader, path: Path) -> str:
-        checked.append((node.name, path.parent.name))
-        return real_verify(self, path)
+    def read(fd: int, header: Any, entry: Any, path: Path, wanted: Any) -> None:
+        if entry.name == "model.w":
+            checked.append((node.name, path.parent.name))
+        real_read(fd, header, entry, path, wanted)
 
     monkeypatch.setattr(restore, "list_files", list_files)
-    monkeypatch.setattr(reading.ShareReader, "_verify", verify)
+    monkeypatch.setattr(resharding, "read_checked", read)
     columns = Layout((2,), (parse_placement("S(1)"),))
 
     def on_its_node(rank: int, exchange: Any) -> Resumed | None:

@@ -17,7 +17,7 @@ from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.start.facts import Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.planner import plan_resume
-from mindx_elastic.start.reshard import assemble
+from mindx_elastic.start.reshard import Parts, assemble
 from mindx_elastic.start.restore import Target
 from tests.checkpoint_files import info_of
 
@@ -152,12 +152,14 @@ def resharded(
     parameters: Mapping[str, tuple[Sequence[int], Layout]],
     groups: Sequence[Sequence[str]] | None = None,
 ) -> list[dict[str, Any]]:
-    """The state of each rank of a new world, put together from the files under `root`. AssertionError for a refusal."""
+    """The state of each rank of a new world, put together from the files under `root`. AssertionError for a refusal.
+    Every second rank verifies all that it reads from."""
     plan = plan_for(root, target_of(world_size, parameters, groups))
+    paths = {fact.path for facts in plan.files.values() for fact in facts}
     states = []
     for rank in range(world_size):
-        state = assemble(plan, plan.ranks[rank], target_of(world_size, parameters, groups, rank).blueprint).state
-        states.append(state)
+        with Parts(plan, plan.ranks[rank], verify=() if rank % 2 else paths) as parts:
+            states.append(assemble(parts, target_of(world_size, parameters, groups, rank).blueprint).state)
     return states
 
 
