@@ -25,7 +25,7 @@ import torch
 from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
 from mindx_elastic.persist.direct_io import BlockWriter, Reserve, preallocate
 from mindx_elastic.persist.dtypes import NAMES
-from mindx_elastic.persist.entries import place_tensors
+from mindx_elastic.persist.entries import place_tensors, without_collections
 from mindx_elastic.persist.flatten import Tree, flatten
 from mindx_elastic.persist.format import CheckpointInfo, Held, draft_header, read_header, seal_header
 from mindx_elastic.persist.storage import (
@@ -100,11 +100,12 @@ def write_checkpoint(
     if sys.byteorder != "little":
         raise UsageError("the file format is little-endian, this machine is not")
     info = info if info.torch_version else replace(info, torch_version=torch.__version__)
-    tree, tensors = flatten(state) if flat is None else flat
-    if held is not None:
-        tensors = pieces_of(tensors, held)
-    others = [name for name in dict.fromkeys(map(Path, also)) if name != path]
-    save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve, held, cached)
+    with without_collections():
+        tree, tensors = flatten(state) if flat is None else flat
+        if held is not None:
+            tensors = pieces_of(tensors, held)
+        others = [name for name in dict.fromkeys(map(Path, also)) if name != path]
+        save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve, held, cached)
     try:
         save.run()
     except (OSError, MemoryError, RuntimeError) as error:
@@ -187,9 +188,7 @@ class _Save:
         blocks = BlockWriter(fd, len(self.header), pinned=pinned, reserve=self.reserve_held, cached=self.cached)
         with contextlib.closing(blocks):
             tensors = self.tensors
-            digests = blocks.put_tensors(
-                [(name, tensors[name], end - begin) for name, _, _, begin, end in self.entries]
-            )
+            digests = blocks.put_tensors((name, tensors[name], end - begin) for name, _, _, begin, end in self.entries)
             blocks.finish(partial(seal_header, self.header, digests))
 
     def flush(self, fd: int) -> None:
