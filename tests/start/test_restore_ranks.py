@@ -19,6 +19,7 @@ from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.format import open_checkpoint
+from mindx_elastic.persist.reader import read_checked
 from mindx_elastic.start import findings as looking
 from mindx_elastic.start import reader as reading
 from mindx_elastic.start import reshard as resharding
@@ -172,7 +173,7 @@ def test_random_numbers_of_a_rank_with_a_donor_are_its_own_and_always_the_same(
 
 def test_copies_of_one_path_on_two_disks_are_both_verified(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes with copies of all files under the same paths: each assembles from its own disk."""
-    real_list, real_read = looking.list_files, resharding.read_checked
+    real_list = looking.list_files
     checked: list[tuple[str, str]] = []
     node = threading.local()
 
@@ -183,7 +184,7 @@ def test_copies_of_one_path_on_two_disks_are_both_verified(saved: Path, monkeypa
     def read(fd: int, header: Any, entry: Any, path: Path, wanted: Any) -> None:
         if entry.name == "model.w":
             checked.append((node.name, path.parent.name))
-        real_read(fd, header, entry, path, wanted)
+        read_checked(fd, header, entry, path, wanted)
 
     monkeypatch.setattr(restore, "list_files", list_files)
     monkeypatch.setattr(resharding, "read_checked", read)
