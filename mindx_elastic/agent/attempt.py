@@ -116,8 +116,6 @@ class Attempt:
         while self.workers.live or self._waits_for_new_process():
             self._step()
         if self._recovery is not None:
-            if self._recovery.phase is Phase.FALLBACK:
-                self._recovery.look()  # the last process has died: why there is a restart is said all the same
             self._recovery.close()
         membership = self._context.membership
         ending = conclude(

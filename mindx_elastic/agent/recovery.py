@@ -172,8 +172,12 @@ class Recovery:
 
     def close(self) -> None:
         """The attempt has ended."""
-        if self.is_active or (self._machine.phase is Phase.FALLBACK and not self._has_given_up):
-            self._tell_of_failure(STOPPED if self.is_active else RESTART)
+        if self.is_active:  # the job has been stopped meanwhile, perhaps a moment after all had come back
+            self._take_in()
+            if self._machine.phase is not Phase.RUN:
+                self._tell_of_failure(STOPPED)
+        else:  # the last process may have died: why there is a restart is said all the same
+            self.look()
         self._tell()
 
     def _pages(self, end: WorkerExit) -> dict[int, Status]:
@@ -214,6 +218,15 @@ class Recovery:
             if self._machine.phase is Phase.FALLBACK and not self._has_given_up:  # a process has died meanwhile
                 self._give_up()
             return self._machine.phase
+        self._take_in()
+        assert self._now is not None
+        if self.is_active and time.monotonic() > self._now.deadline:
+            self._machine.note_refusal(self._why_late(self._now))
+        if self._machine.phase is Phase.FALLBACK:
+            self._give_up()
+        return self._machine.phase
+
+    def _take_in(self) -> None:
         assert self._board is not None and self._now is not None
         machine, generation = self._machine, self._machine.generation
         try:
@@ -232,11 +245,6 @@ class Recovery:
                     machine.note_ready(rank)
         except ERRORS as error:
             machine.note_refusal(f"{type(error).__name__}: {error}")
-        if self.is_active and time.monotonic() > self._now.deadline:
-            machine.note_refusal(self._why_late(self._now))
-        if machine.phase is Phase.FALLBACK:
-            self._give_up()
-        return machine.phase
 
     def _why_late(self, now: _Generation) -> str:
         """What has not come when the time is over."""

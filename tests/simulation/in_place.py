@@ -77,7 +77,7 @@ _CURABLE = frozenset({"kill worker", "freeze worker", "reset", "slow store", "sl
 _KEY = b"simulated"
 _NOTICED_S = 0.02
 """How late other ranks may hear of a death."""
-_DYING_S = 0.25
+_DYING_S, _PATIENCE_S = 0.25, 3.0
 _CONNECT_S, _AT_END_S = 60.0, 5.0
 _MOST_S = 300.0
 """What a schedule may take, beside the faults that last."""
@@ -293,7 +293,7 @@ class _Rank(Worker):
         self.is_cut = False
         self.is_clean = True
         """Its weights are those of a boundary."""
-        self.is_open = self.is_ending = self.is_unfit = False
+        self.is_open = self.is_ending = self.is_connecting = False
         self.problem = ""
         self.slow_s = 0.0
         self._dead = -1
@@ -496,6 +496,17 @@ class _Rank(Worker):
     def hear(self, alarm: Any) -> None:
         if self.is_open:
             super().hear(alarm)
+        if self.alarm is not None and self.is_urgent:
+            self.job.world.at(self.job.world.now + _PATIENCE_S, self._leave_behind)
+
+    def _leave_behind(self) -> None:
+        """The watcher has saved, and the training thread is in a call that nothing ends."""
+        if self.is_connecting and self.alarm is not None and self.child.process.is_alive:
+            self._set(phase=WorkerPhase.STOPPING, left_ns=self._now_ns())
+            if self.is_clean:
+                self.job.durable_step = max(self.job.durable_step, self.step)
+                self._set(saved_step=self.step, saved_ns=self._now_ns())
+            self.child.process.end(self.alarm.code)
 
     def hear_death(self, rank: int) -> None:
         """Watcher thread."""
@@ -758,7 +769,7 @@ class InPlaceJob(Job):
                     "ObjectsBeforeCall": lambda targets: SimpleNamespace(
                         look_at_groups=lambda: None, put_back=lambda: None
                     ),
-                    "Checkpoint": lambda *_: None,
+                    "Checkpoint": lambda *parts: parts,
                     "release_signals": lambda: None,
                     "Host": lambda *_, **asked: _Host(mine(), **asked),
                     "groups": groups,
@@ -785,16 +796,17 @@ class InPlaceJob(Job):
         worker, world = self.rank_of_process(), self.world
         worker.reach("connect")
         group = self.group(worker.attempt, int(store.prefix))
-        end = world.now + timeout_s
-        store.set(f"gloo/{rank}", "an address")
-        keys = [f"gloo/{each}" for each in range(group.world_size)]
-        while not store.check(keys):
-            if world.now > end:
+        end, worker.is_connecting = world.now + timeout_s, True
+        try:
+            store.set(f"gloo/{rank}", "an address")
+            keys = [f"gloo/{each}" for each in range(group.world_size)]
+            while world.now < end and not store.check(keys):
+                world.sleep(0.01)
+            group.workers[rank] = worker
+            if not world.wait(lambda: len(group.workers) == group.world_size, end - world.now):
                 raise RuntimeError("Gloo connectFullMesh failed: timed out")
-            world.sleep(0.01)
-        group.workers[rank] = worker
-        if not world.wait(lambda: len(group.workers) == group.world_size, end - world.now):
-            raise RuntimeError("Gloo connectFullMesh failed: timed out")
+        finally:
+            worker.is_connecting = False
         return 1
 
     # --- faults ---
@@ -897,11 +909,19 @@ class InPlaceJob(Job):
             then, stopped_at = told.get("then", ""), outcome.agents[told["agent"]].told_to_stop_at
             if told["outcome"] == IN_PLACE:
                 wrong += self._lies_of(told)
+            elif self._has_gone_on(told):
+                wrong.append(f"{told['generation']} is told of as {told['outcome']}, and all have gone on")
             elif told["outcome"] == STOPPED and then.startswith("restart"):
                 wrong.append(f"{told['generation']} is told of as stopped, and the job is restarted")
             elif told["outcome"] == RESTART and "stopped" in then and (stopped_at or told["now"]) < told["now"]:
                 wrong.append(f"{told['generation']} is told of as a restart, and the job has stopped")
         return wrong
+
+    def _has_gone_on(self, told: Mapping[str, Any]) -> bool:
+        """Whether all ranks have taken a step in the group of this recovery."""
+        group = self.groups.get((told["agent"], told["attempt"], told["generation"]))
+        there = [ranks for (which, _), ranks in self.arrived.items() if which == id(group)]
+        return any(len(ranks) == self.plan.workers for ranks in there)
 
     def _lies_of(self, told: Mapping[str, Any]) -> list[str]:
         """What is not true of a recovery that is said to have succeeded."""

@@ -64,3 +64,11 @@ def test_a_stop_saves_no_boundary_that_follows_from_a_failed_collective(seed: in
     """The program catches what the collective raises, and no recovery takes the rank out, because the job stops."""
     plan = replace(QUIET, seed=seed, workers=2, swallows=True)
     played(plan, Fault("sigterm agent", 0, 0, at=2.6), Fault("kill worker", 0, 1, at=2.61))
+
+
+def test_a_stop_at_the_moment_of_success_does_not_hide_it() -> None:
+    """The agent has not looked at the board since the last rank came back."""
+    last = 2 * QUIET.workers - 1
+    outcome = played(QUIET, Fault("kill worker", 0, 1, at=2.6), Fault("sigterm@open", 0, 0, at=last))
+    assert recoveries_of(outcome) == ["in place"]
+    assert [agent.code for agent in outcome.agents] == [143]
