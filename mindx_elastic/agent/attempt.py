@@ -299,7 +299,7 @@ class Attempt:
         if phase is Phase.FALLBACK:
             self._otherwise = self._recovery.cause
             self._fail("", -1, f"no recovery in place: {self._recovery.reason}")
-            self.failed_at, self.noticed_at = self._recovery.failed_at, self._recovery.noticed_at
+            self.failed_at, self.noticed_at = self._recovery.moments
             if self._recovery.must_kill:
                 for rank in list(self.workers.live):
                     self.workers.kill(rank)

@@ -107,18 +107,11 @@ class Recovery:
         return self._machine.fallback is Fallback.KILL
 
     @property
-    def failed_at(self) -> float:
-        """`time.monotonic` of the failure that the last recovery was for."""
-        return self._monotonic(None if self._now is None else self._now.began)
-
-    @property
-    def noticed_at(self) -> float:
-        """`time.monotonic` at which it was noticed."""
-        return self._monotonic(None if self._now is None else self._now.noticed)
-
-    @staticmethod
-    def _monotonic(moment: float | None) -> float:
-        return time.monotonic() - (0.0 if moment is None else max(0.0, time.time() - moment))
+    def moments(self) -> tuple[float, float]:
+        """`time.monotonic` of the failure that the last recovery was for, and of the moment at which it was noticed."""
+        assert self._now is not None
+        noticed = self._now.deadline - self._timeout_s
+        return noticed - (self._now.noticed - self._now.began), noticed
 
     @property
     def cause(self) -> str:
@@ -187,7 +180,6 @@ class Recovery:
     def hear_end(self, end: WorkerExit) -> None:
         """A worker, old or new, has ended during the recovery."""
         machine, generation = self._machine, self._machine.generation
-        was_known = end.rank in machine.reports
         if end.code == UNFIT and end.rank in machine.dead:  # it has taken no part yet
             try:
                 self._replace(end.rank)
@@ -200,7 +192,7 @@ class Recovery:
         elif meaning(end) is Meaning.LEFT:
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
         machine.note_death(end.rank)
-        if machine.phase is Phase.FALLBACK or was_known:
+        if machine.phase is Phase.FALLBACK:  # as where its report was known, or it was a new process itself
             return
         try:
             assert self._board is not None
@@ -227,6 +219,7 @@ class Recovery:
         return self._machine.phase
 
     def _take_in(self) -> None:
+        """What has been written to the board."""
         assert self._board is not None and self._now is not None
         machine, generation = self._machine, self._machine.generation
         try:
@@ -374,9 +367,7 @@ class Recovery:
             logger.debug("the board cannot be written to: %s", error)
         # Whether there is a restart after a finish is said when all ranks of the node have ended.
         stops = any(status.asked_code > 0 for status in self._workers.statuses().values())
-        what_then = "" if self._has_finished else "; the job is restarted"
-        if stops:
-            what_then = "; the job stops"
+        what_then = "; the job stops" if stops else "" if self._has_finished else "; the job is restarted"
         logger.warning("no recovery in place: %s%s", self._machine.reason, what_then)
         self._tell_of_failure(FINISHED if self._has_finished else RESTART)
 

@@ -54,8 +54,9 @@ from tests.simulation import agents
 from tests.simulation.agents import Agent, Fault, Job, Outcome, PrefixStore, Started
 from tests.simulation.kernel import Child
 from tests.simulation.schedules import main
-from tests.simulation.store import Connection
+from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.workers import Alarm, Meeting, Worker
+from tests.simulation.world import World
 
 __all__ = ["KINDS", "STAGES", "Plan", "plan_of", "play"]
 
@@ -569,6 +570,17 @@ class _New:
         self._child.process.kill()
 
 
+class _OwnStore:
+    """The store as its host reaches it: nothing is slow, and nothing is cut off."""
+
+    def __init__(self, world: World, store: SimulatedStore) -> None:
+        self._world, self.values = world, store.values
+
+    def ask(self, act: Callable[[], object]) -> None:
+        self._world.sleep(self._world.random.uniform(0.0, 0.001), is_interruptible=False)
+        act()
+
+
 class _Forks(agents.Forks):
     def __init__(self, job: InPlaceJob) -> None:
         self._job = job
@@ -784,7 +796,7 @@ class InPlaceJob(Job):
         """By the agent, for a new attempt."""
         self.network.host(self.nodes[0].agent.process)
         assert self.network.server is not None
-        store: Any = Connection(self.network.server)
+        store: Any = Connection(_OwnStore(self.world, self.network.server))  # type: ignore[arg-type]
         store.port = self.world.number()
         return store
 
