@@ -52,9 +52,13 @@ def _one_test_is_the_program(request: pytest.FixtureRequest, monkeypatch: pytest
     if surroundings is None:
         return
     every, own = surroundings._program_modules, getattr(request, "module", None)
+    known: dict[tuple[object, ...], list[ModuleType]] = {}
 
     def of_this_test() -> list[ModuleType]:
-        return [m for m in every() if m is own or not m.__name__.startswith("tests.")]
+        now = (id(sys.modules.get("__main__")), *sys.modules)
+        if now not in known:
+            known[now] = [m for m in every() if m is own or not m.__name__.startswith("tests.")]
+        return known[now]
 
     monkeypatch.setattr(surroundings, "_program_modules", of_this_test)
 

@@ -151,7 +151,10 @@ def serve() -> CodeType:
     import torch.distributed.run
     import torch.distributed.tensor
     import torch.utils.data  # noqa: F401
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+    # It goes through all modules for the name of a method, for records that nobody reads.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     assert not any(name.startswith("mindx_elastic") for name in sys.modules)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has only the thread that forks"
     gc.collect()
@@ -210,18 +213,21 @@ def _prepare(arguments: list[str], env: dict[str, str], cwd: str) -> CodeType:
     main = sys.modules["__main__"]
     for name in [name for name in vars(main) if not name.startswith("__")]:
         delattr(main, name)
-    while arguments[0] in ("-u", "-W"):
-        if arguments.pop(0) == "-W":
-            warnings.simplefilter(arguments.pop(0))  # type: ignore[arg-type]
-        else:
-            for stream in (sys.stdout, sys.stderr):
-                stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if arguments[0] == "-u" or env.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    arguments = arguments[arguments[0] == "-u" :]
+    if arguments[0] == "-W":
+        warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
+        arguments = arguments[2:]
     if arguments[0] == "-c":
         sys.path[0] = ""
         sys.argv = ["-c", *arguments[2:]]
         return compile(arguments[1], "<string>", "exec")
     if arguments[0] == "-m":
         spec = importlib.util.find_spec(arguments[1])
+        if spec is not None and spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{arguments[1]}.__main__")
         assert spec is not None and spec.origin is not None, arguments[1]
         sys.path[0] = cwd
         sys.argv = [spec.origin, *arguments[2:]]

@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tests.fork_server import ForkedProcess, clean_environment
+from tests.fork_server import ForkedProcess, clean_environment, fork_child
 from tests.watchdog import IDLE_S, Stalled, Watchdog, children
 
 __all__ = [
@@ -315,6 +315,22 @@ def run_command(*words: object, code: int = 0, env: dict[str, str] | None = None
 def job_status(run_dir: Path) -> dict[str, Any]:
     """What `mindx-elastic status --json` says."""
     return dict(json.loads(run_command("status", run_dir, "--json")))
+
+
+@contextmanager
+def start_code(code: str, *words: object) -> Iterator[tuple[ForkedProcess, IO[str]]]:
+    """A process, forked as a job is, that runs ``python -c CODE WORDS``, and its stdout. Its stdin ends with the block,
+    and so should it."""
+    (theirs, mine), (read, write) = os.pipe(), os.pipe()
+    process = fork_child([sys.executable, "-c", code, *map(str, words)], env=os.environ, stdin=theirs, stdout=write)
+    os.close(theirs)
+    os.close(write)
+    with open(read, encoding="utf-8") as output:
+        try:
+            yield process, output
+        finally:
+            os.close(mine)
+            process.wait()
 
 
 def free_port() -> int:

@@ -127,7 +127,7 @@ def test_the_program_of_a_page_stops_and_goes_on(tmp_path: Path, page: str) -> N
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def run(script: str, directory: str) -> subprocess.CompletedProcess[str]:
-        return finish([sys.executable, "-W", "error", script, directory], cwd=tmp_path, env=env)
+        return finish([sys.executable, "-W", "error", script, directory], cwd=tmp_path, env=env, fresh=False)
 
     straight = run("train.py", "straight")
     assert straight.returncode == 0, straight.stderr

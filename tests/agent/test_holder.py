@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +27,7 @@ from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import EPOCH_0, flip_bit_in_data, write
+from tests.harness import start_code
 from tests.start.arenas import RUN, Machine
 from tests.start.finding import find_and_read
 from tests.start.shared_store import on_all_ranks
@@ -388,16 +387,9 @@ def test_a_ring_that_cannot_be_copied_keeps_the_memory_and_no_snapshot_from_the_
 @contextmanager
 def in_use(job: Job, rank: int) -> Iterator[None]:
     """Another process holds the rank's arena."""
-    command = [sys.executable, "-c", _HOLD, str(job.base), str(job.directory), str(rank)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        assert process.stdout.readline() == "held\n"
+    with start_code(_HOLD, job.base, job.directory, rank) as (_, output):
+        assert output.readline() == "held\n"
         yield
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.wait()
 
 
 def test_an_arena_in_use_is_kept_and_a_replicas_is_written(replicas: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
 from collections.abc import Mapping, Sequence
+
+from tests.fork_server import fork_child
 
 
 def run_in_terminal(
@@ -13,8 +14,10 @@ def run_in_terminal(
 ) -> tuple[int, str, str]:
     """Exit code, what stdout has as a pipe, and what the terminal on stdin and stderr has shown."""
     main, side = pty.openpty()
-    process = subprocess.Popen(command, stdin=side, stdout=subprocess.PIPE, stderr=side, env=env)
+    read, write = os.pipe()
+    process = fork_child(command, env=os.environ if env is None else env, stdin=side, stdout=write, stderr=side)
     os.close(side)
+    os.close(write)
     os.write(main, typed.encode())
     shown = b""
     while True:
@@ -25,9 +28,8 @@ def run_in_terminal(
         if not more:
             break
         shown += more
-    assert process.stdout is not None
-    printed = process.stdout.read()
-    process.stdout.close()
+    with open(read, "rb") as output:
+        printed = output.read()
     code = process.wait()
     os.close(main)
     return code, printed.decode(), shown.decode()

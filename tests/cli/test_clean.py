@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
 from mindx_elastic.memory.folders import MAKER_FILE, job_folder, make_own_folder, make_user_folder, user_folder
 from tests.cli.conftest import Run
 from tests.cli.terminal import run_in_terminal
+from tests.harness import start_code
 
 
 @pytest.fixture
@@ -59,17 +60,13 @@ sys.stdin.read()
 @pytest.fixture
 def start() -> Iterator[Callable[..., None]]:
     """Start a process that holds something until the end of the test."""
-    processes = []
+    with ExitStack() as stack:
 
-    def begin(code: str, *words: object) -> None:
-        command = [sys.executable, "-c", code, *map(str, words)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        processes.append(process)
-        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        def begin(code: str, *words: object) -> None:
+            _, output = stack.enter_context(start_code(code, *words))
+            assert output.readline() == "held\n"
 
-    yield begin
-    for process in processes:
-        process.communicate()
+        yield begin
 
 
 def clean(run: Run, base: Path, *words: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.memory.folders import MAKER_FILE
 from mindx_elastic.persist.reader import read_checkpoint
 from tests.checkpoint_files import write_step
+from tests.watchdog import finish
 
 ORPHAN = """
 import json, os, subprocess, sys
@@ -41,7 +41,8 @@ ours.wait()
 
 
 def test_a_process_that_outlives_its_run_is_named_and_ended() -> None:
-    result = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True)
+    result = finish([sys.executable, "-c", ORPHAN], fresh=False)
+    assert result.returncode == 0, result.stderr
     orphan, found, again, hangs, ours = json.loads(result.stdout)
     assert found == [f"process {orphan}: sleep 600 "]
     assert again == [] and ours is None

@@ -24,6 +24,7 @@ from mindx_elastic.guard.agent_link import AgentLink, between_steps
 from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE, STACK_SIGNAL
 from mindx_elastic.memory.folders import MAKER_FILE
 from tests.harness import wait_until
+from tests.watchdog import finish
 
 ORDER = {"kind": "fault", "reason": "card 3 is broken", "grace_s": 20.0, "exit_code": 75, "seq": 1}
 
@@ -162,7 +163,7 @@ def test_a_late_request_for_a_stack_does_not_kill_an_interpreter_that_ends(agent
         "faulthandler.unregister(STACK_SIGNAL)\n"  # as the interpreter's end does
         "os.kill(os.getpid(), STACK_SIGNAL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(agent.folder), str(agent.run_dir)], check=False)
+    done = finish([sys.executable, "-c", code, agent.folder, agent.run_dir], fresh=False)
     assert done.returncode == 0
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,8 @@ from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory import arena as arena_module
 from mindx_elastic.memory.arena import ArenaFile, RankArena, SlotRecord, SlotState, bytes_of
 from mindx_elastic.memory.folders import job_folder, make_private, rank_folders
+from tests.fork_server import ForkedProcess
+from tests.harness import start_code
 
 _HOLD = """
 import os, sys
@@ -56,18 +57,11 @@ def open_arena(base: Path, directory: Path, rank: int = 0) -> Iterator[RankArena
 
 
 @contextmanager
-def holder(base: Path, directory: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that has opened the arena, and the pid of a child of it that lives on."""
-    command = [sys.executable, "-c", _HOLD, str(base), str(directory)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield process, int(process.stdout.readline())
-    finally:
-        process.stdin.close()  # ends the child too
-        process.stdout.close()
+def holder(base: Path, directory: Path) -> Iterator[tuple[ForkedProcess, int]]:
+    """A process that has opened the arena, and the pid of a child of it that lives on, to the end of the block."""
+    with start_code(_HOLD, base, directory) as (process, output):
+        yield process, int(output.readline())
         process.kill()
-        process.wait()
 
 
 # --- names and rights ---

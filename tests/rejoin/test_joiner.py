@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.watchdog import finish
 
 pytestmark = pytest.mark.slow
 
@@ -32,13 +33,7 @@ def test_what_is_refused_before_the_guard_is_torchs_own_again_behind_it(tmp_path
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "MINDX_REJOIN": "1", "MINDX_RECOVER": "in-place", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-m", "mindx_elastic.rejoin.joiner", str(script)],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = finish([sys.executable, "-m", "mindx_elastic.rejoin.joiner", str(script)], env=env, fresh=False)
     assert done.returncode == 0, done.stderr
     assert "REFUSED the program calls torch.distributed.all_reduce() before its guard" in done.stdout
     assert "PASSED all_reduce barrier" in done.stdout

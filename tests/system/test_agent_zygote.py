@@ -61,7 +61,7 @@ def written(word: str, attempt: int = 0) -> list[str]:
 @pytest.mark.parametrize("options", [[], pytest.param(["--tee", "3"], marks=drill)])
 def test_restarted_workers_are_forked_and_look_as_ever(options: list[str]) -> None:
     unbuffered = {"PYTHONUNBUFFERED": "1"}  # else the agent keeps for a while what its workers print
-    with agent("ckpt", "--hold-at", 7, ranks=2, options=options, env=unbuffered, under=["env"]) as job:
+    with agent("ckpt", "--hold-at", 7, ranks=2, options=options, env=unbuffered) as job:
         job.wait_for("HOLD", 2)
         fresh = set(job.pids().values())
         zygote = wait_for_zygote(job)

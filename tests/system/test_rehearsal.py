@@ -17,13 +17,18 @@ def found(directory: Path) -> list[tuple[int, str]]:
     return [(event["step"], event["outcome"]) for event in events(directory, "rehearsal")]
 
 
-def test_a_plain_process_begins_again_and_ends_as_without_it(tmp_path: Path, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("places", "steps"), [("epoch", [19]), pytest.param("5,epoch", [5, 19], marks=pytest.mark.drill)]
+)
+def test_a_plain_process_begins_again_and_ends_as_without_it(
+    tmp_path: Path, reference: Reference, places: str, steps: list[int]
+) -> None:
     args = ("--num-workers", 1)
-    job = run_job("loop.py", tmp_path, *args, env={"MINDX_REHEARSE": "5,epoch"}, fresh=True)
+    job = run_job("loop.py", tmp_path, *args, env={"MINDX_REHEARSE": places}, fresh=True)
     assert job.hashes() == reference(1, *args).hashes()
-    assert job.resumed() == ["None", "5", "19"]
+    assert job.resumed() == ["None", *map(str, steps)]
     assert len({match[1] for match in job.matches(r"^READY 0 (\d+)")}) == 1, "the same process"
-    assert found(tmp_path) == [(5, "verified"), (19, "verified")]
+    assert found(tmp_path) == [(step, "verified") for step in steps]
 
 
 def test_the_agent_starts_all_ranks_again_and_counts_no_restart(
