@@ -477,7 +477,7 @@ class Job:
     command: tuple[str, ...] = ("train.py",)
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.world = plan, World(plan.seed, most_switches=2_000_000)
+        self.plan, self.world = plan, World(plan.seed, most_switches=10_000 * plan.nodes)
         self.kernel, self.network = Kernel(self.world), _Network(self.world)
         self.steps, self.step_s, self.start_s = plan.steps, plan.step_s, plan.start_s
         self.save_s, self.after_s, self.is_guarded = plan.save_s, plan.after_s, plan.is_guarded

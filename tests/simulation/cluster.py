@@ -410,7 +410,7 @@ class _Job:
     """All of it."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.world = plan, World(plan.seed, most_switches=1_000_000)
+        self.plan, self.world = plan, World(plan.seed, most_switches=10_000 * plan.size)
         self.network = Network(self.world)
         self.workers: list[_Worker] = []
         """By place: what runs there, or has run there last."""

@@ -80,6 +80,8 @@ _NOTICED_S = 0.02
 """How late other ranks may hear of a death."""
 _DYING_S, _PATIENCE_S = 0.25, 3.0
 _CONNECT_S, _AT_END_S = 60.0, 5.0
+_TURN_S = 0.05
+"""An agent that has begun to look at what has happened hears of a signal when it has done so."""
 _MOST_S = 300.0
 """What a schedule may take, beside the faults that last."""
 
@@ -925,7 +927,9 @@ class InPlaceJob(Job):
                 wrong.append(f"{told['generation']} is told of as {told['outcome']}, and all have gone on")
             elif told["outcome"] == STOPPED and then.startswith("restart"):
                 wrong.append(f"{told['generation']} is told of as stopped, and the job is restarted")
-            elif told["outcome"] == RESTART and "stopped" in then and (stopped_at or told["now"]) < told["now"]:
+            elif (
+                told["outcome"] == RESTART and "stopped" in then and (stopped_at or told["now"]) < told["now"] - _TURN_S
+            ):
                 wrong.append(f"{told['generation']} is told of as a restart, and the job has stopped")
         return wrong
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from mindx_elastic.core.posix import ProcessStat
-from tests.simulation.world import Process, World
+from tests.simulation.world import Process, Topic, World
 
 __all__ = ["Child", "Kernel"]
 
@@ -37,8 +37,13 @@ class Child:
 
 
 class _Pipe:
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self.topic = Topic(world)
         self.buffer, self.has_writer = bytearray(), True
+
+    def put(self, data: Iterable[int]) -> None:
+        self.buffer.extend(data)
+        self.topic.tell()
 
     @property
     def events(self) -> int:
@@ -47,7 +52,7 @@ class _Pipe:
 
 class _Pidfd:
     def __init__(self, process: Process) -> None:
-        self._process = process
+        self._process, self.topic = process, process.end_topic
 
     @property
     def events(self) -> int:
@@ -82,9 +87,9 @@ class Kernel:
         if signum == signal.SIGKILL:
             process.kill()
         elif callable(handlers.get(signum)):
-            process.signals.append(signum)
+            process.take_signal(signum)
             if (writer := self._writers.get(self._wakeups.get(process, -1))) is not None:
-                writer.buffer.append(signum)
+                writer.put([signum])
         elif handlers.get(signum) is signal.SIG_IGN or (signum in _HARMLESS and child.hears is None):
             pass
         elif (child.hears is None or not child.hears(signum)) and signum not in _HARMLESS:
@@ -116,7 +121,7 @@ class Kernel:
 
 
 class _Os:
-    """`os`; what is not here is the real one's."""
+    """`os`."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -142,7 +147,7 @@ class _Os:
         return SimpleNamespace(si_code=os.CLD_EXITED if code >= 0 else os.CLD_KILLED)
 
     def pipe2(self, flags: int) -> tuple[int, int]:
-        pipe = _Pipe()
+        pipe = _Pipe(self._kernel.world)
         reader, writer = self._kernel._add(pipe), _FIRST_FD + self._kernel.world.number()
         self._kernel._writers[writer] = pipe
         return reader, writer
@@ -160,19 +165,18 @@ class _Os:
     def write(self, fd: int, data: bytes) -> int:
         if fd < _FIRST_FD:
             return os.write(fd, data)
-        self._kernel._writers[fd].buffer += data
+        self._kernel._writers[fd].put(data)
         return len(data)
 
     def close(self, fd: int) -> None:
         if fd < _FIRST_FD:
             os.close(fd)
         elif fd in self._kernel._writers:
-            self._kernel._writers.pop(fd).has_writer = False
+            pipe = self._kernel._writers.pop(fd)
+            pipe.has_writer = False
+            pipe.topic.tell()
         else:
             del self._kernel._fds[fd]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
 
 
 class _Poll:
@@ -192,7 +196,9 @@ class _Poll:
         ]
 
     def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
-        self._kernel.world.wait(lambda: bool(self._ready()), None if timeout_ms is None else timeout_ms / 1000)
+        timeout_s, known = None if timeout_ms is None else timeout_ms / 1000, self._kernel._fds
+        topics = [known[fd].topic for fd in self._wanted if fd in known]
+        self._kernel.world.wait(lambda: bool(self._ready()), timeout_s, on=topics)
         return self._ready()
 
 
@@ -202,9 +208,6 @@ class _Select:
 
     def poll(self) -> _Poll:
         return _Poll(self._kernel)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(select, name)
 
 
 class _Signal:
@@ -232,6 +235,3 @@ class _Signal:
         before = self._kernel._wakeups.get(self._process, -1)
         self._kernel._wakeups[self._process] = fd
         return before
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(signal, name)

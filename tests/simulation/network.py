@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from tests.simulation.world import Process, World
+from tests.simulation.world import Process, Topic, World
 
 __all__ = ["Machine", "Network"]
 
@@ -55,6 +55,7 @@ class _Stream:
         self._network, self._world, self.process, self._address = network, network.world, process, address
         self._fd = self._world.number()
         self._world.descriptors[self._fd] = self
+        self.topic = Topic(self._world)
         self._buffer = bytearray()
         self._flight: deque[bytes | str] = deque()
         """On the way to the other end."""
@@ -108,6 +109,7 @@ class _Stream:
             count = min(size, self._world.random.choice((40, 300, _ROOM)))
             data = bytes(self._buffer[:count])
             del self._buffer[:count]
+            self.other.topic.tell()
             self._world.give_way()
             return data
         if self._error is not None:
@@ -158,7 +160,7 @@ class _Stream:
         if self._timeout_s == 0.0:
             if not condition():
                 raise BlockingIOError
-        elif not self._world.wait(condition, self._timeout_s):
+        elif not self._world.wait(condition, self._timeout_s, on=(self.topic,)):
             raise TimeoutError("timed out")
 
     def _put(self, what: bytes | str) -> None:
@@ -193,12 +195,15 @@ class _Stream:
             self._buffer += what
         else:
             self._at_end = True
+        self.topic.tell()
 
     def fail(self, error: OSError) -> None:
         self._error = self._error or error
         self._flight.clear()
         if self._world.random.random() < 0.5:
             self._buffer.clear()
+        self.topic.tell()
+        self.other.topic.tell()
 
 
 class _Listener:
@@ -211,6 +216,7 @@ class _Listener:
         network.listeners[address] = self
         self._fd = self._world.number()
         self._world.descriptors[self._fd] = self
+        self.topic = Topic(self._world)
         self.process = network.process()
         self.backlog: deque[_Stream] = deque()
 
@@ -302,6 +308,7 @@ class Network:
         far.other = near
         self.streams |= {near: None, far: None}
         listener.backlog.append(far)
+        listener.topic.tell()
         world.sleep(self.delay())
         return near
 
@@ -382,7 +389,8 @@ class _Selector:
         return self._keys[what.fileno()]
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._world.wait(lambda: any(map(self._is_ready, self._keys.values())), timeout)
+        topics = [self._world.descriptors[fd].topic for fd in self._keys]
+        self._world.wait(lambda: any(map(self._is_ready, self._keys.values())), timeout, on=topics)
         found = [(key, key.events) for key in self._keys.values() if self._is_ready(key)]
         self._world.random.shuffle(found)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
+import gc
 import multiprocessing
 import time
 from collections import Counter
@@ -45,12 +45,11 @@ def shrink(plan: PlanT, is_wrong: Callable[[PlanT], bool]) -> PlanT:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Thousands of schedules would be logged."""
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.disabled = before
 
 
 def tell(plan: PlanT, play: Callable[[PlanT], Any]) -> str:
@@ -63,6 +62,7 @@ def tell(plan: PlanT, play: Callable[[PlanT], Any]) -> str:
 def _play_all(
     plan_of: Callable[[int], Any], play: Callable[[Any], Any], count: Callable[[Any], Counter[str]], seeds: range
 ) -> tuple[Counter[str], list[tuple[int, list[str]]]]:
+    gc.freeze()  # torch's objects need not be looked at each time that those of a world are collected
     counts: Counter[str] = Counter()
     failed = []
     for seed in seeds:

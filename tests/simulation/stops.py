@@ -48,7 +48,7 @@ from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 from tests.simulation.schedules import main, quiet
 from tests.simulation.store import Connection, SimulatedStore
-from tests.simulation.world import Process, Stuck, World
+from tests.simulation.world import Process, Stuck, Topic, World
 
 __all__ = ["KINDS", "Fault", "Outcome", "Plan", "faults_of", "plan_of", "play"]
 
@@ -175,19 +175,21 @@ class _Collectives:
         self._world, self._plan = world, plan
         self._arrived: dict[int, set[int]] = {}
         self.processes: list[Process] = []
+        self.num_dead = 0
+        self.topic = Topic(world)
 
     def meet(self, rank: int, step: int) -> None:
         arrived = self._arrived.setdefault(step, set())
         arrived.add(rank)
-        others = [process for number, process in enumerate(self.processes) if number != rank]
-        self._world.wait(
-            lambda: (
-                len(arrived) == len(self.processes)
-                or (self._plan.collectives == "fails" and not all(process.is_alive for process in others))
-            )
-        )
-        if len(arrived) < len(self.processes):
+        self.topic.tell()
+        fails, size = self._plan.collectives == "fails", len(self.processes)
+        self._world.wait(lambda: len(arrived) == size or (fails and self.num_dead > 0), on=(self.topic,))
+        if len(arrived) < size:
             raise RuntimeError("Connection closed by peer")
+
+    def hear_death(self) -> None:
+        self.num_dead += 1
+        self.topic.tell()
 
 
 class _Events:
@@ -486,6 +488,7 @@ def play(plan: Plan) -> Outcome:
 
         for rank in ranks:
             rank.process.on_end.append(lambda dead=rank.number: _tell(world, ranks, dead))  # type: ignore[misc]
+            rank.process.on_end.append(collectives.hear_death)
             rank.process.start(lambda rank=rank: run(rank))  # type: ignore[misc]
         try:
             world.run(until=world.now + 3600.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from tests.simulation.world import Process, World
+from tests.simulation.world import Process, Topic, World
 
 __all__ = ["Connection", "DistStoreError", "SimulatedStore"]
 
@@ -24,6 +24,8 @@ class SimulatedStore:
         self.cut_off: set[Process] = set()
         """Their messages, and the answers to them, do not arrive any more."""
         self.messages = 0
+        self.topic = Topic(world)
+        """Its values."""
 
     def ask(self, act: Callable[[], object]) -> None:
         """One message and its answer, of the running thread. Raises where the host is gone; never returns where it
@@ -34,6 +36,7 @@ class SimulatedStore:
         world.sleep(world.random.uniform(0.0, self.slowest_s), is_interruptible=False)
         self._arrive(process)
         act()  # the host does it at once, and the answer may still be lost
+        self.topic.tell()
         world.sleep(world.random.uniform(0.0, self.slowest_s), is_interruptible=False)
         self._arrive(process)
 
@@ -114,7 +117,8 @@ class Connection:
         def is_there() -> bool:
             return all(key in store.values for key in keys)
 
-        if not world.wait(lambda: is_there() or not store.host.is_alive, end - world.now):
+        topics = store.topic, store.host.end_topic
+        if not world.wait(lambda: is_there() or not store.host.is_alive, end - world.now, on=topics):
             raise DistStoreError("wait timeout")
         store.ask(lambda: None)
         if not is_there():

@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.agents import Fault, Outcome, Plan, plan_of, play
 
-EACH = 15
+EACH = 25
 QUIET = Plan(
     1, nodes=2, min_nodes=2, workers=1, steps=4, step_s=1.0, start_s=0.5, save_s=0.1, after_s=0.1, is_guarded=True,
     hears_connections=True, host_is_apart=False, max_restarts=3, faults=(),
@@ -21,7 +21,7 @@ def played(nodes: int, *faults: Fault) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(10)) for first in range(0, 15_000, EACH)])
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(20)) for first in range(0, 100_000, EACH)])
 def test_agents_keep_their_promises_whatever_goes_wrong(first: int) -> None:
     wrong = {seed: found for seed in range(first, first + EACH) if (found := play(plan_of(seed)).wrong)}
     assert not wrong, f"tell one with: python -m tests.simulation.agents --seed {min(wrong)}"

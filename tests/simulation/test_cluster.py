@@ -17,7 +17,7 @@ def outcome_of(seed: int) -> Outcome:
     return play(plan_of(seed))
 
 
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(3)) for first in range(0, 20_000, EACH)])
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(10)) for first in range(0, 100_000, EACH)])
 def test_a_cluster_keeps_its_promises_whatever_goes_wrong(first: int) -> None:
     wrong = {seed: found for seed in range(first, first + EACH) if (found := outcome_of(seed).wrong)}
     assert not wrong, f"tell one with: python -m tests.simulation.cluster --seed {min(wrong)}"

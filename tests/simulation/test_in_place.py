@@ -44,7 +44,7 @@ def test_a_seed_is_a_failure_that_comes_again() -> None:
 @pytest.mark.parametrize("spares", [0, 1])
 def test_two_deaths_one_after_the_other_cost_no_restart(spares: int) -> None:
     outcome = played(
-        replace(QUIET, spares=spares), Fault("kill worker", 0, 1, at=2.6), Fault("kill worker", 0, 0, at=4.6)
+        replace(QUIET, spares=spares, steps=12), Fault("kill worker", 0, 1, at=2.6), Fault("kill worker", 0, 0, at=4.6)
     )
     assert recoveries_of(outcome) == ["in place"] * 2
     assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 0)]

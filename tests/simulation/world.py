@@ -7,31 +7,32 @@ event, a queue, a socket, the store); the seed says which one goes on. The clock
 and jumps to the next deadline when none can, so a grace period of 30 s costs no time.
 
 A thread can be cut off between any two such points: `Process.kill`. Interleavings inside of them are not played.
+
+A thread that waits on topics (`Topic`) is looked at when one of them has changed; any other one before each switch.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-import os
-import queue
 import select
-import socket
 import sys
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from inspect import isfunction
 from random import Random
+from threading import get_ident
+from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-__all__ = ["Process", "Readable", "Stuck", "World"]
+__all__ = ["Process", "Readable", "Stuck", "Topic", "World"]
 
 _PARTS = "alarm", "agreement", "cluster", "guard", "core", "capture.update_gate"
 _PREFIXES = tuple(f"mindx_elastic.{part}" for part in _PARTS)
+_NEVER = float("inf")
 _STEP_S = 1e-6
 """What a switch takes: time passes, and no two moments are the same."""
 
@@ -40,8 +41,23 @@ class Stuck(AssertionError):
     """Threads wait, and nothing will ever wake them; or the schedule does not end."""
 
 
+class Topic:
+    """Something that threads wait for. Whatever changes it tells them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.waiters: dict[_Thread, None] = {}
+
+    def tell(self) -> None:
+        """Those that wait look again whether they can go on."""
+        if self.waiters:
+            self._world.candidates.extend(self.waiters)
+
+
 class Readable(Protocol):
     """A socket or pipe."""
+
+    topic: Topic
 
     def is_readable(self) -> bool: ...
 
@@ -54,17 +70,35 @@ class Process:
         self.is_alive = True
         self.exit_code: int | None = None
         self.ended_at = 0.0
-        self.frozen_until = 0.0
-        """None of its threads runs before: a machine that swaps, a debugger, a paused container."""
+        self.end_topic = Topic(world)
+        self.thaws_at = 0.0
+        """`frozen_until`."""
+        self.threads: dict[_Thread, None] = {}
         self.main: _Thread | None = None
         self.on_end: list[Callable[[], None]] = []
         self.signals: list[int] = []
         """They have come, and their handlers have not run yet. Those run in the main thread, when it waits next."""
         self.handle: Callable[[int], None] | None = None
 
+    @property
+    def frozen_until(self) -> float:
+        """None of its threads runs before: a machine that swaps, a debugger, a paused container."""
+        return self.thaws_at
+
+    @frozen_until.setter
+    def frozen_until(self, until: float) -> None:
+        self.thaws_at = until
+        self.world.at(until, lambda: self.world.candidates.extend(self.threads))
+
+    def take_signal(self, signum: int) -> None:
+        """One for which it has a handler."""
+        self.signals.append(signum)
+        self.world.candidates.extend(() if self.main is None else (self.main,))
+
     def start(self, run: Callable[[], int]) -> None:
         """Run the main thread; the process ends with what `run` returns."""
         self.main = _Thread(self.world, target=lambda: self.end(run()), name=f"{self.name} main", process=self)
+        self.world.num_running += self.is_alive
         self.main.start()
 
     def exit(self, code: int) -> NoReturn:
@@ -80,7 +114,8 @@ class Process:
     def end(self, code: int) -> None:
         if self.is_alive:
             self.is_alive, self.exit_code, self.ended_at = False, code, self.world.now
-            self.world._forget([thread for thread in self.world._threads if thread.process is self])
+            self.world.num_running -= self.main is not None
+            self.end_topic.tell()
             self.world.note(f"{self.name} ends with {code}")
             for callback in self.on_end:
                 callback()
@@ -89,16 +124,27 @@ class Process:
 class World:
     """All of it. `run` plays until no process is left."""
 
-    def __init__(self, seed: int, *, most_switches: int = 200_000) -> None:
+    def __init__(self, seed: int, *, most_switches: int = 20_000) -> None:
+        """`most_switches`: in a simulated second; with more of them, threads are busy for nothing."""
         self.random = Random(seed)
         self.now = 1000.0
         self.story: list[tuple[float, str]] = []
         """What happened, for people."""
+        self.thread: _Thread | None = None
+        """The running one; None: the world itself."""
+        self.candidates: list[_Thread] = []
+        """Threads that may be able to go on."""
+        self._others: list[_Thread] = []
+        """Threads that wait on no topic: they may always be able to go on."""
+        self._deadlines: list[tuple[float, int, _Thread]] = []
+        """A heap of the ends of waits, past ones among them."""
         self.switches = 0
-        self._most_switches = most_switches
+        self._most_switches, self._counted, self._counted_at = most_switches, 0, self.now
+        self._until = _NEVER
         self._hub = getcurrent()
-        self._threads: list[_Thread] = []
         self._started: list[_Thread] = []
+        self.num_running = 0
+        """Processes whose main thread has not ended."""
         self._numbers = 0
         self.descriptors: dict[int, Readable] = {}
         """What can be polled."""
@@ -121,85 +167,133 @@ class World:
         heapq.heappush(self._events, (when, self._num_events, act))
 
     @property
-    def thread(self) -> _Thread | None:
-        """The running one; None: the world itself."""
-        current = getcurrent()
-        return current.owner if isinstance(current, _Greenlet) else None
-
-    @property
     def process(self) -> Process | None:
-        thread = self.thread
-        return None if thread is None else thread.process
-
-    def _forget(self, threads: Iterable[_Thread]) -> None:
-        for thread in threads:
-            if thread in self._threads:
-                self._threads.remove(thread)
+        return None if self.thread is None else self.thread.process
 
     # --- the scheduler ---
 
     def run(self, until: float) -> None:
         """Until every process has ended. Raises Stuck where that does not come before `until`."""
-        while any(thread.is_main for thread in self._threads):
+        self._until = until
+        while self.num_running:
             while self._events and self._events[0][0] <= self.now:
                 self._due.append(heapq.heappop(self._events)[2])
+            if self.switches >= self._counted + self._most_switches:
+                if self.now < self._counted_at + 1.0:
+                    raise Stuck(f"{self._most_switches} switches in {self.now - self._counted_at:.3f} s: some are busy")
+                self._counted, self._counted_at = self.switches, self.now
             if self._due:
                 self._due.pop(self.random.randrange(len(self._due)))()
-            elif (thread := self._any_ready()) is not None:
+            elif (thread := self._next()) is not None:
+                thread.greenlet.switch()
+                self.thread = None
+            elif self._events and self._events[0][0] <= until:
+                self.now = max(self.now, self._events[0][0])
+            elif self.switches < self._counted + self._most_switches:
+                waiting = ", ".join(sorted(thread.name for thread in self._started if not thread.is_over))
+                raise Stuck(f"after {self.now - 1000:.1f} s: {waiting} wait for ever")
+
+    def _next(self) -> _Thread | None:
+        """The thread that goes on, as the seed says; the clock moves where none can before. None: the world itself has
+        something to do first."""
+        events, deadlines, candidates = self._events, self._deadlines, self.candidates
+        if self._due or self.switches >= self._counted + self._most_switches:
+            return None
+        while not events or events[0][0] > self.now:
+            while deadlines and deadlines[0][0] <= self.now:
+                candidates.append(heapq.heappop(deadlines)[2])
+            if (found := self._any_ready()) is not None:
                 self.switches += 1
                 self.now += _STEP_S
-                thread.switch()
-            else:
-                later = [event[0] for event in self._events[:1]] + [thread.wakes_at for thread in self._threads]
-                when = min(later, default=float("inf"))
-                if when > until:
-                    waiting = ", ".join(sorted(thread.name for thread in self._threads))
-                    raise Stuck(f"after {self.now - 1000:.1f} s: {waiting} wait for ever")
-                self.now = max(self.now, when)
-            if self.switches > self._most_switches:
-                raise Stuck(f"no end after {self.switches} switches")
+                return found
+            while deadlines and deadlines[0][2].deadline != deadlines[0][0]:
+                heapq.heappop(deadlines)  # that wait is over
+            if not deadlines or deadlines[0][0] > self._until or (events and events[0][0] <= deadlines[0][0]):
+                return None
+            self.now = max(self.now, deadlines[0][0])
+        return None
 
     def _any_ready(self) -> _Thread | None:
-        """One that can go on, as the seed says: the first one from a place at random on."""
-        threads, now = self._threads, self.now
-        first = int(self.random.random() * len(threads))
-        for thread in itertools.chain(threads[first:], threads[:first]):
-            if (thread.deadline <= now or thread.condition()) and thread.process.frozen_until <= now:
+        """One that can go on, as the seed says. Candidates that cannot are none any more."""
+        now, random, candidates, others = self.now, self.random.random, self.candidates, self._others
+        first = int(random() * (len(candidates) + len(others))) - len(candidates) if others else -1
+        if first >= 0:
+            for thread in others[first:] + others[:first]:
+                if thread.can_go_on(now):
+                    return thread
+        while candidates:
+            place = int(random() * len(candidates))
+            thread, last = candidates[place], candidates.pop()
+            if last is not thread:
+                candidates[place] = last
+            if thread.can_go_on(now):
+                return thread
+        for thread in others if first < 0 else ():
+            if thread.can_go_on(now):
                 return thread
         return None
 
     def wait(
-        self, condition: Callable[[], bool], timeout_s: float | None = None, *, is_interruptible: bool = True
+        self,
+        condition: Callable[[], bool],
+        timeout_s: float | None = None,
+        *,
+        is_interruptible: bool = True,
+        on: Sequence[Topic] | None = None,
     ) -> bool:
         """Let others run until `condition` holds or the time is over; returns whether it holds. A signal to the process
-        of a main thread is handled in between, but not where it waits inside of C++."""
+        of a main thread is handled in between, but not where it waits inside of C++. `on`: what is told when the
+        condition may have changed; None: nothing may be, and it is looked at before each switch."""
         thread = self.thread
         if thread is None:
             assert condition(), "the world itself cannot wait"
             return True
+        until = _NEVER if timeout_s is None else self.now + max(0.0, timeout_s)
+        process = thread.process
+        if process.handle is not None and is_interruptible and thread is process.main:
+            signals = process.signals
+            self._let_others_run(thread, lambda: condition() or bool(signals), until, on)
+            while signals:
+                process.handle(signals.pop(0))
+                self._let_others_run(thread, lambda: condition() or bool(signals), until, on)
+        else:
+            self._let_others_run(thread, condition, until, on)
+        return condition()
+
+    def _let_others_run(
+        self, thread: _Thread, condition: Callable[[], bool], until: float, on: Sequence[Topic] | None
+    ) -> None:
+        """Until the running `thread` can go on."""
         if self.is_closed or not thread.process.is_alive:
             raise GreenletExit
-        process = thread.process
-        hears = is_interruptible and process.handle is not None and thread is process.main
-        until = thread.deadline = float("inf") if timeout_s is None else self.now + max(0.0, timeout_s)
-        while True:
-            thread.condition = (lambda: condition() or bool(process.signals)) if hears else condition
-            self._hub.switch()
-            if self.is_closed or not process.is_alive:
+        thread.condition, thread.deadline = condition, until
+        if on is None:
+            self._others.append(thread)
+        elif thread.can_go_on(self.now):
+            self.candidates.append(thread)
+        if until < _NEVER:
+            self._num_events += 1
+            heapq.heappush(self._deadlines, (until, self._num_events, thread))
+        found = self._next()
+        if found is not thread:
+            for topic in on or ():
+                topic.waiters[thread] = None
+            (self._hub if found is None else found.greenlet).switch()
+            self.thread = thread
+            for topic in on or ():
+                topic.waiters.pop(thread, None)
+            if self.is_closed or not thread.process.is_alive:
                 raise GreenletExit
-            if not hears or not process.signals:
-                return condition()
-            assert process.handle is not None
-            process.handle(process.signals.pop(0))
-            thread.deadline = until
+        if on is None:
+            self._others.remove(thread)
 
     def give_way(self) -> None:
         """A point at which another thread may go on."""
-        if self.thread is not None:
-            self.wait(_always)
+        if self.thread is not None and not self.is_closed:
+            self.wait(_always, on=())
 
     def sleep(self, seconds: float, *, is_interruptible: bool = True) -> None:
-        self.wait(_never, seconds, is_interruptible=is_interruptible)
+        self.wait(_never, seconds, is_interruptible=is_interruptible, on=())
 
     def close(self) -> None:
         """Unwind what is left of all threads, so that nothing of this world outlives it."""
@@ -228,16 +322,15 @@ class World:
             "os": _Os(self),
             **(stand_ins or {}),
         }
-        more = more or {}
-        replaced: dict[str, Any] = {name: sys.modules[name] for name in {**own, **more}}
-        changed: list[tuple[Any, str, object]] = []
-        for name, module in list(sys.modules.items()):
-            if name.startswith(prefixes):
-                for attribute, standard in replaced.items():
-                    if vars(module).get(attribute) is standard:
-                        found = _Either(own.get(attribute, standard), standard, more.get(attribute, {}))
-                        setattr(module, attribute, found)
-                        changed.append((module, attribute, standard))
+        names = {name: _functions(instead) for name, instead in own.items()} | (
+            {name: {**_functions(own.get(name)), **found} for name, found in (more or {}).items()}
+        )
+        found = {name: _Either(sys.modules[name], instead) for name, instead in names.items()}
+        changed = []
+        for module, attribute, standard in _users_of(frozenset(found), prefixes, len(sys.modules)):
+            if vars(module)[attribute] is standard:
+                setattr(module, attribute, found[attribute])
+                changed.append((module, attribute, standard))
         try:
             yield
         finally:
@@ -246,21 +339,38 @@ class World:
                 setattr(module, attribute, standard)
 
 
+@lru_cache(8)
+def _users_of(
+    names: Collection[str], prefixes: tuple[str, ...], num_modules: int
+) -> list[tuple[ModuleType, str, ModuleType]]:
+    """The modules that are loaded and whose names begin so, and which of the standard modules `names` each has."""
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith(prefixes)]
+    standards = [(name, sys.modules[name]) for name in sorted(names)]
+    return [(each, name, found) for each in modules for name, found in standards if vars(each).get(name) is found]
+
+
+def _functions(instead: object) -> dict[str, object]:
+    """What a stand-in has in place of a standard module's."""
+    return {name: getattr(instead, name) for name, what in vars(type(instead)).items() if isfunction(what)}
+
+
 class _Either:
-    """What a module of the package finds in the place of `standard`: `names` and `instead`, but only in the thread of
-    the world.
+    """What a module of the package finds in the place of `standard`: with `names` in it, but only in the thread of the
+    world.
 
     A guard of an earlier test may still linger in a thread of this process; that one meets the real clock.
     """
 
-    def __init__(self, instead: object, standard: object, names: Mapping[str, object]) -> None:
-        self._instead, self._standard, self._names = instead, standard, names
-        self._ident = threading.get_ident()
+    def __init__(self, standard: ModuleType, names: Mapping[str, object]) -> None:
+        self._standard = vars(standard)
+        self._names = {**self._standard, **names}
+        self._ident = get_ident()
 
     def __getattr__(self, name: str) -> Any:
-        if threading.get_ident() != self._ident:
-            return getattr(self._standard, name)
-        return self._names[name] if name in self._names else getattr(self._instead, name)
+        try:
+            return (self._names if get_ident() == self._ident else self._standard)[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def _always() -> bool:
@@ -269,10 +379,6 @@ def _always() -> bool:
 
 def _never() -> bool:
     return False
-
-
-class _Greenlet(greenlet):
-    owner: _Thread
 
 
 class _Thread:
@@ -294,47 +400,47 @@ class _Thread:
         self.is_main = process is not None
         self.ident: int | None = None
         self.condition: Callable[[], bool] = _always
-        self.deadline = float("inf")
+        self.deadline = _NEVER
+        self.has_ended = False
         self._target, self._args = target, args
-        self._greenlet = _Greenlet(self._run, world._hub)
-        self._greenlet.owner = self
+        self.greenlet = greenlet(self._run, world._hub)
 
     def start(self) -> None:
         self.ident = self.world.number()
-        self.world._threads.append(self)
+        self.process.threads[self] = None
         self.world._started.append(self)
+        self.world.candidates.append(self)
         self.world.give_way()
 
     def _run(self) -> None:
+        self.world.thread = self
         try:
             self._target(*self._args)
         finally:
-            self.world._forget([self])
-
-    def switch(self) -> None:
-        self._greenlet.switch()
+            self.has_ended = True
+            del self.process.threads[self]
 
     @property
     def is_over(self) -> bool:
-        return self._greenlet.dead or not self.process.is_alive
+        return self.has_ended or not self.process.is_alive
 
-    @property
-    def wakes_at(self) -> float:
-        """When time alone makes it ready."""
-        frozen = self.process.frozen_until
-        if frozen > self.world.now:
-            return frozen
-        return self.deadline
+    def can_go_on(self, now: float) -> bool:
+        process = self.process
+        is_kept = not process.is_alive or process.thaws_at > now or self.has_ended
+        return not is_kept and (self.deadline <= now or self.condition())
 
     def is_alive(self) -> bool:
         return self.ident is not None and not self.is_over
 
     def join(self, timeout: float | None = None) -> None:
-        self.world.wait(lambda: self.is_over, timeout)
+        if not self.world.is_closed:
+            self.world.wait(lambda: self.is_over, timeout)
 
     def unwind(self) -> None:
-        if self._greenlet.gr_frame is not None:
-            self._greenlet.throw(GreenletExit)
+        if self.greenlet.gr_frame is not None:
+            self.world.thread = self
+            self.greenlet.throw(GreenletExit)
+            self.world.thread = None
 
 
 class _Lock:
@@ -344,6 +450,7 @@ class _Lock:
         self._world, self._reentrant = world, reentrant
         self._owner: object = None
         self._count = 0
+        self._topic = (Topic(world),)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         me = self._world.thread
@@ -352,7 +459,7 @@ class _Lock:
             return True
         if not blocking and self._count:
             return False
-        if blocking and not self._world.wait(self._is_free, None if timeout < 0 else timeout):
+        if blocking and not self._world.wait(self._is_free, None if timeout < 0 else timeout, on=self._topic):
             return False
         self._owner, self._count = me, 1
         return True
@@ -360,6 +467,7 @@ class _Lock:
     def release(self) -> None:
         assert self._count or self._world.is_closed, "released a lock that nobody has"
         self._count = max(0, self._count - 1)
+        self._topic[0].tell()
 
     def _is_free(self) -> bool:
         return self._count == 0
@@ -381,6 +489,7 @@ class _Condition:
         self._world = world
         self._lock = _Lock(world, reentrant=True) if lock is None else lock
         self._waiters: deque[list[bool]] = deque()
+        self._topic = (Topic(world),)
 
     def __enter__(self) -> bool:
         return self._lock.acquire()
@@ -393,7 +502,7 @@ class _Condition:
         self._waiters.append(notified)
         self._lock.release()
         try:
-            return self._world.wait(lambda: notified[0], timeout)
+            return self._world.wait(lambda: notified[0], timeout, on=self._topic)
         finally:
             if not notified[0] and notified in self._waiters:
                 self._waiters.remove(notified)
@@ -412,6 +521,7 @@ class _Condition:
     def notify(self, n: int = 1) -> None:
         for _ in range(min(n, len(self._waiters))):
             self._waiters.popleft()[0] = True
+        self._topic[0].tell()
 
     def notify_all(self) -> None:
         self.notify(len(self._waiters))
@@ -422,19 +532,21 @@ class _Event:
 
     def __init__(self, world: World) -> None:
         self._world, self._flag = world, False
+        self._topic = (Topic(world),)
 
     def is_set(self) -> bool:
         return self._flag
 
     def set(self) -> None:
         self._flag = True
+        self._topic[0].tell()
         self._world.give_way()
 
     def clear(self) -> None:
         self._flag = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        return self._world.wait(self.is_set, timeout)
+        return self._world.wait(self.is_set, timeout, on=self._topic)
 
 
 class _Threading:
@@ -467,9 +579,6 @@ class _Threading:
         process = self._world.process
         return None if process is None else process.main
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(threading, name)
-
 
 class _Time:
     def __init__(self, world: World) -> None:
@@ -489,20 +598,19 @@ class _Time:
     def sleep(self, seconds: float) -> None:
         self._world.sleep(seconds)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
 
 class _SimpleQueue:
     def __init__(self, world: World) -> None:
         self._world, self._items = world, deque[Any]()
+        self._topic = (Topic(world),)
 
     def put(self, item: Any) -> None:
         self._items.append(item)
+        self._topic[0].tell()
         self._world.give_way()
 
     def get(self) -> Any:
-        self._world.wait(lambda: bool(self._items))
+        self._world.wait(lambda: bool(self._items), on=self._topic)
         return self._items.popleft()
 
 
@@ -513,9 +621,6 @@ class _Queues:
     def SimpleQueue(self) -> _SimpleQueue:  # noqa: N802
         return _SimpleQueue(self._world)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(queue, name)
-
 
 class _Socket:
     """One end of a pair that does not block."""
@@ -523,6 +628,7 @@ class _Socket:
     def __init__(self, world: World) -> None:
         self._world, self._fd = world, world.number()
         self.buffer = bytearray()
+        self.topic = Topic(world)
         self.other: _Socket | None = None
         world.descriptors[self._fd] = self
 
@@ -536,6 +642,7 @@ class _Socket:
         if self.other is None:
             raise OSError("closed")
         self.other.buffer += data
+        self.other.topic.tell()
         return len(data)
 
     def recv(self, size: int) -> bytes:
@@ -561,9 +668,6 @@ class _Sockets:
         one.other, other.other = other, one
         return one, other
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(socket, name)
-
 
 class _Poll:
     """`select.poll`, for reading."""
@@ -586,6 +690,7 @@ class _Poll:
         self._world.wait(
             lambda: any(descriptors[fd].is_readable() for fd in self._fds),
             None if timeout_ms is None else timeout_ms / 1000,
+            on=[descriptors[fd].topic for fd in self._fds],
         )
         return [(fd, select.POLLIN) for fd in self._readable()]
 
@@ -597,9 +702,6 @@ class _Select:
     def poll(self) -> _Poll:
         return _Poll(self._world)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(select, name)
-
 
 class _Os:
     def __init__(self, world: World) -> None:
@@ -609,6 +711,3 @@ class _Os:
         process = self._world.process
         assert process is not None
         process.exit(code)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
