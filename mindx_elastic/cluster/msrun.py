@@ -175,11 +175,7 @@ def main(arguments: Sequence[str], *, about: str = "") -> int:
         print(f"mindx-elastic msrun: {note}", file=sys.stderr)
     job = _Job(plan)
     with answered_by(job.note_signal, _SIGNALS):
-        try:
-            job.start()
-        except OSError as error:
-            job.end()
-            raise UsageError(f"{plan.command[0]} cannot be started: {error}") from error
+        job.start()
         return job.join() if plan.joins or job.is_told_to_stop else 0
 
 
@@ -198,20 +194,29 @@ class _Job:
         return bool(self._signal)
 
     def start(self) -> None:
-        """Raises OSError."""
+        """Raises UsageError."""
         ask_again_soon()
-        for each in self._plan.processes:
-            each.log.parent.mkdir(parents=True, exist_ok=True)
-            with open(each.log, "ab" if self._recovers else "wb") as log:
-                self._running[each.name] = subprocess.Popen(
-                    self._plan.command,
-                    env={**os.environ, **each.env},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            self._say(f"{each.name}: pid {self._running[each.name].pid}, output in {each.log}")
+        try:
+            for each in self._plan.processes:
+                self._start(each)
+        except OSError as error:
+            for process in self._running.values():
+                process.kill()
+                process.wait()
+            raise UsageError(f"{self._plan.command[0]} cannot be started: {error}") from error
+
+    def _start(self, each: MsrunProcess) -> None:
+        each.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(each.log, "ab" if self._recovers else "wb") as log:
+            self._running[each.name] = subprocess.Popen(
+                self._plan.command,
+                env={**os.environ, **each.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._say(f"{each.name}: pid {self._running[each.name].pid}, output in {each.log}")
 
     def join(self) -> int:
         """Wait for the job; returns its outcome: the scheduler's, or on another machine that of the workers here."""
@@ -230,12 +235,6 @@ class _Job:
         if "scheduler" in self._codes:
             return self._codes["scheduler"]
         return next((code for code in self._codes.values() if code), 0)
-
-    def end(self) -> None:
-        """Some of them could not be started: end the others."""
-        for process in self._running.values():
-            process.kill()
-            process.wait()
 
     def _waits_in_vain(self) -> bool:
         """Whether those that run would wait for a scheduler that does not come; or the scheduler for workers that have

@@ -226,7 +226,7 @@ class Scheduler:
                 self._register(connection, message, now)
             case messages.Beat() | Farewell() if not self.table.hear(name, now):
                 # It was taken for dead meanwhile, or is refused and has not heard of it yet.
-                if not any(tell.incarnation == name for tell in self.table.outbox):
+                if not any(incarnation == name for incarnation, _ in self.table.outbox):
                     self._send(connection, messages.Dead("the scheduler holds this process for dead"))
             case messages.Beat():
                 pass
@@ -265,9 +265,9 @@ class Scheduler:
         if self._write() and self.table.outbox:
             connections = {connection.incarnation: connection for connection in self._connections}
             while self.table.outbox:
-                tell = self.table.outbox.pop(0)
-                if (connection := connections.get(tell.incarnation)) is not None:  # else when it connects again
-                    self._send(connection, tell.message)
+                incarnation, message = self.table.outbox.pop(0)
+                if (connection := connections.get(incarnation)) is not None:  # else when it connects again
+                    self._send(connection, message)
 
     def _send(self, connection: _Connection, message: messages.Message) -> None:
         is_last = isinstance(message, messages.Refused | messages.Dead | messages.Noted)

@@ -31,7 +31,7 @@ from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID, Farewell, Ident
 from mindx_elastic.core.fields import Between, read
 from mindx_elastic.core.printable import listed
 
-__all__ = ["JobOutcome", "Limits", "ProcessState", "RankPlace", "Table", "Tell"]
+__all__ = ["JobOutcome", "Limits", "ProcessState", "RankPlace", "Table"]
 
 _SCHEMA = 4
 _NUMBERS = re.compile(r"(\d+)")
@@ -117,14 +117,6 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class Tell:
-    """A message for one process."""
-
-    incarnation: str
-    message: messages.Message
-
-
-@dataclass(frozen=True)
 class JobOutcome:
     """How the job has ended."""
 
@@ -174,7 +166,8 @@ class Table:
         """By incarnation. Not on disk: it says how this scheduler has heard of them."""
         self.group: _Formed | None = None
         self.outcome: JobOutcome | None = None
-        self.outbox: list[Tell] = []
+        self.outbox: list[tuple[str, messages.Message]] = []
+        """What is to be told, and to which incarnation."""
         self.notes: list[str] = []
         """What is to be said of deaths."""
         self.changed = True
@@ -210,7 +203,7 @@ class Table:
     def register(self, who: Register, now: float) -> None:
         """A process connects, or connects again. It is told `Welcome`, `Refused` or `Dead`."""
         answer = self._answer(who, now)
-        self.outbox.append(Tell(who.incarnation, answer))
+        self.outbox.append((who.incarnation, answer))
         place = self._alive(who.incarnation)
         if isinstance(answer, messages.Welcome) and place is not None:
             if place.state is ProcessState.TRAINING:
@@ -219,11 +212,11 @@ class Table:
 
     def _tell_group(self, place: RankPlace) -> None:
         """To a process that has connected again: what it may not have heard of its group, the deaths too."""
-        self.outbox.append(Tell(place.incarnation, self._group_message(place)))
+        self.outbox.append((place.incarnation, self._group_message(place)))
         for other in self.places.values():
             if other.state.is_missed:
                 why = self._lost_why or f"{other} has left the group"
-                self.outbox.append(Tell(place.incarnation, messages.Death(other.rank or 0, why)))
+                self.outbox.append((place.incarnation, messages.Death(other.rank or 0, why)))
 
     def _answer(self, who: Register, now: float) -> messages.Welcome | messages.Refused | messages.Dead:
         if refused := self._refusal(who):
@@ -287,7 +280,7 @@ class Table:
             return
         assert place.rank is not None
         for other in self.living():
-            self.outbox.append(Tell(other.incarnation, messages.Death(place.rank, text)))
+            self.outbox.append((other.incarnation, messages.Death(place.rank, text)))
         self._settle()
         if self.outcome is None:
             text += "; start it again with the same variables: the others wait for it"
@@ -296,7 +289,7 @@ class Table:
     def leave(self, incarnation: str, farewell: Farewell, now: float) -> None:
         """Its process says that it ends, and is told that this is noted."""
         how, code, why = farewell.how, farewell.code, farewell.why
-        self.outbox.append(Tell(incarnation, messages.Noted()))
+        self.outbox.append((incarnation, messages.Noted()))
         if (place := self._alive(incarnation)) is None:
             return
         if how == "failed" or place.state is ProcessState.WAITING:
@@ -318,7 +311,7 @@ class Table:
         """The job is over for this reason, the death of `rank` if it names one."""
         self.outcome, self.changed = JobOutcome(EXIT_ERROR, why), True
         for place in self.living():
-            self.outbox.append(Tell(place.incarnation, messages.Fail(why, rank)))
+            self.outbox.append((place.incarnation, messages.Fail(why, rank)))
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -427,7 +420,7 @@ class Table:
         self._waiting_since = None
         for place in places:
             self._move(place, ProcessState.TRAINING)
-            self.outbox.append(Tell(place.incarnation, self._group_message(place)))
+            self.outbox.append((place.incarnation, self._group_message(place)))
 
     def _assign_ranks(self) -> None:
         """Before the first group: an integer node id is its rank, the others follow in natural order."""

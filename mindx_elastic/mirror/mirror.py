@@ -27,7 +27,7 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import CheckpointError, UsageError
-from mindx_elastic.mirror.partners import all_partners, count_nodes
+from mindx_elastic.mirror.partners import all_partners
 from mindx_elastic.mirror.server import Server
 from mindx_elastic.mirror.wire import PATIENCE_S, Channel, Endpoint, Incoming, ask, header_digest, rank_of
 from mindx_elastic.persist.format import open_checkpoint
@@ -71,8 +71,9 @@ class NodesPart(Part):
             if copies[0] > 1:
                 logger.warning("redundancy=%d has no effect with one rank: there is no other node", copies[0])
             return Merged(None)
-        _say_what_is_possible(copies[0], count_nodes(nodes))
-        if count_nodes(nodes) == 1:
+        num_nodes = len(set(nodes))
+        _say_what_is_possible(copies[0], num_nodes)
+        if num_nodes == 1:
             return Merged(None)
         partners = all_partners(nodes, copies[0])
         sources: list[list[int]] = [[] for _ in nodes]

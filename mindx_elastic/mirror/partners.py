@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["all_partners", "count_nodes"]
+__all__ = ["all_partners"]
 
 
 def all_partners(nodes: Sequence[str], copies: int) -> list[list[int]]:
@@ -24,8 +24,3 @@ def all_partners(nodes: Sequence[str], copies: int) -> list[list[int]]:
         for place, rank in enumerate(group):
             found[rank] = [other[place % len(other)] for other in others]
     return found
-
-
-def count_nodes(nodes: Sequence[str]) -> int:
-    """How many different nodes there are."""
-    return len(set(nodes))

@@ -39,13 +39,13 @@ def form(table: Table, processes: list[Register], now: float = 0.0) -> None:
 def answer(table: Table, who: Register, now: float) -> dict[str, Any]:
     """What the process is told."""
     table.register(who, now)
-    found = [tell.message for tell in table.outbox if tell.incarnation == who.incarnation]
+    found = [message for incarnation, message in table.outbox if incarnation == who.incarnation]
     return as_json(next(each for each in reversed(found) if isinstance(each, Welcome | Refused | Dead)))
 
 
 def told(table: Table, op: str) -> list[tuple[int, dict[str, Any]]]:
     """(process, message) of this kind, and empties the outbox."""
-    found = [(int(tell.incarnation), as_json(tell.message)) for tell in table.outbox]
+    found = [(int(incarnation), as_json(message)) for incarnation, message in table.outbox]
     table.outbox.clear()
     return [each for each in found if each[1]["op"] == op]
 

@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         "the others are not told of a death",
         "cluster/table.py",
-        "            self.outbox.append(Tell(other.incarnation, messages.Death(place.rank, text)))",
+        "            self.outbox.append((other.incarnation, messages.Death(place.rank, text)))",
         "            pass",
         "cluster",
     ),
