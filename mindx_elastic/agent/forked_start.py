@@ -52,7 +52,7 @@ class ForkedStart:
     ) -> None:
         """`shim`: what stands before the workers' own command line, `command`. `folder`: where the workers tell what
         they have imported. `is_on`: whether there is to be a zygote. `also_first`: the first attempt waits for it."""
-        self._shim, self._command, self._folder = tuple(shim), tuple(command), folder
+        self.shim, self._command, self._folder = tuple(shim), tuple(command), folder
         self.num_workers = num_workers
         """Of this node, of the present attempt or the next."""
         self._zygotes_left = _MOST_ZYGOTES if is_on else 0
@@ -124,11 +124,11 @@ class ForkedStart:
         `Zygote.fork`."""
         if self._zygote is None or not self._zygote.is_ready():
             return None
-        if tuple(command[: len(self._shim)]) != self._shim:
+        if tuple(command[: len(self.shim)]) != self.shim:
             self._say("another program (numactl) starts the worker's own")
             return None
         try:
-            worker = self._zygote.fork(env, command=command[len(self._shim) :], stdout=stdout, stderr=stderr, hook=hook)
+            worker = self._zygote.fork(env, command=command[len(self.shim) :], stdout=stdout, stderr=stderr, hook=hook)
         except ZygoteError as error:
             self._say(str(error))
             return None

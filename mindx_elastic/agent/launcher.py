@@ -287,7 +287,7 @@ def _make_supervisor(
     more: dict[str, Any] = {
         name: getattr(config, name) for name in _NEWER_FIELDS if name in known and hasattr(config, name)
     }
-    shim = (sys.executable, "-I", "-S", str(Path(child.__file__).resolve()), str(os.getpid()))
+    shim = child.shim()
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,

@@ -37,15 +37,13 @@ class Replacements:
         self,
         forks: ForkedStart,
         context: Any,
-        shim: Sequence[str],
         local_ranks: Mapping[int, int],
         *,
         folder: Path,
         num_spares: int,
     ) -> None:
-        """`context`: torch's, with what it has started. `shim`: what stands before the workers' own command line.
-        `local_ranks`: by rank. `folder`: private."""
-        self._forks, self._context, self._shim, self._local = forks, context, tuple(shim), dict(local_ranks)
+        """`context`: torch's, with what it has started. `local_ranks`: by rank. `folder`: private."""
+        self._forks, self._context, self._local = forks, context, dict(local_ranks)
         self._spares: _Spares | None = None
         if num_spares:
             self._spares = _Spares(
@@ -87,13 +85,13 @@ class Replacements:
     def _start_fresh(
         self, whole: Sequence[str], env: Mapping[str, str], outputs: Sequence[str]
     ) -> subprocess.Popen[bytes]:
-        command = joining_command(whole[len(self._shim) :], sys.executable)
+        command = joining_command(whole[len(self._forks.shim) :], sys.executable)
         if command is None:
             raise RuntimeError("the program is not run by this Python interpreter")
         with ExitStack() as stack:
             files = [stack.enter_context(open(path, "a")) if path else None for path in outputs]
             return subprocess.Popen(
-                [*self._shim, *command], env=env, stdout=files[0], stderr=files[1], start_new_session=True
+                [*self._forks.shim, *command], env=env, stdout=files[0], stderr=files[1], start_new_session=True
             )
 
 

@@ -72,7 +72,6 @@ _MAX_ERROR_BYTES = 1 << 20
 _OWN_ERRORS, _MOST_OF_ERROR = f"{UsageError.__module__}.", 300
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _END_S = 300.0  # for the end of the other nodes' ranks; torch's own, where it has none
-_SHIM = 4  # arguments of `child` before the workers' own command line
 
 
 class Supervisor(LocalElasticAgent):
@@ -286,7 +285,6 @@ class Supervisor(LocalElasticAgent):
         self._replacements = Replacements(
             self._forks,
             self._pcontext,
-            (str(group.spec.entrypoint), *map(str, group.spec.args[:_SHIM])),
             {worker.global_rank: worker.local_rank for worker in group.workers},
             folder=self._folder.path,
             num_spares=self._options.spares,

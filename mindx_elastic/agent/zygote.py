@@ -28,25 +28,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY
+from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, OWN_VARIABLES, PRELOAD, READY
 from mindx_elastic.core.posix import read_stat
 
 __all__ = [
     "IMPORT_VARIABLES",
-    "OWN_VARIABLES",
     "WORKER_DEFAULTS",
     "ForkedWorker",
     "Zygote",
     "ZygoteError",
 ]
 
-OWN_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "MINDX_ATTEMPT", "MINDX_REJOIN", "MINDX_JOB_ID"),
-    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
-)
-"""Each worker, or each attempt, has its own values: an import that reads them cannot be shared."""
 IMPORT_VARIABLES = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_"),
     *("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "BLIS_", "DNNL_", "ONEDNN_", "ATEN_", "CUBLAS_", "NUMEXPR_"),
@@ -163,8 +155,7 @@ class Zygote:
             return
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._said = os.memfd_create("mindx-zygote")
-        settings = json.dumps({"own": OWN_VARIABLES})
-        arguments = [*self._interpreter, "-c", COMMAND, str(os.getpid()), str(theirs.fileno()), settings]
+        arguments = [*self._interpreter, "-c", COMMAND, str(os.getpid()), str(theirs.fileno())]
         padding = max(0, len("\0".join(self._command)) - len("\0".join(arguments)))
         try:
             self._popen = subprocess.Popen(
@@ -220,7 +211,6 @@ class Zygote:
                 "command": script,
                 "env": dict(env),
                 "cwd": os.getcwd(),
-                "death_signal": int(signal.SIGTERM),
                 "hook": hook,
             }
             outputs = [_open(stdout, 1, opened), _open(stderr, 2, opened)]

@@ -3,7 +3,7 @@ request. `zygote` is the agent's side of it.
 
 ::
 
-    python OPTIONS -c COMMAND AGENT_PID DESCRIPTOR SETTINGS
+    python OPTIONS -c COMMAND AGENT_PID DESCRIPTOR
 
 The worker is a child of the agent. The zygote forks twice; the process in between ends at once, and the agent, which is
 a subreaper at that moment, adopts the orphan. The worker then ties itself to the agent as `child` does, tells its
@@ -36,12 +36,21 @@ from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mindx_elastic.core.forking import BASE_MODULES, die_with_parent, freeze, import_all, num_threads, spoilt
+from mindx_elastic.agent.child import tie
+from mindx_elastic.core.forking import BASE_MODULES, freeze, import_all, num_threads, spoilt
 from mindx_elastic.core.forking import seed_at_random as seed_anew
 from mindx_elastic.core.script import prepare, puts_folder_first, script_folder
 from mindx_elastic.errors import UsageError
 
-__all__ = ["COMMAND", "FORK", "MOST_BYTES", "PRELOAD", "READY", "Imports", "answer", "serve"]
+__all__ = ["COMMAND", "FORK", "MOST_BYTES", "OWN_VARIABLES", "PRELOAD", "READY", "Imports", "answer", "serve"]
+
+OWN_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "MINDX_ATTEMPT", "MINDX_REJOIN", "MINDX_JOB_ID"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+"""Each worker, or each attempt, has its own values: an import that reads them cannot be shared."""
 
 COMMAND = (
     "import sys; began = {*sys.modules}; del sys.path[:not getattr(sys.flags, 'safe_path', sys.flags.isolated)]; "
@@ -60,12 +69,9 @@ def serve(began: Collection[str]) -> tuple[types.CodeType, dict[str, Any]]:
     """Fork a worker for each request. Returns in those, with what they are to run; never in the zygote.
 
     `began`: the modules that every interpreter begins with."""
-    agent, settings = int(sys.argv[1]), json.loads(sys.argv[3])
-    channel = socket.socket(fileno=int(sys.argv[2]))
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != agent:
-        os._exit(1)
-    imports = Imports(settings["own"], began)
+    agent, channel = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    tie(agent, signal.SIGKILL)
+    imports = Imports(began)
     imports.base()
     freeze()
     return answer(agent, channel, imports)
@@ -137,9 +143,8 @@ _read: set[str] = set()
 class Imports:
     """What the zygote has imported, and what came of it."""
 
-    def __init__(self, own: Sequence[str], began: Collection[str]) -> None:
-        """`own`: variables that each worker has its own value for."""
-        self._own = set(own)
+    def __init__(self, began: Collection[str]) -> None:
+        """`began`: see `serve`."""
         self.waiting: list[str] = []
         self._problem = ""
         self._began = set(began)
@@ -178,7 +183,7 @@ class Imports:
 
     def _side_effect(self, what: str) -> str:
         """Why another process would not have become the same by this import."""
-        if own := sorted(_read & (self._own | {"*"})):
+        if own := sorted(_read & {*OWN_VARIABLES, "*"}):
             return f"importing {what} reads {'the whole environment' if own == ['*'] else ', '.join(own)}"
         if fds := _fds() - self._fds:
             targets = sorted(filter(None, map(_target, fds)))
@@ -273,10 +278,8 @@ def _begin(agent: int, descriptors: Sequence[int], imports: Imports) -> tuple[ty
         _refuse(stream, f"{type(error).__name__}: {error}")
     seed_anew()
     _wait_for(agent)  # the process in between has to be gone by then, which takes as long as all of this
-    if not die_with_parent(request["death_signal"]):
-        _refuse(stream, "the kernel does not tie the worker to the agent")
-    if os.getppid() != agent:  # it has died since, so no signal will come
-        os._exit(128 + request["death_signal"])
+    if problem := tie(agent, signal.SIGTERM):
+        _refuse(stream, f"the kernel does not tie the worker to the agent: {problem}")
     stream.sendall(b"%d\n" % os.getpid())
     if stream.recv(len(READY)) != READY:
         os._exit(1)  # the agent has given up, or is gone

@@ -8,7 +8,6 @@ chance, the forked one draws again (`seed_at_random`). The seed of Python's hash
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -17,10 +16,9 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
-__all__ = ["BASE_MODULES", "die_with_parent", "freeze", "import_all", "num_threads", "seed_at_random", "spoilt"]
+__all__ = ["BASE_MODULES", "freeze", "import_all", "num_threads", "seed_at_random", "spoilt"]
 
 BASE_MODULES = (
     "torch._dynamo",  # the first step of an optimizer imports it
@@ -31,7 +29,6 @@ BASE_MODULES = (
     "mindx_elastic.train",
 )
 """What nearly all trainings import."""
-_PR_SET_PDEATHSIG = 1
 
 
 def import_all(names: Iterable[str]) -> str:
@@ -80,11 +77,3 @@ def seed_at_random() -> None:
     multiprocessing.current_process().authkey = os.urandom(32)
     tempfile.tempdir = None
     tempfile._name_sequence = None  # type: ignore[attr-defined]
-
-
-def die_with_parent(signum: int) -> bool:
-    """Have the kernel send this process `signum` when the thread that is its parent ends. False: the kernel refuses."""
-    with suppress(OSError, AttributeError):
-        libc: Any = ctypes.CDLL(None, use_errno=True)
-        return bool(libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) == 0)
-    return False

@@ -61,10 +61,9 @@ def start_forked(zygote: Zygote, command: Sequence[str], env: Mapping[str, str],
 
 def start_fresh(command: Sequence[str], env: Mapping[str, str], log: Path) -> ProvedProcess:
     """As `start_forked`."""
-    shim = [sys.executable, "-I", "-S", str(Path(child.__file__).resolve()), str(os.getpid())]
     with open(log, "ab") as file:
         popen = subprocess.Popen(
-            [*shim, sys.executable, *command],
+            [*child.shim(), sys.executable, *command],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=file,
