@@ -79,17 +79,13 @@ def read_checkpoint(
                 tensors[entry.name] = tensor
 
         def load_run(run: Sequence[TensorEntry]) -> None:
-            if header.held is not None:
-                for entry in run:
-                    load(entry)
-                return
             data = _read_run(fd, header, run, path, verify=verify).view(run[0].torch_dtype)
             split: Any = torch.split_with_sizes_copy  # torch's own stub says that it returns nothing
             counts = [entry.nbytes // data.itemsize for entry in run]
             for entry, tensor in zip(run, split(data, counts), strict=True):
                 tensors[entry.name] = tensor if len(entry.shape) == 1 else tensor.view(entry.shape)
 
-        _for_each(header.entries.values(), load, load_run)
+        _for_each(header.entries.values(), load, load_run if header.held is None else None)
     for other in map(Path, others):
         pieces.add(other, owners, verify=verify)
     tensors |= pieces.whole()
@@ -143,11 +139,7 @@ class Pieces:
                 for name, piece in pieces:
                     self._rows(name, piece).copy_(whole[piece.start : piece.stop])
 
-            def load_run(run: Sequence[TensorEntry]) -> None:
-                for entry in run:
-                    load(entry)
-
-            _for_each([header.entries[name] for name in wanted], load, load_run)
+            _for_each([header.entries[name] for name in wanted], load)
 
     def _entry_with(self, header: Header, name: str, piece: RowPiece) -> TensorEntry | None:
         assert self._division is not None
@@ -250,16 +242,19 @@ def verify_file(
 def _for_each(
     entries: Collection[TensorEntry],
     work: Callable[[TensorEntry], None],
-    work_run: Callable[[Sequence[TensorEntry]], None],
+    work_run: Callable[[Sequence[TensorEntry]], None] | None = None,
 ) -> None:
-    """Call `work` for each large tensor, and `work_run` for small ones together; the first error is raised after all
-    have ended."""
+    """Call `work` for each, or `work_run` for small ones together; the first error is raised after all have ended."""
     large = [entry for entry in entries if entry.nbytes >= _LARGE_BYTES]
     small = [entry for entry in entries if entry.nbytes < _LARGE_BYTES]
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mindx-persist-read") as pool:
         done = pool.map(work, large)  # which makes no thread where there is none
         for run in _runs(small):
-            work_run(run)
+            if work_run is not None:
+                work_run(run)
+                continue
+            for entry in run:
+                work(entry)
         for _ in done:
             pass
 
@@ -298,18 +293,34 @@ def _read_tensor(
 ) -> torch.Tensor:
     """`out`: contiguous memory of that type and shape."""
     tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu") if out is None else out
-    digest = xxhash.xxh3_128()
-    if entry.nbytes:
-        view = memory_of(tensor)
-        offset = header.data_start + entry.start
-        for start in range(0, entry.nbytes, _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
-            read_into(fd, piece, offset + start, entry, path)
-            if verify:
-                digest.update(piece)
-    if verify:
-        _compare(digest, header, entry, path)
+    for _ in _pieces(fd, header, entry, path, _PIECE_BYTES, memory=memory_of(tensor), verify=verify):
+        pass
     return tensor
+
+
+def _pieces(
+    fd: int,
+    header: Header,
+    entry: TensorEntry,
+    path: Path,
+    step: int,
+    *,
+    memory: memoryview | None = None,
+    verify: bool = True,
+) -> Iterator[memoryview]:
+    """Read one tensor, `step` bytes at a time, and check its digest in the end. `memory`: of all of it; None: each
+    piece takes the place of the one before."""
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(step, entry.nbytes))) if memory is None else memory
+    for start in range(0, entry.nbytes, step):
+        first = 0 if memory is None else start
+        piece = buffer[first : first + min(step, entry.nbytes - start)]
+        read_into(fd, piece, header.data_start + entry.start + start, entry, path)
+        if verify:
+            digest.update(piece)
+        yield piece
+    if verify and digest.hexdigest() != header.digests[entry.name]:
+        raise _differs(path, entry.name)
 
 
 def read_checked(
@@ -327,30 +338,18 @@ def read_checked(
             if out is not whole:
                 out.copy_(whole[tuple(slice(*each) for each in box)])
         return
-    digest = xxhash.xxh3_128()
-    num_rows = entry.shape[0] if entry.shape and entry.nbytes else 1
-    row_bytes = entry.nbytes // num_rows
-    if not wanted:  # rows of bytes: any piece will do
-        num_rows, row_bytes = entry.nbytes, 1
-    step = max(1, _PIECE_BYTES // max(1, row_bytes))
-    buffer = memoryview(bytearray(min(step, num_rows) * row_bytes))
-    for first in range(0, num_rows if entry.nbytes else 0, step):
-        count = min(step, num_rows - first)
-        piece = buffer[: count * row_bytes]
-        read_into(fd, piece, header.data_start + entry.start + first * row_bytes, entry, path)
-        digest.update(piece)
+    row_bytes = max(1, entry.nbytes // entry.shape[0]) if wanted and entry.shape else 1
+    num_rows = max(1, _PIECE_BYTES // row_bytes)
+    first = 0
+    for piece in _pieces(fd, header, entry, path, num_rows * row_bytes):
+        stop = first + len(piece) // row_bytes
         for box, out in wanted:
-            start, stop = max(first, box[0][0]), min(first + count, box[0][1])
-            if start < stop:
-                rows = torch.frombuffer(piece, dtype=entry.torch_dtype).view(count, *entry.shape[1:])
+            start, end = max(first, box[0][0]), min(stop, box[0][1])
+            if start < end:
+                rows = torch.frombuffer(piece, dtype=entry.torch_dtype).view(stop - first, *entry.shape[1:])
                 inner = tuple(slice(*each) for each in box[1:])
-                out[start - box[0][0] : stop - box[0][0]].copy_(rows[(slice(start - first, stop - first), *inner)])
-    _compare(digest, header, entry, path)
-
-
-def _compare(digest: Any, header: Header, entry: TensorEntry, path: Path) -> None:
-    if digest.hexdigest() != header.digests[entry.name]:
-        raise _differs(path, entry.name)
+                out[start - box[0][0] : end - box[0][0]].copy_(rows[(slice(start - first, end - first), *inner)])
+        first = stop
 
 
 def _differs(path: Path, name: str) -> CorruptCheckpointError:

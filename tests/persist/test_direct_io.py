@@ -63,3 +63,26 @@ def test_a_closed_reserve_holds_no_memory() -> None:
     del blocks
     reserve.close()
     assert not mapped() & own and reserve.take() is None
+
+
+def test_the_room_goes_back_to_the_system_whatever_was_forked() -> None:
+    """A loader's worker gets no mapping of it: pages that two processes have stay when one of them lets go."""
+
+    def unshared() -> set[str]:
+        """The mappings that a child does not get."""
+        found, place = set(), ""
+        for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+            if not line.split()[0].endswith(":"):
+                place = line.split()[0]
+            elif line.startswith("VmFlags:") and "dc" in line.split():
+                found.add(place)
+        return found
+
+    before = unshared()
+    reserve = Reserve(0)
+    assert reserve.take() is not None  # waits until its pages are there
+    reserve.give_back()
+    (own,) = unshared() - before
+    reserve.release()
+    assert own not in unshared()
+    reserve.close()
