@@ -97,7 +97,17 @@ GENTLE = frozenset({"sigterm agent", "sigterm all", "sigterm worker", "slow stor
 CURABLE = frozenset({"kill worker", "exception", "hang", "deaf", "freeze worker", "kill node", "kill agent", "reset",
                      "slow store", "never ends"})  # fmt: skip
 """A restart mends them: what is killed comes back."""
-KINDS = (*sorted(GENTLE | CURABLE), "fault report", "lose node", "lose host", "partition", "join", "double sigterm")
+KINDS = (
+    *sorted(GENTLE | CURABLE),
+    "fault report",
+    "lose node",
+    "lose host",
+    "partition",
+    "join",
+    "double sigterm",
+    "clock jump",
+    "store hangs",
+)
 _HARMLESS = frozenset({"reset", "slow store", "never ends", "join"})
 _STANDSTILL_S = 10.0
 """A node that stands still for so long is lost."""
@@ -466,7 +476,8 @@ class _Datetime(datetime):
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
-        return datetime.fromtimestamp(1.8e9 + cls.world.now, tz)
+        process = cls.world.process
+        return datetime.fromtimestamp(1.8e9 + cls.world.now + (process.clock.ahead_s if process else 0.0), tz)
 
 
 class Job:
@@ -682,6 +693,10 @@ class Job:
                 server, before = self.network.server, self.network.server.slowest_s
                 server.slowest_s = 0.5
                 world.at(until, lambda: setattr(server, "slowest_s", before))
+            case "store hangs" if self.network.server is not None:
+                self.network.server.hang(until)
+            case "clock jump":
+                agent.child.process.clock.ahead_s += world.random.choice((-1, 1)) * 180 * fault.length_s
             case "partition":
                 processes = set(node.processes)
                 self.network.cut_off |= processes

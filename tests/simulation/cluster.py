@@ -52,7 +52,7 @@ from mindx_elastic.core.stop_cause import StopCause
 from mindx_elastic.errors import SaveError, UsageError
 from tests.simulation.network import Machine, Network
 from tests.simulation.schedules import main, quiet
-from tests.simulation.world import Stuck, World
+from tests.simulation.world import Stuck, Topic, World
 
 __all__ = ["KINDS", "Fault", "Outcome", "Plan", "plan_of", "play"]
 
@@ -95,6 +95,7 @@ KINDS = {
     "vanish scheduler": True,
     "stranger": True,
     "twice": True,
+    "clock jump": True,
     "kill": False,
     "vanish": False,
     "freeze": False,
@@ -163,6 +164,8 @@ class Outcome:
     job: _Job
     story: list[tuple[float, str]] = field(default_factory=list)
     switches: int = 0
+    messages: int = 0
+    """Pieces that were sent over a connection."""
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
     """Empty: all that must hold does."""
@@ -219,8 +222,14 @@ class _Meeting:
 
     size: int
     host: _Worker | None
+    topic: Topic
     ranks: dict[int, _Worker] = field(default_factory=dict)
     arrived: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    dead: set[_Worker] = field(default_factory=set)
+
+    def tell_of_death(self, worker: _Worker) -> None:
+        self.dead.add(worker)
+        self.topic.tell()
 
 
 class _Worker(Machine):
@@ -239,6 +248,7 @@ class _Worker(Machine):
         self.job, self.place, self.env = job, place, env
         self.sys = SimpleNamespace(exit=self._exit, last_value=None)
         self.at_exit: list[Callable[[], None]] = []
+        self.topic = Topic(job.world)
         self.noted: StopCause | None = None
         self.alarm: StopCause | None = None
         """What its guard has heard."""
@@ -247,7 +257,7 @@ class _Worker(Machine):
         self.meeting: _Meeting | None = None
         self.rank = -1
         if like is not None:
-            self.frozen_until = like.frozen_until
+            self.frozen_until, self.clock = like.frozen_until, like.clock
 
     def _exit(self, status: object = None) -> NoReturn:
         raise SystemExit(status)
@@ -289,7 +299,9 @@ class _Worker(Machine):
             job.ranks.setdefault((connection.job, connection.node_id), rank) == rank,
             f"node id {connection.node_id} was rank {job.ranks[connection.job, connection.node_id]}, and is {rank}",
         )
+        self.on_end.append(lambda: meeting.tell_of_death(self))
         world.sleep(world.random.uniform(0.0, 0.3))
+        meeting.topic.tell()
         self._wait(meeting, lambda: len(meeting.ranks) == plan.size, "Connection closed by peer", limit_s=_INIT_S)
         end.has_joined()
         self.is_guarded = plan.has_guard
@@ -302,6 +314,8 @@ class _Worker(Machine):
                 raise ValueError("broken")
             arrived = meeting.arrived[step]
             arrived.add(rank)
+            if len(arrived) == plan.size:
+                meeting.topic.tell()
             self._wait(meeting, lambda arrived=arrived: len(arrived) == plan.size, "Connection reset by peer")  # type: ignore[misc]
             job.boundary = max(job.boundary, step)
         self._sleep(world.random.choice((0.0, 0.0, 2.0)))
@@ -309,7 +323,7 @@ class _Worker(Machine):
         job.event("finish")
 
     def _sleep(self, seconds: float) -> None:
-        self.job.world.wait(lambda: self.alarm is not None, seconds)
+        self.job.world.wait(lambda: self.alarm is not None, seconds, on=(self.topic,))
         self._obey()
 
     def _wait(
@@ -318,12 +332,15 @@ class _Worker(Machine):
         """A collective."""
 
         def is_broken() -> bool:
-            dead = [each for each in meeting.ranks.values() if not each.is_alive]
             if limit_s is not None:  # only the store tells, and it is at the host
-                return meeting.host in dead
-            return bool(dead) and self.job.plan.collectives == "fails"
+                return meeting.host in meeting.dead
+            return bool(meeting.dead) and self.job.plan.collectives == "fails"
 
-        self.job.world.wait(lambda: condition() or is_broken() or self.alarm is not None, limit_s or _HANG_S)
+        self.job.world.wait(
+            lambda: condition() or is_broken() or self.alarm is not None,
+            limit_s or _HANG_S,
+            on=(self.topic, meeting.topic),
+        )
         self._obey()
         if not condition():
             raise RuntimeError(error)
@@ -339,6 +356,7 @@ class _Worker(Machine):
         """Whether a guard is there to hear it."""
         if self.is_guarded:
             self.alarm = self.alarm or alarm
+            self.topic.tell()
         return self.is_guarded
 
     def stop(self) -> None:
@@ -453,7 +471,7 @@ class _Job:
 
     def meet(self, name: tuple[str, int], group: Group) -> _Meeting:
         host = self.stores.get((group.host, group.port))
-        return self.meetings.setdefault(name, _Meeting(group.size, host))
+        return self.meetings.setdefault(name, _Meeting(group.size, host, Topic(self.world)))
 
     def host_store(self, address: str, **_: object) -> SimpleNamespace:
         worker, port = self.here(), self.world.number()
@@ -576,6 +594,9 @@ class _Job:
             case "kill" | "vanish":
                 network.vanish(worker, fault.length_s) if fault.kind == "vanish" else worker.kill()
                 world.at(until, lambda: self._start_again(fault.place))
+            case "clock jump":
+                each = scheduler if world.random.random() < 0.5 else worker
+                each.clock.ahead_s += world.random.choice((-1, 1)) * 180 * fault.length_s
             case "exception":
                 worker.fails = True
             case "sigterm":
@@ -691,6 +712,7 @@ def play(plan: Plan, *, tells: bool = False) -> Outcome:
             world.run(until=1000.0 + plan.calm_at + (_UNTOLD_S if plan.forgets else _BOUND_S))
         except Stuck as error:
             stuck = str(error)
+        outcome.messages = job.network.messages
         outcome.story, outcome.switches, outcome.seconds = world.story, world.switches, world.now - 1000.0
     outcome.wrong = [*job.wrong, *([stuck] if stuck else _faults_of(outcome))]
     return outcome

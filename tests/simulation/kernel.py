@@ -74,6 +74,8 @@ class Kernel:
     def fork(self, name: str) -> Child:
         """A new process, which has yet to be started."""
         child = Child(100 + len(self.children), Process(self.world, name))
+        if self.world.process is not None:
+            child.process.clock = self.world.process.clock
         self.children[child.pid] = child
         return child
 

@@ -96,6 +96,7 @@ class _Stream:
             raise self._error
         count = min(len(data), self._room(), self._world.random.choice((40, 300, _ROOM)))
         self._put(bytes(data[:count]))
+        self._network.messages += 1
         self._world.give_way()
         return count
 
@@ -249,6 +250,7 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.slowest_s = 0.002
+        self.messages = 0
         self.listeners: dict[tuple[str, int], _Listener] = {}
         self.streams: dict[_Stream, None] = {}
         self._cut: dict[tuple[str, str], int] = {}

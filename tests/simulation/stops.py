@@ -85,6 +85,7 @@ KINDS = {
     "evaluation": True,
     "slow store": True,
     "slow step": True,
+    "clock jump": True,
     "request": False,  # the code is the program's
     "kill": False,
     "exception": False,
@@ -92,6 +93,7 @@ KINDS = {
     "hang in update": False,
     "freeze": False,
     "cut off": False,
+    "store hangs": False,
     "slow disk": False,
     "full disk": False,
 }
@@ -196,6 +198,7 @@ class _Events:
     """The job's event log, as far as ranks read it."""
 
     ended: set[int]
+    hurry = False
 
     def __init__(self, world: World, rank: int, ended: set[int]) -> None:
         self._world, self._rank, self.ended = world, rank, ended
@@ -205,6 +208,9 @@ class _Events:
         self._world.note(f"rank {self._rank}: {event} ({said})")
         if event == "end":
             self.ended.add(self._rank)
+
+    def flush(self) -> None:
+        pass
 
     def has_ended(self, rank: int) -> bool:
         return rank in self.ended
@@ -452,6 +458,10 @@ def _strike(fault: Fault, world: World, store: SimulatedStore | None, ranks: Seq
         case "slow store" if store is not None:
             before, store.slowest_s = store.slowest_s, 0.2
             world.at(until, lambda: setattr(store, "slowest_s", before))
+        case "store hangs" if store is not None:
+            store.hang(until)
+        case "clock jump":
+            rank.process.clock.ahead_s += world.random.choice((-1, 1)) * 180 * fault.length_s
         case "cut off" if store is not None:
             store.cut_off.add(rank.process)
             world.at(until, lambda: store.cut_off.discard(rank.process))

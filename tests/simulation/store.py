@@ -21,6 +21,8 @@ class SimulatedStore:
         self.world, self.host = world, host
         self.values: dict[str, bytes] = {}
         self.slowest_s = slowest_s
+        self.hangs_until = 0.0
+        """It answers nobody before, though its host lives."""
         self.cut_off: set[Process] = set()
         """Their messages, and the answers to them, do not arrive any more."""
         self.messages = 0
@@ -40,9 +42,15 @@ class SimulatedStore:
         world.sleep(world.random.uniform(0.0, self.slowest_s), is_interruptible=False)
         self._arrive(process)
 
+    def hang(self, until: float) -> None:
+        self.hangs_until = until
+        self.world.at(until, lambda: None)
+
     def _arrive(self, process: Process) -> None:
-        if process in self.cut_off or self.host.frozen_until > self.world.now:
-            answers = lambda: process not in self.cut_off and self.host.frozen_until <= self.world.now  # noqa: E731
+        def answers() -> bool:
+            return process not in self.cut_off and max(self.host.frozen_until, self.hangs_until) <= self.world.now
+
+        if not answers():
             self.world.wait(answers, is_interruptible=False)
         if not self.host.is_alive:
             raise ConnectionResetError("Connection reset by peer")

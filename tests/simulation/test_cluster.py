@@ -12,7 +12,7 @@ from tests.simulation.cluster import Fault, Outcome, Plan, plan_of, play
 EACH = 50
 
 
-@lru_cache(EACH)
+@lru_cache(2 * EACH)
 def outcome_of(seed: int) -> Outcome:
     return play(plan_of(seed))
 
@@ -30,7 +30,7 @@ def test_a_seed_is_a_cluster_that_comes_again() -> None:
 
 
 def test_every_kind_of_fault_strikes_and_clusters_end_as_they_do_in_life() -> None:
-    outcomes = [outcome_of(seed) for seed in range(2 * EACH, 3 * EACH)]
+    outcomes = [outcome_of(seed) for seed in range(2 * EACH, 4 * EACH)]
     struck = {kind for outcome in outcomes for kind in outcome.job.struck}
     assert len(struck) > 10 and {"kill", "freeze", "cut off", "kill scheduler", "full disk", "twice"} <= struck
     assert {outcome.job.scheduler_code for outcome in outcomes} >= {0, 1}
@@ -108,7 +108,13 @@ def test_a_worker_that_is_held_for_dead_right_after_its_group_begins_anew() -> N
     assert not outcome.wrong and any("this process starts over in place (pid" in text for _, text in outcome.story)
 
 
-@pytest.mark.parametrize("size", [32, pytest.param(256, marks=pytest.mark.drill)])
-def test_a_large_cluster_forms_its_group_again_after_a_death(size: int) -> None:
-    outcome = play(plan(Fault("kill", 5, 0.3, 0.5, on=("train", size)), size=size))
-    assert not outcome.wrong and len(outcome.job.meetings) == 2
+@pytest.mark.parametrize("kind", ["kill", "sigterm"])
+@pytest.mark.parametrize("size", [64, pytest.param(512, marks=pytest.mark.drill)])
+def test_the_start_and_a_death_or_a_stop_of_twice_the_nodes_take_twice_the_messages_and_no_longer(
+    size: int, kind: str
+) -> None:
+    less, more = (play(plan(Fault(kind, 5, 0.3, 0.5, on=("train", nodes)), size=nodes)) for nodes in (size, 2 * size))
+    assert not less.wrong and not more.wrong
+    assert len(less.job.meetings) == len(more.job.meetings) == (2 if kind == "kill" else 1)
+    assert 1.8 * less.messages < more.messages < 2.2 * less.messages
+    assert more.job.ended_at < less.job.ended_at + 5.0

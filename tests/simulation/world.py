@@ -62,6 +62,12 @@ class Readable(Protocol):
     def is_readable(self) -> bool: ...
 
 
+class Clock:
+    """What a machine shows as the time of day."""
+
+    ahead_s = 0.0
+
+
 class Process:
     """One process of the job."""
 
@@ -74,6 +80,8 @@ class Process:
         self.thaws_at = 0.0
         """`frozen_until`."""
         self.threads: dict[_Thread, None] = {}
+        self.clock = Clock()
+        """Of its machine."""
         self.main: _Thread | None = None
         self.on_end: list[Callable[[], None]] = []
         self.signals: list[int] = []
@@ -590,7 +598,8 @@ class _Time:
     perf_counter = monotonic
 
     def time(self) -> float:
-        return 1.8e9 + self._world.now
+        process = self._world.process
+        return 1.8e9 + self._world.now + (0.0 if process is None else process.clock.ahead_s)
 
     def monotonic_ns(self) -> int:
         return int(self._world.now * 1e9)
