@@ -209,7 +209,7 @@ def start_job(
 ) -> Iterator[Job]:
     """Start ``tests/jobs/{script}`` alone or under torchrun; ends it on leaving, whatever happened.
 
-    fresh: see `Job`. What torchrun starts is always fresh.
+    fresh: see `Job`. What a forked torchrun starts is forked, too.
     """
     launcher = [sys.executable]
     if ranks > 1:
@@ -237,7 +237,8 @@ def start_agent(
     ends it on leaving.
 
     plain: the first workers are fresh interpreters, as users have them; fast where the script does not import torch.
-    Else they are forked from the agent's zygote, since the imports of each are most of a short job.
+    Else they are forked from the agent's zygote, which is forked as the agent is, since the imports of each are most
+    of a short job.
 
     under: a command that becomes the one behind it (``nohup``), so that `Job.process` is the agent.
 

@@ -100,7 +100,6 @@ def finish(
     *,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    own_session: bool = False,
     fresh: bool = True,
     most_s: float = MOST_S,
 ) -> subprocess.CompletedProcess[str]:
@@ -119,7 +118,6 @@ def finish(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                start_new_session=own_session,
             )
         else:
             words = [str(word) for word in command[1:]]
