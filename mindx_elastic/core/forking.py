@@ -61,6 +61,7 @@ def num_threads() -> int:
 
 def freeze() -> None:
     """Before the forks: else each collection of a forked process copies the memory that it shares."""
+    gc.collect()
     gc.freeze()
     gc.enable()
 
