@@ -509,7 +509,9 @@ class Guard(LayeredGuard):
 
     def _late_boundary(self) -> None:
         """The loop has gone on, so the step counted last is a boundary that a run can resume from."""
-        self._cut = True
+        if self._boundaries.is_inside_accumulation():
+            return
+        self._cut = self._known = True
         self._pass_boundary()
         self.finish_step()
 

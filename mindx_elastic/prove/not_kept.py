@@ -2,10 +2,10 @@
 
 Variables of the running functions count when the compiler's own dataflow says that the next iteration may read them
 (`loop_variables`). Containers, tensors and attributes of the program's objects, and attributes of named modules, count
-when they differ between the process's first and fifth boundary. Those that change later, as the best loss of an early
-stop does at an epoch's end, are found by later looks. Left out is what each iteration binds again, and what the guard
-keeps; what the states of other named objects leave out is shown by a comparison only. Whether any of it matters is
-shown by the next resume, which compares its first step (`overlap`).
+when they differ between the process's first and fifth boundary; so do gradients to which each step adds. Those that
+change later, as the best loss of an early stop does at an epoch's end, are found by later looks. Left out is what each
+iteration binds again, and what the guard keeps; what the states of other named objects leave out is shown by a
+comparison only. Whether any of it matters is shown by the next resume, which compares its first step (`overlap`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class NotKept:
         self.counts: Sequence[str] = ()
         """Those `in_steps` that have counted the steps of this process alone."""
         self.num_looks = 0
+        self._collector = collector
+        self._gradients: dict[str, tuple[torch.Tensor, int]] = {}
         self._before: dict[str, str] = {}
         self._in_steps: list[str] = []
         self._later: list[str] = []
@@ -78,7 +80,7 @@ class NotKept:
             while len(frames) > 1 and not loops_around(frames[0]):  # called by an iteration: its variables end with it
                 frames.pop(0)
             if self.num_looks == 1:
-                self._before = self._look(frames)
+                self._before, self._gradients = self._look(frames), self._uncleared()
                 return ()
             ahead, after = is_ahead(), self._look(frames)
             changed = self._changed(frames, after, ahead)
@@ -86,7 +88,7 @@ class NotKept:
                 new = [name for name in changed if name not in {*self._in_steps, *self._later}]
                 self._later += new
                 return _shortened(new)
-            self._in_steps = list(dict.fromkeys([*self._carried(frames, ahead), *changed]))
+            self._in_steps = list(dict.fromkeys([*self._carried(frames, ahead), *changed, *self._sums_of_gradients()]))
             counted = {short_of(key) for key, value in after.items() if (self._before.get(key), value) in _COUNTED}
             self.counts = [name for name in self.in_steps if name in counted]
             return self.in_steps
@@ -97,6 +99,27 @@ class NotKept:
     def _look(self, frames: Sequence[FrameType]) -> dict[str, str]:
         found = own_variables(frames[0] if frames else None, self._ids, quick=True)
         return found | attributes_of_kept(self._partly, quick=True)
+
+    def _uncleared(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """The gradients of parameters that no optimizer of the job updates, and so clears, and their versions."""
+        updated = {
+            id(p) for each in self._collector.optimizers() for group in each.param_groups for p in group["params"]
+        }
+        places = self._collector.places() if updated else {}
+        others = {id(p): p for p in self._collector.parameters if p.requires_grad and id(p) not in updated}
+        named = [(place, others[key].grad) for key, place in places.items() if key in others]
+        return {place: (grad, grad._version) for place, grad in named if grad is not None}
+
+    def _sums_of_gradients(self) -> list[str]:
+        """Gradients to which each step adds. The norm of all gradients, by which a clipping divides, has them, too."""
+        before, self._gradients = self._gradients, {}
+        same = [place for place, (grad, _) in self._uncleared().items() if place in before and before[place][0] is grad]
+        added = [place for place in same if before[place][0]._version != before[place][1]]
+        if not added:
+            return []
+        if len(added) == 1:
+            return [f"gradient of {added[0]} (no optimizer clears it)"]
+        return [f"gradients of {added[0]} and {len(added) - 1} more parameters (no optimizer clears them)"]
 
     def _carried(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
         found: list[str] = []

@@ -129,6 +129,24 @@ def test_a_loop_that_is_ahead(loop: Loop, stops: tuple[int, ...], tmp_path: Path
     check(loop, tmp_path, stops, make=of())
 
 
+def ahead_with_a_tail(p: Program) -> None:
+    for epoch in p.guard.epochs(EPOCHS):
+        batches = iter(p.loader)
+        ahead = next(batches, None)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            train(p, batch)
+        p.scheduler.step()
+        p.log.append((epoch, batch[1].tolist()))
+
+
+def test_the_code_after_an_epoch_that_is_fetched_ahead_runs_once(tmp_path: Path) -> None:
+    check(ahead_with_a_tail, tmp_path, make=of())
+    for folder in ("whole", f"stop_{LAST}"):
+        again, _ = run(ahead_with_a_tail, tmp_path / folder, **of()())
+        assert again.guard.resumed_from_step == LAST and again.log == []
+
+
 @pytest.mark.parametrize("loop", [nano, pytest.param(three_ahead, marks=pytest.mark.drill)])
 def test_with_workers(loop: Loop, tmp_path: Path) -> None:
     check(loop, tmp_path, [2, BATCHES, BATCHES + 1], make=of(lambda: shuffled(num_workers=2)))

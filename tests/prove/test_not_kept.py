@@ -156,6 +156,22 @@ def test_what_is_kept_or_bound_anew_is_not_named(loop: Loop, tmp_path: Path, cap
     assert facts(caplog) in ([], ["model.forwards"])
 
 
+@pytest.mark.parametrize("clears_all", [False, True])
+def test_gradients_that_no_optimizer_clears_go_on(
+    clears_all: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    model = Model()
+    optimizer = torch.optim.SGD([model.layer.bias], lr=0.1)
+    with mx.Guard(model=model, optimizer=optimizer, directory=tmp_path) as guard:
+        for _step in guard.steps(6):
+            if clears_all:
+                model.zero_grad()
+            train(guard, model, optimizer, fetch())
+    (line,) = facts(caplog)
+    assert ("gradient of model.layer.weight (no optimizer clears it)" in line) is not clears_all
+
+
 def test_a_resumed_run_says_it_in_its_files_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mindx_elastic")
 

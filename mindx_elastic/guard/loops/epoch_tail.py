@@ -165,8 +165,9 @@ class EpochTail:
 
     # --- what a checkpoint says ---
 
-    def pass_tail(self, epoch: int) -> None:
-        """The tail has run: nothing is left of `epoch`, and its last boundary is here."""
+    def pass_tail(self, epoch: int, *, pass_boundary: Callable[[], None] | None = None) -> None:
+        """The tail has run: nothing is left of `epoch`, and its last boundary is here. `pass_boundary`: its last step
+        was no boundary before; else that is copied again."""
         self.pass_step()
         collector = self._collector
         if collector.is_other_model():  # made ready for an export: the boundary stays as it was before
@@ -179,12 +180,12 @@ class EpochTail:
         found = self._epoch_values
         if found is not None and (values := found.changed(sys._getframe(1), outermost_only=True)):
             loop[VALUES] = values
-        if not self.is_alone:
+        if not self.is_alone and pass_boundary is None:
             sample, self._weights_in_front = self._weights_in_front, {}
             changed = not self._is_clean() and bool(self._samples.changed_since(sample))
             loop[FRONT] = {**collector.copy_of_small(), CHANGES_WEIGHTS: changed}
         collector.loop = {**loop, OVER: {"epoch": epoch, "move_on": self._loaders.at_rest()}}
-        self._after()
+        (pass_boundary or self._after)()
 
     def is_over(self, epoch: int) -> bool:
         """Whether nothing is left of `epoch`."""

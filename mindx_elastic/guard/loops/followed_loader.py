@@ -129,6 +129,8 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         """How its order arises has been said."""
         self.steps_since_end = 0
         """Steps since it ended, which have used no batch of it."""
+        self.is_drained = False
+        """The last step has used all that was fetched ahead, up to an epoch's end: see `at_boundary`."""
         self.has_served_steps = False
         """A step has ended in the middle of the newest iteration; an evaluation goes through all of it between two."""
 
@@ -270,14 +272,15 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             if track.keeps_marks:
                 track.use_all()
             return True
-        was_known = look_ahead.ahead is not None
+        was_known, self.is_drained = look_ahead.ahead is not None, False
         seen, before = track.fetches, look_ahead.used
         if not look_ahead.at_boundary(seen):
             return False
         track.forget_before(look_ahead.used)
         if look_ahead.ahead and seen.exhausted and before < look_ahead.used == seen.handed:
             # The end of an epoch. After a resume here the epoch would come once more without batches, and code that
-            # reads ahead takes its first one for granted: the job stops at the next epoch's first step.
+            # reads ahead takes its first one for granted: the boundary comes once the epoch's code has ended.
+            self.is_drained = True
             return False
         if look_ahead.ahead and not was_known:
             logger.info(

@@ -116,7 +116,7 @@ class Loaders:
         self.watch = LoaderWatch(unmanaged, self._now, adopted=adopted, kept=self.own, has_named=bool(self.named))
         """Sees batches of loaders that are not named."""
         self.watch.enter(stack)
-        self._has_ended = False
+        self._has_ended = self._are_drained = False
         for followed in self._followed:
             if not self.may_fetch_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
@@ -237,6 +237,11 @@ class Loaders:
             if followed.track is not None:
                 followed.track.at_every_ask = look
 
+    def are_drained(self) -> bool:
+        """An epoch's code has ended. Whether its last step was no boundary for one reason only: it has used what was
+        fetched ahead of it, and none was left."""
+        return self._are_drained and all(f.track.handed == f.look_ahead.used for f in self._followed if f.track)
+
     def at_rest(self) -> list[str]:
         """The names of those whose next iteration is another epoch."""
         return [f.name for f in self._followed if f.is_at_rest()]
@@ -272,13 +277,13 @@ class Loaders:
         UnmanagedStateError for batches that no position covers.
         """
         known, used, first = True, not self._followed, self._counting
-        self._has_ended = False
+        would_do, self._has_ended = True, False
         for followed in self._followed:
             track = followed.track
             assert track is not None
             before = followed.look_ahead.used
             is_known = followed.at_boundary()
-            known = known and is_known
+            known, would_do = known and is_known, would_do and (is_known or followed.is_drained)
             number = track.at_boundary()
             cursor = followed.engine.cursor
             if followed is first:
@@ -302,6 +307,7 @@ class Loaders:
                 or followed.steps_since_end == 2
             ):
                 followed.tell(self._unmanaged)
+        self._are_drained = would_do and not known
         self.watch.at_boundary()
         if known and not used and first is not None and first.is_in_mid_epoch():
             self._unmanaged.risk(

@@ -377,6 +377,8 @@ class Loops:
             self._between.leave()  # the boundary is here
         if self.tail.is_pending:
             self.tail.pass_tail(self.epoch)
+        elif self._loaders.are_drained():
+            self.tail.pass_tail(self.epoch, pass_boundary=self._late_boundary)
         self._leave_epoch()
         if self._is_over():
             self._between.look()

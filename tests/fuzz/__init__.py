@@ -1,0 +1,1 @@
+"""Programs made by chance, and stopped by chance: `write` makes the program of a seed, `play` runs it."""

@@ -1,0 +1,141 @@
+"""Runs programs made by chance, stops them by chance: does each end with the numbers of its run without a stop?
+
+    python -m tests.fuzz.play [--first 0] [--programs 200] [--ranks 1] [--jobs 2] [--keep FOLDER]
+    python -m tests.fuzz.play --show 17          prints the program of a seed, and its faults
+
+A seed is
+
+* equal: the digests are those of the run without a death
+* told: they are others, and the package has said so. Each of these is to be read: everything is named
+* WRONG: they are others in silence, or the program did not come to its end
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from tests.fork_server import ForkedProcess, clean_environment
+from tests.fuzz.write import Program, write
+
+__all__ = ["Outcome", "play"]
+
+_TIMEOUT_S = 600.0
+_MOST_RUNS = 6
+_TOLD = re.compile(r"not bit for bit|differ|not got back|changed inside|Error: ")
+"""What says that numbers may be others, or refuses to go on."""
+
+
+@dataclass
+class Outcome:
+    seed: int
+    verdict: str
+    features: tuple[str, ...]
+    num_fired: int = 0
+    said: list[str] = field(default_factory=list)
+
+
+def _run(program: Program, folder: Path, name: str, fault: str = "") -> tuple[int, str]:
+    """Exit code and output of a run with the checkpoints `name`."""
+    (folder / name).mkdir(exist_ok=True)
+    env = clean_environment() | {"OMP_NUM_THREADS": "1", "FAULT_KIT": str(folder / "site-packages")}
+    env |= {
+        "FAULTS": fault,
+        "FAULT_RANK": str(program.seed % 2 if program.agent else 0),
+        "FAULT_MARKS": str(folder / name),
+    }
+    command = [str(folder / "program.py"), str(folder / name / "checkpoints")]
+    if program.agent:
+        agent = [str(Path(sys.executable).with_name("mindx-elastic")), "run", *program.agent]
+        command = [*agent, "--run-dir", str(folder / name / "run"), *command]
+    process = ForkedProcess(command, env)
+    try:
+        with process.stdout:
+            output = process.stdout.read()
+        return process.wait(_TIMEOUT_S), output
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return -1, "it hangs"
+
+
+def _results(output: str) -> list[str]:
+    return sorted(re.findall(r"RESULT \d+ \w+ [0-9a-f]{12}", output))
+
+
+def play(seed: int, ranks: int = 1, keep: Path | None = None) -> Outcome:
+    """Run a seed's program without a death, and with its deaths. `keep`: where the files of one that is not equal stay;
+    None: nowhere."""
+    program = write(seed, ranks)
+    folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{seed}-", dir=keep))
+    outcome = Outcome(seed, "WRONG", program.features)
+    try:
+        (folder / "site-packages").mkdir()
+        shutil.copy(Path(__file__).with_name("fault_kit.py"), folder / "site-packages")
+        (folder / "program.py").write_text(program.text)
+        code, base = _run(program, folder, "base")
+        (folder / "base.txt").write_text(base)
+        if code or not (expected := _results(base)):
+            outcome.said = [f"without a death it ends with {code}: {base[-800:]}"]
+            return outcome
+        output, faults = "", [*program.faults]
+        for number in range(_MOST_RUNS):
+            code, output = _run(program, folder, "stopped", faults.pop(0) if faults else "")
+            (folder / f"run-{number}.txt").write_text(output)
+            fired = re.findall(r"FAULT (\S+)", output)
+            outcome.num_fired += len(fired)
+            outcome.said.append(f"run {number}: code {code}, {' '.join(fired) or 'no fault'}")
+            outcome.said += [line for line in output.splitlines() if _TOLD.search(line) and line not in base]
+            if not faults and (_results(output) or not fired):
+                break
+        if not program.agent and _results(output):  # finished: a start finds nothing to do
+            _, output = _run(program, folder, "stopped")
+            (folder / "again.txt").write_text(output)
+        if _results(output) == expected:
+            outcome.verdict = "equal"
+        else:
+            outcome.said += [line for line in _results(output) if line not in expected]
+            outcome.verdict = "told" if any(_TOLD.search(line) for line in outcome.said) else "WRONG"
+        return outcome
+    finally:
+        if keep is None or outcome.verdict == "equal":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--show", type=int)
+    args = parser.parse_args()
+    if args.show is not None:
+        program = write(args.show, args.ranks)
+        print(program.text, "#", *program.features, *program.faults, *program.agent)
+        return 0
+    counts: Counter[str] = Counter()
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        seeds = range(args.first, args.first + args.programs)
+        waiting = [pool.submit(partial(play, ranks=args.ranks, keep=args.keep), seed) for seed in seeds]
+        for each in concurrent.futures.as_completed(waiting):
+            outcome = each.result()
+            counts += Counter({outcome.verdict: 1, "faults": outcome.num_fired})
+            if outcome.verdict != "equal":
+                print(f"seed {outcome.seed}: {outcome.verdict}", *outcome.features)
+                print(*outcome.said, sep="\n    ", flush=True)
+    print(dict(counts))
+    return int(counts["WRONG"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
