@@ -82,6 +82,8 @@ _DYING_S, _PATIENCE_S = 0.25, 3.0
 _CONNECT_S, _AT_END_S = 60.0, 5.0
 _TURN_S = 0.05
 """An agent that has begun to look at what has happened hears of a signal when it has done so."""
+_HEARD_S = 1.0
+"""Until the agent knows of a death at the latest."""
 _MOST_S = 300.0
 """What a schedule may take, beside the faults that last."""
 
@@ -639,6 +641,7 @@ class InPlaceJob(Job):
         self._no_starts = 0
         self._next_slow_s = 0.0
         self._must_be_in_place = False
+        self._kinds = {fault.kind for fault in plan.faults}
 
     def group(self, attempt: _Group, number: int) -> _Group:
         return self._group((attempt.agent, attempt.restarts, number), attempt.world_size)
@@ -905,9 +908,22 @@ class InPlaceJob(Job):
         if event == "rejoin":
             key = {"agent": self.nodes[0].agents.index(agent), "attempt": agent.restarts}
             self.told.append({**key, "now": self.world.now, **fields})
+            self._check_told(agent, fields)
         elif event in ("restart", "agent_end"):
             for told in self.told:
                 told.setdefault("then", f"{event}: {fields.get('outcome') or ''}")
+
+    def _check_told(self, agent: Agent, fields: Mapping[str, Any]) -> None:
+        """What must be true at the moment at which a recovery is told of."""
+        number, server = fields["generation"], self.network.server
+        if fields["outcome"] == IN_PLACE and server is not None:
+            ready = [key for key in server.values if f"/{number}/ready/" in key]
+            if len(ready) < self.plan.workers:
+                self.wrong.append(f"recovery {number} is told of as a success, and {len(ready)} ranks are back")
+        newest = {worker.rank: worker.child.process for worker in agent.workers}.values()
+        gone = [each.name for each in newest if not each.is_alive and each.ended_at < self.world.now - _HEARD_S]
+        if gone and "--rejoin-timeout" in fields["reason"] and "freeze agent" not in self._kinds:
+            self.wrong.append(f"recovery {number} has waited for {gone[0]}, which is dead")
 
     def faults_of(self, outcome: Outcome) -> list[str]:
         wrong = super().faults_of(outcome)
