@@ -21,6 +21,7 @@ miss the old one first).
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import threading
@@ -501,6 +502,8 @@ class Membership:
         there = set(participants.values()) if isinstance(participants, Mapping) else set()
         self.missing = frozenset(range(self._num_nodes)) - there if there else frozenset()
         present = len(participants) or self._num_nodes
+        if present >= getattr(getattr(self._handler, "settings", None), "max_nodes", math.inf):
+            waiting = 0  # there is no room: a standby node waits until one is lost
         if present < self._num_nodes and not waiting:
             return 0, f"only {present} of {self._num_nodes} nodes give a sign of life"
         return waiting, ""

@@ -185,6 +185,18 @@ def test_a_fresh_answer_is_waited_for_and_not_asked_for_without_a_pause() -> Non
     membership.stop()
 
 
+def test_a_standby_node_that_waits_where_no_place_is_free_is_not_met(handler: Handler) -> None:
+    """All agents met again for it, without end: the group was full each time, and one was left that waited."""
+    handler.settings = SimpleNamespace(max_nodes=2)  # type: ignore[attr-defined]
+    handler.waiting = 1
+    membership = start(handler)
+    wait_until(lambda: handler.asked > 2, "questions")
+    assert membership.num_waiting == 0
+    handler.participants = ["a"]
+    wait_until(lambda: membership.num_waiting == 1, "the place of the other one is free")
+    membership.stop()
+
+
 def test_a_node_that_waits_wakes_the_main_thread(handler: Handler) -> None:
     membership = start(handler)
     wait_until(lambda: handler.asked > 1, "questions")
