@@ -32,7 +32,6 @@ from mindx_elastic.memory import snapshots
 from mindx_elastic.memory.arena import RankArena, SlotState
 from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.memory.snapshots import Snapshotter, adopt_slots
-from mindx_elastic.persist.flatten import flatten as flatten_state
 from mindx_elastic.persist.reader import read_checkpoint
 from tests.harness import events, wait_until
 from tests.persist.states import assert_same
@@ -148,25 +147,6 @@ def test_the_last_two_are_kept_and_exact(make: Make, every: int, kept: list[int]
     worker.train(7)
     assert worker.kept() == kept
     assert worker.outcomes() == [] and not worker.snapshotter.broken
-
-
-def test_a_state_of_a_known_form_is_not_flattened_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    flattened: list[int] = []
-
-    def count(state: object) -> Any:
-        flattened.append(worker.step)
-        return flatten_state(state)
-
-    monkeypatch.setattr(snapshots, "flatten", count)
-    worker = make(1)
-    worker.train(5)
-    known = len(flattened)
-    worker.train(5)
-    assert len(flattened) == known
-    worker.optimizer.param_groups[0]["weight_decay"] = "none"  # a text in the place of a number
-    worker.boundary()
-    assert flattened[known:] == [11]
-    assert worker.kept() == [10, 11]
 
 
 # --- overlap ---
