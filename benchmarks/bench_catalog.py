@@ -26,7 +26,7 @@ from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import LaidOut, LayoutRecord
 from mindx_elastic.persist.entries import place_tensors
 from mindx_elastic.persist.flatten import flatten
-from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, seal_header, tree_text
+from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, seal_header
 from mindx_elastic.start.facts import ResumePlan, World
 from mindx_elastic.start.findings import list_files, reader_trust, scan
 from mindx_elastic.start.inventory import Inventory
@@ -93,7 +93,7 @@ def write_files(root: Path, world_size: int, steps: int, num_tensors: int) -> No
                 run_id="run", world_size=world_size, rank=rank, step=step, epoch=1, step_in_epoch=step,
                 batch_num=1000, reason="periodic", kind="periodic", created=1.7e9 + step, names=["net"],
             )  # fmt: skip
-            header = seal_header(HeaderDraft(entries).header(info, tree_text(tree), record.json), digests)
+            header = seal_header(HeaderDraft(entries).header(info, tree, record.json), digests)
             (folder / f"net-1_{step}.safetensors").write_bytes(header + bytes(entries[-1].end))
 
 

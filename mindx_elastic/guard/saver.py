@@ -105,7 +105,6 @@ class Saver:
         """The last step that this process has saved where a start looks, and its file."""
         self.flags = AnsweredFlags()
         """The flag files that have stopped this run."""
-        self._described: tuple[Any, CheckpointInfo] | None = None  # what `describe` has given, and of what
         self._queue = SaveQueue()
         self._entries: dict[Path, tuple[CatalogEntry, ...]] = {}  # headers already read need not be read again
 
@@ -349,19 +348,8 @@ class Saver:
             self._mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
 
     def describe(self, kind: str) -> CheckpointInfo:
-        """The header facts of the last boundary. Called at each with a snapshot: only what has changed is checked."""
-        events, unmanaged, position = self.events, self._unmanaged, self.collector.position
-        facts: tuple[Any, ...] = (
-            kind,
-            events.run_id,
-            events.attempt,
-            self.collector.forecast_correct,
-            {**self.coordinates},
-        )
-        facts += self.flags.identities, unmanaged.notes, unmanaged.not_kept, unmanaged.certificate
-        if self._described is None or self._described[0] != facts:
-            self._described = facts, self._info(position, kind=kind, reason=kind, append_info=())
-        return self._described[1].at(position)
+        """The header facts of the last boundary."""
+        return self._info(self.collector.position, kind=kind, reason=kind, append_info=())
 
     def keep_unsaved(self, step: int, timeout_s: float) -> None:
         """A dying save of boundary `step` has failed: keep it in shared memory. The caller holds the update gate."""

@@ -33,7 +33,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,6 @@ NUM_SLOTS = 2
 STEPS_FILE = "steps"
 _RECORD = struct.Struct("<QqqQQQ")  # state, attempt, step, sequence, file bytes, header bytes
 _RECORD_ROOM = 64  # a record and its digest, one cache line
-_SEQUENCE_OF = attrgetter("sequence")
 _PREDECESSOR_S = 5.0
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 _PAGES_PIECE = 64 << 20
@@ -170,8 +168,6 @@ class ArenaFile:
         interpreter's lock is not held.
         """
         assert self.map is not None
-        if self._present >= self.size:
-            return True
         madvise = _libc().madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         anchor = ctypes.c_char.from_buffer(self.map)
@@ -225,8 +221,7 @@ class RankArena:
         self.slots = [ArenaFile(self.folder / f"slot_{index}.safetensors") for index in range(NUM_SLOTS)]
         self._commit = ArenaFile(self.folder / "commit")
         try:
-            self._commit.resize(NUM_SLOTS * _RECORD_ROOM)
-            self._records = read_records(self.folder)
+            self._records = self._commit.resize(NUM_SLOTS * _RECORD_ROOM)
         except OSError:
             self.close()
             raise
@@ -239,14 +234,13 @@ class RankArena:
         os.replace(temp, path)
 
     def record(self, index: int) -> SlotRecord:
-        return self._records[index]
+        start = index * _RECORD_ROOM
+        return SlotRecord.unpack(self._records[start : start + _RECORD_ROOM])
 
     def set_record(self, index: int, record: SlotRecord) -> None:
         data = record.pack()
         start = index * _RECORD_ROOM
-        assert self._commit.map is not None
-        self._commit.map[start : start + len(data)] = data
-        self._records[index] = record
+        self._records[start : start + len(data)] = data
 
     def keep(self, attempt: int, step: int) -> None:
         """The job goes on from this snapshot: it is the last one to be overwritten.
@@ -260,10 +254,10 @@ class RankArena:
 
     def oldest(self) -> int:
         """The slot to write next."""
-        return self._records.index(min(self._records, key=_SEQUENCE_OF))
+        return min(range(NUM_SLOTS), key=lambda index: self.record(index).sequence)
 
     def newest(self) -> SlotRecord:
-        return max(self._records, key=_SEQUENCE_OF)
+        return max((self.record(index) for index in range(NUM_SLOTS)), key=lambda record: record.sequence)
 
     @property
     def is_empty(self) -> bool:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotReco
 from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.persist.entries import TensorEntry, place_tensors
 from mindx_elastic.persist.flatten import flatten
-from mindx_elastic.persist.format import NO_DIGEST, CheckpointInfo, HeaderDraft, seal_header, tree_text
-from mindx_elastic.persist.known_form import KnownForm, OtherFormError
+from mindx_elastic.persist.format import NO_DIGEST, CheckpointInfo, HeaderDraft, seal_header
 from mindx_elastic.persist.packed import flat_bytes
 
 __all__ = [
@@ -59,12 +57,8 @@ __all__ = [
 ANY_INTERVAL = "1"
 """The proposal of a rank that takes no snapshots: the others' are larger."""
 
-_NAME_OF = itemgetter(0)
-_data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-_is_cpu, _is_cuda = attrgetter("is_cpu"), attrgetter("is_cuda")
 _DEVICE_S = 5.0
 _MOST_QUEUED = 256
-_MOST_OTHERS = 8
 _AGREEMENT_S, _ASK_AGAIN_S = 20.0, 0.002  # ranks pass a step at about the same time
 
 
@@ -365,10 +359,6 @@ class SnapshotLayout:
     draft: HeaderDraft
     kinds: Sequence[object]
     """The kinds of the tensors, by name: snapshots with the same ones have the same entries."""
-    form: KnownForm | None
-    """Of the whole state, where it has one."""
-    num_others: int
-    """So many in a row had none, or another one."""
 
     @property
     def nbytes(self) -> int:
@@ -383,24 +373,14 @@ def lay_out(
 ) -> SnapshotLayout:
     """Find out what `state` will look like as a file; nothing is copied. `earlier`: one whose places are taken over
     where the tensors are of the same names, types and shapes. Raises UnsupportedStateError."""
-    form, num_others = None, 0
-    if earlier is not None and earlier.form is not None:
-        with suppress(OtherFormError):
-            text, tensors = earlier.form.fill(state)
-            header = earlier.draft.header(info, text, layout)
-            return replace(earlier, info=info, header=header, tensors=tensors, num_others=0)
     tree, tensors = flatten(state)
-    if earlier is not None and (num_others := earlier.num_others + 1) <= _MOST_OTHERS:
-        with suppress(OtherFormError):
-            form = KnownForm(state)
     kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     if earlier is not None and earlier.kinds == kinds:
         entries, draft = earlier.entries, earlier.draft
     else:
         entries = place_tensors(tensors)
         draft = HeaderDraft(entries)
-    header = draft.header(info, tree_text(tree), layout)
-    return SnapshotLayout(info, header, entries, tensors, draft, kinds, form, num_others)
+    return SnapshotLayout(info, draft.header(info, tree, layout), entries, tensors, draft, kinds)
 
 
 def copy_snapshot(
@@ -422,8 +402,8 @@ def copy_snapshot(
     at("wiped")
     memory = arena.slots[index].resize(snapshot.nbytes)
     arena.slots[index].bring_in()
-    if any(map(_is_cuda, snapshot.tensors.values())):
-        arena.slots[index].pin(next(t.device for t in snapshot.tensors.values() if t.is_cuda))
+    if (device := next((t.device for t in snapshot.tensors.values() if t.is_cuda), None)) is not None:
+        arena.slots[index].pin(device)
     at("reserved")
     _copy_tensors(memory, snapshot, at)
     if changed():
@@ -439,26 +419,19 @@ def copy_snapshot(
 
 
 def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, at: Callable[[str], None]) -> None:
-    base, half = len(snapshot.header), len(snapshot.entries) // 2
-    anchor = ctypes.c_char.from_buffer(memory)
-    start, memmove = ctypes.addressof(anchor) + base, ctypes.memmove
-    sources = [*map(snapshot.tensors.__getitem__, map(_NAME_OF, snapshot.entries))]
-    if all(map(_is_cpu, sources)) and all(map(_is_contiguous, sources)):  # as in most states
-        targets, sizes = [start + e.start for e in snapshot.entries], [e.end - e.start for e in snapshot.entries]
-        addresses = [*map(_data_ptr, sources)]
-        [*map(memmove, targets[:half], addresses[:half], sizes[:half])]
-        at("copying")
-        [*map(memmove, targets[half:], addresses[half:], sizes[half:])]
-        return
+    base = len(snapshot.header)
     whole = bytes_of(memory)
+    start, memmove = whole.data_ptr() + base, ctypes.memmove
     devices: set[torch.device] = set()
-    queued = 0
+    half, queued = len(snapshot.entries) // 2, 0
     for number, entry in enumerate(snapshot.entries):
         if number == half:
             at("copying")
         if entry.start == entry.end:
             continue
-        source = flat_bytes(sources[number].detach())
+        tensor = snapshot.tensors[entry.name]
+        # In most states all are: views of their bytes would take longer than the bytes of a small one.
+        source = tensor if tensor.is_cpu and tensor.is_contiguous() else flat_bytes(tensor.detach())
         if source.is_cpu:
             memmove(start + entry.start, source.data_ptr(), entry.end - entry.start)
             continue

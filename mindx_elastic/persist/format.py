@@ -26,7 +26,6 @@ import math
 import os
 import re
 import struct
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -40,7 +39,6 @@ from mindx_elastic.core.certificate import MOST
 from mindx_elastic.core.division import Division
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
-from mindx_elastic.core.position import Position
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import (
     CorruptCheckpointError,
@@ -68,7 +66,6 @@ __all__ = [
     "open_checkpoint",
     "read_header",
     "seal_header",
-    "tree_text",
 ]
 
 SCHEMA = "1"
@@ -81,9 +78,6 @@ MAX_FLAGS, MAX_FLAG_LENGTH = 64, 128
 MAX_NAMES = 64
 MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
 NO_DIGEST = "0" * 32
-_MOVING = ("step", "epoch", "step_in_epoch", "batch_num")
-tree_text = json.JSONEncoder(separators=(",", ":")).encode
-"""The JSON text of a tree."""
 
 _MAX_TEXT = 1024
 _MAX_REASON = 10_000
@@ -168,12 +162,6 @@ class CheckpointInfo:
     def generation(self) -> int:
         """See `start.facts.FileFact`."""
         return max(0, self.coordinates.get("generation", 0))
-
-    def at(self, position: Position) -> CheckpointInfo:
-        """The same of another boundary of the process that has made this one, now: nothing is checked again."""
-        other = object.__new__(CheckpointInfo)
-        vars(other).update(vars(self), **{name: getattr(position, name) for name in _MOVING}, created=time.time())
-        return other
 
     def to_json(self) -> str:
         """One JSON object. Raises UnsupportedStateError when `append_info` holds a value that JSON cannot express."""
@@ -336,7 +324,7 @@ def draft_header(
     held: Held | None = None,
 ) -> bytes:
     """See `HeaderDraft.header`."""
-    return HeaderDraft(entries).header(info, tree_text(tree), layout, held)
+    return HeaderDraft(entries).header(info, tree, layout, held)
 
 
 class HeaderDraft:
@@ -351,21 +339,20 @@ class HeaderDraft:
     def header(
         self,
         info: CheckpointInfo,
-        tree: str,
+        tree: Tree,
         layout: Mapping[str, Any] | None = None,
         held: Held | None = None,
     ) -> bytes:
         """All bytes before the data section, a multiple of `DATA_ALIGNMENT`, with zeros for all digests.
 
-        `tree`: its JSON text. The start of the data must be known before it is written, the digests only afterwards:
-        `seal_header` fills them in, in place. Raises UnsupportedStateError when the header would be too long for any
-        reader.
+        The start of the data must be known before it is written, the digests only afterwards: `seal_header` fills them
+        in, in place. Raises UnsupportedStateError when the header would be too long for any reader.
         """
         metadata = {  # schema and digest first: a tool that peeks at the first bytes finds them
             "mindx.schema": json.dumps(SCHEMA if held is None else SCHEMA_DIVIDED),
             "mindx.header_digest": json.dumps(NO_DIGEST),
             "mindx.checkpoint": json.dumps(info.to_json()),
-            "mindx.tree": json.dumps(tree),
+            "mindx.tree": json.dumps(json.dumps(tree, separators=(",", ":"))),
             "mindx.digests": self._digests,
         }
         if layout:

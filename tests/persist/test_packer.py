@@ -28,7 +28,7 @@ _LEAVES = st.one_of(
     st.binary(max_size=5),
     st.builds(lambda size, value: torch.full((size,), value), st.integers(0, 3), st.integers(0, 5)),
 )
-TREES = st.recursive(
+_TREES = st.recursive(
     _LEAVES,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
@@ -41,7 +41,7 @@ TREES = st.recursive(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(TREES, min_size=1, max_size=4), st.lists(st.integers(0, 3), min_size=1, max_size=12))
+@given(st.lists(_TREES, min_size=1, max_size=4), st.lists(st.integers(0, 3), min_size=1, max_size=12))
 def test_any_states_one_after_the_other(states: list[Any], order: list[int]) -> None:
     own, whole = SectionPacker("part"), StatePacker(split="plain")
     for number in order:
