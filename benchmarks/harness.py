@@ -68,13 +68,18 @@ class Comparison:
         pairs = zip(self.spread(method, figure).values, self.spread(base, figure).values, strict=True)
         return Spread(tuple(one / other for one, other in pairs))
 
+    def more_than(self, method: str, base: str, figure: str = SECONDS) -> Spread:
+        """Each round's figure of the method less that of the base."""
+        pairs = zip(self.spread(method, figure).values, self.spread(base, figure).values, strict=True)
+        return Spread(tuple(one - other for one, other in pairs))
+
     def times_as_fast(self, method: str, base: str, figure: str = SECONDS) -> Spread:
         return self.times_as_long(base, method, figure)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One of the three limits; the ratios are to `base`, or to the base that the report is given."""
+    """One of the four limits; the ratios are to `base`, or to the base that the report is given."""
 
     method: str
     figure: str = SECONDS
@@ -83,11 +88,14 @@ class Target:
     """At most so many times what the base takes."""
     times_as_fast: float | None = None
     """At least."""
+    at_most_more: float | None = None
+    """At most so much more than the base has."""
     base: str | None = None
 
     def __post_init__(self) -> None:
-        if sum(limit is not None for limit in (self.at_most, self.times_as_long, self.times_as_fast)) != 1:
-            raise ValueError(f"the target of {self.method!r} needs one of at_most, times_as_long and times_as_fast")
+        limits = (self.at_most, self.times_as_long, self.times_as_fast, self.at_most_more)
+        if sum(limit is not None for limit in limits) != 1:
+            raise ValueError(f"the target of {self.method!r} needs one limit")
 
     def judge(self, compared: Comparison, base: str | None) -> Verdict:
         base = self.base or base
@@ -95,7 +103,10 @@ class Target:
             reached = compared.spread(self.method, self.figure).median
             return Verdict(self, f"<= {self.at_most:g}", reached, reached <= self.at_most)
         if base is None:
-            raise ValueError(f"the target of {self.method!r} is a ratio, and no base was named")
+            raise ValueError(f"the target of {self.method!r} needs a base, and none was named")
+        if self.at_most_more is not None:
+            reached = compared.more_than(self.method, base, self.figure).median
+            return Verdict(self, f"<= {base} + {self.at_most_more:g}", reached, reached <= self.at_most_more)
         if self.times_as_long is not None:
             reached = compared.times_as_long(self.method, base, self.figure).median
             words = f"<= {self.times_as_long:g} times {base}"
