@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from mindx_elastic.errors import MismatchError, UsageError
 from mindx_elastic.guard.loops.loaders import Loaders
+from tests.capture.round_trip import assert_same
 from tests.guard.program import BATCHES, EPOCHS, LAST, Loop, Program, check, run
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -145,6 +146,21 @@ def test_the_code_after_an_epoch_that_is_fetched_ahead_runs_once(tmp_path: Path)
     for folder in ("whole", f"stop_{LAST}"):
         again, _ = run(ahead_with_a_tail, tmp_path / folder, **of()())
         assert again.guard.resumed_from_step == LAST and again.log == []
+
+
+def test_an_early_stop_of_a_loop_that_is_ahead_is_not_made_again(tmp_path: Path) -> None:
+    def stops_early(p: Program) -> None:
+        for epoch in p.guard.epochs(EPOCHS):
+            for batch in one_ahead(p.loader):
+                train(p, batch)
+            p.log.append(batch[1].tolist())
+            if epoch == 2:
+                break
+
+    whole, expected = run(stops_early, tmp_path, **of()())
+    again, result = run(stops_early, tmp_path, **of()())
+    assert again.guard.resumed_from_step == 2 * BATCHES == whole.guard.step and again.log == []
+    assert_same(result["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("loop", [nano, pytest.param(three_ahead, marks=pytest.mark.drill)])

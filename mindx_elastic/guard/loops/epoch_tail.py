@@ -165,9 +165,9 @@ class EpochTail:
 
     # --- what a checkpoint says ---
 
-    def pass_tail(self, epoch: int, *, pass_boundary: Callable[[], None] | None = None) -> None:
+    def pass_tail(self, epoch: int, *, pass_boundary: Callable[[], None] | None = None, is_left: bool = False) -> None:
         """The tail has run: nothing is left of `epoch`, and its last boundary is here. `pass_boundary`: its last step
-        was no boundary before; else that is copied again."""
+        was no boundary before; else that is copied again. `is_left`: the tail has ended the training."""
         self.pass_step()
         collector = self._collector
         if collector.is_other_model():  # made ready for an export: the boundary stays as it was before
@@ -184,12 +184,16 @@ class EpochTail:
             sample, self._weights_in_front = self._weights_in_front, {}
             changed = not self._is_clean() and bool(self._samples.changed_since(sample))
             loop[FRONT] = {**collector.copy_of_small(), CHANGES_WEIGHTS: changed}
-        collector.loop = {**loop, OVER: {"epoch": epoch, "move_on": self._loaders.at_rest()}}
+        collector.loop = {**loop, OVER: {"epoch": epoch, "move_on": self._loaders.at_rest(), "left": is_left}}
         (pass_boundary or self._after)()
 
     def is_over(self, epoch: int) -> bool:
         """Whether nothing is left of `epoch`."""
         return _over(self._collector.loop).get("epoch") == epoch > 0
+
+    def was_left(self) -> bool:
+        """Whether a tail has ended the training, which has nothing in front of that tail to come to it again."""
+        return bool(_over(self._collector.loop).get("left"))
 
     def move_on(self) -> None:
         """A resumed run begins after that epoch: so do the loaders that had ended theirs."""

@@ -237,10 +237,11 @@ class Loaders:
             if followed.track is not None:
                 followed.track.at_every_ask = look
 
-    def are_drained(self) -> bool:
+    def take_drained(self) -> bool:
         """An epoch's code has ended. Whether its last step was no boundary for one reason only: it has used what was
-        fetched ahead of it, and none was left."""
-        return self._are_drained and all(f.track.handed == f.look_ahead.used for f in self._followed if f.track)
+        fetched ahead of it, and none was left. Once for each such step."""
+        are_drained, self._are_drained = self._are_drained, False
+        return are_drained and all(f.track.handed == f.look_ahead.used for f in self._followed if f.track)
 
     def at_rest(self) -> list[str]:
         """The names of those whose next iteration is another epoch."""

@@ -284,6 +284,8 @@ class Loops:
             )
 
     def _first_epoch(self, num_epochs: int) -> int:
+        if self._is_resuming and self.tail.was_left():
+            return num_epochs + 1
         if self._done >= self.epoch or self._is_over():
             return self.epoch + 1
         if not self._is_resuming:
@@ -354,14 +356,15 @@ class Loops:
 
     def end(self) -> None:
         """The block has ended by itself."""
-        self._leave_epoch()
+        self._leave_epoch(is_left=True)
         if self._shorter is not None and self.step == self._first and self._is_resuming:
             text = (
                 "guard.%s: the resumed run is at %s already, so this loop makes no step; to train on give a larger one"
             )
             logger.warning(text, *self._shorter)
 
-    def _leave_epoch(self) -> None:
+    def _leave_epoch(self, *, is_left: bool) -> None:
+        """`is_left`: the loop over epochs may have been left by a `break`."""
         if self._is_late:
             self._is_late = False
             self._collector.loop = {**self._collector.loop, _ONE_STEP: True}
@@ -370,6 +373,8 @@ class Loops:
             self.tail.pass_step()  # a `break`: the boundary stays in front of the code that may decide otherwise then
         elif self.tail.is_pending:
             self.tail.pass_tail(self.epoch)
+        elif self._left and self._loaders.take_drained():
+            self.tail.pass_tail(self.epoch, pass_boundary=self._late_boundary, is_left=is_left)
 
     def _end_epoch(self) -> None:
         """The body of the epoch has ended."""
@@ -377,9 +382,7 @@ class Loops:
             self._between.leave()  # the boundary is here
         if self.tail.is_pending:
             self.tail.pass_tail(self.epoch)
-        elif self._loaders.are_drained():
-            self.tail.pass_tail(self.epoch, pass_boundary=self._late_boundary)
-        self._leave_epoch()
+        self._leave_epoch(is_left=False)
         if self._is_over():
             self._between.look()
         self._between.leave()
