@@ -373,13 +373,13 @@ def _torch_block() -> Any:
     block = _RawTorch.from_address(address + offset)
     double, single = torch.float64, torch.float32
     for draw in (
-        lambda: torch.randn(1, dtype=double, generator=one),
-        lambda: torch.randperm(5, generator=one),
-        lambda: torch.randn(1, dtype=double, generator=one),
-        lambda: torch.randn(1, dtype=single, generator=one),
-        lambda: torch.rand(700, generator=one),
+        lambda: torch.randn(1, dtype=double, generator=one, device="cpu"),
+        lambda: torch.randperm(5, generator=one, device="cpu"),
+        lambda: torch.randn(1, dtype=double, generator=one, device="cpu"),
+        lambda: torch.randn(1, dtype=single, generator=one, device="cpu"),
+        lambda: torch.rand(700, generator=one, device="cpu"),
         lambda: one.manual_seed(1 << 40),
-        lambda: torch.randn(20, generator=one),
+        lambda: torch.randn(20, dtype=single, generator=one, device="cpu"),
     ):
         raw, said = block.raw, _torch_says(one)
         draw()

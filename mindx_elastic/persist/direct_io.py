@@ -43,6 +43,8 @@ SYNC_BYTES = 64 << 20  # through the page cache: the device begins while the res
 NUM_WRITERS = 4  # requests that the device has at once: all blocks, while the caller waits for a free one
 _PIECE_BYTES = 256 << 10  # copied, then hashed while it is still in the L2 cache
 
+_MADV_HUGEPAGE = 14  # 8 page faults instead of 4096 before the first byte moves
+_MADV_WIPEONFORK = 18  # Linux 4.14; not in Python's mmap
 _libc = ctypes.CDLL(None, use_errno=True)
 _LEAST_ROOM_BYTES = 4 << 20
 _BYTES_PER_PARAMETER = 12 << 10  # measured with AdamW: a peak of 7 to 10 KiB, whatever the size of the tensors
@@ -263,15 +265,13 @@ def _aligned_memory(nbytes: int, pinned: bool) -> torch.Tensor:
         start = -memory.data_ptr() % ALIGNMENT
         return memory[start : start + nbytes]
     anonymous = mmap.mmap(-1, nbytes)
-    _advise(anonymous, "MADV_HUGEPAGE")
+    _advise(anonymous, _MADV_HUGEPAGE)
     return torch.frombuffer(anonymous, dtype=torch.uint8)
 
 
-def _advise(memory: mmap.mmap, advice: str) -> None:
-    """Huge pages: 8 page faults instead of 4096 before the first byte moves."""
-    if hasattr(mmap, advice):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(getattr(mmap, advice))
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    with contextlib.suppress(OSError):  # the kernel does not know it
+        memory.madvise(advice)
 
 
 def _set_direct(fd: int, wanted: bool) -> bool:
@@ -303,9 +303,11 @@ class Reserve:
         room_bytes = _LEAST_ROOM_BYTES + _BYTES_PER_PARAMETER * num_parameters
         # Private: shared memory has no huge pages, and to return 4 MiB page by page takes a millisecond.
         self._room: mmap.mmap | None = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _advise(self._room, "MADV_DONTFORK")  # what a loader's worker has too is not returned
+        # Pages that a loader's worker has too are not returned. Not DONTFORK: a child that lets go of the room would
+        # unmap what it has at that address by then.
+        _advise(self._room, _MADV_WIPEONFORK)
         for memory in (ring, self._room):
-            _advise(memory, "MADV_HUGEPAGE")
+            _advise(memory, _MADV_HUGEPAGE)
         self._blocks: torch.Tensor | None = torch.frombuffer(ring, dtype=torch.uint8)
         self._in_use = threading.Lock()
         self.writers = _start_writers()

@@ -194,6 +194,11 @@ print(mersenne._torch_block())
     assert done.stdout.split() == ["None"]
 
 
+def test_torchs_generator_is_found_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        assert mersenne._torch_block.__wrapped__() is not None
+
+
 @pytest.mark.parametrize("as_expected", [True, False])
 def test_torchs_state_is_what_torch_says_after_any_draw(as_expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the same tensor as long as nothing is drawn."""

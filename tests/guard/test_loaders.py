@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from mindx_elastic.errors import MismatchError, UsageError
 from mindx_elastic.guard.loops.loaders import Loaders
 from tests.capture.round_trip import assert_same
-from tests.guard.program import BATCHES, EPOCHS, LAST, Loop, Program, check, run
+from tests.guard.program import BATCHES, EPOCHS, LAST, Loop, Program, check, draw, run
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -148,19 +148,28 @@ def test_the_code_after_an_epoch_that_is_fetched_ahead_runs_once(tmp_path: Path)
         assert again.guard.resumed_from_step == LAST and again.log == []
 
 
-def test_an_early_stop_of_a_loop_that_is_ahead_is_not_made_again(tmp_path: Path) -> None:
+def test_an_early_stop_of_a_loop_that_is_ahead_is_not_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = []
+
     def stops_early(p: Program) -> None:
+        draw()
         for epoch in p.guard.epochs(EPOCHS):
             for batch in one_ahead(p.loader):
                 train(p, batch)
             p.log.append(batch[1].tolist())
             if epoch == 2:
                 break
+        streams.append(torch.get_rng_state())
 
     whole, expected = run(stops_early, tmp_path, **of()())
+    at_end = torch.get_rng_state()
     again, result = run(stops_early, tmp_path, **of()())
     assert again.guard.resumed_from_step == 2 * BATCHES == whole.guard.step and again.log == []
     assert_same(result["weights"], expected["weights"])
+    assert torch.equal(streams[1], at_end)
+    assert "give a larger one" not in caplog.text
 
 
 @pytest.mark.parametrize("loop", [nano, pytest.param(three_ahead, marks=pytest.mark.drill)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,15 +68,15 @@ def test_a_closed_reserve_holds_no_memory() -> None:
 
 
 def test_the_room_goes_back_to_the_system_whatever_was_forked() -> None:
-    """A loader's worker gets no mapping of it: pages that two processes have stay when one of them lets go."""
+    """A loader's worker gets none of its pages: those that two processes have stay when one of them lets go."""
 
     def unshared() -> set[str]:
-        """The mappings that a child does not get."""
+        """The mappings of which a child gets no pages."""
         found, place = set(), ""
         for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
             if not line.split()[0].endswith(":"):
                 place = line.split()[0]
-            elif line.startswith("VmFlags:") and "dc" in line.split():
+            elif line.startswith("VmFlags:") and "wf" in line.split():
                 found.add(place)
         return found
 
@@ -86,3 +88,19 @@ def test_the_room_goes_back_to_the_system_whatever_was_forked() -> None:
     reserve.release()
     assert own not in unshared()
     reserve.close()
+
+
+def test_a_forked_child_that_lets_go_of_the_room_keeps_its_own_memory() -> None:
+    reserve = Reserve(0)
+    assert reserve.take() is not None
+    reserve.give_back()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        own = [mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(16)]
+        reserve.release()
+        os._exit(sum(memory[0] for memory in own))
+    _, status = os.waitpid(child, 0)
+    reserve.close()
+    assert status == 0

@@ -252,7 +252,7 @@ class Loops:
                 self._end_epoch()
         finally:
             self._in_epoch = False
-        if self._is_resuming and self.epoch == num_epochs:  # else the resumed place is in a later loop
+        if self._is_resuming and (self.epoch == num_epochs or self.tail.was_left()):  # else it is in a later loop
             self.reach_resumed_step()
         self._ended, self._left = max(self._ended, num_epochs), 0
         self._between_loops = True
@@ -284,7 +284,7 @@ class Loops:
             )
 
     def _first_epoch(self, num_epochs: int) -> int:
-        if self._is_resuming and self.tail.was_left():
+        if self.step == self._first and self.tail.was_left():
             return num_epochs + 1
         if self._done >= self.epoch or self._is_over():
             return self.epoch + 1
