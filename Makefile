@@ -14,6 +14,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 DRILL_ARGS ?=
 SCHEDULES ?= 100000
+PROGRAMS ?= 200
+RANKS ?= 1
 JOBS ?= 2
 
 VENV := .venv
@@ -38,7 +40,7 @@ endif
 endif
 endif
 
-.PHONY: help venv wheel demo test lint types pytest fast drill mutants simulation trainers packages format proto bench docs clean
+.PHONY: help venv wheel demo test lint types pytest fast drill mutants simulation fuzz trainers packages format proto bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,6 +53,7 @@ help:
 	@echo "make drill    the marker drill, and random faults on real jobs: all exact? DRILL_ARGS='--faults 200 --seed 1'"
 	@echo "make mutants  changes one line of the engine at a time: do the tests of its room notice? MUTANTS='persist start' for some rooms"
 	@echo "make simulation  stops, agents, recoveries in place and clusters of simulated jobs, and defects put back: SCHEDULES=100000 JOBS=2"
+	@echo "make fuzz     training scripts made by chance, each stopped and killed by chance: equal, told, or WRONG? PROGRAMS=200 RANKS=1 JOBS=2"
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
 	@echo "make packages installs about 100 packages of others into .venv-packages and prints what docs/trainers.md sums up"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
@@ -144,6 +147,9 @@ simulation: $(DONE)/dev
 	$(BIN)/python -m tests.simulation.agents --schedules $(SCHEDULES) --jobs $(JOBS)
 	$(BIN)/python -m tests.simulation.in_place --schedules $(SCHEDULES) --jobs $(JOBS)
 	$(BIN)/python -m tests.simulation.mutants
+
+fuzz: $(DONE)/dev
+	$(BIN)/python -m tests.fuzz.play --programs $(PROGRAMS) --ranks $(RANKS) --jobs $(JOBS)
 
 # Not in [dev]: decision 40. Once they are there, `make test` and `make drill` run their shares of these tests, too.
 $(DONE)/trainers: pyproject.toml $(DONE)/dev

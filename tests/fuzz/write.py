@@ -194,8 +194,8 @@ class _Draft:
         return found
 
     def add(self, part: str, *texts: str) -> None:
-        """part: ``setup``, ``head`` of an epoch, ``inputs``, ``loss``, ``gradients``, ``updated``, ``end`` of a step,
-        ``tail`` of an epoch."""
+        """part: ``setup``, ``head`` of an epoch, ``inputs``, ``loss``, ``updated``, ``end`` of a step, ``tail`` of an
+        epoch."""
         self.parts.setdefault(part, []).extend(texts)
 
     def keep(self, name: str, setup: str, result: str) -> None:
@@ -203,9 +203,6 @@ class _Draft:
         self.named.append(name)
         if result:
             self.results[name] = result
-
-    def part(self, name: str, depth: int) -> str:
-        return textwrap.indent("\n".join(self.parts.get(name, ())), "    " * depth) + "\n"
 
 
 def _data(d: _Draft) -> None:
@@ -403,8 +400,10 @@ def _loop(d: _Draft, kind: str, evaluation: str) -> str:
     return f"for epoch in guard.epochs({d.chance.choice([2, 3])}):\n" + textwrap.indent("\n".join(lines), "    ")
 
 
-def _faults(d: _Draft) -> list[str]:
-    places = ["forward", "backward", "update", "updated", "end", "after"] * 2 + ["head", "tail", "tailed", "eval"]
+def _faults(d: _Draft, *, has_epochs: bool, evaluates: bool) -> list[str]:
+    """Faults at places to which the program comes, though not always so often."""
+    places = ["forward", "backward", "update", "updated", "end", "after"] * 2
+    places += ["head", "tail", "tailed"] * has_epochs + ["eval"] * evaluates
     if "data=tensors" not in d.features and "workers=0" in d.features:
         places.append("data")
     hows = ["SIGTERM", "SIGTERM+wait", "raise", "SIGKILL"] * 2 + ["SIGINT+wait", "SIGTERM+SIGTERM", "SIGTERM+SIGINT"]
@@ -452,4 +451,5 @@ def write(seed: int, ranks: int = 1) -> Program:
     setup = "\n".join(d.parts["setup"])
     guard = f"guard = mx.Guard({arguments}, directory=sys.argv[1])"
     text = "\n\n".join([_HEAD + group, setup, _EVALUATE, step, guard, block, f"tell({results}, guard.step)"])
-    return Program(seed, text + "\n", tuple(d.features), tuple(_faults(d)), tuple(agent))
+    faults = _faults(d, has_epochs=kind != "steps", evaluates="evaluate()" in loop)
+    return Program(seed, text + "\n", tuple(d.features), tuple(faults), tuple(agent))
