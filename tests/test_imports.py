@@ -442,13 +442,26 @@ def test_import_pulls_in_nothing_heavy(import_facts: dict[str, object]) -> None:
 
 
 def test_the_start_of_a_job_imports_little_besides_torch() -> None:
-    """An agent is as soon at its workers as torchrun: what it needs at the end of a job is imported then."""
-    code = "import sys, mindx_elastic.cli.main, mindx_elastic.agent.launcher; print(*sys.modules)"
-    modules = finish([sys.executable, "-c", code]).stdout.split()
+    """An agent is as soon at its workers as torchrun. What it needs at their end is imported as soon as they train: at
+    a death the disk that it lies on may hang, or have another version."""
+    code = (
+        "import sys, threading, mindx_elastic.cli.main, mindx_elastic.agent.launcher\n"
+        "from mindx_elastic.agent.supervisor import Supervisor\n"
+        "from mindx_elastic.core.status_page import Status\n"
+        "agent = object.__new__(Supervisor)\n"
+        "agent.arenas, agent.directories = set(), set()\n"
+        "agent._note_arenas({0: Status(arena='')})\n"
+        "print(*sys.modules)\n"
+        "agent._note_arenas({0: Status(arena='/dev/shm/job')})\n"
+        "for thread in set(threading.enumerate()) - {threading.main_thread()}: thread.join()\n"
+        "print('mindx_elastic.agent.holder' in sys.modules, 'rich.table' in sys.modules)"
+    )
+    modules, at_the_end = finish([sys.executable, "-c", code]).stdout.splitlines()
+    assert at_the_end == "True True"
     wanted = {"torch.distributed.run", "torch"}
     ours = [f"{PACKAGE}.{room}" for room in ("capture", "guard", "persist.format", "start.inventory", "memory.arena")]
-    late = {name for name in (*HEAVY, *ours, "torch.distributed.tensor") if name in modules} - wanted
-    assert late == set() and wanted <= set(modules)
+    late = {*HEAVY, *ours, "torch.distributed.tensor"}.intersection(modules.split()) - wanted
+    assert late == set() and wanted <= {*modules.split()}
 
 
 def test_the_version_is_read_without_torch() -> None:

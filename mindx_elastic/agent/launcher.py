@@ -345,7 +345,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
     """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
     ending, ledger = supervisor.ending, supervisor.ledger
     for arena in sorted(map(Path, supervisor.arenas)):
-        from mindx_elastic.agent.holder import drop, flush  # not before: it needs much of what the ranks need
+        from mindx_elastic.agent.holder import drop, flush  # see `supervisor`
 
         if supervisor.leaves_nothing or (ending.outcome == "finished" and not ending.cut_off):
             drop(arena)

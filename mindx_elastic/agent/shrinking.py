@@ -135,7 +135,7 @@ class Shrinking:
         else:
             logger.warning("no fewer ranks: %s", found.why_not)
         if len(places.active) < len(before):
-            from mindx_elastic.agent.holder import seal  # not before: see `launcher`
+            from mindx_elastic.agent.holder import seal  # see `supervisor`
 
             for arena in arenas:
                 seal(Path(arena), self.size)

@@ -8,10 +8,12 @@ happened (`endings`), and the decision whether another restart helps (`restarts`
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -461,8 +463,12 @@ class Supervisor(LocalElasticAgent):
 
     def _note_arenas(self, statuses: Mapping[int, Status]) -> None:
         """While the ranks live: the page of one that is replaced is gone with it."""
+        before = len(self.arenas)
         self.arenas.update(status.arena for status in statuses.values() if status.arena)
         self.directories.update(Path(status.directory) for status in statuses.values() if status.directory)
+        if self.arenas and not before:
+            with suppress(RuntimeError):  # the system gives no thread: it is imported at the end then
+                threading.Thread(target=_import_for_the_end, name="mindx-import", daemon=True).start()
 
     def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
         """For all that are told how far the job is."""
@@ -486,3 +492,10 @@ class Supervisor(LocalElasticAgent):
                 message = json.loads(file.read(_MAX_ERROR_BYTES))["message"]
             said = str(message["message"] if isinstance(message, dict) else message)
         return printable(said.strip().partition("\n")[0].removeprefix(_OWN_ERRORS)[:_MOST_OF_ERROR])
+
+
+def _import_for_the_end() -> None:
+    """Import what brings memory to disk and draws the account. Not at the start, which it would delay, nor at the end:
+    the disk that it lies on may hang then, or have another version."""
+    for name in ("rich.console", "rich.table", "mindx_elastic.agent.holder"):
+        importlib.import_module(name)

@@ -26,7 +26,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # for text that the locale cannot show
             stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:]
-    if words[:1] == ["--debug"]:
+    while words[:1] == ["--debug"]:
         os.environ["MINDX_DEBUG"] = "1"
         del words[0]
     launcher = LAUNCHERS.get(words[0]) if words else None

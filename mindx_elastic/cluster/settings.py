@@ -21,7 +21,7 @@ _ROLES = f"{SCHEDULER} to one process and {WORKER} to the others; parameter serv
 _SIZES = f"the number of workers, the same for all processes, 1 to {MAX_WORKERS}"
 _DEVICES = "the number of this process's device, 0 to 65536"
 _NAMES = "a name of up to 128 letters, digits and ._:@- that begins with a letter or digit"
-_WEEK_S, _WEEK = 7 * 86400, "seconds, 1 to 604800"
+_WEEK_S = 7 * 86400
 _NEEDED = object()
 
 

@@ -488,9 +488,9 @@ class Table:
 
         Raises ValueError for anything else, and where ranks or node ids contradict each other.
         """
+        if content.get("schema") != _SCHEMA:
+            raise ValueError(f"schema {content.get('schema')!r:.20} is not known")
         found = read(_OnDisk, content)
-        if found.schema != _SCHEMA:
-            raise ValueError(f"schema {found.schema} is not known")
         table = cls(found.size, job=found.job, recovery=recovery, limits=limits, now=now)
         table.places = {each.node_id: each for each in found.places}
         table.group, table._lost_why, table.outcome = found.group, found.lost_why, found.outcome

@@ -203,3 +203,5 @@ def test_damaged_tables_are_refused() -> None:
     twice = [{**each, "rank": 0} for each in good["places"]]
     with pytest.raises(ValueError, match="one rank"):
         Table.from_json({**good, "places": twice}, recovery=True, limits=LIMITS, now=0.0)
+    with pytest.raises(ValueError, match="schema 3 is not known"):  # of an older version, whose places are others
+        Table.from_json({**good, "schema": 3, "places": [{"state": "living"}]}, recovery=True, limits=LIMITS, now=0.0)
