@@ -192,12 +192,6 @@ class Table:
         patience = self._patience.get(incarnation)
         return patience.place if patience is not None and patience.place.state.lives else None
 
-    def missing(self) -> list[str]:
-        """The places without a process for the next group, for a message."""
-        named = [m for m in self.places.values() if m.state is not ProcessState.WAITING]
-        unknown = self.size - len(self.places)
-        return [str(m) for m in named] + ([f"{unknown} that never registered"] if unknown > 0 else [])
-
     # --- events ---
 
     def register(self, who: Register, now: float) -> None:
@@ -327,12 +321,14 @@ class Table:
             return
         since = self._waiting_since = now if self._waiting_since is None else self._waiting_since
         if now >= since + self.limits.formation_s and self.outcome is None:
-            first, num_there = self.generation < 0, self.size - len(self.missing())
-            what = "have registered" if first else "are there again"
-            why = "" if first else f"; {self._lost_why}"
+            missing = [str(m) for m in self.places.values() if m.state is not ProcessState.WAITING]
+            num_there, unknown = len(self.places) - len(missing), self.size - len(self.places)
+            what, why = "are there again", f"; {self._lost_why}"
+            if self.group is None:
+                what, why, missing = "have registered", "", [f"{unknown} that never registered"]
             self.fail(
                 f"only {num_there} of {self.size} workers {what} within {self.limits.formation_s:g} s "
-                f"(MS_TOPO_TIMEOUT){why}; missing: {listed(self.missing(), _SHOWN)}"
+                f"(MS_TOPO_TIMEOUT){why}; missing: {listed(missing, _SHOWN)}"
             )
 
     # --- how it goes on ---

@@ -137,16 +137,16 @@ def test_a_rank_that_finishes_while_a_new_process_waits_for_it_ends_the_job_with
 
 
 def test_workers_that_never_come_are_counted() -> None:
-    table = new_table()
-    table.register(who(1, "0"), 0.0)
+    table = new_table(4)
+    table.register(who(1, "0", size=4), 0.0)
     for second in range(1, 100):
         table.hear(f"{1:032d}", float(second))
         table.tick(float(second))
     table.hear(f"{1:032d}", 100.0)
     table.tick(100.0)
     assert table.outcome is not None
-    assert "only 1 of 2 workers have registered within 100 s" in table.outcome.why
-    assert "1 that never registered" in table.outcome.why
+    assert "only 1 of 4 workers have registered within 100 s" in table.outcome.why
+    assert "3 that never registered" in table.outcome.why
 
 
 # --- the end ---
