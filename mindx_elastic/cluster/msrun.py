@@ -172,7 +172,7 @@ def main(arguments: Sequence[str], *, about: str = "") -> int:
         # Without --join nothing else tells it: each process says so in its own log.
         raise UsageError(f"{plan.command[1]}: no such file")
     for note in plan.notes:
-        print(f"mindx-elastic msrun: {note}", file=sys.stderr)
+        _say(note)
     job = _Job(plan)
     with answered_by(job.note_signal, _SIGNALS):
         job.start()
@@ -216,7 +216,7 @@ class _Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._say(f"{each.name}: pid {self._running[each.name].pid}, output in {each.log}")
+        _say(f"{each.name}: pid {self._running[each.name].pid}, output in {each.log}")
 
     def join(self) -> int:
         """Wait for the job; returns its outcome: the scheduler's, or on another machine that of the workers here."""
@@ -252,7 +252,7 @@ class _Job:
             self._codes[name] = exit_code_of_signal(-code) if code < 0 else code
             if code:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
-                self._say(f"{name} {how}{self._how_to_go_on(name)}")
+                _say(f"{name} {how}{self._how_to_go_on(name)}")
 
     def _how_to_go_on(self, name: str) -> str:
         env = next(each.env for each in self._plan.processes if each.name == name)
@@ -272,5 +272,7 @@ class _Job:
             with suppress(ProcessLookupError):
                 self._running[name].send_signal(signum)
 
-    def _say(self, text: str) -> None:
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # a closed stderr must not stop the job
         print(f"mindx-elastic msrun: {printable(text)}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -174,3 +175,17 @@ def test_a_stop_while_the_processes_are_started_leaves_none(tmp_path: Path, monk
         assert not any(start_ticks(int(pid)) for pid in re.findall(r": pid (\d+)", job.report()))
     finally:
         job.end()
+
+
+def test_a_closed_stderr_does_not_stop_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text("import os\nopen(os.environ['MS_ROLE'], 'w').close()\n")
+    closed, theirs = os.pipe()
+    os.close(closed)
+    command = [sys.executable, "-m", "mindx_elastic.cli.main", "msrun", *ONE, f"--master_port={free_port()}"]
+    try:
+        done = subprocess.run([*command, "--join=True", script], cwd=tmp_path, stderr=theirs, check=False)
+    finally:
+        os.close(theirs)
+    assert done.returncode == 0
+    assert (tmp_path / "MS_SCHED").exists() and (tmp_path / "MS_WORKER").exists()
