@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class NotKept:
         """Those `in_steps` that have counted the steps of this process alone."""
         self.num_looks = 0
         self._collector = collector
-        self._gradients: dict[str, tuple[torch.Tensor, int]] = {}
+        self._gradients: dict[str, tuple[ref[torch.Tensor], int]] = {}
         self._before: dict[str, str] = {}
         self._in_steps: list[str] = []
         self._later: list[str] = []
@@ -100,21 +101,23 @@ class NotKept:
         found = own_variables(frames[0] if frames else None, self._ids, quick=True)
         return found | attributes_of_kept(self._partly, quick=True)
 
-    def _uncleared(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """The gradients of parameters that no optimizer of the job updates, and so clears, and their versions."""
+    def _uncleared(self) -> dict[str, tuple[ref[torch.Tensor], int]]:
+        """The gradients of parameters that no optimizer of the job updates, and so clears, and their versions. Their
+        memory is the program's to free: there may be none for a second set."""
         updated = {
             id(p) for each in self._collector.optimizers() for group in each.param_groups for p in group["params"]
         }
         places = self._collector.places() if updated else {}
         others = {id(p): p for p in self._collector.parameters if p.requires_grad and id(p) not in updated}
         named = [(place, others[key].grad) for key, place in places.items() if key in others]
-        return {place: (grad, grad._version) for place, grad in named if grad is not None}
+        return {place: (ref(grad), grad._version) for place, grad in named if grad is not None}
 
     def _sums_of_gradients(self) -> list[str]:
         """Gradients to which each step adds. The norm of all gradients, by which a clipping divides, has them, too."""
         before, self._gradients = self._gradients, {}
-        same = [place for place, (grad, _) in self._uncleared().items() if place in before and before[place][0] is grad]
-        added = [place for place in same if before[place][0]._version != before[place][1]]
+        now = self._uncleared()
+        same = [place for place in now if place in before and before[place][0]() is now[place][0]()]
+        added = [place for place in same if before[place][1] != now[place][1]]
         if not added:
             return []
         if len(added) == 1:

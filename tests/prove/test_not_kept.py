@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,7 +167,9 @@ def test_gradients_that_no_optimizer_clears_go_on(
     with mx.Guard(model=model, optimizer=optimizer, directory=tmp_path) as guard:
         for _step in guard.steps(6):
             if clears_all:
+                before = None if model.layer.weight.grad is None else weakref.ref(model.layer.weight.grad)
                 model.zero_grad()
+                assert before is None or before() is None, "its memory is free"
             train(guard, model, optimizer, fetch())
     (line,) = facts(caplog)
     assert ("gradient of model.layer.weight (no optimizer clears it)" in line) is not clears_all
