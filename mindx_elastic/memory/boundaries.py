@@ -232,7 +232,8 @@ class BoundaryLog:
         )
         self._broken = False
         collector.devices.waits_in_forward = forward_fits_queue(followed)
-        self._handles = [module.register_forward_hook(self._forward_ended) for module in followed]
+        # Not the method itself: a program that copies its model (to average weights) would copy this object with it.
+        self._handles = [module.register_forward_hook(lambda *_: self._forward_ended()) for module in followed]
 
     def begin(self, run_id: str, attempt: int, *, has_resumed: bool = False) -> None:
         """Keep all boundaries from here on. `has_resumed`: and the one that the job has resumed from. It is in a file,
@@ -272,7 +273,7 @@ class BoundaryLog:
         for _ in _FORECASTS:
             self._write(self._collector.position.step, self._collector.volatile, forecast=True)
 
-    def _forward_ended(self, *_: object) -> None:
+    def _forward_ended(self) -> None:
         # Without gradients this is an evaluation: what it draws shows at the boundary, as a forecast that failed.
         if self._run_id and not self._broken and not self._doubted and torch.is_grad_enabled():
             self._write(self._next_step(), self._collector.copy_ahead, forecast=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import struct
@@ -284,6 +285,13 @@ def test_the_boundary_that_a_job_has_resumed_from_is_kept_for_the_new_attempt(ra
     own = found[0][RUN, ATTEMPT + 1, 2]
     assert own.trusted and not own.forecast
     assert_same(ranks[0].collector.compose(ranks[1].state(), own.unpack()), ranks[0].state())
+
+
+def test_a_program_can_copy_its_model(ranks: Ranks) -> None:
+    """As an average of the weights does, in the middle of a training."""
+    train(ranks, 1)
+    copied = copy.deepcopy(ranks[0].network)
+    assert_same(copied.state_dict(), ranks[0].network.state_dict())
 
 
 def test_a_forecast_is_what_the_rank_would_have_had(ranks: Ranks) -> None:
