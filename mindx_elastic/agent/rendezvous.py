@@ -493,9 +493,11 @@ class Membership:
             waiting = self._handler.num_nodes_waiting()
         except Exception as error:  # any backend, any of its errors: the store does not answer
             logger.debug("the rendezvous does not answer: %s: %s", type(error).__name__, error)
-            if isinstance(error, CONNECTION_ERRORS) and not self._stopping.is_set() and reconnect(self._handler):
-                return self._num_waiting_again(), ""
-            return 0, f"the rendezvous does not answer ({type(error).__name__})"
+            if not isinstance(error, CONNECTION_ERRORS) or self._stopping.is_set() or not reconnect(self._handler):
+                return 0, f"the rendezvous does not answer ({type(error).__name__})"
+            waiting = self.num_waiting  # where the new connection breaks, too: the next question is soon
+            with suppress(Exception):
+                waiting = self._handler.num_nodes_waiting()
         # Reading the state takes out nodes without a heartbeat. Not in torch's public interface.
         state = getattr(getattr(self._handler, "_state_holder", None), "state", None)
         participants = getattr(state, "participants", {})
@@ -507,9 +509,3 @@ class Membership:
         if present < self._num_nodes and not waiting:
             return 0, f"only {present} of {self._num_nodes} nodes give a sign of life"
         return waiting, ""
-
-    def _num_waiting_again(self) -> int:
-        """Over the new connection; what was known before where it breaks, too: the next question is soon."""
-        with suppress(Exception):
-            return self._handler.num_nodes_waiting()
-        return self.num_waiting

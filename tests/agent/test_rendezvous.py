@@ -197,6 +197,22 @@ def test_a_standby_node_that_waits_where_no_place_is_free_is_not_met(handler: Ha
     membership.stop()
 
 
+def test_over_a_new_connection_a_standby_node_is_not_met_either(
+    handler: Handler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mend(broken: Any) -> bool:
+        broken.error = None
+        return True
+
+    monkeypatch.setattr(module, "reconnect", mend)
+    handler.settings = SimpleNamespace(max_nodes=2)  # type: ignore[attr-defined]
+    handler.waiting, handler.error = 1, RendezvousConnectionError("reset")
+    membership = start(handler, interval_s=3600)
+    wait_until(lambda: bool(membership._asked_at), "the answer")
+    assert (handler.asked, membership.num_waiting, membership.lost) == (2, 0, "")
+    membership.stop()
+
+
 def test_a_node_that_waits_wakes_the_main_thread(handler: Handler) -> None:
     membership = start(handler)
     wait_until(lambda: handler.asked > 1, "questions")

@@ -226,8 +226,8 @@ MUTANTS = (
     Mutant(
         "a connection that is reset is not opened again",
         "agent/rendezvous.py",
-        "and not self._stopping.is_set() and reconnect(self._handler):",
-        "and not self._stopping.is_set() and False:",
+        "or self._stopping.is_set() or not reconnect(self._handler):",
+        "or self._stopping.is_set() or True:",
         "agents",
     ),
     Mutant(
