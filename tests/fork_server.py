@@ -2,9 +2,9 @@
 of a short job.
 
 What is forked runs its script or module as ``__main__`` like a fresh interpreter: with its own arguments, environment,
-folder, session and random numbers, and none of this package imported. It is a real process to signals. What a launcher
-starts in a session of its own (torchrun its workers, the agent its zygote) is forked from a copy that the launcher has
-of the server, and is its child; what other processes start are fresh interpreters.
+folder, session and random numbers, and none of this package imported. It is a real process to signals, and a child of
+the process that starts it. What a launcher starts in a session of its own (torchrun its workers, the agent its zygote)
+is forked from a copy that the launcher has of the server; what other processes start are fresh interpreters.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import CodeType
 from typing import IO, Any
 
-__all__ = ["ForkedChild", "ForkedProcess", "fork_child", "serve"]
+__all__ = ["ForkedProcess", "clean_environment", "serve"]
 
 _ROOT = Path(__file__).parents[1]
 _SERVER = """
@@ -44,50 +44,59 @@ finally:
     __import__("sys").modules["tests.fork_server"].note_end()
 """
 _MOST = 1 << 20  # bytes of a request: the environment, mostly
-_LOOK_S = 0.01
 _ABOVE = 512  # where descriptors are put aside while they change their numbers
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _lock = threading.Lock()
 
 
 class ForkedProcess:
-    """As `subprocess.Popen` of ``python ARGUMENTS``, with a session of its own, and both outputs in one pipe if none is
-    given."""
+    """As `subprocess.Popen` of ``python ...`` in a new session, with text in the pipe of its output. Any thread."""
 
     def __init__(
         self,
-        arguments: Sequence[str],
-        env: Mapping[str, str],
+        args: Sequence[str | Path],
         *,
+        env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-        outputs: tuple[int, int] | None = None,
+        stdin: int | IO[Any] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        pass_fds: Sequence[int] = (),
+        start_new_session: bool = True,
     ) -> None:
-        request = json.dumps({"arguments": [*arguments], "env": dict(env), "cwd": str(cwd or os.getcwd())}).encode()
-        read, write = os.pipe()
-        self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        server, self._said = _server()
-        with _lock:
-            socket.send_fds(server, [request], [*(outputs or (write, write)), theirs.fileno()])
-        os.close(write)
-        theirs.close()
-        self.args = [sys.executable, *arguments]
-        self.stdout: IO[str] = open(read, encoding="utf-8", errors="replace")  # noqa: SIM115 - the caller's
-        self.pid = self._hear()
+        assert args[0] == sys.executable and start_new_session
+        self.args = [*map(str, args)]
         self.returncode: int | None = None
-
-    def _hear(self) -> int:
-        """The process id, which comes at once, or the exit code."""
-        message = self._status.recv(32)
-        if not message:
-            raise RuntimeError(f"the fork server has ended:\n{self._said.read().decode()}")
-        return int(message)
+        self.stdout: Any = None
+        with open(os.devnull, "r+b") as null, ExitStack() as theirs:
+            if stdout == subprocess.PIPE:
+                read, stdout = os.pipe()
+                theirs.callback(os.close, stdout)
+                self.stdout = open(read, encoding="utf-8", errors="replace")  # noqa: SIM115 - the caller's
+            given = [stdin, stdout, stdout if stderr == subprocess.STDOUT else stderr]
+            streams = [number if each is None else each for number, each in enumerate(given)]
+            streams = [null if each == subprocess.DEVNULL else each for each in streams]
+            descriptors = [each if isinstance(each, int) else each.fileno() for each in (*streams, *pass_fds)]
+            request = {
+                "arguments": self.args[1:],
+                "env": dict(os.environ if env is None else env),
+                "cwd": str(cwd or os.getcwd()),
+                "numbers": [0, 1, 2, *pass_fds],
+            }
+            self.pid = _fork(json.dumps(request).encode(), descriptors)
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            self.returncode = self._hear()
-            self._status.close()
+            with suppress(ProcessLookupError):  # another thread has waited meanwhile
+                ended = os.pidfd_open(self.pid)
+                try:
+                    if not select.select([ended], [], [], timeout)[0]:
+                        raise subprocess.TimeoutExpired(self.args, timeout or 0)
+                finally:
+                    os.close(ended)
+        with _lock:
+            if self.returncode is None:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
     def poll(self) -> int | None:
@@ -105,6 +114,21 @@ class ForkedProcess:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
+
+
+def _fork(request: bytes, descriptors: Sequence[int]) -> int:
+    """The process id of a new child of this process, forked by the server, or by the copy of it that a launcher has."""
+    with _lock:
+        forks = _server()[0] if _copy is None else _copy
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(forks, [request], descriptors)
+            pid = forks.recv(32)
+        finally:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    if not pid:
+        raise RuntimeError(f"the fork server has ended:\n{_server()[1].read().decode()}")
+    return int(pid)
 
 
 def clean_environment() -> dict[str, str]:
@@ -159,41 +183,17 @@ def serve() -> CodeType:
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has only the thread that forks"
     gc.collect()
     gc.freeze()  # else a collection, which each process makes at its end, copies the memory that it shares
-    requests, tests = socket.socket(fileno=int(sys.argv[1])), os.getppid()
-    jobs: dict[int, socket.socket] = {}
+    return _prepare(**_fork_for_requests(socket.socket(fileno=int(sys.argv[1])), os.getppid()))
+
+
+def _fork_for_requests(requests: socket.socket, of: int) -> dict[str, Any]:
+    """Fork a child of the process `of` for each request; returns in these, with what they are to become."""
     while True:
-        for _ in select.select([requests], [], [], _LOOK_S if jobs else None)[0]:
-            message, descriptors, _, _ = socket.recv_fds(requests, _MOST, 16)
-            if not message:
-                os._exit(0)  # what still runs is not ours to end
-            request = json.loads(message)
-            if "numbers" in request:
-                if _fork_orphan(descriptors):
-                    for other in jobs.values():
-                        other.close()
-                    return _prepare(**_become_child(request, descriptors, requests, tests))
-                continue
-            *outputs, status = descriptors
-            pid = os.fork()
-            if pid == 0:
-                os.setsid()
-                for number, output in enumerate(outputs, start=1):
-                    os.dup2(output, number)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                for other in (requests, *jobs.values()):
-                    other.close()
-                return _prepare(**request)
-            for output in outputs:
-                os.close(output)
-            jobs[pid] = socket.socket(fileno=status)
-            jobs[pid].send(str(pid).encode())
-        while jobs:
-            pid, code = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            with suppress(OSError), jobs.pop(pid) as job:
-                job.send(str(os.waitstatus_to_exitcode(code)).encode())
+        message, descriptors, _, _ = socket.recv_fds(requests, _MOST, 16)
+        if not message:
+            os._exit(0)  # what still runs is not ours to end
+        if _fork_orphan(descriptors):
+            return _become_child(json.loads(message), descriptors, requests, of)
 
 
 def _prepare(arguments: list[str], env: dict[str, str], cwd: str) -> CodeType:
@@ -263,52 +263,7 @@ def _leave_at_once() -> None:
     os._exit(_exit_code)
 
 
-# --- children of other processes than the server ---
-
-
-def fork_child(
-    args: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    stdin: int | None = None,
-    stdout: int | IO[str] | None = None,
-    stderr: int | IO[str] | None = None,
-    pass_fds: Sequence[int] = (),
-    start_new_session: bool = True,
-) -> ForkedChild:
-    """As `subprocess.Popen` of ``python ...`` in a new session, without pipes: it is a child of this process."""
-    assert args[0] == sys.executable and start_new_session
-    numbers = [0, 1, 2, *pass_fds]
-    request = {"arguments": args[1:], "env": dict(env), "cwd": os.getcwd(), "numbers": numbers}
-    with open(os.devnull) as null, _lock:
-        given = [null if stream == subprocess.DEVNULL else stream for stream in (stdin, stdout, stderr)]
-        streams = [number if stream is None else stream for number, stream in enumerate(given)]
-        descriptors = [each if isinstance(each, int) else each.fileno() for each in (*streams, *pass_fds)]
-        forks = _copy or _server()[0]
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        socket.send_fds(forks, [json.dumps(request).encode()], descriptors)
-        pid = int(forks.recv(32))
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-    return ForkedChild(args, pid)
-
-
-class ForkedChild(ForkedProcess):
-    """What `fork_child` has started."""
-
-    def __init__(self, args: Sequence[str], pid: int) -> None:
-        self.args, self.pid, self.returncode = [*args], pid, None
-
-    def wait(self, timeout: float | None = None) -> int:
-        end = None if timeout is None else time.monotonic() + timeout
-        while self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-            elif end is not None and time.monotonic() >= end:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            else:
-                time.sleep(_LOOK_S)
-        return self.returncode
+# --- launchers ---
 
 
 _copy: socket.socket | None = None
@@ -316,8 +271,8 @@ _copy: socket.socket | None = None
 
 
 def _fork_copy() -> dict[str, Any] | None:
-    """From here on this process has a copy, and `subprocess.Popen` of ``python ...`` in a new session is `fork_child`.
-    None here; in what the copy forks: what it is to become."""
+    """From here on this process has a copy, and `subprocess.Popen` of ``python ...`` in a new session is a
+    `ForkedProcess`. None here; in what the copy forks: what it is to become."""
     global _copy
     launcher = os.getpid()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -333,18 +288,13 @@ def _fork_copy() -> dict[str, Any] | None:
     for number in range(3):
         os.dup2(null, number)
     os.close(null)
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(theirs, _MOST, 16)
-        if not message:
-            os._exit(0)
-        if _fork_orphan(descriptors):
-            return _become_child(json.loads(message), descriptors, theirs, launcher)
+    return _fork_for_requests(theirs, launcher)
 
 
 def _popen(cls: type, args: Sequence[str] = (), *more: Any, start_new_session: bool = False, **how: Any) -> Any:
     """``subprocess.Popen.__new__`` in a launcher."""
     if start_new_session and args[0] == sys.executable and args[1] != "-I":
-        return fork_child(args, **how)
+        return ForkedProcess(args, **how)
     return object.__new__(cls)
 
 

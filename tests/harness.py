@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from tests.fork_server import ForkedProcess, clean_environment, fork_child
+from tests.fork_server import ForkedProcess, clean_environment
 from tests.watchdog import IDLE_S, Stalled, Watchdog, children
 
 __all__ = [
@@ -60,8 +60,7 @@ class Job:
                 start_new_session=True,
             )
         else:
-            assert self.command[0] == sys.executable
-            self.process = ForkedProcess(self.command[1:], env)
+            self.process = ForkedProcess(self.command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.lines: list[str] = []
         self._more = threading.Condition()
         self._closed = False
@@ -322,11 +321,10 @@ def job_status(run_dir: Path) -> dict[str, Any]:
 def start_code(code: str, *words: object) -> Iterator[tuple[ForkedProcess, IO[str]]]:
     """A process, forked as a job is, that runs ``python -c CODE WORDS``, and its stdout. Its stdin ends with the block,
     and so should it."""
-    (theirs, mine), (read, write) = os.pipe(), os.pipe()
-    process = fork_child([sys.executable, "-c", code, *map(str, words)], env=os.environ, stdin=theirs, stdout=write)
+    theirs, mine = os.pipe()
+    process = ForkedProcess([sys.executable, "-c", code, *map(str, words)], stdin=theirs, stdout=subprocess.PIPE)
     os.close(theirs)
-    os.close(write)
-    with open(read, encoding="utf-8") as output:
+    with process.stdout as output:
         try:
             yield process, output
         finally:

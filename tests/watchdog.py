@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tests.fork_server import ForkedProcess
 
@@ -109,20 +110,10 @@ def finish(
     killed with all below it, and its output is in the error.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process: subprocess.Popen[bytes] | ForkedProcess
-        if fresh:
-            process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
-        else:
-            words = [str(word) for word in command[1:]]
-            process = ForkedProcess(words, env or os.environ, cwd=cwd, outputs=(out.fileno(), err.fileno()))
-            process.stdout.close()
+        start: Any = subprocess.Popen if fresh else ForkedProcess
+        process = start(
+            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
 
         def text(file: object) -> str:
             return os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace")  # type: ignore[attr-defined]

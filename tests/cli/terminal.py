@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import pty
+import subprocess
 from collections.abc import Mapping, Sequence
 
-from tests.fork_server import fork_child
+from tests.fork_server import ForkedProcess
 
 
 def run_in_terminal(
@@ -14,10 +15,8 @@ def run_in_terminal(
 ) -> tuple[int, str, str]:
     """Exit code, what stdout has as a pipe, and what the terminal on stdin and stderr has shown."""
     main, side = pty.openpty()
-    read, write = os.pipe()
-    process = fork_child(command, env=os.environ if env is None else env, stdin=side, stdout=write, stderr=side)
+    process = ForkedProcess(command, env=env, stdin=side, stdout=subprocess.PIPE, stderr=side)
     os.close(side)
-    os.close(write)
     os.write(main, typed.encode())
     shown = b""
     while True:
@@ -28,8 +27,8 @@ def run_in_terminal(
         if not more:
             break
         shown += more
-    with open(read, "rb") as output:
+    with process.stdout as output:
         printed = output.read()
     code = process.wait()
     os.close(main)
-    return code, printed.decode(), shown.decode()
+    return code, printed, shown.decode()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -137,7 +139,8 @@ def test_nodes_that_count_restarts_differently_meet(tmp_path: Path) -> None:
     try:
         for rank, restarts in enumerate(("0", "1")):
             env = {**clean_environment(), "TORCHELASTIC_RESTART_COUNT": restarts}
-            ranks.append(ForkedProcess([str(script), str(rank), str(port)], env))
+            command = [sys.executable, str(script), str(rank), str(port)]
+            ranks.append(ForkedProcess(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
             port = int(ranks[-1].stdout.readline())
         said = [process.stdout.read().strip() for process in ranks]  # the clock's own bound is 10 minutes
     finally:

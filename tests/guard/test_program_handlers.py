@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ from torch import nn
 
 from mindx_elastic import Guard
 from mindx_elastic.persist.format import read_header
-from tests.fork_server import ForkedProcess, clean_environment
+from tests.fork_server import clean_environment
 from tests.guarded import no_traces, plain_environment
+from tests.watchdog import finish
 
 
 @pytest.fixture
@@ -82,11 +84,9 @@ with guard:
 def test_a_stop_is_saved_and_leaves_in_time_with_its_own_code(tmp_path: Path, what: str, code: int, said: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     env = {**clean_environment(), "MINDX_GRACE_S": "2" if "code" in said or "daemon" in said else "60"}
-    process = ForkedProcess([str(tmp_path / "program.py"), what, str(tmp_path / "ckpt")], env)
-    with process.stdout:
-        output = process.stdout.read()
-    assert process.wait() == code, output
-    assert said in output
+    done = finish([sys.executable, tmp_path / "program.py", what, tmp_path / "ckpt"], env=env, fresh=False)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
     (saved,) = (tmp_path / "ckpt").glob("*_breakpoint.safetensors")
     assert read_header(saved).info.step == 6
 

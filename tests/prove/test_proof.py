@@ -18,7 +18,7 @@ from mindx_elastic.prove.proof import choose_stops, prove
 from mindx_elastic.prove.records import WitnessedStep
 from mindx_elastic.prove.report import describe
 from mindx_elastic.prove.runs import Command, Runs
-from tests.fork_server import fork_child
+from tests.fork_server import ForkedProcess
 from tests.harness import JOBS, unignore_signals
 
 
@@ -38,7 +38,7 @@ def make_runs() -> Iterator[Runs]:
 def runs() -> Iterator[Runs]:
     """The processes that fork are shared, and forked themselves; each proof gets its own chains of runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zygote, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": fork_child}))
+        patch.setattr(zygote, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedProcess}))
         with make_runs() as made:
             yield made
 
