@@ -671,8 +671,7 @@ class Job:
             case "never ends" if worker is not None:
                 worker.never_ends = True
             case "freeze worker" if worker is not None:
-                worker.child.process.frozen_until, worker.child.is_stopped = until, True
-                world.at(until, lambda: setattr(worker.child, "is_stopped", False))
+                worker.child.freeze(fault.length_s)
             case "freeze agent":
                 agent.child.process.frozen_until = until
             case "kill agent":

@@ -74,7 +74,6 @@ KINDS = (
     *_AT_KINDS,
 )
 """What can happen: at a time, or where a rank has come so far (``@``; `Fault.at`: how often before)."""
-_CURABLE = frozenset({"kill worker", "freeze worker", "reset", "slow store", "slow start", "no start", "hang"})
 _KEY = b"simulated"
 _NOTICED_S = 0.02
 """How late other ranks may hear of a death."""
@@ -559,21 +558,6 @@ class _Started(Started):
         self.stdouts = self.stderrs = dict.fromkeys(envs, "")
 
 
-class _New:
-    """`ForkedWorker`, `subprocess.Popen`."""
-
-    def __init__(self, child: Child) -> None:
-        self.pid, self._child = child.pid, child
-
-    def poll(self) -> int | None:
-        return self._child.poll()
-
-    returncode = property(poll)
-
-    def kill(self) -> None:
-        self._child.process.kill()
-
-
 class _OwnStore:
     """The store as its host reaches it: nothing is slow, and nothing is cut off."""
 
@@ -589,7 +573,7 @@ class _Forks(agents.Forks):
     def __init__(self, job: InPlaceJob) -> None:
         self._job = job
 
-    def fork(self, command: Sequence[str], env: Mapping[str, str], *outputs: str, hook: str) -> _New | None:
+    def fork(self, command: Sequence[str], env: Mapping[str, str], *outputs: str, hook: str) -> Child | None:
         return self._job.fork(env)
 
 
@@ -708,7 +692,7 @@ class InPlaceJob(Job):
     def show_page(self, worker: _Rank) -> None:
         self.pages[self._page(worker.rank)] = worker
 
-    def fork(self, env: Mapping[str, str], *, fresh: bool = False) -> _New | None:
+    def fork(self, env: Mapping[str, str], *, fresh: bool = False) -> Child | None:
         is_spare = PIPE_VARIABLE in env and "RANK" not in env
         if self._no_starts and not is_spare:
             self._no_starts -= 1
@@ -720,9 +704,9 @@ class InPlaceJob(Job):
             self._start_spare(child, env)
         else:
             self._become(child, env)
-        return _New(child)
+        return child
 
-    def _popen(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> _New:
+    def _popen(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> Child:
         made = self.fork(env, fresh=True)
         assert made is not None
         return made
@@ -862,16 +846,11 @@ class InPlaceJob(Job):
             case "kill agent":
                 self.strike(replace(fault, kind="kill agent"))
             case "freeze":
-                self._freeze(worker, fault.length_s)
+                worker.child.freeze(fault.length_s)
             case "unfit":
                 worker.child.process.exit(UNFIT)
             case "cannot":
                 worker.problem = "it cannot"
-
-    def _freeze(self, worker: Worker, length_s: float) -> None:
-        until = self.world.now + length_s
-        worker.child.process.frozen_until, worker.child.is_stopped = until, True
-        self.world.at(until, lambda: setattr(worker.child, "is_stopped", False))
 
     def strike(self, fault: Fault) -> None:
         agent = self.nodes[0].agents[-1]

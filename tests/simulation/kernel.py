@@ -35,6 +35,17 @@ class Child:
     def poll(self) -> int | None:
         return self.process.exit_code
 
+    returncode = property(poll)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def freeze(self, length_s: float) -> None:
+        """Stopped, and continued so much later."""
+        world = self.process.world
+        self.process.frozen_until, self.is_stopped = world.now + length_s, True
+        world.at(self.process.frozen_until, lambda: setattr(self, "is_stopped", False))
+
 
 class _Pipe:
     def __init__(self, world: World) -> None:

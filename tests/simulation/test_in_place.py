@@ -20,6 +20,8 @@ QUIET = Plan(
 def played(plan: Plan, *faults: Fault) -> Outcome:
     outcome = play(replace(plan, faults=faults))
     assert not outcome.wrong, outcome.wrong
+    story = [text for _, text in outcome.story]
+    assert all(any(text.startswith(fault.kind) for text in story) for fault in faults), "one has not happened"
     return outcome
 
 

@@ -405,7 +405,6 @@ class _Thread:
         owner = process or world.process
         assert owner is not None, "a thread belongs to a process"
         self.world, self.process, self.name, self.daemon = world, owner, name, daemon
-        self.is_main = process is not None
         self.ident: int | None = None
         self.condition: Callable[[], bool] = _always
         self.deadline = _NEVER
@@ -479,9 +478,6 @@ class _Lock:
 
     def _is_free(self) -> bool:
         return self._count == 0
-
-    def locked(self) -> bool:
-        return self._count > 0
 
     def __enter__(self) -> bool:
         return self.acquire()
