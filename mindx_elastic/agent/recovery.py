@@ -206,15 +206,11 @@ class Recovery:
 
     def look(self) -> Phase:
         """Take in what has been written to the board. Returns the phase: `FALLBACK` when it has come to nothing."""
-        if not self.is_active:
-            if self._machine.phase is Phase.FALLBACK and not self._has_given_up:  # a process has died meanwhile
-                self._give_up()
-            return self._machine.phase
-        self._take_in()
-        assert self._now is not None
-        if self.is_active and time.monotonic() > self._now.deadline:
+        if self.is_active:
+            self._take_in()
+        if self.is_active and self._now is not None and time.monotonic() > self._now.deadline:
             self._machine.note_refusal(self._why_late(self._now))
-        if self._machine.phase is Phase.FALLBACK:
+        if self._machine.phase is Phase.FALLBACK and not self._has_given_up:
             self._give_up()
         return self._machine.phase
 
@@ -310,10 +306,6 @@ class Recovery:
         self._row = [*self._row, cause] if step == self._row_step and cause in self._row else [cause]
         self._row_step = step
         return f"{cause} after step {step}, {len(self._row)} times in a row" if len(self._row) > _MOST_ALIKE else ""
-
-    @property
-    def phase(self) -> Phase:
-        return self._machine.phase
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

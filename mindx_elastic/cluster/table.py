@@ -8,7 +8,8 @@ becomes of a process, and `_NEXT` what may come after what.
 
 Promises, which ``tests/simulation/cluster.py`` plays thousands of schedules against:
 
-* A node id that has once got a rank keeps it.
+* A node id that a user has given keeps the rank that it has once got; one that the table gave until its place is taken
+  by name.
 * A place has at most one living process. A second one is refused until the first one's heartbeat has run out, or its
   death is seen.
 * The table that `to_json` gives after any event, read back by a new scheduler, keeps both promises.
