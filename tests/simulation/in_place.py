@@ -112,7 +112,8 @@ def plan_of(seed: int) -> Plan:
     faults = [Fault("kill worker", 0, random.randrange(workers), round(moments[0], 3))]
     while len(faults) < 5 and random.random() < 0.7:
         kind = random.choice(("kill worker", random.choice(KINDS), random.choice(_AT_KINDS)))
-        at: float = random.randrange(4)
+        # In a recovery one rank joins and one donates.
+        at: float = 0 if kind.endswith(("join", "donate")) else random.randrange(4)
         if "@" not in kind:
             late_s = random.choice((0.0, random.uniform(-0.2, 0.5), random.uniform(0, 6)))
             at = max(0.1, random.choice(moments) + late_s)
