@@ -141,11 +141,13 @@ def ahead_with_a_tail(p: Program) -> None:
         p.log.append((epoch, batch[1].tolist()))
 
 
-def test_the_code_after_an_epoch_that_is_fetched_ahead_runs_once(tmp_path: Path) -> None:
-    check(ahead_with_a_tail, tmp_path, make=of())
-    for folder in ("whole", f"stop_{LAST}"):
-        again, _ = run(ahead_with_a_tail, tmp_path / folder, **of()())
-        assert again.guard.resumed_from_step == LAST and again.log == []
+@pytest.mark.parametrize(("size", "last"), [(2 * BATCHES, LAST), (2, EPOCHS)])
+def test_the_code_after_an_epoch_that_is_fetched_ahead_runs_once(size: int, last: int, tmp_path: Path) -> None:
+    make = of(lambda: shuffled(size))
+    check(ahead_with_a_tail, tmp_path, make=make)
+    for folder in ("whole", f"stop_{last}"):
+        again, _ = run(ahead_with_a_tail, tmp_path / folder, **make())
+        assert again.guard.resumed_from_step == last and again.log == []
 
 
 def test_an_early_stop_of_a_loop_that_is_ahead_is_not_made_again(

@@ -217,7 +217,7 @@ class Loaders:
         """Call it at a boundary. Whether its step has used the last batch of an epoch, and whether the first loader
         knows that before the next one is asked for."""
         followed = self._of_epochs
-        if followed is None or followed.look_ahead.ahead != 0:
+        if followed is None or followed.look_ahead.ahead:
             return False, True
         return self._has_ended, followed.foresees_end()
 
