@@ -150,6 +150,24 @@ def test_the_code_after_an_epoch_that_is_fetched_ahead_runs_once(size: int, last
         assert again.guard.resumed_from_step == last and again.log == []
 
 
+def test_with_several_ranks_a_loop_that_is_ahead_has_a_boundary_at_the_end_of_the_last_epoch_only(
+    tmp_path: Path,
+) -> None:
+    """A rank that is killed in an earlier one's tail could not go on at that boundary bit for bit."""
+    boundaries = []
+
+    def loop(p: Program) -> None:
+        p.guard._loops.tail.is_alone = False
+        for _ in p.guard.epochs(EPOCHS):
+            boundaries.append(p.guard._collector.position.step)
+            for batch in one_ahead(p.loader):
+                train(p, batch)
+
+    program, _ = run(loop, tmp_path, **of()())
+    boundaries.append(program.guard._collector.position.step)
+    assert boundaries == [0, BATCHES - 1, 2 * BATCHES - 1, LAST]
+
+
 def test_an_early_stop_of_a_loop_that_is_ahead_is_not_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

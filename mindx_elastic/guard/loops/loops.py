@@ -373,7 +373,11 @@ class Loops:
             self.tail.pass_step()  # a `break`: the boundary stays in front of the code that may decide otherwise then
         elif self.tail.is_pending:
             self.tail.pass_tail(self.epoch)
-        elif self._left and self._loaders.take_drained():
+        # Others could not go back in front of the tail that a rank was killed in. So with several ranks only the end of
+        # the training is such a boundary.
+        elif (
+            self._left and self._loaders.take_drained() and (self.tail.is_alone or is_left or self.epoch >= self._left)
+        ):
             self.tail.pass_tail(self.epoch, pass_boundary=self._late_boundary, is_left=is_left)
 
     def _end_epoch(self) -> None:
