@@ -42,7 +42,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from types import CodeType
 
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.core.events import logger
@@ -52,20 +51,13 @@ __all__ = ["LastResort", "is_program_over"]
 
 _AGAIN_S = 0.1
 _LEAVE_S = 0.2  # before the deadline
-# Pools are waited for in it, before the main thread counts as ended. Where a Python has no such function, the process
-# lives as long as such a pool does.
-_WAITS_FOR_THREADS: CodeType | None = getattr(vars(threading).get("_shutdown"), "__code__", None)
 
 
 def is_program_over() -> bool:
     """Whether the interpreter is at its own end: it waits for pools and threads, and then runs the ``atexit`` code."""
-    main = threading.main_thread()
-    if not main.is_alive():
-        return True
-    frame = sys._current_frames().get(main.ident or 0)
-    while frame is not None and frame.f_back is not None:
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _WAITS_FOR_THREADS
+    # Pools are waited for before the main thread counts as ended. Where a Python does not say so, the process lives as
+    # long as such a pool does. Not by the main thread's frames: to go through them while it runs can crash Python 3.11.
+    return not threading.main_thread().is_alive() or bool(vars(threading).get("_SHUTTING_DOWN"))
 
 
 def _say_what_is_left(exit_code: int) -> None:
