@@ -109,6 +109,8 @@ class _Reader:
 
 def _number(kind: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
+        if not re.fullmatch(r"[0-9][0-9.e]*", text):  # Python's own take "1_0" and digits of other scripts, too
+            raise ValueError
         if not low <= (value := kind(text)) <= high:
             raise ValueError
         return value

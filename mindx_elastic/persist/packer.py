@@ -70,13 +70,8 @@ class StatePacker:
                     if self._last[0] is not part:
                         self._last = part, b"".join(packer.pack(part))
                     pieces.append(self._last[1])
-                elif packer.shape is None:
-                    pieces += packer.pack(own)
                 else:
-                    try:
-                        pieces += packer.shape.pack(own)  # as `packer.pack` does
-                    except (_OtherShape, struct.error):
-                        pieces += packer.pack(own)
+                    pieces += packer.pack(own)
         return b"".join(pieces)
 
 
@@ -85,21 +80,20 @@ class SectionPacker:
 
     def __init__(self, *at: str) -> None:
         self._at = list(at)
-        self.shape: _Shape | None = None
-        """That of the last state, where it had one."""
+        self._shape: _Shape | None = None  # that of the last state, where it had one
         self._misses = 0
 
     def pack(self, state: Any) -> Sequence[Piece]:
         """Raises UnsupportedStateError as `flatten` does. The pieces may be views of the tensors of `state`."""
-        if self.shape is not None:
+        if self._shape is not None:
             try:
-                pieces = self.shape.pack(state)
+                pieces = self._shape.pack(state)
             except (_OtherShape, struct.error):  # another shape, or a number beyond 64 bits
                 pass
             else:
                 self._misses = 0
                 return pieces
-        self.shape = None
+        self._shape = None
         if self._misses < _MOST_MISSES:
             self._misses += 1
             try:
@@ -108,7 +102,7 @@ class SectionPacker:
             except (_OtherShape, struct.error):
                 pass
             else:
-                self.shape = shape
+                self._shape = shape
                 return pieces
         return pack_state(state, at=self._at)
 

@@ -25,14 +25,14 @@ _PIECE_BYTES = 1 << 20  # little memory besides the part itself
 _READ_BYTES = 8 << 20
 
 
-def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.Tensor, path: Path) -> int:
-    """Fill `out` (any strides) with the elements of `box` of tensor `entry`; returns the bytes read.
+def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.Tensor, path: Path) -> None:
+    """Fill `out` (any strides) with the elements of `box` of tensor `entry`.
 
     fd: of `path`, whose header was checked. Raises CorruptCheckpointError when bytes are missing or the medium fails;
     digests are not checked here. Any thread.
     """
     if not out.numel():
-        return 0
+        return
     shape, item = entry.shape, entry.nbytes // max(1, math.prod(entry.shape))
     start = header.data_start + entry.start
     inner = _inner(shape, box)
@@ -41,7 +41,6 @@ def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.T
     for outer in product(*(range(stop - begin) for begin, stop in box[:inner])):
         offset = base + sum(index * stride for index, stride in zip(outer, strides, strict=False))
         _fill(out[outer], fd, offset, entry, path)
-    return out.nbytes
 
 
 def _inner(shape: Sequence[int], box: Box) -> int:

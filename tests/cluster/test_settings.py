@@ -36,6 +36,7 @@ def test_everything_is_read() -> None:
         ({**WORKER, "MS_ROLE": "worker"}, ["MS_ROLE='worker': give MS_SCHED"]),
         ({**WORKER, "MS_WORKER_NUM": "0", "MS_SCHED_PORT": "70000"}, ["MS_WORKER_NUM='0'", "MS_SCHED_PORT='70000'"]),
         ({**WORKER, "MS_WORKER_NUM": "two"}, ["MS_WORKER_NUM='two'"]),
+        ({**WORKER, "MS_WORKER_NUM": "1_0", "MS_SCHED_PORT": "+80"}, ["MS_WORKER_NUM='1_0'", "MS_SCHED_PORT='+80'"]),
         ({**WORKER, "MS_SCHED_HOST": "a b"}, ["MS_SCHED_HOST='a b'"]),
         ({**WORKER, "MS_NODE_ID": "../x"}, ["MS_NODE_ID='../x'"]),
         ({**WORKER, "MS_NODE_ID": "sched"}, ["MS_NODE_ID=sched is the scheduler's"]),

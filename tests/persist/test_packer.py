@@ -80,6 +80,14 @@ def test_a_state_that_only_looks_the_same(pair: tuple[Any, Any]) -> None:
             assert_same(unpack_sections(b"".join(section.pack(nested(value)))), {"part": nested(value)})
 
 
+def test_a_shape_that_changes_now_and_then_is_worked_out_each_time() -> None:
+    packer, record = StatePacker("plain"), b""
+    for number in range(30):
+        for _ in range(2):
+            record = packer.pack({"rng": [1] * number})
+    assert b'"shape"' in record and b'"shape"' not in pack_state({"rng": [1] * 29})
+
+
 def test_what_cannot_be_stored_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedStateError, match=r"inner: value of type builtins\.object"):
         StatePacker(split="plain").pack({"a": {"inner": object()}})

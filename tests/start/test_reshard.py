@@ -304,11 +304,11 @@ def test_a_large_part_that_is_cut_off_while_it_is_read(tmp_path: Path, monkeypat
     (path,) = {fact.path for facts in plan.files.values() for fact in facts if fact.rank == 1}
     readers: list[str] = []
 
-    def read(fd: int, *args: Any) -> int:
+    def read(fd: int, *args: Any) -> None:
         if str(args[-1]) == path:
             readers.append(threading.current_thread().name)
             os.truncate(path, 100_000)
-        return read_box(fd, *args)
+        read_box(fd, *args)
 
     monkeypatch.setattr("mindx_elastic.start.reshard.read_box", read)
     with no_descriptor_left(), pytest.raises(CorruptCheckpointError, match="is cut off") as caught:
