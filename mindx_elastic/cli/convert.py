@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["convert_command"]
 
 _FORMATS = "dcp|torch|mindspore|mindx"
-_SOURCES = f"{_FORMATS}|deepspeed"
 
 
 def convert_command(
@@ -44,7 +43,7 @@ def convert_command(
     ],
     source_kind: Annotated[
         str | None,
-        typer.Option("--from", metavar=_SOURCES, help="The format of SOURCE; default: found by its content."),
+        typer.Option("--from", metavar=_FORMATS, help="The format of SOURCE; default: found by its content."),
     ] = None,
     destination_kind: Annotated[
         str | None,
@@ -64,28 +63,23 @@ def convert_command(
     step: Annotated[
         int | None,
         typer.Option(
-            help="Step of a mindx directory, or of rank_*/ folders with several files; default: the newest that all "
-            "ranks have. From other formats to mindx: the step that the file gets."
+            help="Step of a mindx directory; default: the newest that all ranks have. From other formats to mindx: the "
+            "step that the file gets."
         ),
     ] = None,
     epoch: Annotated[int | None, typer.Option(help="To mindx: the epoch that the file gets.")] = None,
-    strategy: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The strategy file with the layout of MindSpore's rank_*/ files."),
-    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DESTINATION if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a checkpoint: from and to DCP, torch.save files, safetensors, this package's own; from DeepSpeed's.
+    """Convert a checkpoint: from and to DCP, torch.save files, safetensors, this package's own.
 
     \b
     [bold]Formats[/bold]
     dcp        a folder of torch.distributed.checkpoint
     torch      a torch.save file, read with weights_only=True: no code in it runs
     mindspore  plain safetensors: name -> tensor; a folder of them, by its index (Hugging Face's, MindSpore's) or
-               numbers; a folder of rank_*/ files and --strategy; no .ckpt
+               numbers; no .ckpt
     mindx      a checkpoint directory or file of this package; sharded ones are put together
-    deepspeed  read only: a folder of ZeRO stage 0 to 3, whose weights are put together in float32
 
     Converts the model alone and keeps its names, unless --all is given (torch, dcp and mindx). A file converted to
     mindx has initial weights. No job resumes from it, because it lacks random generators, the loader's position and
@@ -109,7 +103,6 @@ def convert_command(
     mindx-elastic convert ckpt folder --to dcp --all --step 1200
     mindx-elastic convert llama.pt llama.safetensors --to mindx
     mindx-elastic convert ckpt resnet.safetensors --to mindspore
-    mindx-elastic convert trained resnet.pt --from mindspore --strategy strategy.ckpt
     """
     is_folder(source)  # ends the command where it is neither that nor a file
     from mindx_elastic.convert.conversion import ConversionRequest
@@ -123,7 +116,6 @@ def convert_command(
         everything=everything,
         step=step,
         epoch=epoch,
-        strategy=strategy,
         force=force,
     )
     result = _convert_or_exit(request)

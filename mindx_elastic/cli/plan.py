@@ -39,9 +39,6 @@ def plan_command(
         Path,
         typer.Argument(metavar="DIR", help="The checkpoint directory.", show_default=False, readable=False),
     ],
-    strategy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="How the old ranks held the tensors, if the files do not say.")
-    ] = None,
     faults: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="The fault report; default: the mounted one, if any. none: read no report."),
@@ -74,7 +71,7 @@ def plan_command(
     [bold]Exit code[/bold]
     0  restorable
     1  not restorable: there are files, but no step can be resumed from them
-    2  wrong usage: no such directory, a malformed report or strategy
+    2  wrong usage: no such directory, a malformed report
     3  no checkpoint was found: a fresh start
 
     \b
@@ -91,7 +88,7 @@ def plan_command(
 
     if not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
-    found = find(path, strategy, run)
+    found = find(path, run)
     largest = max((fact.world_size for fact in found.facts), default=None)
     report = gather_faults(faults, fault_ranks, largest)
     if world_size is None:

@@ -1,17 +1,14 @@
-"""What ``mindx-elastic plan`` tells the planner: files, faults and strategies. And the check of digests."""
+"""What ``mindx-elastic plan`` tells the planner: files and faults. And the check of digests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindx_elastic.cli.verify import check_entries
 from mindx_elastic.config import FaultPaths
-from mindx_elastic.core.moment import Moment
-from mindx_elastic.core.strategy import Strategy, TensorSpec
-from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.start.planner import order_of_moments
@@ -19,7 +16,6 @@ from mindx_elastic.start.planner import order_of_moments
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners
     from mindx_elastic.persist.catalog import CatalogEntry
-    from mindx_elastic.persist.format import Header
     from mindx_elastic.start.findings import Findings
     from mindx_elastic.start.inventory import Inventory
 
@@ -29,10 +25,10 @@ __all__ = ["Checked", "find", "gather_faults", "plan_and_check"]
 # --- files ---
 
 
-def find(directory: Path, strategy_file: Path | None = None, run_id: str | None = None) -> Inventory:
+def find(directory: Path, run_id: str | None = None) -> Inventory:
     """Look at every header under `directory`, and at the small states next to the checkpoints.
 
-    run_id: other runs' files are left out. Raises UsageError for a strategy file that is malformed or fits no step.
+    run_id: other runs' files are left out.
     """
     from mindx_elastic.start.findings import list_files, reader_trust, scan
     from mindx_elastic.start.inventory import Inventory
@@ -42,12 +38,7 @@ def find(directory: Path, strategy_file: Path | None = None, run_id: str | None 
         findings.rejected += _leftovers(directory, findings.entries.values())
     if run_id is not None:
         _keep_run(findings, run_id)
-    recorded: dict[Moment, Strategy] = {}
-    if strategy_file is not None:
-        findings.facts, recorded = _with_strategy(findings.facts, strategy_file, findings.entries)
-    inventory = Inventory.merge([findings])
-    inventory.recorded = recorded
-    return inventory
+    return Inventory.merge([findings])
 
 
 def _leftovers(directory: Path, entries: Iterable[CatalogEntry]) -> list[Rejected]:
@@ -73,59 +64,6 @@ def _keep_run(findings: Findings, run_id: str) -> None:
         text = ", ".join(runs[:8]) + (f" and {len(runs) - 8} more" if len(runs) > 8 else "")
         findings.rejected.insert(0, Rejected(f"run {run_id}", f"no usable file is of it (runs that are there: {text})"))
     findings.facts = chosen
-
-
-def _with_strategy(
-    facts: list[FileFact], path: Path, entries: Mapping[str, CatalogEntry]
-) -> tuple[list[FileFact], dict[Moment, Strategy]]:
-    """`facts` and the strategy of each step that `path` is about; files that say nothing themselves are of it."""
-    from mindx_elastic.platforms.strategy_file import load_strategy
-
-    strategy = load_strategy(path)
-    fitting = [fact for fact in facts if fact.world_size == strategy.world_size]
-    if facts and not fitting:
-        sizes = ", ".join(map(str, sorted({fact.world_size for fact in facts})))
-        raise UsageError(f"strategy file {path}: it is for {strategy.world_size} ranks, the files are of {sizes}")
-    if fitting:
-        newest = order_of_moments(fitting)[0]
-        headers = {f.rank: entries[f.path].header for f in fitting if f.moment == newest}
-        strategy = _as_in_files(strategy, {rank: header for rank, header in headers.items() if header}, path)
-    recorded = {fact.moment: strategy for fact in fitting}
-    changed = [replace(f, strategy=strategy) if f.moment in recorded and _is_silent(f) else f for f in facts]
-    return changed, recorded
-
-
-def _as_in_files(strategy: Strategy, headers: Mapping[int, Header], path: Path) -> Strategy:
-    """Names as the files have them, and shapes: MindSpore's strategies have none, and know no ``model.`` in front.
-
-    Tensors that are in no file, and whose shape is unknown, are left out.
-    """
-    from mindx_elastic.persist.places import shape_of_node, tensor_places
-    from mindx_elastic.platforms.mindspore_layout import with_shapes
-
-    shapes: dict[str, dict[int, tuple[int, ...]]] = {}
-    for rank, header in headers.items():
-        for place, node in tensor_places(header).items():
-            shapes.setdefault(place, {})[rank] = tuple(shape_of_node(node, header))
-    specs = [s if s.name in shapes or f"model.{s.name}" not in shapes else _of_model(s) for s in strategy.tensors]
-    shapeless = {s.name for s in specs if not s.shape and s.layout.splitting}
-    kept = [s for s in specs if s.name not in shapeless or s.name in shapes]
-    if not kept:
-        raise UsageError(f"strategy file {path}: none of its {len(specs)} tensors is in the files here")
-    try:
-        return with_shapes(
-            Strategy(strategy.world_size, tuple(kept)), {name: shapes[name] for name in shapeless & set(shapes)}
-        )
-    except UsageError as error:
-        raise UsageError(f"strategy file {path} does not fit the files here: {error}") from None
-
-
-def _of_model(spec: TensorSpec) -> TensorSpec:
-    return replace(spec, name=f"model.{spec.name}")
-
-
-def _is_silent(fact: FileFact) -> bool:
-    return "" in fact.strategy.by_name
 
 
 # --- faults ---

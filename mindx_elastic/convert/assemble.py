@@ -1,7 +1,7 @@
 """One whole tensor from the parts that ranks hold.
 
-Two kinds of formats: those that say where each part is in the whole (`TensorPart`: DCP's chunks, Hugging Face's
-shards, DeepSpeed's partitions), and those with a `Layout` over ranks that may stand in for one another (`assemble`).
+Two kinds of formats: those that say where each part is in the whole (`TensorPart`: DCP's chunks), and those with a
+`Layout` over ranks that may stand in for one another (`assemble`).
 """
 
 from __future__ import annotations

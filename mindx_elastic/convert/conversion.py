@@ -16,16 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindx_elastic.convert import dcp, deepspeed, indexed, mindspore_file, ours, plain_file, torch_file
-from mindx_elastic.convert.kinds import KINDS, SOURCES, find_kind, kind_of_name
+from mindx_elastic.convert import dcp, indexed, mindspore_file, ours, plain_file, torch_file
+from mindx_elastic.convert.kinds import KINDS, find_kind, kind_of_name, refuse_deepspeed
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.state import MODEL, components_of, flat_tensors, num_tensors, plain_values, resolved
 from mindx_elastic.errors import SaveError, UsageError
-from mindx_elastic.persist.catalog import rank_of_folder
 from mindx_elastic.persist.storage import fsync_dir, publish, temp_name
 
 if TYPE_CHECKING:
-    from mindx_elastic.core.strategy import Strategy
     from mindx_elastic.persist.format import CheckpointInfo
 
 __all__ = ["ConversionRequest", "Converted", "convert"]
@@ -46,19 +44,16 @@ class ConversionRequest:
     everything: bool = False
     """Keep the optimizer and the rest."""
     step: int | None = None
-    """The step to read, of this package's files or of MindSpore's rank folders; to mindx from other formats, the step
-    number that the file gets."""
+    """The step to read, of this package's files; to mindx from other formats, the step number that the file gets."""
     epoch: int | None = None
-    strategy: Path | None = None
-    """How ``rank_*/`` files of MindSpore are laid out."""
     force: bool = False
     on_write: Callable[[Path, int], None] | None = None
     """Told where the writing begins: the temporary file or folder, and the bytes of the tensors that go there."""
 
     def __post_init__(self) -> None:
-        for kind, known in ((self.source_kind, SOURCES), (self.destination_kind, KINDS)):
-            if kind not in (None, *known):
-                raise UsageError(f"{kind!r} is not a format; give one of {', '.join(known)}")
+        for kind in (self.source_kind, self.destination_kind):
+            if kind not in (None, *KINDS):
+                raise UsageError(f"{kind!r} is not a format; give one of {', '.join(KINDS)}")
         for name, value in (("step", self.step), ("epoch", self.epoch)):
             if value is not None and value < 0:
                 raise UsageError(f"{name} {value}: numbers count from 0")
@@ -101,10 +96,8 @@ def convert(request: ConversionRequest) -> Converted:
         )
     if target != "mindx" and request.epoch is not None:
         raise UsageError("--epoch is for --to mindx: only such files have an epoch")
-    if kind not in ("mindx", "mindspore") and target != "mindx" and request.step is not None:
-        raise UsageError("--step is for checkpoints of this package, as source or destination, and rank folders")
-    if request.strategy is not None and kind != "mindspore":
-        raise UsageError(f"--strategy is for rank folders of MindSpore; {request.source} is {kind}")
+    if "mindx" not in (kind, target) and request.step is not None:
+        raise UsageError("--step is for checkpoints of this package, as source or destination")
     _check_destination(request.destination, source=request.source, folder=target == "dcp", force=request.force)
     content = _READERS[kind](request, Scratch(request.destination.absolute().parent))
     step, epoch = _step_and_epoch(request, content.info)
@@ -138,8 +131,7 @@ def _read_dcp(request: ConversionRequest, scratch: Scratch) -> _Content:
 
 def _read_torch(request: ConversionRequest, scratch: Scratch) -> _Content:
     path = request.source
-    if deepspeed.is_rank_file(path):
-        raise UsageError(f"{path} holds one rank's part of a DeepSpeed checkpoint: give its folder")
+    refuse_deepspeed(path)
     index = path if path.suffix == ".json" else indexed.find_index(path) if path.is_dir() else None
     if index is not None:
         tensors, notes = indexed.read_indexed(index, torch_file.read_torch_file)
@@ -152,37 +144,14 @@ def _read_torch(request: ConversionRequest, scratch: Scratch) -> _Content:
 def _read_mindspore(request: ConversionRequest, scratch: Scratch) -> _Content:
     if request.component is not None:
         raise UsageError("--component: a plain safetensors file has no components")
-    path = request.source
-    if path.is_dir() and any(rank_of_folder(folder) is not None for folder in path.iterdir()):
-        if request.strategy is None:
-            raise UsageError(f"{path} has rank folders: say with --strategy FILE how their tensors are laid out")
-        tensors, notes = mindspore_file.read_shards(path, _load_strategy(request.strategy), scratch, request.step)
-        return _Content({MODEL: tensors}, None, notes)
-    if request.strategy is not None:
-        raise UsageError(f"{path} has no rank_*/ folders for --strategy to describe")
-    tensors, notes = mindspore_file.read_plain(path)
+    tensors, notes = mindspore_file.read_plain(request.source)
     return _Content({MODEL: tensors}, None, notes)
-
-
-def _read_deepspeed(request: ConversionRequest, scratch: Scratch) -> _Content:
-    if request.everything or request.component is not None:
-        raise UsageError("--all, --component: of a DeepSpeed folder only the model's weights are read")
-    tensors, notes = deepspeed.read_deepspeed(request.source, scratch)
-    return _Content({MODEL: tensors}, None, notes)
-
-
-def _load_strategy(path: Path) -> Strategy:
-    from mindx_elastic.platforms import strategy_file
-
-    found: Strategy = strategy_file.load_strategy(path)
-    return found
 
 
 _READERS: dict[str, Callable[[ConversionRequest, Scratch], _Content]] = {
     "dcp": _read_dcp,
     "torch": _read_torch,
     "mindspore": _read_mindspore,
-    "deepspeed": _read_deepspeed,
     "mindx": _read_ours,
 }
 

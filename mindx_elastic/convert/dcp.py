@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from mindx_elastic.convert.assemble import Size, TensorPart, check_parts, put_together
-from mindx_elastic.convert.inert_pickle import read_inert
+from mindx_elastic.convert.inert_pickle import PickledObject, read_inert
 from mindx_elastic.convert.mapped import Scratch, open_source
 from mindx_elastic.convert.state import LazyValue
-from mindx_elastic.convert.torch_file import PickledObject, load_weights
+from mindx_elastic.convert.torch_file import load_weights
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError
 from mindx_elastic.persist.dtypes import parse_dtype
 

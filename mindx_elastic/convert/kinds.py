@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from mindx_elastic.convert.dcp import METADATA
-from mindx_elastic.convert.deepspeed import deepspeed_folder
 from mindx_elastic.convert.indexed import find_index, read_index
 from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.convert.plain_file import is_mindspore_ckpt
@@ -15,16 +15,16 @@ from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsab
 from mindx_elastic.persist.catalog import rank_of_folder, read_entries
 from mindx_elastic.start.findings import reader_trust
 
-__all__ = ["KINDS", "SOURCES", "find_kind", "kind_of_name"]
+__all__ = ["KINDS", "find_kind", "kind_of_name", "refuse_deepspeed"]
 
 KINDS = ("dcp", "torch", "mindspore", "mindx")
-SOURCES = (*KINDS, "deepspeed")
 _TORCH_NAMES = {".pt", ".pth", ".bin"}
 _SNIFF_BYTES = 1 << 16  # our metadata begins at byte 20 or so
+_OF_DEEPSPEED = re.compile(r"zero_pp_rank_\d+_mp_rank_|mp_rank_0*[1-9]|zero_to_fp32\.py\Z|\w*_model_states\.pt\Z")
 
 
 def find_kind(path: Path) -> str:
-    """One of `SOURCES`. Raises NoUsableCheckpointError where there is nothing of any kind."""
+    """One of `KINDS`. Raises NoUsableCheckpointError where there is nothing of any kind."""
     if path.is_dir():
         return _kind_of_folder(path)
     if path.suffix == ".json":
@@ -52,8 +52,6 @@ def _kind_of_folder(path: Path) -> str:
         raise CheckpointError(f"{path}: cannot be listed: {error.strerror}", path=path) from error
     if METADATA in names:
         return "dcp"
-    if deepspeed_folder(path) is not None:
-        return "deepspeed"
     entries = read_entries(path, owners=reader_trust(path).of(path))
     if any(entry.header is not None for entry in entries):
         return "mindx"
@@ -64,6 +62,7 @@ def _kind_of_folder(path: Path) -> str:
     plain = [entry.path for entry in entries if entry.foreign or entry.path.is_symlink()]
     if any(each.suffix == ".safetensors" for each in plain):
         return "mindspore"
+    refuse_deepspeed(path)
     bad = "; ".join(f"{entry.path}: {entry.problem}" for entry in entries[:4])
     if bad:
         raise CorruptCheckpointError(f"no checkpoint in {path} can be used: {bad}", path=path)
@@ -73,6 +72,17 @@ def _kind_of_folder(path: Path) -> str:
         "given by its own name",
         path=path,
     )
+
+
+def refuse_deepspeed(path: Path) -> None:
+    """Raise UsageError for a folder of DeepSpeed, and for a file with the part of one rank."""
+    names = os.listdir(path) if path.is_dir() else [path.name]
+    whole = not path.is_dir() and path.name == "mp_rank_00_model_states.pt"  # of stages 0 to 2: all weights
+    if not whole and any(map(_OF_DEEPSPEED.match, names)):
+        raise UsageError(
+            f"{path} is DeepSpeed's, whose ranks hold parts. Its folder has a script that puts the weights together: "
+            "python zero_to_fp32.py FOLDER OUT --safe_serialization; convert OUT"
+        )
 
 
 def _kind_of_index(index: Path) -> str:

@@ -5,18 +5,17 @@ torch's own restricted reader builds tensors and plain containers and refuses ev
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import zipfile
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import torch
 
 from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError, StrPath
 
-__all__ = ["PickledObject", "is_torch_file", "load_weights", "read_torch_file", "stand_in", "write_torch_file"]
+__all__ = ["is_torch_file", "load_weights", "read_torch_file", "write_torch_file"]
 
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80\x02"  # how files before torch 1.6 begin
@@ -27,49 +26,18 @@ def is_torch_file(start: bytes) -> bool:
     return start.startswith((_ZIP, _PICKLE))
 
 
-def read_torch_file(path: StrPath, *, stand_ins: bool = False) -> Any:
+def read_torch_file(path: StrPath) -> Any:
     """The content. Tensors are mapped, not read, except in files of torch 1.5 and older.
 
-    stand_ins: objects of classes that torch does not know become `PickledObject` and are not refused. Raises
-    ForeignCheckpointError where the file holds anything but tensors and plain values, CorruptCheckpointError where it
-    is damaged.
+    Raises ForeignCheckpointError where the file holds anything but tensors and plain values, CorruptCheckpointError
+    where it is damaged.
     """
     path = Path(path)
     with open(open_source(path), "rb") as file:
         zipped = file.read(len(_ZIP)) == _ZIP
         if zipped:
             _check_zip(file, path)
-    unknown: list[str] = []
-    if stand_ins and zipped:
-        with contextlib.suppress(Exception):  # damaged: the load names it
-            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    with torch.serialization.safe_globals([stand_in(*name.rpartition(".")[::2]) for name in unknown]):
-        return load_weights(str(path), f"{path}", path, mmap=zipped)
-
-
-class PickledObject:
-    """What a file calls an object of a class, or the result of a call: what it was made of, and nothing else."""
-
-    arguments: tuple[Any, ...]
-    """The arguments of the call."""
-    state: Any = None
-    """What ``__setstate__`` of its class would have been given."""
-
-    def __new__(cls, *arguments: Any, **_: Any) -> Self:
-        made = object.__new__(cls)
-        made.arguments = arguments
-        return made
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def stand_in(module: str, name: str) -> type[PickledObject]:
-    """A class that takes the place of the class or function that a file names."""
-    return type(name, (PickledObject,), {"__module__": module})
+    return load_weights(str(path), f"{path}", path, mmap=zipped)
 
 
 def _check_zip(file: IO[bytes], path: Path) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, REPLICATE, Layout, Placement
 from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
@@ -26,7 +26,6 @@ __all__ = [
     "layout_of",
     "says",
     "stage_size_of",
-    "with_shapes",
 ]
 
 Orders = list[list[int]]
@@ -200,34 +199,3 @@ def _split_orders(layout: Layout) -> Orders:
     """For each dimension of the tensor, up to the last that is split, the mesh dimensions that split it, outermost cut
     first."""
     return [list(layout.split_orders.get(dim, ())) for dim in range(1 + max(layout.split_orders, default=-1))]
-
-
-# --- shapes, which MindSpore's files do not have ---
-
-
-def with_shapes(strategy: Strategy, local_shapes: Mapping[str, Mapping[int, Sequence[int]]]) -> Strategy:
-    """`strategy` with the shapes of whole tensors, worked out from those of their parts, which MindSpore makes equal.
-
-    local_shapes: tensor name -> rank -> the shape that it holds. Tensors that are not named stay as they are. Raises
-    UsageError where shapes and layout contradict each other.
-    """
-    specs = []
-    for spec in strategy.tensors:
-        given = local_shapes.get(spec.name)
-        if given is None:
-            specs.append(spec)
-            continue
-        shapes = {tuple(shape) for rank, shape in given.items() if rank in spec.layout}
-        if len(shapes) != 1:
-            raise UsageError(
-                f"{spec.name}: one shape of its parts is expected, not {sorted(shapes)!r:.80}; for uneven parts give a "
-                "strategy file of this package, which has the shapes"
-            )
-        try:
-            shape = spec.layout.global_shape(shapes.pop())
-        except UsageError as error:
-            raise UsageError(f"{spec.name}: {error}") from None
-        if spec.shape and spec.shape != shape:
-            raise UsageError(f"{spec.name}: its shape is {list(spec.shape)}, but the parts make {list(shape)}")
-        specs.append(replace(spec, shape=shape))
-    return Strategy(strategy.world_size, tuple(specs))

@@ -2,9 +2,8 @@
 
 A path that ends in ``.json`` is JSON, anything else protobuf (``strategy.proto``). What we write says everything twice:
 in MindSpore's fields as far as they can, and exactly in fields that MindSpore skips. A file that MindSpore wrote has
-the layouts but not the shapes: such tensors come back with shape ``()``, and `mindspore_layout.with_shapes` fills them
-in from what the checkpoint files hold. Pipeline stages: a file of one stage has plain names, a file of several
-``{stage}-{name}``.
+the layouts but not the shapes: such tensors come back with shape ``()``. Pipeline stages: a file of one stage has plain
+names, a file of several ``{stage}-{name}``.
 
 Source of the form: MindSpore's ``train/node_strategy_pb2.py`` (messages) and ``parallel/_parallel_serialization.py``
 (what they mean) in version 2.10. `merge_strategies` takes and returns what ``merge_pipeline_strategys`` in
@@ -140,8 +139,8 @@ def _fill_exact(exact: Any, spec: TensorSpec) -> None:
 def load_strategy(path: StrPath) -> Strategy:
     """The strategy in a file of ours or of MindSpore's: JSON when `path` ends in ``.json``, else protobuf.
 
-    Tensors whose shape the file does not tell have shape ``()``; see `mindspore_layout.with_shapes`. Raises UsageError,
-    which names the file and the tensor, for everything that is wrong with it. Any thread.
+    Tensors whose shape the file does not tell have shape ``()``. Raises UsageError, which names the file and the
+    tensor, for everything that is wrong with it. Any thread.
     """
     return read_strategy(path).strategy
 

@@ -11,7 +11,7 @@ if a transport can fetch it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.rank_lists import missing_ranks, rank_list
-from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
 from mindx_elastic.start.assumptions import settle_assumptions
@@ -134,8 +133,6 @@ class Inventory:
         """Number of processes with findings; those of a single process count as visible to every rank of any world."""
         self.own_states: dict[Moment, set[int]] = {}
         """For each step the ranks that have their own small state of it."""
-        self.recorded: Mapping[Moment, Strategy] = {}
-        """Strategies from other sources than the files."""
         self.unforeseen: set[Moment] = set()
         self.foreseen: set[Moment] = set()
         self.runs: set[str] = set()
@@ -281,7 +278,6 @@ class Inventory:
                 world,
                 faults=faults or KnownFaults(),
                 own_states=self.own_states,
-                recorded=self.recorded,
                 rejected=rejected,
                 only=moment,
             )
@@ -380,7 +376,7 @@ class Inventory:
 
         def ask() -> Candidate:
             settled = self._settle().get(moment, [])
-            return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states, self.recorded))
+            return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states, {}))
 
         return SavedStep(
             moment=moment,

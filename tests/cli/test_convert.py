@@ -87,7 +87,6 @@ def test_force_has_its_limits(run: Run, ckpt: Path, tmp_path: Path) -> None:
         (["ckpt", "x.pt", "--to", "onnx"], "'onnx' is not a format"),
         (["ckpt", "x.pt", "--epoch", "3"], "--epoch is for --to mindx"),
         (["m.pt", "x.pt", "--step", "3"], "--step is for checkpoints of this package"),
-        (["m.pt", "x.pt", "--strategy", "m.pt"], "--strategy is for rank folders"),
     ],
 )
 def test_wrong_usage_is_named(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import pytest
 import torch
 
 from mindx_elastic.core.layout import Layout
-from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.persist.writer import write_checkpoint
-from mindx_elastic.platforms.protobuf import messages
 from tests.checkpoint_files import cut_off_end, flip_bit_in_data, write, write_step
 from tests.cli.conftest import Run
 
@@ -175,44 +172,6 @@ def test_everybody_is_faulty(run: Run, ddp: Path) -> None:
 # --- other worlds ---
 
 
-def test_a_strategy_for_files_that_say_nothing(run: Run, tmp_path: Path) -> None:
-    root, file = tmp_path / "ckpt", tmp_path / "strategy.json"
-    write_step(root, 5, world_size=2)
-    (root / "rank_1" / "resnet-1_5.safetensors").unlink()
-    assert run("plan", root).exit_code == 1
-    layout = Layout((2,), ("R",))  # type: ignore[arg-type]
-    strategy = Strategy(2, (TensorSpec("model.weight", (1000,), layout, "F32"),))
-    file.write_text(json.dumps(strategy.to_json()))
-    result = run("plan", root, "--strategy", file)
-    assert result.exit_code == 0 and "rank 0's file" in result.stdout
-    file.write_text(json.dumps(replace(strategy, world_size=3).to_json()))
-    result = run("plan", root, "--strategy", file)
-    assert result.exit_code == 2 and "it is for 3 ranks, the files are of 2" in result.stderr
-
-
-def test_a_strategy_of_mindspore_has_no_shapes_and_other_names(run: Run, sharded: Path, tmp_path: Path) -> None:
-    for rank in range(4):  # as if the job had not recorded its layouts
-        path = sharded / f"rank_{rank}" / "a-1_9_breakpoint.safetensors"
-        path.unlink()
-        if rank != 3:
-            write(path, state={"model": {"w": torch.zeros(4, 4)}, "rng": [1]}, step=9, rank=rank, world_size=4)
-    assert run("plan", sharded).exit_code == 1
-    content = messages().ParallelStrategyMap(current_stage=0)
-    for name in ("w", "moments.w"):
-        layouts = content.parallel_layout_item.add(param_name=name).parallel_layouts
-        layouts.dev_matrix.add(dim=[2, 2])
-        layouts.tensor_map.add(dim=[0, -1])
-        layouts.field, layouts.opt_weight_shard_step, layouts.opt_weight_shard_size = 0, 0, 0
-    file = tmp_path / "strategy.ckpt"
-    file.write_bytes(content.SerializeToString())
-    found = document(run, sharded, "--strategy", file)
-    assert found["restorable"] and found["ranks"][3]["donor"] == 1
-    del content.parallel_layout_item[0]
-    file.write_bytes(content.SerializeToString())
-    result = run("plan", sharded, "--strategy", file)
-    assert result.exit_code == 2 and "none of its 1 tensors is in the files" in result.stderr
-
-
 # --- what is written ---
 
 
@@ -256,7 +215,7 @@ def test_only_what_is_not_meant_for_resuming(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--fault-ranks", "4"], ["--strategy", "/no/such/file.json"], ["--emit-env", "/proc/no/such"]],
+    [["--fault-ranks", "4"], ["--emit-env", "/proc/no/such"]],
 )
 def test_wrong_usage_is_2(run: Run, ddp: Path, options: list[str]) -> None:
     result = run("plan", ddp, *options)
@@ -264,12 +223,11 @@ def test_wrong_usage_is_2(run: Run, ddp: Path, options: list[str]) -> None:
 
 
 @pytest.mark.parametrize("content", ["", '{"FaultRankIds": ["9"]}', '{"FaultRankIds": "all"}'])
-def test_malformed_reports_and_strategies(run: Run, ddp: Path, tmp_path: Path, content: str) -> None:
+def test_malformed_reports(run: Run, ddp: Path, tmp_path: Path, content: str) -> None:
     file = tmp_path / "file.json"
     file.write_text(content)
-    for option in ("--faults", "--strategy"):
-        result = run("plan", ddp, option, file)
-        assert result.exit_code == 2 and str(file) in result.stderr
+    result = run("plan", ddp, "--faults", file)
+    assert result.exit_code == 2 and str(file) in result.stderr
 
 
 def test_fields_that_a_terminal_would_obey(run: Run, tmp_path: Path) -> None:

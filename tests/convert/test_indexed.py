@@ -170,3 +170,13 @@ def test_one_ranks_parts_are_refused(tmp_path: Path) -> None:
     for source in (tmp_path / "sharded", paths[0], paths[1].rename(tmp_path / "alone.safetensors")):
         with pytest.raises(UsageError, match=r"one rank's parts of the tensors .*enable_consolidation=True"):
             converted(source)
+
+
+@pytest.mark.parametrize("file", ["zero_to_fp32.py", "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_what_deepspeed_wrote_has_its_own_script(tmp_path: Path, file: str) -> None:
+    path = tmp_path / "ds" / file
+    path.parent.mkdir(parents=True)
+    torch.save({"optimizer_state_dict": {}}, path)
+    source = path if "optim" in file else path.parent
+    with pytest.raises(UsageError, match=r"python zero_to_fp32\.py FOLDER OUT"):
+        converted(source)

@@ -20,7 +20,6 @@ from mindx_elastic.platforms.mindspore_layout import (
     layout_of,
     says,
     stage_size_of,
-    with_shapes,
 )
 
 
@@ -144,12 +143,3 @@ def test_the_stage_is_the_mesh_of_most_tensors() -> None:
     assert stage_size_of(Strategy(8, (*specs, everywhere))) == 4
     assert stage_size_of(Strategy(8, (everywhere,))) == 8
     assert stage_size_of(Strategy(3, ())) == 3
-
-
-def test_shapes_come_back_from_what_the_ranks_hold() -> None:
-    for layout in (laid((2, 3), "R", "S(1)"), laid((2, 2), "_S(0,2)", "S(0)"), laid((2, 2), "S(1)", "S(0)")):
-        unknown = Strategy(layout.size, (TensorSpec("w", (), layout),))
-        local = {rank: layout.local_shape((8, 6), layout.shard_of(rank)) for rank in layout.ranks}
-        assert with_shapes(unknown, {"w": local, "other": {0: (3,)}}).tensors[0].shape == (8, 6)
-        with pytest.raises(UsageError, match="w: one shape of its parts is expected"):
-            with_shapes(unknown, {"w": {**local, 0: (8, 7)}})
