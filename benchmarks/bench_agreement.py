@@ -49,8 +49,8 @@ import torch.distributed as dist
 import harness
 from mindx_elastic.agreement import store_exchange
 from mindx_elastic.agreement.hosting import ask_again_soon, host_store
-from mindx_elastic.agreement.stop_request import encode_request
 from mindx_elastic.agreement.store_exchange import StoreExchange
+from mindx_elastic.alarm.alarm import StopRequest
 
 ALARMS = ("all", "one")
 TARGET_S, TARGET_MESSAGES = 1.0, 8
@@ -178,10 +178,10 @@ class Counted:
         return counted
 
 
-def request_of(rank: int) -> dict[str, Any]:
+def request_of(rank: int) -> StopRequest:
     """Of the same length for each rank."""
     reason = ASKED.format(rank)
-    return {"kind": "signal", "reason": reason, "origin": 0, "exit_code": 143, "signum": 15, "grace_left_s": 30.0}
+    return StopRequest(kind="signal", reason=reason, origin=0, exit_code=143, signum=15, grace_left_s=30.0)
 
 
 def offer_of(rank: int) -> int:
@@ -357,7 +357,7 @@ def record(port: int, world_size: int, rank: int, alarm: str, number: int) -> Re
     if alarm == "one":
         first.request(request_of(0))
     else:  # as if the winner had not rung yet
-        shared.set("request", encode_request(request_of(0)))
+        shared.set("request", request_of(0).encode())
         recorded.alarms.put(True)
     recorder.wait_for(lambda: shared.add("stop/count", 0) == world_size - 1)
     decision = first.decide("stop", offer_of(0), PATIENCE_S)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mindx_elastic.agreement.gather import START_TIMEOUT_S, Answer, Merge
 from mindx_elastic.agreement.stop_step import FINISHED, Decision, Offer, conclude
+from mindx_elastic.alarm.alarm import StopRequest
 
 __all__ = ["Exchange", "PauseRequest"]
 
@@ -49,18 +50,16 @@ class Exchange:
 
     def listen(
         self,
-        on_request: Callable[[dict[str, Any]], None],
+        on_request: Callable[[StopRequest], None],
         on_order: Callable[[PauseRequest], None] = lambda order: None,
     ) -> None:
         """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop, and `on_order` for a
         newer order of another rank.
-
-        The content of a request is checked, see `stop_request.parse_request`.
         """
 
-    def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
+    def request(self, mine: StopRequest) -> StopRequest:
         """Ask every rank to stop; returns the request that won, this one or an earlier one."""
-        return dict(content)
+        return mine
 
     def order(self, *, pause: bool, reason: str) -> PauseRequest:
         """Order all ranks to pause, or to go on, unless the newest order says so already. Returns the newest one. Never

@@ -20,7 +20,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from mindx_elastic.core.fields import Between, Words, read_text
 from mindx_elastic.core.printable import printable
 
 __all__ = [
@@ -64,8 +66,8 @@ Offer = int | str | End
 class Decision:
     """What a round ended with. `step` is set when the ranks act together, None when each acts alone."""
 
-    step: int | None
-    reason: str = ""
+    step: Annotated[int, Between(0, _MOST_STEPS - 1)] | None
+    reason: Annotated[str, Words(MAX_CELL)] = ""
 
     def encode(self) -> str:
         return json.dumps({"step": self.step, "reason": printable(self.reason, _MAX_REASON)})
@@ -77,18 +79,10 @@ FINISHED = Decision(None, "every rank has finished training")
 
 def parse_decision(text: str) -> Decision:
     """Inverse of `Decision.encode`. Raises ValueError for anything else."""
-    if len(text) > MAX_CELL:
-        raise ValueError(f"a stop decision of {len(text)} characters")
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"not a stop decision: {printable(text, 60)!r}") from None
-    if not isinstance(content, dict) or content.keys() != {"step", "reason"}:
-        raise ValueError(f"not a stop decision: {printable(text, 60)!r}")
-    step, reason = content["step"], content["reason"]
-    if (step is not None and (type(step) is not int or not 0 <= step < _MOST_STEPS)) or not isinstance(reason, str):
-        raise ValueError(f"not a stop decision: {printable(text, 60)!r}")
-    return Decision(step, printable(reason))
+        return read_text(Decision, text, MAX_CELL)
+    except ValueError as error:
+        raise ValueError(f"not a stop decision ({error}): {printable(text, 60)!r}") from None
 
 
 def parse_offer(text: str) -> Offer:

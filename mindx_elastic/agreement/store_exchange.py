@@ -31,14 +31,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from mindx_elastic.agreement.exchange import Exchange, PauseRequest
 from mindx_elastic.agreement.sealed import NotOursError, Seal
-from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
 from mindx_elastic.agreement.stop_step import (
     FINISHED,
     LEFT,
@@ -52,6 +51,7 @@ from mindx_elastic.agreement.stop_step import (
     parse_offer,
 )
 from mindx_elastic.agreement.store_gathering import Store, StoreGathering, is_missing_key
+from mindx_elastic.alarm.alarm import MAX_REQUEST, StopRequest
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list
@@ -105,7 +105,7 @@ class StoreExchange(StoreGathering, Exchange):
         self._closed = threading.Event()
         self._lost = False
         self._late: ThreadTask[Any] | None = None
-        self._won: dict[str, Any] | None = None
+        self._won: StopRequest | None = None
         self._listener: threading.Thread | None = None
         self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's
         self._choosing = threading.Lock()
@@ -126,27 +126,27 @@ class StoreExchange(StoreGathering, Exchange):
 
     def listen(
         self,
-        on_request: Callable[[dict[str, Any]], None],
+        on_request: Callable[[StopRequest], None],
         on_order: Callable[[PauseRequest], None] = lambda order: None,
     ) -> None:
         self._on_order = on_order
 
         def run() -> None:
             try:
-                content = self._wait_for_request()
+                request = self._wait_for_request()
             except Exception as error:
                 # The store's host is gone: a peer has died or the job is over. Collectives will tell the main thread.
                 logger.debug("listener of rank %d ended: %s", self.rank, error)
                 return
-            if content is not None:
-                on_request(content)
+            if request is not None:
+                on_request(request)
 
         self._listener = threading.Thread(target=run, name="mindx-listener", daemon=True)
         self._listener.start()
         for caller in self._callers:  # now: a dying process may have no room for another thread
             caller.start()
 
-    def _wait_for_request(self) -> dict[str, Any] | None:
+    def _wait_for_request(self) -> StopRequest | None:
         """The first valid request; None when the exchange is closed. Raises what a lost store raises.
 
         A stranger may ring, or write something else in place of the request: the listener goes on listening.
@@ -176,7 +176,7 @@ class StoreExchange(StoreGathering, Exchange):
         found = store.compare_set(key, _ABSENT, _ABSENT)  # writes nothing, whatever is there
         return None if found == _ABSENT.encode() else found
 
-    def _find_request(self) -> dict[str, Any] | None:
+    def _find_request(self) -> StopRequest | None:
         if (message := self._peek(self._bell, "request")) is None:
             return None
         try:
@@ -235,19 +235,18 @@ class StoreExchange(StoreGathering, Exchange):
         ranks = range(self.world_size)
         self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
 
-    def _open_request(self, message: bytes) -> dict[str, Any]:
+    def _open_request(self, message: bytes) -> StopRequest:
         """Raises NotOursError."""
         text = self.seal.open("request", message, limit=MAX_REQUEST)
         try:
-            return parse_request(text, self.world_size)
+            return StopRequest.decode(text, self.world_size)
         except ValueError as error:
             raise NotOursError(str(error)) from None
 
-    def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        mine = dict(content)
-        message = self.seal.close("request", encode_request(mine))
+    def request(self, mine: StopRequest) -> StopRequest:
+        message = self.seal.close("request", mine.encode())
 
-        def ask() -> dict[str, Any]:
+        def ask() -> StopRequest:
             with self._lock:
                 found = self._put_first(
                     "request", message, lambda found: (self._open_request(found), found == message.encode())

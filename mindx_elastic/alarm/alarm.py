@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
 
 from mindx_elastic.alarm.deadline import Deadline
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code, exit_code_from_peer
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.fields import Between, Words, read_text
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UnmanagedStateError
 
-__all__ = ["ALARM_KINDS", "REFUSAL", "REHEARSAL", "REQUEST_KINDS", "Alarm", "Alarms", "signal_name"]
+__all__ = ["ALARM_KINDS", "MAX_REQUEST", "REFUSAL", "REHEARSAL", "Alarm", "Alarms", "StopRequest", "signal_name"]
 
 ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
 """What policies answer to."""
@@ -22,8 +24,9 @@ REFUSAL = "unmanaged"
 """The kind of an `UnmanagedStateError` that leaves the block: every rank stops, and no policy saves anything."""
 REHEARSAL = "rehearsal"
 """The kind of a stop that the job orders itself, to try its resume: policies take it for a signal."""
-REQUEST_KINDS = ALARM_KINDS | {REFUSAL, REHEARSAL}
-"""What a rank may ask the others to stop for."""
+MAX_REQUEST = 16384
+"""The longest `StopRequest`, in characters."""
+_REQUEST_KINDS = ALARM_KINDS | {REFUSAL, REHEARSAL}
 _ASKED_FOR = frozenset({"signal", "flag", "fault", "request"})
 _ORPHAN = ("signal", None)
 _LEAST_GRACE_S = 3.0  # an unsealed request cannot shorten the grace period further
@@ -33,12 +36,39 @@ _MAX_REASON = 400
 _MAX_EXCEPTION = 300
 
 
+@dataclass(frozen=True, kw_only=True)
+class StopRequest:
+    """An alarm as the rank that has heard it sends it to the others."""
+
+    kind: str
+    """One of `ALARM_KINDS`, `REFUSAL` or `REHEARSAL`."""
+    reason: Annotated[str, Words(_MAX_REASON)]
+    origin: int
+    """The rank."""
+    exit_code: Annotated[int, Between(0, 255)]
+    signum: Annotated[int, Between(1, 64)] | None = None
+    grace_left_s: Annotated[float, Between(-_MAX_GRACE_S, _MAX_GRACE_S)]
+
+    def encode(self) -> str:
+        return json.dumps({**asdict(self), "reason": printable(self.reason, _MAX_REASON)})
+
+    @classmethod
+    def decode(cls, text: str, world_size: int) -> StopRequest:
+        """Raises ValueError for anything that no rank sends."""
+        found = read_text(cls, text, MAX_REQUEST)
+        if found.kind not in _REQUEST_KINDS:
+            raise ValueError(f"{printable(found.kind, 60)!r} is not a kind of alarm")
+        if found.origin >= world_size:
+            raise ValueError(f"there is no rank {found.origin}: not one of this job's {world_size}")
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """Heard by one rank, sent to all. Immutable; passes between threads."""
 
     kind: str
-    """One of `REQUEST_KINDS`."""
+    """As `StopRequest.kind`."""
     reason: str
     """For people: ``SIGTERM``, ``flag file /x/graceful_exit.json``, ``exception: ValueError: ...``."""
     deadline: Deadline
@@ -58,16 +88,16 @@ class Alarm:
         asked = self.kind in _ASKED_FOR and self.signum != signal.SIGTERM and (self.kind, self.signum) != _ORPHAN
         return self.exit_code if asked else -1
 
-    def to_request(self) -> dict[str, Any]:
-        """The stop request that asks the other ranks to stop for this alarm; `Alarms.of_peer` reads it."""
-        return {
-            "kind": self.kind,
-            "reason": self.reason,
-            "exit_code": self.exit_code,
-            "origin": self.origin,
-            "signum": self.signum,
-            "grace_left_s": self.deadline.remaining_s(),
-        }
+    def to_request(self) -> StopRequest:
+        """Asks the other ranks to stop for this alarm; `Alarms.of_peer` is the way back."""
+        return StopRequest(
+            kind=self.kind,
+            reason=self.reason,
+            exit_code=self.exit_code,
+            origin=self.origin,
+            signum=self.signum,
+            grace_left_s=self.deadline.remaining_s(),
+        )
 
 
 class Alarms:
@@ -126,28 +156,28 @@ class Alarms:
             grace_s = min(longest_s, max(0.5, grace))
         return self._make(kind, printable(content["reason"], _MAX_REASON), code, grace_s=grace_s)
 
-    def of_peer(self, content: Mapping[str, Any], *, is_sealed: bool = False) -> Alarm:
-        """Another rank's request, made by `Alarm.to_request` and checked by `agreement.stop_request.parse_request`.
+    def of_peer(self, request: StopRequest, *, is_sealed: bool = False) -> Alarm:
+        """Another rank's request.
 
         `is_sealed`: only a rank of this job can have written it. If not, the request may stop the job and no more: it
         cannot choose the exit code, and enough time to save remains; nor can it lengthen the time.
         """
-        kind, signum, named = str(content["kind"]), content.get("signum"), int(content["exit_code"])
+        kind, signum, named = request.kind, request.signum, request.exit_code
         least_s = _LEAST_SEALED_GRACE_S if is_sealed else min(self._settings.grace_s, _LEAST_GRACE_S)
         longest_s = _MAX_GRACE_S if is_sealed else self._settings.grace_s
         if kind == "request" and named == 0 and not is_sealed:
             logger.warning(
                 "rank %s asks for exit code 0, but without a job key any process that reaches the store can ask for "
                 "that: %d is used. Give all ranks the same key (MINDX_JOB_KEY_FILE)",
-                content["origin"],
+                request.origin,
                 EXIT_TEMPORARY,
             )
         return Alarm(
             kind=kind,
-            reason=f"{content['reason']} on rank {content['origin']}",
-            deadline=Deadline.after(min(longest_s, max(least_s, float(content["grace_left_s"])))),
+            reason=f"{request.reason} on rank {request.origin}",
+            deadline=Deadline.after(min(longest_s, max(least_s, request.grace_left_s))),
             exit_code=exit_code_from_peer(kind, self._exit_codes, signum=signum, named=named, is_sealed=is_sealed),
-            origin=int(content["origin"]),
+            origin=request.origin,
             signum=signum,
         )
 

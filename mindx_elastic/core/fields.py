@@ -14,6 +14,7 @@ in it, and `read` makes the object or says which field is wrong::
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from mindx_elastic.core.printable import printable
 
-__all__ = ["Between", "Text", "Words", "read"]
+__all__ = ["Between", "Text", "Words", "read", "read_text", "read_value"]
 
 _T = TypeVar("_T")
 
@@ -61,32 +62,62 @@ _MOST_PARTS = 1 << 20
 _WORDS = {bool: "true or false", str: "text", Path: "a path"}
 
 
-def read(kind: type[_T], content: object) -> _T:
-    """The data class `kind` with the fields in `content`; others there are ignored. Raises ValueError with the field's
-    name for one that is missing, of another type or out of its bounds."""
+def read(kind: type[_T], content: object, **given: Any) -> _T:
+    """The data class `kind` with the fields in `content`; others there are ignored. `given`: fields that come from
+    elsewhere. Raises ValueError with the field's name for one that is missing, of another type or out of its bounds."""
     if not isinstance(content, Mapping):
         raise ValueError("it is not an object")
-    hints = _hints(kind)  # type: ignore[arg-type]  # classes are hashable
-    found: dict[str, Any] = {}
-    for field in fields(kind):  # type: ignore[arg-type]  # a data class
-        if field.name in content:
-            found[field.name] = _value(hints[field.name], content[field.name], field.name)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"it has no {field.name}")
+    found = dict(given)
+    for name, hint, is_needed in _fields_of(kind):  # type: ignore[arg-type]  # classes are hashable
+        if name in given:
+            continue
+        if name in content:
+            found[name] = read_value(hint, content[name], name)
+        elif is_needed:
+            raise ValueError(f"it has no {name}")
     return kind(**found)
 
 
+def read_text(kind: type[_T], text: str | bytes, most: int) -> _T:
+    """The same from JSON of at most `most` characters. Raises ValueError also for what is not JSON."""
+    if len(text) > most:
+        raise ValueError(f"it has {len(text)} characters, and not at most {most}")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    return read(kind, content)
+
+
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+def _fields_of(kind: Any) -> list[tuple[str, Any, bool]]:
+    """Name and type of each field, and whether it has to be there."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        (each.name, hints[each.name], each.default is MISSING and each.default_factory is MISSING)
+        for each in fields(kind)
+        if each.init
+    ]
 
 
-def _value(hint: Any, value: Any, name: str, bounds: Any = None) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
+@cache
+def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
+
+
+def read_value(hint: Any, value: Any, name: str, bounds: Any = None) -> Any:
+    """A value of the type `hint`, as `read` reads the field `name`."""
+    if hint is int or hint is float:
+        return _number(hint, value, name, bounds)
+    if (hint is str or hint is Path) and isinstance(value, str):
+        return hint(_text(value, name, bounds or _TEXT))
+    if hint is bool and isinstance(value, bool):
+        return value
+    origin, arguments = _taken_apart(hint)
     if origin is Annotated:
-        return _value(arguments[0], value, name, arguments[1])
+        return read_value(arguments[0], value, name, arguments[1])
     if origin in (Union, UnionType) and NoneType in arguments:
-        return None if value is None else _value(arguments[arguments[0] is NoneType], value, name)
+        return None if value is None else read_value(arguments[arguments[0] is NoneType], value, name)
     if origin is Literal or (isinstance(hint, type) and issubclass(hint, Enum)):
         allowed = {each: each for each in arguments} if origin is Literal else {each.value: each for each in hint}
         if not isinstance(value, str) or value not in allowed:
@@ -96,36 +127,29 @@ def _value(hint: Any, value: Any, name: str, bounds: Any = None) -> Any:
         return read(hint, value)
     if origin is not None:
         return _parts(origin, arguments, value, name)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint in (int, float):
-        return _number(hint, value, name, bounds)
-    if hint in (str, Path) and isinstance(value, str):
-        return hint(_text(value, name, bounds or _TEXT))
     raise ValueError(f"its {name} is not {_WORDS.get(hint, hint.__name__)}")
 
 
 def _parts(origin: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
-    """The parts of a tuple, a list (both from a list) or a mapping, whose keys JSON has made texts."""
+    """The parts of a tuple, a list or a set (all from a list), or a mapping, whose keys JSON has made texts."""
     if issubclass(origin, Mapping):
         if not isinstance(value, dict) or len(value) > _MOST_PARTS:
             raise ValueError(f"its {name} is not an object")
-        return {_key(arguments[0], key, name): _value(arguments[1], each, name) for key, each in value.items()}
+        return {_key(arguments[0], key, name): read_value(arguments[1], each, name) for key, each in value.items()}
     if not isinstance(value, (list, tuple)) or len(value) > _MOST_PARTS:
         raise ValueError(f"its {name} is not a list")
     if origin is tuple and arguments[-1] is not Ellipsis:
         if len(value) != len(arguments):
             raise ValueError(f"its {name} has {len(value)} parts instead of {len(arguments)}")
-        return tuple(_value(hint, each, name) for hint, each in zip(arguments, value, strict=True))
-    assert issubclass(origin, Sequence)
-    found = [_value(arguments[0], each, name) for each in value]
-    return tuple(found) if origin is tuple else found
+        return tuple(read_value(hint, each, name) for hint, each in zip(arguments, value, strict=True))
+    found = [read_value(arguments[0], each, name) for each in value]
+    return found if origin is not tuple and issubclass(origin, Sequence) else origin(found)
 
 
 def _key(hint: Any, key: str, name: str) -> Any:
     if hint is int and key.isascii() and key.isdecimal():
         return _number(int, int(key[:20]), name, None)
-    return _value(hint, key, name)
+    return read_value(hint, key, name)
 
 
 def _number(kind: type, value: Any, name: str, bounds: Between | None) -> Any:
@@ -139,6 +163,6 @@ def _number(kind: type, value: Any, name: str, bounds: Between | None) -> Any:
 def _text(value: str, name: str, bounds: Text | Words) -> str:
     if isinstance(bounds, Words):
         return printable(value[: bounds.most], bounds.most)
-    if len(value) > bounds.most or not re.fullmatch(bounds.pattern or ".*", value, re.DOTALL):
+    if len(value) > bounds.most or (bounds.pattern and not re.fullmatch(bounds.pattern, value, re.DOTALL)):
         raise ValueError(f"its {name} {printable(value, 40)!r} is not a valid text of at most {bounds.most} characters")
     return value

@@ -58,7 +58,7 @@ class Listeners:
         alarms, post = stopper.alarms, self._watcher.post
         is_sealed = exchange.is_sealed
         exchange.listen(
-            lambda content: post(lambda: stopper.hear(alarms.of_peer(content, is_sealed=is_sealed))),
+            lambda request: post(lambda: stopper.hear(alarms.of_peer(request, is_sealed=is_sealed))),
             lambda order: post(lambda: stopper.pauses.hear_order(order)),
         )
         peers.start(self._watcher, stopper.hear_death)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import xxhash
 
+from mindx_elastic.core.fields import Between, Text
 from mindx_elastic.core.layout import MAX_RANKS, REPLICATE, Layout
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.rank_lists import rank_list
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _MANY = 100_000
+_Long = Annotated[str, Text(1 << 20)]
 
 DYING_KINDS = ("breakpoint", "ttp", "request_exit", "snapshot")
 """Kinds of files that are written, or made of memory, when a job dies. A failing device may have spoilt them."""
@@ -45,6 +48,10 @@ class PartsHeld:
     """Parts of the whole state."""
     parts: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if self.parts and max(self.parts) >= self.count:
+            raise ValueError("a part of a divided state that does not exist")
+
     @property
     def lacking(self) -> tuple[int, ...]:
         return tuple(sorted(set(range(self.count)) - set(self.parts)))
@@ -54,7 +61,7 @@ class PartsHeld:
 class FileFact:
     """One checkpoint file whose header is sound."""
 
-    path: str
+    path: _Long
     rank: int
     """Its rank in the world that wrote it."""
     moment: Moment
@@ -75,11 +82,11 @@ class FileFact:
     """Attempt and step that the writer's attempt went on from; None: a fresh start, or not known."""
     generation: int = 0
     """The number of the start that its writer came from, among those in its directories; 0: not known."""
-    fault_report: int = 0
+    fault_report: Annotated[int, Between(-(1 << 63), 1 << 63)] = 0
     """`KnownFaults.report` at the start of the process that wrote it."""
     replica_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the tensors that the file assumes other ranks to hold, too; see `start.assumptions`."""
-    unmanaged: tuple[str, ...] = ()
+    unmanaged: tuple[_Long, ...] = ()
     """What was known against an exact resume when it was written: state of the program that no file has."""
     held: PartsHeld | None = None
     """Which parts it holds of a divided state; None: it holds all that its strategy says."""
@@ -142,8 +149,8 @@ class World:
 class Rejected:
     """A step, or a file, that was not taken."""
 
-    what: str
-    reason: str
+    what: _Long
+    reason: _Long
     moment: Moment | None = None
     """The step, where it was not a candidate or no longer one."""
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import xxhash
 
 from mindx_elastic.config import SharingSettings
 from mindx_elastic.core.events import EVENTS_FILE, logger
+from mindx_elastic.core.fields import Text, read, read_value
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
@@ -29,7 +30,7 @@ from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_fold
 from mindx_elastic.persist.first_save import Note, note_at
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.storage import quarantine, quarantined
-from mindx_elastic.start.facts import FileFact, PartsHeld, Rejected
+from mindx_elastic.start.facts import FileFact, Rejected
 from mindx_elastic.start.file_facts import Strategies, facts_of
 
 __all__ = [
@@ -38,15 +39,13 @@ __all__ = [
     "Place",
     "Share",
     "Transport",
-    "decode_parts",
-    "encode_parts",
     "list_files",
     "put_aside",
     "reader_trust",
     "scan",
 ]
 
-Place = tuple[int, str]
+Place = tuple[int, Annotated[str, Text(1 << 16)]]
 """Index of a directory and path in it, the same on every rank."""
 Share = tuple[int, int]
 """(n, count): every count-th file, from the n-th on."""
@@ -114,7 +113,7 @@ def list_files(directories: Sequence[Path], arenas: Path | None = None) -> Listi
 
 @dataclass
 class Findings:
-    """What one process has found. `encode` sends it to other ranks, without the fields after `never_saved`."""
+    """What one process has found. `encode` sends it to other ranks, but for the fields that are not for `__init__`."""
 
     attempt: int = 0
     """The attempt, as the launcher counts it."""
@@ -128,7 +127,7 @@ class Findings:
     """Facts of the files on disk; all processes with the same `disk` see them."""
     in_memory: list[FileFact] = field(default_factory=list)
     """Facts of the snapshots; all processes with the same `machine` see them."""
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[Annotated[str, Text(1 << 16)], Place] = field(default_factory=dict)
     """By path, the places of files on disk that other ranks can fetch from this one."""
     own: dict[int, dict[Moment, OwnState]] = field(default_factory=dict)
     """By rank, its own small states of steps, to be combined with a donor's file. `encode` omits the bytes."""
@@ -148,12 +147,12 @@ class Findings:
     """Some of them are not sound files of a step, so it is unknown what they were."""
     never_saved: list[tuple[str, int, int]] = field(default_factory=list)
     """(run, rank, world size) of the notes of ranks that have never published a file."""
-    entries: dict[str, CatalogEntry] = field(default_factory=dict)
-    """Catalog entries of all files that were read, by path. Not encoded."""
-    notes: list[Note] = field(default_factory=list)
-    """The notes after `never_saved`. Not encoded."""
-    damaged: list[tuple[CatalogEntry, Path]] = field(default_factory=list)
-    """Damaged files with names of ours, each with its directory, for `put_aside`. Not encoded."""
+    entries: dict[str, CatalogEntry] = field(default_factory=dict, init=False)
+    """Catalog entries of all files that were read, by path."""
+    notes: list[Note] = field(default_factory=list, init=False)
+    """The notes after `never_saved`."""
+    damaged: list[tuple[CatalogEntry, Path]] = field(default_factory=list, init=False)
+    """Damaged files with names of ours, each with its directory, for `put_aside`."""
 
     @property
     def strategies(self) -> dict[str, Strategy]:
@@ -167,23 +166,16 @@ class Findings:
 
         def row(fact: FileFact) -> list[Any]:
             strategy = digests.get(id(fact.strategy)) or digests.setdefault(id(fact.strategy), fact.strategy.digest)
-            values = (getattr(fact, name) for name in _ROW)
-            return [*fact.moment, strategy, *values, encode_parts(fact.held)]
+            return [strategy, *(getattr(fact, name) for name in _ROW)]
 
-        content = {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "facts": list(map(row, self.facts)),
-            "in_memory": list(map(row, self.in_memory)),
-            "own": [
-                [rank, *moment, state.forecast, state.trusted]
-                for rank, states in self.own.items()
-                for moment, state in states.items()
-            ],
-            "unforeseen": sorted(self.unforeseen),
-            "known": sorted(self.known),
-            "rejected": [[one.what, one.reason] for one in self.rejected],
-        }
-        return json.dumps(content, separators=(",", ":"))
+        own = [
+            (rank, moment, state.forecast, state.trusted)
+            for rank, states in self.own.items()
+            for moment, state in states.items()
+        ]
+        content = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        content |= {"facts": list(map(row, self.facts)), "in_memory": list(map(row, self.in_memory)), "own": own}
+        return json.dumps(content, separators=(",", ":"), default=lambda v: sorted(v) if type(v) is set else asdict(v))
 
     @classmethod
     def decode(cls, text: str, strategies: Mapping[str, Strategy]) -> Findings:
@@ -192,109 +184,28 @@ class Findings:
         Raises ValueError, KeyError or TypeError for a text that `encode` cannot produce.
         """
         content = json.loads(text)
-        disk, machine = _text(content["disk"]), _text(content["machine"])
         own: dict[int, dict[Moment, OwnState]] = {}
-        for rank, *moment, forecast, trusted in content["own"]:
-            own.setdefault(_whole(rank), {})[_moment(moment)] = OwnState(b"", bool(forecast), bool(trusted))
-        return cls(
-            attempt=_whole(content["attempt"]),
-            disk=disk,
-            machine=machine,
-            share=_share(content["share"]),
-            memory_share=_share(content["memory_share"]),
-            facts=[_fact(row, strategies, disk) for row in content["facts"]],
-            in_memory=[_fact(row, strategies, machine) for row in content["in_memory"]],
-            places={_text(path): (_whole(root), _text(name)) for path, (root, name) in content["places"].items()},
-            own=own,
-            unforeseen={_moment(each) for each in content["unforeseen"]},
-            foreseen={_text(run): (_whole(a), _whole(s)) for run, (a, s) in content["foreseen"].items()},
-            attempts={run: _whole(attempt) for run, attempt in content["attempts"].items()},
-            known=set(map(_text, content["known"])),
-            rejected=[Rejected(_text(what), _text(reason)) for what, reason in content["rejected"]],
-            anything=bool(content["anything"]),
-            other=bool(content["other"]),
-            never_saved=[(_text(run), _whole(rank), _whole(size)) for run, rank, size in content["never_saved"]],
-        )
+        for rank, moment, *said in read_value(list[tuple[int, Moment, bool, bool]], content["own"], "own"):
+            own.setdefault(rank, {})[moment] = OwnState(b"", *said)
+        facts = [_fact(row, strategies, content["disk"]) for row in content["facts"]]
+        in_memory = [_fact(row, strategies, content["machine"]) for row in content["in_memory"]]
+        found = read(cls, content, facts=facts, in_memory=in_memory, own=own)
+        for number, count in (found.share, found.memory_share):
+            if not number < count <= MAX_RANKS:
+                raise ValueError(f"share {number} of {count}")
+        return found
 
 
-_PLAIN = (
-    *("attempt", "disk", "machine", "share", "memory_share", "places", "attempts", "anything", "other"),
-    *("never_saved", "foreseen"),
-)
-_ROW = (
-    *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
-    *("replica_digests", "base", "unmanaged", "neighbours", "generation"),
-)
-_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch", "generation")
+_ROW = [each.name for each in fields(FileFact) if each.name not in ("strategy", "visible_to", "where")]
 
 
 def _fact(row: Sequence[Any], strategies: Mapping[str, Strategy], where: str) -> FileFact:
     """Decode the facts of one file. Raises ValueError for a row that cannot come from a header."""
-    run, attempt, step, strategy, *values, held = row
-    named = dict(zip(_ROW, values, strict=True))
-    sound = (
-        all(isinstance(named[name], str) for name in ("path", "kind"))
-        and all(type(named[name]) is int and named[name] >= 0 for name in _WHOLE)
-        and named["rank"] < named["world_size"] <= MAX_RANKS
-        and all(type(named[name]) in (int, float) for name in ("created", "fault_report"))
-        and isinstance(named["replica_digests"], dict)
-        and all(isinstance(text, str) for text in named["replica_digests"].values())
-        and isinstance(named["unmanaged"], (list, tuple))
-        and all(isinstance(text, str) for text in named["unmanaged"])
-    )
-    if not sound:
-        raise ValueError("not the facts of a checkpoint file")
-    base, unmanaged = named.pop("base"), tuple(named.pop("unmanaged"))
-    neighbours = tuple(_whole(rank) for rank in named.pop("neighbours"))
-    return FileFact(
-        moment=_moment((run, attempt, step)),
-        strategy=strategies[_text(strategy)],
-        where=where,
-        base=None if base is None else (_whole(base[0]), _whole(base[1])),
-        unmanaged=unmanaged,
-        held=decode_parts(held),
-        neighbours=neighbours,
-        **named,
-    )
-
-
-def encode_parts(held: PartsHeld | None) -> list[Any] | None:
-    """JSON-able; `decode_parts` is the way back."""
-    return None if held is None else [held.division, held.count, list(held.parts)]
-
-
-def decode_parts(content: Any) -> PartsHeld | None:
-    """Raises ValueError or TypeError."""
-    if content is None:
-        return None
-    division, count, parts = content
-    if not all(_whole(part) < _whole(count) for part in parts):
-        raise ValueError("a part of a divided state that does not exist")
-    return PartsHeld(_text(division), count, tuple(parts))
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is not a text")
-    return value
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.40} is not a whole number from 0")
-    return value
-
-
-def _share(value: Sequence[Any]) -> Share:
-    number, count = (_whole(each) for each in value)
-    if not number < count <= MAX_RANKS:
-        raise ValueError(f"share {number} of {count}")
-    return number, count
-
-
-def _moment(values: Sequence[Any]) -> Moment:
-    run, attempt, step = values
-    return _text(run), _whole(attempt), _whole(step)
+    strategy, *values = row
+    found = read(FileFact, dict(zip(_ROW, values, strict=True)), strategy=strategies[strategy], where=where)
+    if not found.rank < found.world_size <= MAX_RANKS:
+        raise ValueError(f"rank {found.rank} of {found.world_size}")
+    return found
 
 
 # --- scanning ---

@@ -8,14 +8,15 @@ rows of all files.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindx_elastic.agreement.gather import Answer, Merged
+from mindx_elastic.core.fields import read
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, World
-from mindx_elastic.start.findings import Place, decode_parts, encode_parts
+from mindx_elastic.start.findings import Place
 from mindx_elastic.start.inventory import Inventory
 
 __all__ = ["Share", "share_in", "tell_shares"]
@@ -101,7 +102,7 @@ def _verifiers(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, 
 def _row(fact: FileFact) -> list[Any]:
     """What a rank has to know of a file that it reads."""
     visible = None if fact.visible_to is None else _runs(sorted(fact.visible_to))
-    return [fact.rank, fact.path, visible, encode_parts(fact.held)]
+    return [fact.rank, fact.path, visible, None if fact.held is None else asdict(fact.held)]
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
@@ -132,10 +133,12 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
 
     def fact_of(row: Sequence[Any]) -> FileFact:
         old, path, visible, held = row
-        if not isinstance(path, str) or type(old) is not int or not 0 <= old < old_size:
-            raise ValueError("not a file of a rank")
+        content = {"rank": old, "path": path, "moment": moment, "world_size": old_size, "held": held}
         readers = None if visible is None else frozenset(_expand(visible))
-        return FileFact(path, old, moment, old_size, source, visible_to=readers, held=decode_parts(held))
+        found = read(FileFact, content, strategy=source, visible_to=readers)
+        if found.rank >= old_size:
+            raise ValueError("not a file of a rank")
+        return found
 
     files: dict[int, list[FileFact]] = {}
     for fact in map(fact_of, rows):

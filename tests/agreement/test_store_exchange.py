@@ -19,10 +19,10 @@ from mindx_elastic.agreement import gather, store_exchange
 from mindx_elastic.agreement.exchange import PauseRequest
 from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
-from mindx_elastic.agreement.stop_request import encode_request
 from mindx_elastic.agreement.stop_step import Decision, End, Offer
 from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.agreement.store_gathering import Store
+from mindx_elastic.alarm.alarm import StopRequest
 from mindx_elastic.errors import UntrustedMessageError, UsageError
 
 _jobs = itertools.count()
@@ -68,10 +68,8 @@ def ranks() -> Iterator[list[StoreExchange]]:
             exchange.close()
 
 
-def request(reason: str, origin: int = 0) -> dict[str, Any]:
-    return {
-        "kind": "request", "reason": reason, "origin": origin, "exit_code": 0, "signum": None, "grace_left_s": 30.0
-    }  # fmt: skip
+def request(reason: str, origin: int = 0) -> StopRequest:
+    return StopRequest(kind="request", reason=reason, origin=origin, exit_code=0, grace_left_s=30.0)
 
 
 def decide(ranks: list[StoreExchange], offers: dict[int, Offer], timeout_s: float) -> dict[int, Decision]:
@@ -172,18 +170,18 @@ def test_the_second_to_ask_rings_where_the_winner_has_died_before(ranks: list[St
     heard = threading.Event()
     ranks[2].listen(lambda content: heard.set())
     wanted = request("SIGTERM", 0)
-    message = ranks[0].seal.close("request", encode_request(wanted))
+    message = ranks[0].seal.close("request", wanted.encode())
     ranks[0]._store.compare_set("request", "", message)  # and then it was killed
     assert ranks[1].request(request("SIGTERM", 1)) == wanted
     assert heard.wait(30)
 
 
 def test_the_first_request_wins_and_reaches_every_listener(ranks: list[StoreExchange]) -> None:
-    heard: dict[int, dict[str, Any]] = {}
+    heard: dict[int, StopRequest] = {}
     done = threading.Semaphore(0)
 
     def listen(rank: int) -> None:
-        def on_request(content: dict[str, Any]) -> None:
+        def on_request(content: StopRequest) -> None:
             heard[rank] = content
             done.release()
 
@@ -368,10 +366,10 @@ def test_forged_offers_are_told_from_the_ranks_own(attacked: Attacked) -> None:
     ids=range(2),
 )
 def test_a_listener_goes_on_listening(attacked: Attacked, planted: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[dict[str, Any]] = []
+    heard: list[StopRequest] = []
     done = threading.Event()
 
-    def on_request(content: dict[str, Any]) -> None:
+    def on_request(content: StopRequest) -> None:
         heard.append(content)
         done.set()
 

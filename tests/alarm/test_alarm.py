@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindx_elastic.alarm.alarm import Alarms, signal_name
+from mindx_elastic.alarm.alarm import Alarms, StopRequest, signal_name
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.config import RankInfo, Settings
 
@@ -21,7 +22,7 @@ def make_alarms(*, grace_s: float = 30.0, **exit_codes: int) -> Alarms:
     ("content", "code"), [({"kind": "signal", "exit_code": 143}, 143), ({"kind": "exception", "exit_code": 1}, 75)]
 )
 def test_a_peers_alarm_keeps_its_deadline_and_says_where_it_came_from(content: dict[str, Any], code: int) -> None:
-    request = {"reason": "SIGTERM", "origin": 3, "signum": 15, "grace_left_s": 4.0, **content}
+    request = StopRequest(reason="SIGTERM", origin=3, signum=15, grace_left_s=4.0, **content)
     alarm = make_alarms().of_peer(request)
     assert (alarm.reason, alarm.origin, alarm.exit_code) == ("SIGTERM on rank 3", 3, code)
     assert 3 < alarm.deadline.remaining_s() <= 4
@@ -50,7 +51,7 @@ def test_each_kind_has_its_exit_code(kind: str, code: int) -> None:
     assert made[kind].exit_code == code
 
 
-REQUEST = {"kind": "request", "reason": "enough", "exit_code": 0, "origin": 1, "signum": None, "grace_left_s": 30.0}
+REQUEST = StopRequest(kind="request", reason="enough", exit_code=0, origin=1, grace_left_s=30.0)
 
 
 @pytest.mark.parametrize(
@@ -68,18 +69,18 @@ REQUEST = {"kind": "request", "reason": "enough", "exit_code": 0, "origin": 1, "
 )
 def test_how_to_leave_is_not_for_a_stranger_to_say(change: dict[str, Any], code: int) -> None:
     alarms = make_alarms(flag=0)
-    assert alarms.of_peer({**REQUEST, **change}).exit_code == code
+    assert alarms.of_peer(replace(REQUEST, **change)).exit_code == code
 
 
 def test_another_rank_that_is_known_may_say_how_to_leave() -> None:
     assert make_alarms().of_peer(REQUEST, is_sealed=True).exit_code == 0
-    assert make_alarms().of_peer({**REQUEST, "kind": "exception"}, is_sealed=True).exit_code == 75
+    assert make_alarms().of_peer(replace(REQUEST, kind="exception"), is_sealed=True).exit_code == 75
 
 
 @pytest.mark.parametrize("left_s", [-5.0, 0.0, 0.1])
 def test_a_stranger_cannot_take_the_time_to_save(left_s: float) -> None:
-    assert make_alarms().of_peer({**REQUEST, "grace_left_s": left_s}).deadline.remaining_s() > 2
-    assert make_alarms().of_peer({**REQUEST, "grace_left_s": left_s}, is_sealed=True).deadline.grace_s == 0.5
+    assert make_alarms().of_peer(replace(REQUEST, grace_left_s=left_s)).deadline.remaining_s() > 2
+    assert make_alarms().of_peer(replace(REQUEST, grace_left_s=left_s), is_sealed=True).deadline.grace_s == 0.5
 
 
 def test_a_reason_is_shown_not_obeyed() -> None:

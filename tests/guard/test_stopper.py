@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic.alarm.alarm import StopRequest
 from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.guard.stop_state import StopPhase
 from tests.guard.stopper_parts import Parts
@@ -24,7 +25,7 @@ def test_a_second_alarm_changes_nothing(parts: Parts) -> None:
     parts.stopper.hear(parts.stopper.alarms.of_flag(Path("flag.json")))
     parts.stopper.hear(parts.stopper.alarms.of_request("enough", 0))
     parts.stopper.hear(
-        parts.stopper.alarms.of_peer({"kind": "signal", "reason": "x", "exit_code": 1, "origin": 1, "grace_left_s": 1})
+        parts.stopper.alarms.of_peer(StopRequest(kind="signal", reason="x", exit_code=1, origin=1, grace_left_s=1))
     )
     assert parts.stopper.alarm is first
     assert [e["outcome"] for e in events(parts.directory, "alarm")] == ["stopping", "already stopping"]
