@@ -8,16 +8,16 @@ changed or left out unseen by accident; it is not a signature. An entry claims t
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
 
+from mindx_elastic.core.fields import Text, read
 from mindx_elastic.core.printable import printable
-from mindx_elastic.core.values import real, text, whole
+from mindx_elastic.core.values import text, whole
 
 __all__ = [
     "COMPARED",
@@ -41,7 +41,7 @@ NOT_COMPARED = "not compared"
 WITNESS_SUFFIX = ".witness.jsonl"
 """After the name of a checkpoint: what the stopped process has left of its next step (`prove.overlap`)."""
 MOST_WITNESS_BYTES = 1 << 26
-_DIGEST = re.compile(r"[0-9a-f]{32}|")
+_Digest = Annotated[str, Text(32, "[0-9a-f]{32}|")]
 _MOST_CHARACTERS = 200
 """The longest text in an entry: a header takes an entry of 1024."""
 
@@ -58,9 +58,9 @@ class CertifiedResume:
     """One of `COMPARED`, or `NOT_COMPARED`."""
     why: str = ""
     """What differs, or why nothing was compared."""
-    boundary: str = ""
+    boundary: _Digest = ""
     """Digest of the header of the boundary's file."""
-    witness: str = ""
+    witness: _Digest = ""
     """xxh3-128 of the file that the stopped process has left of its next step."""
     version: str = ""
     """The version of this package."""
@@ -69,7 +69,7 @@ class CertifiedResume:
     ranks: int
     date: float
     """Unix seconds."""
-    before: str
+    before: _Digest
     """Digest of the entry before; empty: it is the first."""
 
     @property
@@ -134,18 +134,11 @@ def _object(entry: str) -> dict[str, Any]:
 
 
 def _entry(content: dict[str, Any]) -> CertifiedResume | None:
-    numbers = {name: whole(content.get(name)) for name in ("after", "last", "ranks")}
-    texts = {name: text(content.get(name)) for name in ("outcome", "why", "boundary", "witness", "version", "torch")}
-    texts |= {name: text(content.get(name)) for name in ("device", "before")}
-    date = real(content.get("date"))
-    is_sound = (
-        all(number is not None and number >= 0 for number in numbers.values())
-        and date is not None
-        and texts["outcome"] in (*COMPARED, NOT_COMPARED)
-        and all(_DIGEST.fullmatch(texts[name]) for name in ("boundary", "witness", "before"))
-    )
-    made: dict[str, Any] = {**numbers, **texts, "date": date}
-    return CertifiedResume(**made) if is_sound else None
+    try:
+        entry = read(CertifiedResume, content)
+    except ValueError:
+        return None
+    return entry if entry.outcome in (*COMPARED, NOT_COMPARED) else None
 
 
 # --- what it says of a job ---

@@ -37,12 +37,13 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.fields import Between, Words, read_text
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import DirectoryInUseError
@@ -51,6 +52,7 @@ from mindx_elastic.persist.storage import LOCK_FILE
 __all__ = ["DirectoryLock", "Holder", "hold_directory", "hold_ranks"]
 
 _LONGEST_JOB = 32
+_LONGEST_GRACE_S = 86400.0
 _RECORD_BYTES = 256  # per rank, at offset rank * 256
 _MARGIN_S = 5.0  # from the end of a grace period until the process is gone
 _LEASE_S = 120.0  # an NFSv4 server releases the locks of a dead machine after its lease, usually 90 s
@@ -67,11 +69,11 @@ class Holder:
     """The process that holds a byte, as its record in the file says."""
 
     rank: int
-    host: str = ""
-    pid: int = 0
-    since: float = 0.0
+    host: Annotated[str, Words(200)] = ""
+    pid: Annotated[int, Between(1, 1 << 31)] = 0
+    since: Annotated[float, Between(0, 1e11)] = 0.0
     """Unix seconds; 0: not recorded."""
-    grace_s: float | None = None
+    grace_s: Annotated[float, Between(0, 1e9)] | None = None
     job: str = ""
     """A name of its job that no other one has; empty: it has none."""
 
@@ -234,7 +236,7 @@ class _Taking:
         return self._joins or (bool(self._job) and holder.job == self._job)
 
     def _time_left(self, holder: Holder) -> float:
-        grace_s = self._grace_s if holder.grace_s is None else holder.grace_s
+        grace_s = self._grace_s if holder.grace_s is None else min(holder.grace_s, _LONGEST_GRACE_S)
         patience_s = _MARGIN_S if self._joins else grace_s + _MARGIN_S
         if (
             not self._is_ours(holder)
@@ -299,15 +301,10 @@ def _sign(fd: int, rank: int, grace_s: float, job: str = "") -> None:
 
 def _read(fd: int, rank: int) -> Holder:
     try:
-        content = json.loads(os.pread(fd, _RECORD_BYTES, rank * _RECORD_BYTES))
-        host, pid, since = content["host"], int(content["pid"]), float(content["since"])
-        grace_s = min(max(0.0, float(content["grace_s"])), 86400.0)
-        if pid > 0 and isinstance(host, str) and 0 <= since < 1e11 and grace_s == grace_s:
-            host = "".join(c if c.isprintable() else "?" for c in host)
-            return Holder(rank, host, pid, since, grace_s, str(content.get("job", "")))
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        pass
-    return Holder(rank)
+        label = os.pread(fd, _RECORD_BYTES, rank * _RECORD_BYTES)
+        return replace(read_text(Holder, label, _RECORD_BYTES), rank=rank)
+    except (OSError, ValueError):
+        return Holder(rank)
 
 
 # --- the kernel's locks ---

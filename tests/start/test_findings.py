@@ -51,6 +51,7 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
         ("foreseen", {"run-a": [0]}),
         ("attempts", {"run-a": 1.5}),
         ("never_saved", [["run-a", 0, "2"]]),
+        ("share", [1, 1]),
     ],
 )
 def test_what_no_rank_says_is_refused(tmp_path: Path, name: str, value: object) -> None:
