@@ -17,12 +17,13 @@ from mindx_elastic.alarm.alarm import REFUSAL, REHEARSAL
 from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
+from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
+from mindx_elastic.guard.observers import Overlap
 from mindx_elastic.guard.opening import Opening
-from mindx_elastic.guard.overlap import Overlap
-from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.stop_save import GATE_S
+from mindx_elastic.guard.stopper import Stopper
 
 __all__ = ["GuardEnding"]
 
@@ -32,14 +33,15 @@ class GuardEnding:
 
     def __init__(
         self,
-        stages: Stages,
         opening: Opening,
+        stopper: Stopper,
+        listeners: Listeners,
         loops: Loops,
         loaders: Loaders,
     ) -> None:
         saver = self._saver = opening.saver
         self._unmanaged, self._loops, self._loaders = opening.unmanaged, loops, loaders
-        self._stopper, self._listeners = stages.stopper, stages.listeners
+        self._stopper, self._listeners = stopper, listeners
         self._around, self._events, self._periodic = opening.around, saver.events, opening.periodic
         self._final = opening.policies if opening.settings.final_save else ()
         """The policies that may want the last boundary of a training that ends by itself."""

@@ -1,7 +1,7 @@
 """`Guard`: joins the stages inside a worker. Everything a training loop needs to stop anywhere and resume bit for bit.
 
 The callbacks and integrations are thin layers on it. This file has the public methods and the life of a guard: enter
-(`opening` until the state is back, then `boundaries` and `stages`), steps (`loops`, `boundaries`), leave (`ending`).
+(`opening` until the state is back, then the stages of a stop), steps (`loops`, `boundaries`), leave (`ending`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -18,6 +19,8 @@ from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
+from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.object_names import name_targets
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
@@ -29,17 +32,19 @@ from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
 from mindx_elastic.guard.ending import GuardEnding
 from mindx_elastic.guard.fewer_ranks import FewerRanks
+from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.layered import LayeredGuard
+from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.evaluations import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.loops.numbered_batches import NumberedBatches
+from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
-from mindx_elastic.guard.overlap import open_overlap
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.running import EnterAgain, InPlaceGuard, run_in_place, tell_of_block
-from mindx_elastic.guard.stages import Stages
+from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.platforms.launchers import current_ranks
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
@@ -140,31 +145,9 @@ class Guard(LayeredGuard):
         on_difference: str = "warn",
         rehearse: int | str | Sequence[int | str] | None = None,
     ) -> None:
+        given = locals()
         super().__init__()
-        self._options = GuardOptions(
-            directory=directory,
-            prefix=prefix,
-            resume=resume,
-            grace_s=grace_s,
-            save_on_exception=save_on_exception,
-            final_save=final_save,
-            signals=signals,
-            flag_file=flag_file,
-            policies=None if policies is None else tuple(policies),
-            periodic=tuple(periodic),
-            save_every=save_every,
-            append_info=append_info,
-            allow_shared_directory=allow_shared_directory,
-            trusted_users=trusted_users,
-            snapshot_every=snapshot_every,
-            redundancy=redundancy,
-            remove_redundancy=remove_redundancy,
-            layouts=layouts,
-            unmanaged=unmanaged,
-            overlap=overlap,
-            on_difference=on_difference,
-            rehearse=rehearse,
-        )
+        self._options = GuardOptions(**{each.name: given[each.name] for each in fields(GuardOptions)})
         self._loaders = Loaders(loader, stateful)
         self.loader = self._loaders.first
         """The loader whose epochs and batches count; the resumable one in place of a stock DataLoader."""
@@ -288,7 +271,7 @@ class Guard(LayeredGuard):
             next_step=lambda: self._step + 1,
             begins_again=self._place is not None and self._place.entry is not None,
         )
-        self._overlap = open_overlap(
+        self._overlap = observers().open_overlap(
             stack,
             opening,
             self.stopper,
@@ -304,21 +287,40 @@ class Guard(LayeredGuard):
         boundaries = self._boundaries = Boundaries(stack, opening, hear_not_kept=self._checks.hear_not_kept)
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
-        stages = Stages(
-            stack,
-            opening,
-            self._update_gate,
-            step=self._step,
+        around, saver, peers, relay = opening.around, opening.saver, opening.start.peers, opening.relay
+        step_gate = self._step_gate = StepGate(self._step)
+        stack.callback(peers.close)
+        listeners = self._listeners = Listeners(opening.settings, opening.policies, saver.ranks)
+        watcher, last_resort = Watcher(listeners.hear_signal), LastResort()
+        opening.closing.callback(last_resort.stop)  # it keeps the deadline while other things are closed
+        stopper = self.stopper = Stopper(
+            step_gate=step_gate,
+            update_gate=self._update_gate,
+            exchange=around.exchange,
+            watcher=watcher,
+            saver=saver,
+            settings=opening.settings,
+            policies=opening.policies,
             already_durable=self._already_durable,
+            peers_gone=peers.look,
+            page=around.page,
+            arm_last_resort=last_resort.arm,
+            leave_by=last_resort.leave_by,
+            relay=relay,
             member=None if self._place is None else self._place.member,
         )
-        self.stopper, self._step_gate, self._listeners = stages.stopper, stages.step_gate, stages.listeners
-        self._ending = GuardEnding(stages, opening, self._loops, self._loaders)
+        watcher.start()
+        last_resort.start(stopper)
+        relay.threads |= {watcher.ident, last_resort.ident}
+        stack.callback(watcher.stop)
+        saver.prepare(asynchronous=any(policy.asynchronous for policy in opening.periodic))
+        stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
+        self._ending = GuardEnding(opening, stopper, listeners, self._loops, self._loaders)
         self._loops.enter(
             self._collector,
             self._unmanaged,
             late_boundary=self._late_boundary,
-            leave_step=self._step_gate.leave_step,
+            leave_step=step_gate.leave_step,
             enter_step=self._enter_step,
             is_clean=self._update_gate.is_clean,
         )
@@ -330,7 +332,11 @@ class Guard(LayeredGuard):
             after=self._pass_tail,
             keep_again=self._keep_again,
         )
-        stages.listen(stack)
+        listeners.start(stack, stopper, around.exchange, peers, around.link)  # last: an alarm may have come already
+
+    def _close_saver(self) -> None:
+        bounded = self.stopper.alarm is not None and not self.stopper.finished
+        self._saver.close(max(0.0, self.stopper.time_left_s) if bounded else None)
 
     def run(self, train: Callable[[], _T]) -> _T:
         """Run ``train()`` in this guard's block and return what it returns: the same as ``with guard: train()``.

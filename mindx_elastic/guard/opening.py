@@ -28,7 +28,7 @@ from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.divided_saves import DividedSaves, SavesPart
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
-from mindx_elastic.guard.observer import observers
+from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import job_names

@@ -35,7 +35,7 @@ from mindx_elastic.guard.checks.program_variables import look
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.observer import observers
+from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks

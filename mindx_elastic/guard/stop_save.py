@@ -104,7 +104,7 @@ class StopSave:
             return
         # Before the first step there is nothing to lose, and a file of it would bind the next start to this very model.
         wanted = [p for p in policies_for(self.policies, alarm) if p.save and (step > 0 or p.kind == "eval")]
-        durable = self._already_durable()
+        durable = None if saver.flags.waiting else self._already_durable()
         if agreed and (durable is not None or not wanted) and together is not None:
             together.decline()
         if durable is not None:

@@ -1,4 +1,4 @@
-"""Answers for the port ``observers`` of the guard (see `guard.observer`, `guard.overlap`)."""
+"""Answers for the port ``observers`` of the guard (see `guard.observers`)."""
 
 from __future__ import annotations
 
@@ -6,4 +6,6 @@ from mindx_elastic.prove.play_on import Overlap
 from mindx_elastic.prove.proof_witness import open_proof
 from mindx_elastic.prove.variables import own_variables
 
-__all__ = ["Overlap", "open_proof", "own_variables"]
+__all__ = ["open_overlap", "open_proof", "own_variables"]
+
+open_overlap = Overlap

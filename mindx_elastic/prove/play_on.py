@@ -57,7 +57,7 @@ _ALARMS = ("signal", "flag", "fault", "request", REHEARSAL)
 
 
 class Overlap:
-    """One per entered guard, see `guard.overlap.Overlap`. Training thread, but where it says otherwise."""
+    """One per entered guard, see `guard.observers.Overlap`. Training thread, but where it says otherwise."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Overlap:
         boundaries: Boundaries,
         is_outside: Callable[[], bool],
     ) -> None:
-        """See `guard.overlap.open_overlap`."""
+        """`stack` closes it. `is_outside`: what happens now belongs to no step."""
         self._stack = stack.enter_context(ExitStack())
         self._stopper, self._loops, self._loaders, self._boundaries = stopper, loops, loaders, boundaries
         self._observed: Callable[[], Observed] = lambda: Observed(opening, stopper, loops, is_outside)
@@ -200,11 +200,11 @@ class Overlap:
     # --- steps ---
 
     def copy(self) -> None:
-        """See `guard.overlap.Overlap`."""
+        """See `guard.observers.Overlap`."""
         self._boundaries.gate.pass_boundary(self._collector.copy, self._loops.position)
 
     def at_boundary(self, position: Position, *, is_cut: bool, loss: object) -> None:
-        """See `guard.overlap.Overlap`."""
+        """See `guard.observers.Overlap`."""
         observer = self._observer
         scalars, self.scalars = self.scalars, {}
         if self._kept_steps is not None and is_cut and not (self.is_at_tail or self.is_playing):
@@ -228,17 +228,17 @@ class Overlap:
         self._look_again()
 
     def behind_tail(self) -> None:
-        """See `guard.overlap.Overlap`."""
+        """See `guard.observers.Overlap`."""
         if self._observer is not None:
             self._observer.behind_tail()
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
-        """See `guard.overlap.Overlap`."""
+        """See `guard.observers.Overlap`."""
         if self._observer is not None:
             self._observer.leave(outcome, notes)
 
     def way_out(self, error: BaseException | None) -> BaseException | None:
-        """See `guard.overlap.Overlap`."""
+        """See `guard.observers.Overlap`."""
         if not self.is_playing or isinstance(error, GracefulExit):
             return error
         how = "the block has ended" if error is None else f"{type(error).__name__}: {printable(str(error), 200)}"

@@ -23,8 +23,8 @@ from pathlib import Path
 from mindx_elastic.alarm.alarm import REHEARSAL
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.guard.observers import program
 from mindx_elastic.guard.opening import Opening
-from mindx_elastic.guard.overlap import program
 from mindx_elastic.guard.policy import policies_for
 from mindx_elastic.guard.process_end import shorten_interpreter_exit
 from mindx_elastic.guard.stop_state import StopPhase

@@ -185,23 +185,22 @@ def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str,
         assert saved == ["callbacks"]
         raise Left(why)
 
-    stopper = SimpleNamespace(
+    stopper: Any = SimpleNamespace(
         alarm=alarm,
         after_save=lambda: saved.append("callbacks"),
         leave_behind=leave_behind,
         exit=lambda: GracefulExit(75, reason="rank 1 is gone", step=3, path=None),
     )
-    listeners = SimpleNamespace(handlers=SimpleNamespace(linger=lambda at: None))
+    listeners: Any = SimpleNamespace(handlers=SimpleNamespace(linger=lambda at: None))
     saver: Any = SimpleNamespace(
         collector=SimpleNamespace(devices=SimpleNamespace(is_used=on_device)),
         events=SimpleNamespace(emit=lambda *args, **facts: None),
     )
-    stages: Any = SimpleNamespace(stopper=stopper, listeners=listeners)
     around: Any = SimpleNamespace(leave=lambda stopper: None)
     opening: Any = SimpleNamespace(around=around, saver=saver, unmanaged=None, policies=(), periodic=())
     opening.settings, opening.start = SimpleNamespace(final_save=False), SimpleNamespace(step=None)
     loop: Any = None
-    ending = GuardEnding(stages, opening, loop, loop)
+    ending = GuardEnding(opening, stopper, listeners, loop, loop)
     if kind == "peer" and on_device:
         with pytest.raises(Left, match="may wait for a rank that is gone"):
             ending.leave()

@@ -17,7 +17,7 @@ from torch import nn
 
 import mindx_elastic as mx
 from mindx_elastic.core.layout import Layout, parse_placement
-from mindx_elastic.guard import stages as stages_module
+from mindx_elastic.guard import guard as guard_module
 from tests.jobs.kit import say
 
 
@@ -43,7 +43,7 @@ class Disk:
 def enter(fault: str, victim: bool, directory: Path) -> None:
     """`fault` strikes the victim only."""
     options: dict[str, Any] = {"directory": directory, "stateful": {"mine": Unsupported(1)}}
-    grace, listening = os.environ.pop("MINDX_GRACE_S", None), getattr(stages_module, "Listeners")  # noqa: B009
+    grace, listening = os.environ.pop("MINDX_GRACE_S", None), getattr(guard_module, "Listeners")  # noqa: B009
     if victim and fault == "environment":
         os.environ["MINDX_GRACE_S"] = "soon"
     if victim and fault == "directory":
@@ -58,7 +58,7 @@ def enter(fault: str, victim: bool, directory: Path) -> None:
     if victim and fault == "layout":
         options["layouts"] = {"model.*": Layout((64,), (parse_placement("replicate"),))}
     if victim and fault == "last":
-        mock.patch.object(stages_module, "Listeners", Disk).start()
+        mock.patch.object(guard_module, "Listeners", Disk).start()
     if victim and fault == "copies":
         options["redundancy"] = 2
     try:
@@ -69,7 +69,7 @@ def enter(fault: str, victim: bool, directory: Path) -> None:
     finally:
         os.environ.pop("MINDX_GRACE_S", None)
         os.environ.update({} if grace is None else {"MINDX_GRACE_S": grace})
-        mock.patch.object(stages_module, "Listeners", listening).start()
+        mock.patch.object(guard_module, "Listeners", listening).start()
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
-from mindx_elastic.guard.observer import observers
+from mindx_elastic.guard.observers import observers
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 
 counted = 0

@@ -46,6 +46,7 @@ from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.agent_folder import PAUSE, RESUME
+from mindx_elastic.platforms.flag_file import AnsweredFlags
 from tests.simulation.schedules import main, quiet
 from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.world import Process, Stuck, Topic, World
@@ -252,6 +253,7 @@ class _Saver:
     replicated = False
     newest_step = 0
     bytes_per_s = None
+    flags = AnsweredFlags()
 
     def __init__(self, rank: _Rank, world: World, events: _Events, collector: _Collector, plan: Plan) -> None:
         self.ranks = RankInfo(rank=rank.number, world_size=plan.world_size)

@@ -1,26 +1,34 @@
-"""The port to the overlap: a job that stops makes one update more than it saves, which the next start is compared with.
+"""What looks at a guard's steps: `prove` answers for this port, and the guard imports nothing of it.
 
-What looks at the steps, plays that one on, compares, and rehearses a resume is `prove.play_on`.
+The *overlap*: a job that stops makes one update more than it saves, which the next start is compared with. What looks
+at the steps, plays that one on, compares, and rehearses a resume is `prove.play_on`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol, cast
 
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.ports import ask
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.same_program import SameProgram
-from mindx_elastic.guard.boundaries import Boundaries
-from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.opening import Opening
-from mindx_elastic.guard.stopper import Stopper
 
-__all__ = ["Overlap", "open_overlap", "program"]
+__all__ = ["Observers", "Overlap", "Proof", "observers", "program"]
 
 program = SameProgram()  # as early as a guard can know: before the program has moved to another folder
+
+
+class Proof(Protocol):
+    """The proof of a run under `mindx-elastic prove` or `drill`, which has its own files."""
+
+    def redirected(self, wanted: Sequence[Path]) -> list[Path]:
+        """Private folders in place of the directories that the program names."""
+
+    def redirected_file(self, path: Path) -> Path:
+        """A private place for a file that the program names."""
 
 
 class Overlap(Protocol):
@@ -55,18 +63,26 @@ class Overlap(Protocol):
         an exact resume."""
 
 
-def open_overlap(
-    stack: ExitStack,
-    opening: Opening,
-    stopper: Stopper,
-    *,
-    loops: Loops,
-    loaders: Loaders,
-    boundaries: Boundaries,
-    is_outside: Callable[[], bool],
-) -> Overlap:
-    """The state is back. `stack` closes it. `is_outside`: what happens now belongs to no step."""
-    opened = ask("observers").Overlap(
-        stack, opening, stopper, loops=loops, loaders=loaders, boundaries=boundaries, is_outside=is_outside
-    )
-    return cast(Overlap, opened)
+class Observers(Protocol):
+    """What the module has that answers for the port ``observers``."""
+
+    open_overlap: Callable[..., Overlap]
+    """See `prove.play_on.Overlap`, whose arguments it takes: the state is back."""
+
+    def open_proof(self, ranks: RankInfo) -> Proof | None:
+        """None: this is an ordinary run."""
+
+    def own_variables(
+        self,
+        frame: FrameType | None,
+        kept: Collection[int],
+        *,
+        positions: bool = False,
+        without_epoch: Collection[int] = (),
+    ) -> dict[str, str]:
+        """See `prove.variables.own_variables`."""
+
+
+def observers() -> Observers:
+    """Loads them when first asked."""
+    return cast(Observers, ask("observers"))
