@@ -11,8 +11,10 @@ import re
 import socket
 import stat
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -48,6 +50,7 @@ __all__ = [
     "is_folder",
     "is_running",
     "make_console",
+    "moment",
     "nothing_found",
     "parse_size",
     "print_table",
@@ -247,6 +250,16 @@ def human_age(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:.0f} d"
+
+
+def moment(created: float) -> str:
+    """Unix seconds as a date and an age. A header may hold any number."""
+    age = human_age(time.time() - created)
+    try:
+        date = f"{datetime.fromtimestamp(created, tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):
+        return f"at a time that no calendar has ({created:g})"
+    return f"{date}, {age}" + ("" if age == "in future" else " ago")
 
 
 def unwrapped(text: str | None) -> str:

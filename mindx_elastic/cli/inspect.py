@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -17,18 +16,18 @@ from rich.text import Text
 from mindx_elastic.cli.common import (
     EXIT_BAD,
     EXIT_NOTHING,
-    JSON_SCHEMA,
     JsonOption,
     PathArgument,
     human_age,
     human_size,
     is_folder,
+    moment,
     nothing_found,
     print_table,
     say,
     show,
 )
-from mindx_elastic.cli.verify import check_entries, entries_at
+from mindx_elastic.cli.verify import entries_at
 from mindx_elastic.core.certificate import proof_of
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.start.unused_state import find_unused_state, remarks
@@ -40,102 +39,80 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect_command"]
 
-_COLUMNS = ("attempt", "step", "epoch", "reason", "ranks", "complete?", "verified?", "size", "age")
+_COLUMNS = ("attempt", "step", "epoch", "reason", "ranks", "complete?", "size", "age")
 _MOST_MISSING = 4096  # that are listed: a file of a few bytes may say that it is one of a million
 _OF_A_FILE = (
     *("run_id", "step", "epoch", "step_in_epoch", "batch_num", "kind", "reason", "not_kept", "rank", "world_size"),
     *("attempt", "resumable", "created", "torch_version"),
 )
-_Findings = dict[Path, list[str]]  # of the files whose digests were recomputed: what is wrong
+_SCHEMA = 2
 
 
 def inspect_command(
     path: PathArgument,
     as_json: JsonOption = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Also recompute the digests; reads every byte.")] = False,
 ) -> None:
     """List the checkpoints under a directory, newest run, attempt and step first; of one file show the content.
 
-    Reads only headers (and never trusts file names) unless --verify is given; without it the column "verified?"
-    shows "-". A step is complete when a start of as many ranks goes on from it exactly: every rank's file exists, or
-    at least its small state next to a replica's file. Files that cannot be used are listed below the table with the
-    reason.
+    Reads only headers, and never trusts file names; `mindx-elastic verify` reads every byte. A step is complete when a
+    start of as many ranks goes on from it exactly: every rank's file exists, or at least its small state next to a
+    replica's file. Files that cannot be used are listed below the table with the reason.
 
     \b
     [bold]Exit code[/bold]
-    0  something was found and shown (with --verify: and every digest is right)
-    1  --verify found damage, or the one file asked for cannot be used
+    0  something was found and shown
+    1  the one file asked for cannot be used
     2  wrong usage, for example no such path
     3  no checkpoint was found, or none that can be used
 
     \b
     [bold]Examples[/bold]
     mindx-elastic inspect ckpt
-    mindx-elastic inspect ckpt --verify
     mindx-elastic inspect ckpt/rank_0/resnet-2_17_breakpoint.safetensors
     mindx-elastic inspect ckpt --json | jq '.newest_complete_step'
     """
     if is_folder(path):
-        raise typer.Exit(_inspect_folder(path, as_json=as_json, verify=verify))
-    raise typer.Exit(_inspect_file(path, as_json=as_json, verify=verify))
+        raise typer.Exit(_inspect_folder(path, as_json=as_json))
+    raise typer.Exit(_inspect_file(path, as_json=as_json))
 
 
-def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
-    from mindx_elastic.start.findings import reader_trust
-
+def _inspect_file(path: Path, *, as_json: bool) -> int:
     (entry,) = entries_at(path)
-    problems = [entry.problem] if entry.problem else []
-    if verify:
-        problems = check_entries([entry], reader_trust(path).of(path))[0]
-    details = _describe_file(entry, problems, verified=not problems if verify else None)
-    show({"schema": JSON_SCHEMA, "file": details}, as_json, lambda console, _: _print_file(console, details))
-    return EXIT_BAD if problems else 0
+    details = _describe_file(entry)
+    show({"schema": _SCHEMA, "file": details}, as_json, lambda console, _: _print_file(console, details))
+    return EXIT_BAD if entry.problem else 0
 
 
-def _inspect_folder(path: Path, *, as_json: bool, verify: bool) -> int:
+def _inspect_folder(path: Path, *, as_json: bool) -> int:
     from mindx_elastic.start.findings import list_files, reader_trust, scan
     from mindx_elastic.start.inventory import Inventory
 
-    trust = reader_trust(path)
-    inventory = Inventory.merge([scan(list_files([path]), trust=trust)])
-    good = [entry for entry in inventory.entries.values() if entry.header is not None]
-    findings: _Findings | None = None
-    if verify:
-        verdicts = check_entries(good, trust.of(path))
-        findings = {entry.path: found for entry, found in zip(good, verdicts, strict=True)}
-    report = _report(path, inventory, findings, now=time.time())
-    show(report, as_json, _print)
-    if not good:
-        return EXIT_NOTHING
-    return EXIT_BAD if any((findings or {}).values()) else 0
+    inventory = Inventory.merge([scan(list_files([path]), trust=reader_trust(path))])
+    show(_report(path, inventory, now=time.time()), as_json, _print)
+    return 0 if any(entry.header is not None for entry in inventory.entries.values()) else EXIT_NOTHING
 
 
-def _report(directory: Path, inventory: Inventory, findings: _Findings | None, *, now: float) -> dict[str, Any]:
+def _report(directory: Path, inventory: Inventory, *, now: float) -> dict[str, Any]:
     """The JSON document; the table is printed from it, so that the two cannot disagree."""
     from mindx_elastic.persist.storage import quarantined
 
-    steps = [_step(step, findings, now) for step in inventory.steps]
-    for fact in inventory.facts:
-        if problems := (findings or {}).get(Path(fact.path)):
-            inventory.forget(None, fact, problems[0])
     newest = inventory.newest_complete()
     return {
-        "schema": JSON_SCHEMA,
+        "schema": _SCHEMA,
         "directory": str(directory),
         "newest_complete_step": None if newest is None else newest.moment[2],
         "newest_complete_run_id": None if newest is None else newest.moment[0],
         "newest_complete_attempt": None if newest is None else newest.moment[1],
-        "digests_checked": findings is not None,
-        "steps": steps,
+        "steps": [_step(step, now) for step in inventory.steps],
         "problems": [_problem(entry) for entry in inventory.entries.values() if entry.problem is not None],
         "quarantined": len(quarantined(directory)),
         **find_unused_state(directory),
     }
 
 
-def _step(step: SavedStep, findings: _Findings | None, now: float) -> dict[str, Any]:
+def _step(step: SavedStep, now: float) -> dict[str, Any]:
     run_id, attempt, number = step.moment
-    files = [_file(entry, findings) for entry in step.entries]
+    files = [_file(entry) for entry in step.entries]
     best: dict[int, CatalogEntry] = {}
     for entry, file in zip(step.entries, files, strict=True):
         best.setdefault(file["rank"], entry)
@@ -159,7 +136,6 @@ def _step(step: SavedStep, findings: _Findings | None, now: float) -> dict[str, 
         "complete": step.is_complete,
         "why_incomplete": step.why_incomplete,
         "resumable": bool(step.facts),
-        "verified": None if findings is None else all(file["verified"] for file in files),
         "size_bytes": sum(entry.size for entry in best.values()),
         "created": created,
         "age_s": round(now - created, 3),
@@ -167,10 +143,9 @@ def _step(step: SavedStep, findings: _Findings | None, now: float) -> dict[str, 
     }
 
 
-def _file(entry: CatalogEntry, findings: _Findings | None) -> dict[str, Any]:
+def _file(entry: CatalogEntry) -> dict[str, Any]:
     info = entry.info
     assert info is not None  # files of a step have a good header
-    problems = [] if findings is None else findings[entry.path]
     return {
         "path": str(entry.path),
         "rank": info.rank,
@@ -179,8 +154,6 @@ def _file(entry: CatalogEntry, findings: _Findings | None) -> dict[str, Any]:
         "resumable": info.resumable,
         "size_bytes": entry.size,
         "created": info.created,
-        "verified": None if findings is None else not problems,
-        "problems": problems,
     }
 
 
@@ -201,7 +174,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     for run_id, steps in runs.items():
         say(console, f"run {run_id}", style="bold")
         rows = map(_cells, steps)
-        print_table(console, _COLUMNS, rows, left="reason|ranks|complete?|verified?", wraps="reason")
+        print_table(console, _COLUMNS, rows, left="reason|ranks|complete?", wraps="reason")
     _print_remarks(console, report)
 
 
@@ -222,17 +195,10 @@ def _cells(step: dict[str, Any]) -> list[Text]:
         Text(epoch),
         Text(printable(reason)),
         Text(f"{len(step['ranks'])}/{step['world_size']}"),
-        _yes_no(step["complete"]),
-        _yes_no(step["verified"]),
+        Text("yes", style="green") if step["complete"] else Text("NO", style="bold red"),
         Text(human_size(step["size_bytes"])),
         Text(human_age(step["age_s"])),
     ]
-
-
-def _yes_no(value: bool | None) -> Text:
-    if value is None:
-        return Text("-")
-    return Text("yes", style="green") if value else Text("NO", style="bold red")
 
 
 def _print_remarks(console: Console, report: dict[str, Any]) -> None:
@@ -240,9 +206,6 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
     for step in report["steps"]:
         if step["why_incomplete"]:
             lines.append(f"step {step['step']} (attempt {step['attempt']}) is not complete: {step['why_incomplete']}")
-        for file in step["files"]:
-            if file["problems"]:
-                lines.append(f"{file['path']}: {'; '.join(file['problems'])}")
     lines += _notes(report)
     if report["problems"]:
         lines += ["", "cannot be used:"]
@@ -281,11 +244,10 @@ def _conclusion(report: dict[str, Any]) -> list[str]:
         if re.fullmatch(r"rank_\d+", Path(directory).absolute().name):
             lines[0] += "; only one rank's folder was looked at, give the folder above it"
     else:
-        verified = " and verified" if report["digests_checked"] else ""
-        number, attempt = report["newest_complete_step"], report["newest_complete_attempt"]
-        lines = [f"newest complete{verified} step: {number} (attempt {attempt})"]
-    if not report["digests_checked"]:
-        lines[-1] += "  (digests not checked; --verify does)"
+        lines = [
+            f"newest complete step: {report['newest_complete_step']} (attempt {report['newest_complete_attempt']})"
+        ]
+    lines[-1] += "  (digests not checked; mindx-elastic verify does)"
     return lines
 
 
@@ -296,14 +258,13 @@ def _relative(path: str, directory: str) -> str:
 # --- one file ---
 
 
-def _describe_file(entry: CatalogEntry, problems: Sequence[str], *, verified: bool | None) -> dict[str, Any]:
-    """The JSON document of one file. `verified` is None when the digests were not recomputed."""
+def _describe_file(entry: CatalogEntry) -> dict[str, Any]:
+    """The JSON document of one file."""
     described: dict[str, Any] = {
         "path": str(entry.path),
         "size_bytes": entry.size,
-        "problems": list(problems),
+        "problem": entry.problem,
         "foreign": entry.foreign,
-        "verified": verified,
     }
     header = entry.header
     if header is None:
@@ -339,54 +300,20 @@ def _parts(header: Header) -> list[dict[str, Any]]:
 def _print_file(console: Console, details: dict[str, Any]) -> None:
     """The same for a person."""
     say(console, details["path"], style="bold")
-    for problem in details["problems"]:
-        say(console, Text.assemble(("  BAD   ", "bold red"), printable(problem)))
-    if "run_id" not in details:
+    if details["problem"]:
+        say(console, Text.assemble(("  BAD   ", "bold red"), printable(details["problem"])))
         return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for name, value in _lines(details):
-        grid.add_row(Text(f"  {printable(name)}"), Text(printable(value)))
+    for name, value in details.items():
+        if name not in ("path", "parts") and value not in (None, "", [], {}):
+            grid.add_row(Text(f"  {name}"), Text(printable(_SHOWN.get(name, str)(value))))
+    for part in details["parts"]:
+        words = [str(part["num_tensors"]), f"tensors, {human_size(part['bytes'])}", *part["dtypes"]]
+        grid.add_row(Text(f"  {printable(part['name'])}"), Text(" ".join(words)))
     console.print(grid)
 
 
-def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
-    try:
-        created = f"{datetime.fromtimestamp(details['created']).astimezone():%Y-%m-%d %H:%M:%S %z}"
-    except (OverflowError, ValueError, OSError):  # a header may hold any number
-        created = "at a time that no calendar has"
-    age = human_age(time.time() - details["created"])
-    reason = details["kind"] if details["reason"] == details["kind"] else f"{details['kind']}: {details['reason']}"
-    verified = {None: "not checked (--verify does)", True: "right", False: "wrong"}[details["verified"]]
-    lines = [
-        ("run", details["run_id"]),
-        ("step", str(details["step"])),
-        ("epoch", f"{details['epoch']} (batch {details['step_in_epoch']} of {details['batch_num']})"),
-        ("reason", reason),
-        ("rank", f"{details['rank']} of {details['world_size']}"),
-        ("created", f"{created} ({age} ago)"),
-        ("resumable", "yes" if details["resumable"] else "NO"),
-        ("attempt", str(details["attempt"])),
-        ("torch", details["torch_version"] or "-"),
-        ("size", human_size(details["size_bytes"])),
-        ("digests", verified),
-    ]
-    lines.append(("exact", details["proof"]))
-    lines += [("", note) for note in details["unmanaged"][1:]]
-    lines += [("not kept", f"{details['not_kept']} (change in the training)")] if details["not_kept"] else []
-    lines += [("coordinates", str(details["coordinates"]))] if details["coordinates"] else []
-    lines += [("append_info", str(details["append_info"]))] if details["append_info"] else []
-    lines.append(("state", f"{_count(details['num_tensors'], 'tensor')}, {human_size(details['tensor_bytes'])}"))
-    for part in details["parts"]:
-        lines.append((f"  {part['name']}", _part_line(part)))
-    return lines
-
-
-def _part_line(part: dict[str, Any]) -> str:
-    count = _count(part["num_tensors"], "tensor")
-    return f"{count}, {human_size(part['bytes'])}, {' '.join(part['dtypes'])}" if part["num_tensors"] else "no tensor"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+_SHOWN: dict[str, Callable[[Any], str]] = {"created": moment, "size_bytes": human_size, "tensor_bytes": human_size}
+"""How values of a file are shown that are not shown as they are."""

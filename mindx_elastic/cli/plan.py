@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -168,5 +167,5 @@ def _print(console: Console, result: _Result, document: dict[str, Any]) -> None:
     elif isinstance(result.plan, Refusal):
         print_refusal(console, result.plan, document)
     else:
-        print_plan(console, result.plan, document, now=time.time())
+        print_plan(console, result.plan, document)
     say(console, *said)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from mindx_elastic.cli.common import human_age, human_size, print_table, say
+from mindx_elastic.cli.common import human_size, moment, print_table, say
 from mindx_elastic.core.moment import moment_name
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import rank_list, rank_ranges
@@ -37,10 +36,10 @@ def _of_ranks(ranks: Sequence[int]) -> str:
 # --- there is a plan ---
 
 
-def print_plan(console: Console, plan: ResumePlan, document: dict[str, Any], *, now: float) -> None:
+def print_plan(console: Console, plan: ResumePlan, document: dict[str, Any]) -> None:
     """`document`: what ``--json`` prints."""
     say(console, Text.assemble(("RESTORABLE ", "bold green"), printable(f"from {moment_name(plan.moment)}")))
-    _print_facts(console, _facts(plan, document, now))
+    _print_facts(console, _facts(plan, document))
     console.print()
     print_table(console, _COLUMNS, _rows(plan, document["directory"]), left="ranks|read|from")
     total = f"{human_size(document['total_bytes'])} to read"
@@ -53,11 +52,11 @@ def _print_facts(console: Console, facts: Sequence[tuple[str, str, str]]) -> Non
     say(console, *(Text.assemble(f"  {key:<{_KEY_WIDTH}} ", (printable(text), style)) for key, text, style in facts))
 
 
-def _facts(plan: ResumePlan, document: dict[str, Any], now: float) -> list[tuple[str, str, str]]:
+def _facts(plan: ResumePlan, document: dict[str, Any]) -> list[tuple[str, str, str]]:
     causes = [text for text in document["reasons"] if text not in document["kinds"]]
     why = ", ".join(document["kinds"]) + (f" ({'; '.join(causes[:3])})" if causes else "")
     rows = [
-        ("saved", f"{_when(document['created'], now)}: {why}", ""),
+        ("saved", f"{moment(document['created'])}: {why}", ""),
         ("position", f"epoch {plan.epoch}, step {plan.step_in_epoch} in it", ""),
     ]
     rows.append(("exact", document["proof"], {True: "green", None: "", False: "yellow"}[document["exact"]]))
@@ -107,15 +106,6 @@ def _restore(document: dict[str, Any]) -> str:
     donors = document["restore_ranks"].split(",")
     more = f",... ({len(donors)} donors)" if len(donors) > 16 else ""
     return f"RESTORE_RANKS={','.join(donors[:16])}{more}"
-
-
-def _when(created: float, now: float) -> str:
-    age = human_age(now - created)
-    age = age if age == "in future" else f"{age} ago"
-    try:
-        return f"{datetime.fromtimestamp(created, tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC, {age}"
-    except (OverflowError, ValueError, OSError):  # a header may hold any number
-        return f"at a time that no calendar has ({created:g})"
 
 
 # --- who reads what ---

@@ -165,7 +165,6 @@ def test_a_start_takes_what_is_sound(hostile: str, directory: Path) -> None:
     "words",
     [
         ["inspect", "{directory}"],
-        pytest.param(["inspect", "{directory}", "--verify"], marks=pytest.mark.drill),
         ["inspect", "{file}", "--json"],
         ["verify", "{directory}"],
         ["plan", "{directory}", "--json"],

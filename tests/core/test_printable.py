@@ -121,7 +121,7 @@ def test_every_command(hostile: Path, command: Callable[..., str], tmp_path: Pat
     good, bad = hostile / f"{NAME}-1_5.safetensors", hostile / f"{NAME}-1_6.safetensors"
     other = tmp_path / "other"
     for words in (
-        ("inspect", hostile, "--verify"),
+        ("inspect", hostile),
         ("inspect", hostile, "--json"),
         ("inspect", good),
         ("verify", hostile),
