@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["convert_command"]
 
-_FORMATS = "dcp|torch|mindspore|mindx"
+_FORMATS = "dcp|torch|mindspore"
 
 
 def convert_command(
@@ -43,7 +43,9 @@ def convert_command(
     ],
     source_kind: Annotated[
         str | None,
-        typer.Option("--from", metavar=_FORMATS, help="The format of SOURCE; default: found by its content."),
+        typer.Option(
+            "--from", metavar=f"{_FORMATS}|mindx", help="The format of SOURCE; default: found by its content."
+        ),
     ] = None,
     destination_kind: Annotated[
         str | None,
@@ -62,33 +64,26 @@ def convert_command(
     ] = False,
     step: Annotated[
         int | None,
-        typer.Option(
-            help="Step of a mindx directory; default: the newest that all ranks have. From other formats to mindx: the "
-            "step that the file gets."
-        ),
+        typer.Option(help="Step of a mindx directory; default: the newest that all ranks have."),
     ] = None,
-    epoch: Annotated[int | None, typer.Option(help="To mindx: the epoch that the file gets.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DESTINATION if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a checkpoint: from and to DCP, torch.save files, safetensors, this package's own.
+    """Convert a checkpoint of this package, DCP, torch.save or plain safetensors into one of the last three.
 
     \b
     [bold]Formats[/bold]
     dcp        a folder of torch.distributed.checkpoint
     torch      a torch.save file, read with weights_only=True: no code in it runs
-    mindspore  plain safetensors: name -> tensor; a folder of them, by its index (Hugging Face's, MindSpore's) or
-               numbers; no .ckpt
-    mindx      a checkpoint directory or file of this package; sharded ones are put together
+    mindspore  plain safetensors: name -> tensor; a folder of them, by its index (Hugging Face's, MindSpore's); no .ckpt
+    mindx      read only: a checkpoint directory or file of this package; sharded ones are put together
 
-    Converts the model alone and keeps its names, unless --all is given (torch, dcp and mindx). A file converted to
-    mindx has initial weights. No job resumes from it, because it lacks random generators, the loader's position and
-    every rank's own state; keep it out of a job's checkpoint directory.
+    Converts the model alone and keeps its names, unless --all is given (torch and dcp).
 
     DESTINATION is never overwritten without --force, and appears whole or not at all. Each tensor is read when it is
     written, and tensors that are put together from parts go through a scratch file next to DESTINATION, so
     memory for one tensor is enough. Files of torch 1.5 and older need memory for everything. Tied weights
-    stay tied in torch and mindx files; the other formats get one copy for each name.
+    stay tied in torch files; the other formats get one copy for each name.
 
     \b
     [bold]Exit code[/bold]
@@ -101,7 +96,6 @@ def convert_command(
     [bold]Examples[/bold]
     mindx-elastic convert ckpt weights.pt
     mindx-elastic convert ckpt folder --to dcp --all --step 1200
-    mindx-elastic convert llama.pt llama.safetensors --to mindx
     mindx-elastic convert ckpt resnet.safetensors --to mindspore
     """
     is_folder(source)  # ends the command where it is neither that nor a file
@@ -115,7 +109,6 @@ def convert_command(
         component=component,
         everything=everything,
         step=step,
-        epoch=epoch,
         force=force,
     )
     result = _convert_or_exit(request)
@@ -163,8 +156,7 @@ def _as_dict(request: ConversionRequest, result: Converted) -> dict[str, Any]:
         "to": result.destination_kind,
         "tensors": result.num_tensors,
         "size_bytes": result.nbytes,
-        "step": result.step if "mindx" in (result.source_kind, result.destination_kind) else None,
-        "epoch": result.epoch if "mindx" in (result.source_kind, result.destination_kind) else None,
+        "step": result.step,
         "notes": result.notes,
         "load": _how_to_load(request, result),
     }
@@ -172,15 +164,13 @@ def _as_dict(request: ConversionRequest, result: Converted) -> dict[str, Any]:
 
 def _lines(request: ConversionRequest, result: Converted) -> Iterator[str]:
     tensors = "1 tensor" if result.num_tensors == 1 else f"{result.num_tensors} tensors"
-    step = f", step {result.step}" if "mindx" in (result.source_kind, result.destination_kind) else ""
+    step = "" if result.step is None else f", step {result.step}"
     yield (
         f"{request.source} ({result.source_kind}{step}) -> {request.destination} ({result.destination_kind}): "
         f"{tensors}, {human_size(result.nbytes)}"
     )
     for note in result.notes:
         yield f"note: {note}"
-    if result.destination_kind == "mindx":
-        yield "for initial weights; no job resumes from it: generators and the data position are not in it"
     for line in _how_to_load(request, result):
         yield f"    {line}"
 
@@ -190,9 +180,6 @@ def _how_to_load(request: ConversionRequest, result: Converted) -> list[str]:
     name, model = str(request.destination), '["model"]' if request.everything else ""
     if result.destination_kind == "torch":
         return [f"model.load_state_dict(torch.load({name!r}, weights_only=True){model})"]
-    if result.destination_kind == "mindx":
-        reader = "from mindx_elastic.persist.reader import read_checkpoint"
-        return [reader, f'model.load_state_dict(read_checkpoint({name!r}).state["model"])']
     if result.destination_kind == "mindspore":
         in_torch = f"model.load_state_dict(safetensors.torch.load_file({name!r}))"
         return [f'mindspore.load_checkpoint({name!r}, net, format="safetensors")', in_torch]

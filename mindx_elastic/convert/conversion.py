@@ -7,24 +7,20 @@ without ``--force`` nothing is replaced.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindx_elastic.convert import dcp, indexed, mindspore_file, ours, plain_file, torch_file
-from mindx_elastic.convert.kinds import KINDS, find_kind, kind_of_name, refuse_deepspeed
+from mindx_elastic.convert.kinds import KINDS, SOURCES, find_kind, kind_of_name, refuse_deepspeed
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.state import MODEL, components_of, flat_tensors, num_tensors, plain_values, resolved
 from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.persist.storage import fsync_dir, publish, temp_name
-
-if TYPE_CHECKING:
-    from mindx_elastic.persist.format import CheckpointInfo
 
 __all__ = ["ConversionRequest", "Converted", "convert"]
 
@@ -44,19 +40,17 @@ class ConversionRequest:
     everything: bool = False
     """Keep the optimizer and the rest."""
     step: int | None = None
-    """The step to read, of this package's files; to mindx from other formats, the step number that the file gets."""
-    epoch: int | None = None
+    """The step to read, of this package's files."""
     force: bool = False
     on_write: Callable[[Path, int], None] | None = None
     """Told where the writing begins: the temporary file or folder, and the bytes of the tensors that go there."""
 
     def __post_init__(self) -> None:
-        for kind in (self.source_kind, self.destination_kind):
-            if kind not in (None, *KINDS):
-                raise UsageError(f"{kind!r} is not a format; give one of {', '.join(KINDS)}")
-        for name, value in (("step", self.step), ("epoch", self.epoch)):
-            if value is not None and value < 0:
-                raise UsageError(f"{name} {value}: numbers count from 0")
+        for kind, known in ((self.source_kind, SOURCES), (self.destination_kind, KINDS)):
+            if kind not in (None, *known):
+                raise UsageError(f"{kind!r} is not a format; give one of {', '.join(known)}")
+        if self.step is not None and self.step < 0:
+            raise UsageError(f"step {self.step}: numbers count from 0")
 
 
 @dataclass
@@ -68,8 +62,8 @@ class Converted:
     num_tensors: int
     nbytes: int
     """Size of the tensors."""
-    step: int
-    epoch: int
+    step: int | None
+    """Of a checkpoint of this package."""
     component: str
     notes: list[str] = field(default_factory=list)
     """Lines to print: what was left out or is doubtful."""
@@ -78,9 +72,9 @@ class Converted:
 @dataclass
 class _Content:
     state: dict[str, Any]
-    info: CheckpointInfo | None
-    """For a checkpoint of ours."""
     notes: list[str]
+    step: int | None = None
+    """For a checkpoint of ours."""
 
 
 def convert(request: ConversionRequest) -> Converted:
@@ -94,14 +88,11 @@ def convert(request: ConversionRequest) -> Converted:
         raise UsageError(
             "a plain safetensors file holds named tensors only: leave out --all, or convert to torch or dcp"
         )
-    if target != "mindx" and request.epoch is not None:
-        raise UsageError("--epoch is for --to mindx: only such files have an epoch")
-    if "mindx" not in (kind, target) and request.step is not None:
-        raise UsageError("--step is for checkpoints of this package, as source or destination")
+    if kind != "mindx" and request.step is not None:
+        raise UsageError("--step is for checkpoints of this package")
     _check_destination(request.destination, source=request.source, folder=target == "dcp", force=request.force)
     content = _READERS[kind](request, Scratch(request.destination.absolute().parent))
-    step, epoch = _step_and_epoch(request, content.info)
-    result = Converted(kind, target, 0, 0, step, epoch, request.component or MODEL, content.notes)
+    result = Converted(kind, target, 0, 0, content.step, request.component or MODEL, content.notes)
     _write(request, target, content, result)
     return result
 
@@ -112,21 +103,21 @@ def convert(request: ConversionRequest) -> Converted:
 def _read_ours(request: ConversionRequest, scratch: Scratch) -> _Content:
     step = ours.find_step(request.source, request.step)
     state = ours.read_step(step, request.component, request.everything, scratch)
-    return _Content(state, step.info, [step.note] if step.note else [])
+    return _Content(state, [step.note] if step.note else [], step.info.step)
 
 
 def _foreign(request: ConversionRequest, content: Any) -> _Content:
     found = components_of(content, str(request.source), request.component)
     of_optimizer = [str(name) for name in found[MODEL] if str(name).startswith("optimizer.")]
     told = f"{len(of_optimizer)} names begin with `optimizer.`, as in Megatron's folders; they are no weights"
-    return _Content(found if request.everything else {MODEL: found[MODEL]}, None, [told] if of_optimizer else [])
+    return _Content(found if request.everything else {MODEL: found[MODEL]}, [told] if of_optimizer else [])
 
 
 def _read_dcp(request: ConversionRequest, scratch: Scratch) -> _Content:
     if not request.source.is_dir():
         raise UsageError(f"{request.source} is not a folder; a DCP checkpoint is one, with a {dcp.METADATA} in it")
     content = _foreign(request, dcp.read_dcp(request.source, scratch))
-    return _Content(resolved(content.state), None, content.notes)
+    return _Content(resolved(content.state), content.notes)
 
 
 def _read_torch(request: ConversionRequest, scratch: Scratch) -> _Content:
@@ -135,7 +126,7 @@ def _read_torch(request: ConversionRequest, scratch: Scratch) -> _Content:
     index = path if path.suffix == ".json" else indexed.find_index(path) if path.is_dir() else None
     if index is not None:
         tensors, notes = indexed.read_indexed(index, torch_file.read_torch_file)
-        return _Content({MODEL: tensors}, None, notes)
+        return _Content({MODEL: tensors}, notes)
     if path.is_dir():
         raise UsageError(f"{path} is a folder; give the name of a torch.save file, or of an index")
     return _foreign(request, torch_file.read_torch_file(path))
@@ -145,7 +136,7 @@ def _read_mindspore(request: ConversionRequest, scratch: Scratch) -> _Content:
     if request.component is not None:
         raise UsageError("--component: a plain safetensors file has no components")
     tensors, notes = mindspore_file.read_plain(request.source)
-    return _Content({MODEL: tensors}, None, notes)
+    return _Content({MODEL: tensors}, notes)
 
 
 _READERS: dict[str, Callable[[ConversionRequest, Scratch], _Content]] = {
@@ -159,12 +150,6 @@ _READERS: dict[str, Callable[[ConversionRequest, Scratch], _Content]] = {
 # --- writing ---
 
 
-def _step_and_epoch(request: ConversionRequest, info: CheckpointInfo | None) -> tuple[int, int]:
-    if info is not None:
-        return info.step, info.epoch if request.epoch is None else request.epoch
-    return request.step or 0, request.epoch or 0
-
-
 def _write(request: ConversionRequest, target: str, content: _Content, result: Converted) -> None:
     path, state = request.destination, content.state
     result.num_tensors, result.nbytes = num_tensors(state, str(request.source))
@@ -176,11 +161,6 @@ def _write(request: ConversionRequest, target: str, content: _Content, result: C
         with _new_file(path, force=request.force) as temp:
             _tell(request, temp, result)
             result.notes += plain_file.write_plain(temp, tensors)
-        return
-    if target == "mindx":
-        with _new_file(path, force=request.force) as temp:
-            _tell(request, temp, result)
-            ours.write_ours(temp, state, _info(request, content, result))
         return
     plain = plain_values(state if request.everything else state[MODEL], "state" if request.everything else MODEL)
     if target == "torch":
@@ -198,16 +178,6 @@ def _write(request: ConversionRequest, target: str, content: _Content, result: C
 def _tell(request: ConversionRequest, temp: Path, result: Converted) -> None:
     if request.on_write is not None:
         request.on_write(temp, result.nbytes)
-
-
-def _info(request: ConversionRequest, content: _Content, result: Converted) -> CheckpointInfo:
-    info = ours.converted_info(
-        f"{result.source_kind} {request.source.absolute().name}", step=result.step, epoch=result.epoch
-    )
-    if content.info is not None and request.epoch is None:
-        same = {name: getattr(content.info, name) for name in ("step_in_epoch", "batch_num")}
-        info = dataclasses.replace(info, **same)
-    return info
 
 
 # --- the destination ---

@@ -1,9 +1,9 @@
 """Which files of a folder make up one model: Hugging Face's, MindSpore's, and shards of torch's Hugging Face writer.
 
-An index (``*.index.json``, MindSpore's ``param_name_map.json``) names the file of every tensor; without one, numbered
-names (``model-00001-of-00003``) say how many files there are. What is named and missing is an error, what is not named
-is left out and told. ``HuggingFaceStorageWriter(save_distributed=True)`` of torch has each rank write its parts of the
-tensors into ``shard-{rank}-model-*``, with the offset of each part in the file's metadata: such files are refused.
+An index (``*.index.json``, MindSpore's ``param_name_map.json``) names the file of every tensor. What is named and
+missing is an error, what is not named is left out and told. ``HuggingFaceStorageWriter(save_distributed=True)`` of
+torch has each rank write its parts of the tensors into ``shard-{rank}-model-*``, with the offset of each part in the
+file's metadata: such files are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ __all__ = [
     "SHARDING_INFO",
     "find_index",
     "is_shard",
-    "numbered_files",
     "read_index",
     "read_indexed",
 ]
@@ -86,23 +85,6 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Any]]) -> tupl
     others = sorted(each.name for each in index.parent.iterdir() if each.suffix in suffixes and each.name not in files)
     notes = [f"not in {index.name}, left out: {listed(others, 8)}"] if others else []
     return found, notes + ([f"tensors that {index.name} does not name, left out: {listed(more, 8)}"] if more else [])
-
-
-def numbered_files(files: list[Path]) -> list[Path] | None:
-    """The files named ``{x}-{i}-of-{n}``, all n; None: no file is named so. Raises CorruptCheckpointError where one is
-    missing, UsageError where there are two such sets."""
-    sets = {(match[1], match[3], file.suffix) for file in files if (match := _NUMBERED.match(file.name))}
-    if not sets:
-        return None
-    if len(sets) > 1:
-        shown = listed([f"{stem}-*-of-{count}{suffix}" for stem, count, suffix in sorted(sets)], 4)
-        raise UsageError(f"{files[0].parent} holds several sets of files: {shown}; leave the one that you want")
-    ((stem, count, suffix),) = sets
-    wanted = (f"{stem}-{number:0{len(count)}}-of-{count}{suffix}" for number in range(1, int(count) + 1))
-    there = sorted(file.name for file in files if _NUMBERED.match(file.name))
-    if len(there) != int(count):
-        _check_there(files[0].parent, wanted, "the other names say that there is")
-    return [files[0].parent / name for name in there]
 
 
 def _check_there(folder: Path, files: Iterable[str], who: str) -> None:

@@ -15,16 +15,17 @@ from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsab
 from mindx_elastic.persist.catalog import rank_of_folder, read_entries
 from mindx_elastic.start.findings import reader_trust
 
-__all__ = ["KINDS", "find_kind", "kind_of_name", "refuse_deepspeed"]
+__all__ = ["KINDS", "SOURCES", "find_kind", "kind_of_name", "refuse_deepspeed"]
 
-KINDS = ("dcp", "torch", "mindspore", "mindx")
+KINDS = ("dcp", "torch", "mindspore")
+SOURCES = (*KINDS, "mindx")
 _TORCH_NAMES = {".pt", ".pth", ".bin"}
 _SNIFF_BYTES = 1 << 16  # our metadata begins at byte 20 or so
 _OF_DEEPSPEED = re.compile(r"zero_pp_rank_\d+_mp_rank_|mp_rank_0*[1-9]|zero_to_fp32\.py\Z|\w*_model_states\.pt\Z")
 
 
 def find_kind(path: Path) -> str:
-    """One of `KINDS`. Raises NoUsableCheckpointError where there is nothing of any kind."""
+    """One of `SOURCES`. Raises NoUsableCheckpointError where there is nothing of any kind."""
     if path.is_dir():
         return _kind_of_folder(path)
     if path.suffix == ".json":
@@ -97,6 +98,5 @@ def kind_of_name(destination: Path) -> str:
     if not destination.suffix:
         return "dcp"
     raise UsageError(
-        f"{destination.name}: say with --to what it is to be: mindspore (a plain safetensors file) or mindx (a "
-        "checkpoint file of this package), torch or dcp"
+        f"{destination.name}: say with --to what it is to be: mindspore (a plain safetensors file), torch or dcp"
     )

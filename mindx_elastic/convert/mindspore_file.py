@@ -13,7 +13,6 @@ from mindx_elastic.convert.indexed import (
     SHARDING_INFO,
     find_index,
     is_shard,
-    numbered_files,
     read_indexed,
 )
 from mindx_elastic.convert.plain_file import CKPT_REMEDY, PlainFile, is_mindspore_ckpt
@@ -22,8 +21,6 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import rank_of_folder
 
 __all__ = ["read_plain"]
-
-_MAX_NAME = 80
 
 
 def read_plain(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -34,7 +31,17 @@ def read_plain(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
         return read_indexed(index, lambda each: _open_whole(each).tensors())
     if not path.is_dir():
         return _open_whole(path).tensors(), []
-    return _read_folder(path)
+    every = sorted(path.glob("*.safetensors"))
+    if not every:
+        raise _no_safetensors(path)
+    for each in path.glob("shard-*.safetensors"):
+        _open_whole(each)
+    chosen = next((each for each in every if each.name == "model.safetensors"), every[0])
+    if chosen.name != "model.safetensors" and (len(every) > 1 or "-of-" in chosen.name):
+        names = listed([each.name for each in every], 8)
+        raise UsageError(f"{path} has no index that says which files belong together: {names}; give one")
+    others = [each.name for each in every if each != chosen]
+    return _open_whole(chosen).tensors(), [f"other files, left out: {listed(others, 8)}"] if others else []
 
 
 def _open_whole(path: Path) -> PlainFile:
@@ -45,33 +52,6 @@ def _open_whole(path: Path) -> PlainFile:
             "write them with HuggingFaceStorageWriter(..., enable_consolidation=True), and convert what that makes"
         )
     return file
-
-
-def _read_folder(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
-    every = sorted(path.glob("*.safetensors"))
-    if not every:
-        raise _no_safetensors(path)
-    for each in path.glob("shard-*.safetensors"):
-        _open_whole(each)
-    chosen = numbered_files(every) or [each for each in every if each.name == "model.safetensors"] or every
-    found = {}
-    where: dict[str, Path] = {}
-    for each in chosen:
-        for name, tensor in _open_whole(each).tensors().items():
-            if name in found:
-                raise UsageError(
-                    f"{name!s:.{_MAX_NAME}} is in {where[name]} and in {each}: these are several "
-                    "checkpoints; give one file"
-                )
-            found[name], where[name] = tensor, each
-    if len(chosen) == len(every) > 1 and numbered_files(every) is None:
-        return found, [f"no index says that these belong together: {listed([each.name for each in every], 8)}"]
-    return found, _left_out(every, chosen)
-
-
-def _left_out(every: list[Path], chosen: list[Path]) -> list[str]:
-    others = [each.name for each in every if each not in chosen]
-    return [f"other files, left out: {listed(others, 8)}"] if others else []
 
 
 def _no_safetensors(path: Path) -> UsageError:

@@ -1,6 +1,6 @@
-"""Our own checkpoint files as a source and as a destination.
+"""Our own checkpoint files as a source.
 
-As a source, the inventory chooses the step: the newest one all of whose tensors are there. It is then put together from
+The inventory chooses the step: the newest one all of whose tensors are there. It is then put together from
 the files of all its ranks: tensors that are the same everywhere come from the lowest rank, sharded ones from the parts
 (``mindx.layout`` in the headers), components are merged (pipeline stages).
 
@@ -13,8 +13,6 @@ converted.
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +36,10 @@ from mindx_elastic.errors import (
 from mindx_elastic.persist.flatten import Tree, tensor_names
 from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.unflatten import unflatten
-from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.start.findings import list_files, reader_trust, scan
 from mindx_elastic.start.inventory import Inventory, SavedStep
 
-__all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
+__all__ = ["OurStep", "find_step", "read_step"]
 
 _OF_EACH_RANK = {*RESERVED_NAMES, "loader", "train", "callbacks"}
 """Components that differ between ranks by their nature; the lowest rank's is taken."""
@@ -318,30 +315,3 @@ def _merged(one: Any, other: Any) -> Any:
     for key, value in other.items():
         result[key] = _merged(one[key], value) if key in one else value
     return result
-
-
-# --- destination ---
-
-
-def converted_info(source: str, *, step: int, epoch: int) -> CheckpointInfo:
-    """The header of a separate run, so that no start takes it for a file of the job it came from; never resumed from:
-    what makes a resume exact (generators, the loader's position, every rank's own state) is not in it."""
-    started = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    return CheckpointInfo(
-        run_id=f"convert-{started}-{secrets.token_hex(4)}",
-        world_size=1,
-        rank=0,
-        step=step,
-        epoch=epoch,
-        step_in_epoch=0,
-        batch_num=0,
-        reason=f"converted from {source}",
-        kind="manual",
-        created=time.time(),
-        resumable=False,
-    )
-
-
-def write_ours(temp: Path, state: Mapping[str, Any], info: CheckpointInfo) -> None:
-    """Write `state` to `temp`, a name that is still free; the caller renames."""
-    write_checkpoint(temp, dict(state), info)

@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "everything"),
-    [("mindspore", []), *((kind, words) for kind in ("torch", "dcp", "mindx") for words in ([], ["--all"]))],
+    [("mindspore", []), *((kind, words) for kind in ("torch", "dcp") for words in ([], ["--all"]))],
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_the_lines_that_load_it_work(run: Run, ckpt: Path, tmp_path: Path, kind: str, everything: list[str]) -> None:
@@ -85,7 +85,6 @@ def test_force_has_its_limits(run: Run, ckpt: Path, tmp_path: Path) -> None:
     [
         (["ckpt", "x.safetensors"], "say with --to what it is to be"),
         (["ckpt", "x.pt", "--to", "onnx"], "'onnx' is not a format"),
-        (["ckpt", "x.pt", "--epoch", "3"], "--epoch is for --to mindx"),
         (["m.pt", "x.pt", "--step", "3"], "--step is for checkpoints of this package"),
     ],
 )

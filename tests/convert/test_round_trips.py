@@ -9,10 +9,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from mindx_elastic.convert.conversion import ConversionRequest, Converted, convert
-from mindx_elastic.persist.reader import read_checkpoint, verify_file
 from tests.convert.samples import assert_same_model, job_state, model_state, write_rank
 
-NAMES = {"torch": "x.pt", "dcp": "folder", "mindspore": "x.safetensors", "mindx": "y.safetensors"}
+NAMES = {"torch": "x.pt", "dcp": "folder", "mindspore": "x.safetensors"}
 
 
 def run(source: Path, destination: Path, **options: Any) -> Converted:
@@ -25,28 +24,23 @@ def ours(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
-@pytest.mark.parametrize("kind", ["torch", "dcp", "mindspore", "mindx"])
-def test_the_model_from_ours_and_back(ours: Path, tmp_path: Path, kind: str) -> None:
-    there, back = tmp_path / NAMES[kind], tmp_path / "back.safetensors"
+@pytest.mark.parametrize("kind", ["torch", "dcp", "mindspore"])
+def test_the_model_from_ours_to_each_and_on(ours: Path, tmp_path: Path, kind: str) -> None:
+    there, back = tmp_path / NAMES[kind], tmp_path / "back.pt"
     result = run(ours, there, destination_kind=kind)
-    assert (result.source_kind, result.step, result.epoch) == ("mindx", 17, 2)
-    result = run(there, back, destination_kind="mindx", epoch=3, step=17)
-    assert result.source_kind == kind and result.num_tensors == len(model_state())
-    found = read_checkpoint(back)
-    assert list(found.state) == ["model"]
-    assert_same_model(found.state["model"], model_state())
-    assert (found.info.kind, found.info.step, found.info.epoch, found.info.resumable) == ("manual", 17, 3, False)
-    assert found.info.reason == f"converted from {kind} {there.name}"
-    assert verify_file(back) == []
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["ckpt", there.name, "back.safetensors"])
+    assert (result.source_kind, result.step) == ("mindx", 17)
+    result = run(there, back, destination_kind="torch")
+    assert (result.source_kind, result.step, result.num_tensors) == (kind, None, len(model_state()))
+    assert_same_model(torch.load(back, weights_only=True), model_state())
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["ckpt", there.name, "back.pt"])
 
 
-@pytest.mark.parametrize("kind", ["torch", "dcp", "mindx"])
-def test_everything_from_ours_and_back(ours: Path, tmp_path: Path, kind: str) -> None:
-    there, back = tmp_path / NAMES[kind], tmp_path / "back.safetensors"
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_everything_from_ours_to_each_and_on(ours: Path, tmp_path: Path, kind: str) -> None:
+    there, back = tmp_path / NAMES[kind], tmp_path / "back.pt"
     run(ours, there, destination_kind=kind, everything=True)
-    run(there, back, destination_kind="mindx", everything=True)
-    state, expected = read_checkpoint(back).state, job_state()
+    run(there, back, destination_kind="torch", everything=True)
+    state, expected = torch.load(back, weights_only=True), job_state()
     assert set(state) == set(expected)
     assert_same_model(state["model"], expected["model"])
     assert list(state["optimizer"]["state"]) == [0, 10]
