@@ -54,7 +54,7 @@ help:
 	@echo "make drill    the marker drill, and random faults on real jobs: all exact? DRILL_ARGS='--faults 200 --seed 1'"
 	@echo "make mutants  changes one line of the engine at a time: do the tests of its room notice? MUTANTS='persist start' for some rooms"
 	@echo "make simulation  stops, agents, recoveries in place and clusters of simulated jobs, and defects put back: SCHEDULES=100000 JOBS=2"
-	@echo "make fuzz     training scripts made by chance, each stopped and killed by chance: equal, told, or WRONG? PROGRAMS=200 RANKS=1 JOBS=2"
+	@echo "make fuzz     training scripts made by chance, each stopped and killed by chance: equal, told, or WRONG? PROGRAMS=200 RANKS=1 JOBS=2 SYSTEM=model"
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
 	@echo "make packages installs about 100 packages of others into .venv-packages and prints what docs/trainers.md sums up"
 	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
@@ -150,7 +150,7 @@ simulation: $(DONE)/dev
 	$(BIN)/python -m tests.simulation.mutants
 
 fuzz: $(DONE)/dev
-	$(BIN)/python -m tests.fuzz.play --programs $(PROGRAMS) --ranks $(RANKS) --jobs $(JOBS)
+	$(BIN)/python -m tests.fuzz.play --programs $(PROGRAMS) --ranks $(RANKS) --jobs $(JOBS) --system "$(SYSTEM)"
 
 # Not in [dev]: decision 40. Once they are there, `make test` and `make drill` run their shares of these tests, too.
 $(DONE)/trainers: pyproject.toml $(DONE)/dev

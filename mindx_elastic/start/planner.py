@@ -206,5 +206,8 @@ def _sort_out(files: Sequence[FileFact], faults: KnownFaults) -> tuple[list[File
 def _why(candidate: Candidate, distrusted: Collection[int] | None) -> str:
     if not distrusted:
         return candidate.problem
-    note = f"the fault report names {rank_list(tuple(distrusted))}, whose dying saves are not used"
+    note = (
+        f"the fault report names {rank_list(tuple(distrusted))}, whose dying saves are not used: if that is wrong, "
+        "correct the report, or start with MINDX_FAULT_DIR and MINDX_RESET_DIR naming folders that are not there"
+    )
     return f"{candidate.problem} ({note})"

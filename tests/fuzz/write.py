@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Program", "write"]
+__all__ = ["HEAD", "SCHEDULERS", "Draft", "Program", "draw_data", "draw_model", "write"]
 
-_HEAD = """
+HEAD = """
 import collections, copy, math, os, random, sys
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import mindx_elastic as mx
+from mindx_elastic.train import TrainOneStep
 
 sys.path.insert(0, os.environ["FAULT_KIT"])
 from fault_kit import at, tell
@@ -35,7 +36,7 @@ _OPTIMIZERS = {
     "RMSprop": "lr=0.003, momentum=0.5, centered=True",
     **dict.fromkeys(("Adagrad", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop", "Adamax"), "lr=0.01"),
 }
-_SCHEDULERS = {
+SCHEDULERS = {
     "step": "lr_scheduler.StepLR(opt, 3, 0.7)",
     "cosine": "lr_scheduler.CosineAnnealingWarmRestarts(opt, 5)",
     "onecycle": "lr_scheduler.OneCycleLR(opt, 0.05, total_steps=200, cycle_momentum=False)",
@@ -167,10 +168,12 @@ class Program:
     """One of each run but the last: ``place:number:how``."""
     agent: tuple[str, ...]
     """Options of ``mindx-elastic run``; none: one process without it."""
+    cluster: int = 0
+    """Workers of a dynamic cluster; 0: none is started."""
 
 
 @dataclass
-class _Draft:
+class Draft:
     """The parts of a program. Lines of `parts` are indented where they are put together."""
 
     chance: random.Random
@@ -205,7 +208,7 @@ class _Draft:
             self.results[name] = result
 
 
-def _data(d: _Draft) -> None:
+def draw_data(d: Draft) -> None:
     size, batch = d.chance.choice([24, 38, 50]), d.chance.choice([4, 6, 8])
     d.add("setup", f"x, y = torch.randn({size}, 1, 6, 6), torch.randint(3, ({size},))", f"weights = torch.rand({size})")
     kind = d.choose("data", "tensors", "iterable", *_NOISE)
@@ -240,7 +243,7 @@ def _data(d: _Draft) -> None:
     d.add("setup", f"loader = DataLoader(data, {', '.join(arguments)})")
 
 
-def _model(d: _Draft) -> None:
+def draw_model(d: Draft) -> None:
     d.add("setup", _MODELS[d.choose("model", *_MODELS)])
     parameters = "model.parameters()"
     if d.has("frozen first", 0.15):
@@ -270,16 +273,16 @@ def _model(d: _Draft) -> None:
     d.arguments |= {"model": "model", "optimizer": "opt", "loader": "loader"}
 
 
-def _scheduler(d: _Draft, *, has_epochs: bool) -> None:
-    kinds = [each for each in _SCHEDULERS if has_epochs or each != "plateau"]
+def _scheduler(d: Draft, *, has_epochs: bool) -> None:
+    kinds = [each for each in SCHEDULERS if has_epochs or each != "plateau"]
     if "thaw" in d.features:  # torch's schedulers take no group that comes later, but for those that multiply
         kinds = ["step"]
     kind = d.choose("sched", "none", "by hand", *kinds)
     if kind == "by hand":
         d.add("updated", "for group in opt.param_groups:\n    group['lr'] = 0.01 / (1 + 0.1 * guard.step)")
-    if kind not in _SCHEDULERS:
+    if kind not in SCHEDULERS:
         return
-    d.add("setup", f"sched = {_SCHEDULERS[kind]}")
+    d.add("setup", f"sched = {SCHEDULERS[kind]}")
     d.arguments["lr_scheduler"] = "sched"
     d.results["sched"] = "(sched.last_epoch, sched.get_last_lr())"
     if kind == "plateau":
@@ -290,7 +293,7 @@ def _scheduler(d: _Draft, *, has_epochs: bool) -> None:
         d.add("updated", "sched.step()")
 
 
-def _averages(d: _Draft) -> None:
+def _averages(d: Draft) -> None:
     kind = d.choose("ema", "none", "none", "averaged", "class", "teacher")
     if kind == "averaged":
         average = "swa_utils.AveragedModel(bare, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))"
@@ -309,7 +312,7 @@ def _averages(d: _Draft) -> None:
         d.add("updated", "        a.lerp_(b, 0.1)")
 
 
-def _records(d: _Draft) -> None:
+def _records(d: Draft) -> None:
     if d.has("track", 0.5):
         d.keep("track", "track = {'best': math.inf, 'bad': 0, 'losses': [], 'mean': 0.0, 'seen': 0}", "track")
         d.add("end", "track['seen'] += len(x)", "track['mean'] = 0.9 * track['mean'] + 0.1 * loss.item()")
@@ -327,7 +330,7 @@ def _records(d: _Draft) -> None:
         d.add("loss", "memory.append(loss.detach().clone())")
 
 
-def _inputs(d: _Draft) -> None:
+def _inputs(d: Draft) -> None:
     kind = d.choose("mix", "none", "none", "numpy", "torch", "generator")
     if kind == "numpy":
         d.add("inputs", "lam = float(np.random.beta(0.4, 0.4))", "x = lam * x + (1 - lam) * x.flip(0)")
@@ -338,7 +341,7 @@ def _inputs(d: _Draft) -> None:
         d.add("inputs", "x = x + 0.1 * torch.randn(x.shape, generator=own)")
 
 
-def _step(d: _Draft, windows: int) -> str:
+def _step(d: Draft, windows: int) -> str:
     """The function that makes a step; `i` counts them from 1 in an epoch."""
     scaler, critic = d.has("scaler", 0.2), d.ranks == 1 and d.has("second optimizer", 0.12)
     lines = [*d.parts.get("inputs", ())]
@@ -372,7 +375,7 @@ def _step(d: _Draft, windows: int) -> str:
     return "def step(x, y, i, is_last):\n    at('forward')\n" + textwrap.indent("\n".join(lines), "    ")
 
 
-def _loop(d: _Draft, kind: str, evaluation: str) -> str:
+def _loop(d: Draft, kind: str, evaluation: str) -> str:
     """The body of the function `train`."""
     outside = "with guard.outside_step():\n    evaluate()"
     head = f"if guard.step and guard.step % 3 == 0:\n{textwrap.indent(outside, '    ')}" if evaluation == "head" else ""
@@ -400,7 +403,7 @@ def _loop(d: _Draft, kind: str, evaluation: str) -> str:
     return f"for epoch in guard.epochs({d.chance.choice([2, 3])}):\n" + textwrap.indent("\n".join(lines), "    ")
 
 
-def _faults(d: _Draft, *, has_epochs: bool, evaluates: bool) -> list[str]:
+def _faults(d: Draft, *, has_epochs: bool, evaluates: bool) -> list[str]:
     """Faults at places to which the program comes, though not always so often."""
     places = ["forward", "backward", "update", "updated", "end", "after"] * 2
     places += ["head", "tail", "tailed"] * has_epochs + ["eval"] * evaluates
@@ -415,14 +418,17 @@ def _faults(d: _Draft, *, has_epochs: bool, evaluates: bool) -> list[str]:
     return found
 
 
-def write(seed: int, ranks: int = 1) -> Program:
-    """The program of a seed for so many ranks, and its faults."""
-    d = _Draft(random.Random(seed), ranks)
+def write(seed: int, ranks: int = 1, *, tft: bool = False) -> Program:
+    """The program of a seed for so many ranks, and its faults. `tft`: with MindIO's registration and wrapper."""
+    d = Draft(random.Random(seed), ranks)
     kind = d.choose("loop", "epochs", "epochs", "steps", "enumerate", "ahead")
     windows = int(d.choose("windows", "1", "1", "2", "3")) if kind in ("steps", "enumerate") else 1
-    parts: list[Callable[[_Draft], None]] = [_data, _model, _averages, _records, _inputs]
+    parts: list[Callable[[Draft], None]] = [draw_data, draw_model, _averages, _records, _inputs]
     for part in parts:
         part(d)
+    if tft:
+        d.add("setup", "opt = mx.OptTFTWrapper(opt)")
+        d.arguments["policies"] = "mx.TFTRegister(0, '127.0.0.1', 30051, sys.argv[1]).exit_policies()"
     _scheduler(d, has_epochs=kind != "steps")
     step = _step(d, windows)
     evaluation = d.choose("eval", "none", "tail", "outside", "head") if kind != "ahead" else "none"
@@ -450,6 +456,6 @@ def write(seed: int, ranks: int = 1) -> Program:
     results = "{" + ", ".join(f"'{name}': {value}" for name, value in d.results.items()) + "}"
     setup = "\n".join(d.parts["setup"])
     guard = f"guard = mx.Guard({arguments}, directory=sys.argv[1])"
-    text = "\n\n".join([_HEAD + group, setup, _EVALUATE, step, guard, block, f"tell({results}, guard.step)"])
+    text = "\n\n".join([HEAD + group, setup, _EVALUATE, step, guard, block, f"tell({results}, guard.step)"])
     faults = _faults(d, has_epochs=kind != "steps", evaluates="evaluate()" in loop)
     return Program(seed, text + "\n", tuple(d.features), tuple(faults), tuple(agent))

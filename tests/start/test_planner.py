@@ -169,7 +169,9 @@ def test_a_step_that_is_not_taken_because_of_a_fault_report_says_so() -> None:
     facts = [*files(range(4), 10, FSDP, kind="breakpoint"), *files(range(4), 8, FSDP, kind="periodic")]
     plan = plan_of(facts, faults=[2])
     assert plan.step == 8 and plan.faults == {2}
-    assert "the fault report names rank 2, whose dying saves are not used" in plan.rejected[0].reason
+    reason = plan.rejected[0].reason
+    assert "the fault report names rank 2, whose dying saves are not used: if that is wrong, correct" in reason
+    assert "start with MINDX_FAULT_DIR" in reason
 
 
 # --- exact before newest ---
