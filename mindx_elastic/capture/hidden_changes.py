@@ -8,7 +8,8 @@ parameter are compared:
 =============================  ========================================================================================
 in some steps of a process     between a boundary and the first update after it, and between the last update and the
                                next boundary (`UpdateWindow`): the first steps, then two in fifty
-once something was found       elements are kept at every boundary
+once something was found, or   elements are kept at every boundary
+where no optimizer is named
 wherever elements are kept     the reader compares first: a state that has changed is not a boundary, as with
                                changes that are counted. A peer may die before the first update has shown anything
 =============================  ========================================================================================
@@ -32,9 +33,11 @@ _FIRST, _EVERY = 4, 50
 class HiddenChanges:
     """One per guard: those between a boundary and the next update. Training thread; `problem` in any."""
 
-    def __init__(self, samples: WeightSamples, changes: Callable[[], str | None]) -> None:
-        """`changes`: what the version counters tell, as `UpdateGate.changed_since_boundary`."""
+    def __init__(self, samples: WeightSamples, changes: Callable[[], str | None], *, are_likely: bool = False) -> None:
+        """`changes`: what the version counters tell, as `UpdateGate.changed_since_boundary`. `are_likely`: the program
+        updates without an optimizer, so no update shows them."""
         self._samples, self._changes = samples, changes
+        self._are_likely = are_likely
         self.sample: Mapping[str, WeightSample] | None = None
         """As of the last boundary, where that was to be looked at."""
         self.next_look = 0
@@ -43,21 +46,26 @@ class HiddenChanges:
         self.are_known = False
         """They were seen."""
 
-    def at_boundary(self, step: int) -> None:
-        """Boundary `step` has just been copied."""
+    def at_boundary(self, step: int) -> bool:
+        """Boundary `step` has just been copied. Returns whether such changes were found just now, in a step in which
+        no optimizer has stepped."""
         self._boundaries += 1
-        is_due = self.are_known or step >= self.next_look
-        self.sample = self._samples.take() if is_due else None
+        is_due = self.are_known or self._are_likely or step >= self.next_look
+        before, self.sample = self.sample, self._samples.take() if is_due else None
         if is_due:
             self.next_look = step + 1
             if not (self.are_known or self._boundaries < _FIRST or step % _EVERY == _EVERY - 1):
                 self.next_look += -(step + 2) % _EVERY
+        if self.are_known or before is None or self._samples.num_hidden(before, self.sample) == 0:
+            return False
+        self.are_known = True
+        return True
 
     def before_update(self) -> bool:
         """The first optimizer after a boundary is about to step. Returns whether such changes were found just now."""
-        if self.are_known or self.sample is None or is_capturing() or self._changes() is not None:
+        if self.are_known or self.sample is None or is_capturing():
             return False
-        num = self._samples.num_hidden(self.sample)
+        num = 0 if self._changes() is not None else self._samples.num_hidden(self.sample)
         if num == 0:
             self.sample = None
             return False

@@ -78,7 +78,11 @@ class Boundaries:
             collector.keep_rank_weights()
             collector.keep_older_boundaries()
             self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
-        self.hidden = HiddenChanges(WeightSamples(collector), gate.changed_since_boundary)
+        # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
+        self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
+        self.hidden = HiddenChanges(
+            WeightSamples(collector), gate.changed_since_boundary, are_likely=not self._accumulates
+        )
         """Compares samples of the weights at some boundaries."""
         gate.hidden = self.hidden.problem
         gate.on_update = self._begin_update
@@ -95,8 +99,6 @@ class Boundaries:
         self._window = UpdateWindow(collector, gate)
         by_hand = bool(opening.options.layouts) or opening.evaluates
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
-        # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
-        self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self._num_without_update = 0  # steps in front of the first boundary
         self._weights: TensorsLook | None = None  # as the last but one of those that are waited for has left them
         self._num_functions = [(name, t, count) for name, t in targets.items() if (count := _num_functions_of(t))]
@@ -203,7 +205,7 @@ class Boundaries:
             self._collector.leave_head()
         hidden = self.hidden
         if hidden.sample is not None or position.step >= hidden.next_look:
-            hidden.at_boundary(position.step)
+            self.gate.unguarded |= hidden.at_boundary(position.step)
 
     def _refuse_new_structure(self) -> None:
         """The program has changed what it has built. Flags, masks and groups are made again from the checkpoint; the

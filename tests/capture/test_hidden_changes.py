@@ -89,3 +89,13 @@ def test_once_seen_every_boundary_is_compared() -> None:
     assert hidden.problem() is None
     by_data(parameters[0])
     assert "1 parameters were changed" in str(hidden.problem())
+
+
+def test_without_an_optimizer_boundaries_are_compared() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    hidden = HiddenChanges(samples_of(parameters), lambda: None, are_likely=True)
+    assert not any(hidden.at_boundary(step) for step in range(9))
+    assert hidden.problem() is None
+    by_data(parameters[0])
+    assert "1 parameters were changed" in str(hidden.problem())
+    assert hidden.at_boundary(9), "snapshots are to be taken at once from here on"

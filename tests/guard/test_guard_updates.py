@@ -70,7 +70,7 @@ def test_calls_outside_of_the_block_are_refused(tmp_path: Path, call: Callable[[
     assert guard.position.step == 0
 
 
-def train_by_hand(directory: Path, *, stop: int = 0, steps: int = 8) -> tuple[Guard, nn.Linear]:
+def train_by_hand(directory: Path, *, stop: int = 0, fail: int = 0, steps: int = 8) -> tuple[Guard, nn.Linear]:
     """No torch optimizer anywhere, ``p.data`` changed behind autograd's back, gradients left standing."""
     torch.manual_seed(0)
     network = nn.Linear(3, 2)
@@ -82,6 +82,7 @@ def train_by_hand(directory: Path, *, stop: int = 0, steps: int = 8) -> tuple[Gu
             for p in network.parameters():
                 assert p.grad is not None
                 p.data.sub_(p.grad, alpha=0.1)
+                assert step != fail, "half of the update"
             if step == stop:
                 guard.request_stop("enough")
                 guard.stopper.watcher.post(lambda: None)
@@ -99,6 +100,12 @@ def test_updates_by_hand_are_resumed_bit_for_bit(tmp_path: Path) -> None:
     guard, network = train_by_hand(tmp_path / "b")
     assert guard.resumed_from_step == 4
     assert_same(dict(network.state_dict()), dict(expected.state_dict()))
+
+
+def test_an_update_by_hand_that_fails_half_way_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="half of the update"):
+        train_by_hand(tmp_path, fail=7)
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
