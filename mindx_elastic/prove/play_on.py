@@ -139,14 +139,11 @@ class Overlap:
             unmanaged.warn_of_counts(found.counts)
         return names
 
-    def _tell_not_compared(self, info: CheckpointInfo) -> None:
-        """Nothing will show whether what is not kept matters."""
+    def _tell_not_compared(self, info: CheckpointInfo, what: str) -> None:
+        """Nothing will show whether what is not kept matters. `what`: the words in front of its names."""
         if info.not_kept and self._stopper.ranks.rank == 0:
-            told = (
-                "step %d is not compared (%s), and the resumed run may differ by what goes on and is not kept: %s. "
-                'Keep it in a named object or dict (Guard(stateful={"own": own})), or compute it from guard.step'
-            )
-            logger.info(told, info.step + 1, info.reason, info.not_kept)
+            remedy = 'Keep it in a named object or dict (Guard(stateful={"own": own})), or compute it from guard.step'
+            logger.info("%s: %s. %s", what, info.not_kept, remedy)
 
     # --- the stop ---
 
@@ -209,9 +206,9 @@ class Overlap:
         scalars, self.scalars = self.scalars, {}
         if self._kept_steps is not None and is_cut and not (self.is_at_tail or self.is_playing):
             self._kept_steps.at_boundary(position, loss)
-        if self._not_compared is not None:
-            self._tell_not_compared(self._not_compared)
-            self._not_compared = None
+        if (info := self._not_compared) is not None:
+            self._not_compared, why = None, f"step {info.step + 1} is not compared ({info.reason})"
+            self._tell_not_compared(info, f"{why}, and the resumed run may differ by what goes on and is not kept")
         if observer is not None and (self.is_playing or not self.is_at_tail):
             observer.scalars = scalars
             waits = observer.at_boundary(position, is_cut=is_cut)
@@ -236,6 +233,9 @@ class Overlap:
         """See `guard.observers.Overlap`."""
         if self._observer is not None:
             self._observer.leave(outcome, notes)
+        if outcome == "finished" and (info := self._not_compared) is not None:
+            after = f"no step was left after step {info.step}"
+            self._tell_not_compared(info, f"{after}, and code that follows may differ by what is not kept")
 
     def way_out(self, error: BaseException | None) -> BaseException | None:
         """See `guard.observers.Overlap`."""

@@ -82,7 +82,7 @@ class Witness:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
                 return
-            if not self._outside():
+            if not (self._outside() or _is_transformed()):
                 self._note_forward(name, args, kwargs)
 
         return hook
@@ -183,6 +183,11 @@ def kept_of(targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[int]]:
     adapters = [target for target in kept.values() if type(target).__module__.startswith("mindx_elastic.")]
     held = (value for adapter in adapters for value in attributes_of(adapter).values())
     return kept, {*map(id, kept.values()), *map(id, held)}
+
+
+def _is_transformed() -> bool:
+    """Inside of torch.func.grad, vmap, ...: tensors have no bytes of their own there."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _parts(batch: Any) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import xxhash
 
+from mindx_elastic import Guard
 from mindx_elastic.core.certificate import WITNESS_SUFFIX
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.prove import overlap, play_on
@@ -149,6 +150,32 @@ def test_a_count_that_is_not_kept_is_told(
     caplog.clear()
     train(Quiet(tmp_path, seed=1))  # it had finished
     assert not lines(caplog, "is not compared"), caplog.text
+    assert lines(caplog, "no step was left after step 15, and code that follows may differ by what is not kept: count")
+
+
+def test_a_step_whose_forwards_are_in_a_transform_is_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In `torch.func.grad` tensors have no bytes, the states of random streams included."""
+    caplog.set_level(logging.INFO)
+
+    def train(stop: int = 0) -> None:
+        network = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        with Guard(model=network, optimizer=optimizer, directory=tmp_path, overlap=True) as guard:
+            for step in guard.steps(9):
+                weights, x = dict(network.named_parameters()), torch.rand(4, 3)
+                found = torch.func.grad(lambda w, x: torch.func.functional_call(network, w, (x,)).sum())(weights, x)
+                for name, parameter in weights.items():
+                    parameter.grad = found[name]
+                optimizer.step()
+                if step == stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    wait_until(lambda: guard.stopper.agreed_step == stop, "the agreement")
+                guard.step_end()
+
+    with pytest.raises(SystemExit):
+        train(STOP)
+    train()
+    assert lines(caplog, f"verified: step {STOP + 1} is"), caplog.text
 
 
 def scaled_by(number: float) -> Callable[[Job, int], None]:
