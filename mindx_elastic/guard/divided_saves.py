@@ -14,9 +14,8 @@ decides whether a step is complete: the next start does, by what the files hold.
 or miss, the step is complete or an older one is taken. Where the ranks do not agree, each writes all it has.
 
 Where only some ranks hold the same (HSDP), they divide nothing, and keep each other's small states in the same way.
-Files that are saved periodically hold the small states of the same two neighbours, if these come to the step in a
-moment (`DividedSaves.swap`). Policies with ``remove_redundancy=True`` also divide what is saved then and at the end of
-a training, each part once: if a rank fails in it, the step before stays the newest.
+Policies with ``remove_redundancy=True`` also divide what is saved periodically and at the end of a training, each part
+once: if a rank fails in it, the step before stays the newest.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,8 +65,7 @@ WORTH_BYTES = 64 << 20
 _LEAST_BYTES = 1024  # smaller tensors are in every file
 _MOST_SMALL_BYTES = 1 << 20  # larger small states stay at home
 _SAMPLES = 256  # tensors that are compared
-_ROUND, _PERIODIC = "share", "periodic"
-_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
+_ROUND = "share"
 
 
 @dataclass(frozen=True)
@@ -105,10 +102,8 @@ class SavesPart(Part):
         same for all ranks of a node. `mode`: see `SavingSettings`."""
         saving = [policy for policy in policies if policy.save]
         plain = all(policy.place is None and policy.finish is None for policy in saving)
-        self.are_replicas = False
-        """All ranks tell each other their small states when they save."""
         self.exchanges = False
-        """They also save alike at a stop."""
+        """All ranks are replicas and save alike at a stop, where they tell each other their small states."""
         self.group = SavingGroup()
         """The ranks with which this one divides what is saved at a stop."""
         self.single = SavingGroup()
@@ -144,13 +139,11 @@ class SavesPart(Part):
         once = {rank: ranks for ranks in disks.values() for rank in ranks if same and 1 < len(ranks) <= MAX_PARTS}
         kept = neighbours([str(each["node"]) for each in said])
         own = [[together.get(rank, []) if divides else [], once.get(rank, []), kept[rank]] for rank in range(len(said))]
-        return Merged([replicas, alike], own)
+        return Merged(alike, own)
 
     def hear(self, answer: Answer) -> None:
-        replicas, alike = answer.common
-        self.are_replicas = replicas is True
         group, once, self.neighbours = (tuple(int(rank) for rank in ranks) for ranks in answer.own)
-        self.exchanges, self.group, self.single = alike is True, SavingGroup(group), SavingGroup(once, 1)
+        self.exchanges, self.group, self.single = answer.common is True, SavingGroup(group), SavingGroup(once, 1)
 
 
 def neighbours(nodes: Sequence[str]) -> list[list[int]]:
@@ -222,7 +215,7 @@ class DividedSaves:
     def __init__(self, exchange: Exchange, ranks: RankInfo, collector: Collector, part: SavesPart) -> None:
         self._exchange, self._ranks, self._collector = exchange, ranks, collector
         self.part = part
-        self._packer, self._periodic = StatePacker("plain"), StatePacker("plain")
+        self._packer = StatePacker("plain")
 
     @property
     def is_possible(self) -> bool:
@@ -234,12 +227,10 @@ class DividedSaves:
         if self.is_possible:
             self._exchange.announce(_ROUND, CANNOT)
 
-    # --- at a stop ---
-
     def agree(self, step: int, tree: Tree, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> Agreed:
         """Agree with the others on who writes what of the boundary `step`, flattened to `tree` and `tensors`."""
         own = self.share(self.part.group, tree, tensors)
-        mine = _Said(step, "" if own is None else own.key, self._pack(self._packer))
+        mine = _Said(step, "" if own is None else own.key, self._pack())
         if not self._exchange.tell(_ROUND, mine.encode()):
             return Agreed(None)
         decision = self._exchange.decide(_ROUND, step, timeout_s)
@@ -257,42 +248,6 @@ class DividedSaves:
         small = {rank: said[rank].small for rank in self.part.neighbours if said[rank].small}
         return Agreed(own if own is not None and self._is_alike(said) else None, small)
 
-    def _heard(self, name: str, rank: int) -> _Said | None:
-        """What `rank` has told last; None: nothing yet, or it cannot be read."""
-        try:
-            texts = self._exchange.try_collect(name, [rank])
-            return _Said.decode(texts[0]) if texts else None
-        except Exception as error:
-            logger.debug("the small state of rank %d cannot be read: %s", rank, error)
-            return None
-
-    # --- periodic saves ---
-
-    def pack(self) -> bytes:
-        """This rank's small state of the last boundary, to `swap`; empty: there is no rank to keep it, or it is too
-        large to travel. Training thread, where `Collector.state` may be called."""
-        return self._pack(self._periodic) if self.part.are_replicas else b""
-
-    def swap(self, step: int, small: bytes, timeout_s: float, gone: Callable[[], Collection[int]]) -> dict[int, bytes]:
-        """Tell the neighbours this rank's small state of the boundary `step`, and return theirs. They come to the same
-        step in a moment: the next one would wait for them as well. `gone`: returns the ranks known to be dead."""
-        if not self.part.are_replicas or not self._exchange.tell(_PERIODIC, _Said(step, "", small).encode()):
-            return {}
-        found: dict[int, bytes] = {}
-        awaited, end, pause_s = set(self.part.neighbours), time.monotonic() + timeout_s, _LOOK_S
-        while True:
-            for rank in sorted(awaited):
-                said = self._heard(_PERIODIC, rank)
-                if said is not None and said.step >= step:
-                    awaited.discard(rank)
-                    if said.step == step and said.small:
-                        found[rank] = said.small
-            awaited -= set(gone())
-            if not awaited or time.monotonic() >= end:
-                return found
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-
     def share(self, group: SavingGroup, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Held | None:
         """What this rank of `group` writes of a state that was flattened to `tree` and `tensors`; None: all of it."""
         rank = self._ranks.rank
@@ -302,15 +257,15 @@ class DividedSaves:
         of = {name: (NAMES[tensors[name].dtype], tuple(tensors[name].shape), tensors[name].nbytes) for name in names}
         return Held(Division.of(of, len(group.ranks)), group.parts_of(rank), _sample(names, tensors)) if of else None
 
-    def _pack(self, packer: StatePacker) -> bytes:
+    def _pack(self) -> bytes:
         """This rank's small state; empty: it is too large to travel, or cannot be packed."""
         state = self._collector.volatile(everything=True)
         if self._collector.buffers_of_this_rank(leads=self._ranks.rank == 0):
             state["on_device"] = self._collector.copied_from_device()
         try:
-            packed = packer.pack(state)
+            packed = self._packer.pack(state)
             if len(packed) > _MOST_SMALL_BYTES and state.pop("on_device", None):
-                packed = packer.pack(state)
+                packed = self._packer.pack(state)
         except UnsupportedStateError:
             return b""
         return packed if len(packed) <= _MOST_SMALL_BYTES else b""

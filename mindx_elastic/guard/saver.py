@@ -44,8 +44,6 @@ from mindx_elastic.start.inventory import newest_complete
 __all__ = ["DeviceWentOnError", "Saver"]
 
 _AGREE_S = 5.0  # the others come to the same step in a moment
-_MOMENT_S = 0.5  # of the training's time, for neighbours' small states in a periodic save
-_BESIDE_S = 2.0  # the same of a save during the training
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
 
@@ -232,7 +230,7 @@ class Saver:
 
         def work(state: Any) -> bool:
             try:
-                self._write_once(policy, path, state, info, small)
+                self._write_once(policy, path, state, info)
                 self.prune(policy)
             except Exception as error:
                 return self._report(error, info)
@@ -241,7 +239,7 @@ class Saver:
         if policy.asynchronous:
             self._queue.reserve()  # before the copy is made: a third one has no room in memory
         try:
-            state, small = self._state(copy=policy.asynchronous), self._small()
+            state = self._state(copy=policy.asynchronous)
             if policy.asynchronous:
                 self._queue.submit(partial(work, state))
                 return True
@@ -253,33 +251,15 @@ class Saver:
             return self._report(error, info)
         return work(state)
 
-    def _small(self) -> bytes | None:
-        """This rank's small state, for its neighbours' files; None: it goes into none."""
-        if self.together is None:
-            return None
-        with self.collector.devices.reading():
-            return self.together.pack()
-
     def _write_once(
-        self,
-        policy: ExitPolicy | PeriodicPolicy,
-        path: Path,
-        state: Any,
-        info: CheckpointInfo,
-        small: bytes | None = None,
+        self, policy: ExitPolicy | PeriodicPolicy, path: Path, state: Any, info: CheckpointInfo
     ) -> SaveResult:
-        """Write a save for which the ranks agree on nothing: this rank's share, if the policy wants each part once.
-        `small`: this rank's small state, for those of its neighbours; None: they are not needed."""
-        together, once = self.together, getattr(policy, "remove_redundancy", False)
-        if together is None or (small is None and not once):
-            return self._write(path, state, info)
-        patience_s = _BESIDE_S if getattr(policy, "asynchronous", False) else _MOMENT_S
-        others = {} if small is None else together.swap(info.step, small, patience_s, self._gone)
-        if not others and not once:
+        """Write a save for which the ranks agree on nothing: this rank's share, if the policy wants each part once."""
+        together = self.together
+        if together is None or not getattr(policy, "remove_redundancy", False):
             return self._write(path, state, info)
         flat = flatten(state)
-        held = together.share(together.part.single, *flat) if once else None
-        return self._write(path, state, info, held=held, flat=_with_small(flat, others))
+        return self._write(path, state, info, held=together.share(together.part.single, *flat), flat=flat)
 
     def _report(
         self, error: Exception, info: CheckpointInfo, remedy: str = "training goes on, older checkpoints are untouched"

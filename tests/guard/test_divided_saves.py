@@ -88,7 +88,7 @@ def test_files_that_are_copied_to_other_nodes_are_whole_and_hold_small_states(tm
     policy = ExitPolicy(directory=tmp_path, kind="breakpoint", alarms=frozenset({"signal"}), name=lambda position: "f")
     each = [SavesPart([policy], [], [tmp_path], WORTH_BYTES, can=True, divides=False).say() for _ in range(3)]
     merged = SavesPart([], [], [], 0, can=False).merge(each)
-    assert merged.own is not None and merged.common[:2] == [True, True]
+    assert merged.own is not None and merged.common is True
     assert [own[0] for own in merged.own] == [[], [], []]
 
 
@@ -102,7 +102,7 @@ def test_directories_of_nodes_may_have_other_names(tmp_path: Path) -> None:
         )
         each.append(SavesPart([policy], [], [directory], WORTH_BYTES, can=True, node=f"node {node}").say())
     merged = SavesPart([], [], [], 0, can=False).merge(each)
-    assert merged.common[:2] == [True, True] and merged.own == [[[], [], [1]], [[], [], [0]]]
+    assert merged.common is True and merged.own == [[[], [], [1]], [[], [], [0]]]
 
 
 # --- the small states of neighbours ---
@@ -141,54 +141,6 @@ def test_of_many_ranks_only_those_are_read_whose_words_are_needed(monkeypatch: p
         cast("Collector", None),
         part,
     )
-    monkeypatch.setattr(together, "_pack", lambda packer: b"mine")
+    monkeypatch.setattr(together, "_pack", lambda: b"mine")
     assert together.agree(7, {}, {}, 1.0) == Agreed(None, {size - 2: b"510", size - 1: b"511"})
     assert exchange.asked <= {size - 2, size - 1}
-
-
-# --- periodic saves ---
-
-
-def swapping(told: dict[int, str], neighbours: tuple[int, ...] = (1, 2)) -> tuple[DividedSaves, _Rounds]:
-    exchange, part = _Rounds(Decision(None), told), SavesPart([], [], [], 0, can=False)
-    part.are_replicas, part.neighbours = True, neighbours
-    ranks = RankInfo(rank=0, world_size=3)
-    return DividedSaves(cast("Exchange", exchange), ranks, cast("Collector", None), part), exchange
-
-
-def small_of(step: int, small: bytes) -> str:
-    return json.dumps([step, "", base64.b64encode(small).decode()])
-
-
-def test_neighbours_that_come_to_the_step_later_are_waited_for() -> None:
-    told = {1: small_of(6, b"of the step before"), 2: small_of(7, b"two")}
-    together, exchange = swapping(told)
-
-    def gone() -> frozenset[int]:
-        told[1] = small_of(7, b"one")  # it has come, after the first look at what it told
-        return frozenset()
-
-    assert together.swap(7, b"mine", 60.0, gone) == {1: b"one", 2: b"two"}
-    assert json.loads(exchange.told[0])[:2] == [7, ""]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [small_of(8, b"of the next step"), small_of(7, b"")],
-    ids=["it has gone on", "its small state is too large"],
-)
-def test_what_a_neighbour_cannot_give_is_not_waited_for(other: str) -> None:
-    together, _ = swapping({1: other, 2: small_of(7, b"two")})
-    assert together.swap(7, b"mine", 60.0, frozenset) == {2: b"two"}
-
-
-def test_neither_a_dead_neighbour_nor_one_that_stands_still_holds_up_a_periodic_save() -> None:
-    together, _ = swapping({2: small_of(7, b"two")})
-    assert together.swap(7, b"mine", 60.0, lambda: [1]) == {2: b"two"}
-    assert together.swap(7, b"mine", 0.05, frozenset) == {2: b"two"}
-
-
-def test_ranks_that_are_no_replicas_swap_nothing() -> None:
-    together, exchange = swapping({})
-    together.part.are_replicas = False
-    assert together.pack() == b"" and together.swap(7, b"", 60.0, frozenset) == {} and exchange.told == {}

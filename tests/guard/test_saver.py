@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.persist.format import read_header
-from mindx_elastic.persist.places import neighbours_in
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
 from tests import checkpoint_files
@@ -74,35 +73,6 @@ def test_periodic_saves_do_not_change_training_and_can_be_resumed_from(tmp_path:
         resumed = Job(tmp_path / f"from {step}", seed=99, resume=path)
         assert_same(resumed.run(), expected)
         assert resumed.guard.resumed_from_step == step
-
-
-class _Neighbours:
-    """Stands for `DividedSaves`: two other ranks come to each step."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, bytes]] = []
-
-    def pack(self) -> bytes:
-        return b"small"
-
-    def swap(self, step: int, small: bytes, timeout_s: float, gone: Callable[[], Any]) -> dict[int, bytes]:
-        self.told.append((step, small))
-        return {0: b"zero", 1: b"one"}
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_periodic_files_hold_the_small_states_of_neighbours(tmp_path: Path, asynchronous: bool) -> None:
-    collector = Collector({"model": nn.Linear(4, 4)})
-    collector.copy(Position(1, 1, 1, 10))
-    saver = Saver(collector, RankInfo(rank=2, world_size=3), EventLog(tmp_path / "events.jsonl", run_id="run"))
-    together = _Neighbours()
-    saver.begin(None, together=together)  # type: ignore[arg-type]
-    assert saver.save_periodic(Every(tmp_path, asynchronous=asynchronous))
-    saver.close()
-    assert together.told == [(1, b"small")]
-    path = tmp_path / "rank_2" / "every-1_1.safetensors"
-    assert sorted(neighbours_in(read_header(path))) == [0, 1]
-    assert read_checkpoint(path).state["neighbours"] == {"0": b"zero", "1": b"one"}
 
 
 def test_an_asynchronous_save_holds_the_boundary_while_training_goes_on(

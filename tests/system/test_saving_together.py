@@ -106,19 +106,6 @@ def test_the_loss_of_a_file_is_exact(stopped: Stopped, tmp_path: Path, reference
 
 
 @pytest.mark.drill
-def test_the_loss_of_a_periodic_file_is_exact(tmp_path: Path, reference: Reference) -> None:
-    """A job that had saved periodically, and then lost its newest step and a file of the one before."""
-    directory = tmp_path / "ckpt"
-    job = stop(directory, "--save-every", 3)
-    for path in directory.glob("rank_*/*_breakpoint*"):
-        path.unlink()
-    shutil.rmtree(directory / "rank_1")
-    step = newest(directory)
-    assert step.moment[2] == 6 and step.is_complete and not step.candidate.lacks_rank_state, job.report()
-    assert_resumes_equal(directory, reference(RANKS), job, step=6)
-
-
-@pytest.mark.drill
 def test_a_stop_inside_an_accumulation_carries_the_small_states_too(tmp_path: Path) -> None:
     """It is agreed on for a step from which all go on to the end of the window."""
     directory = tmp_path / "ckpt"
