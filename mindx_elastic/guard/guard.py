@@ -302,8 +302,6 @@ class Guard(LayeredGuard):
             settings=opening.settings,
             policies=opening.policies,
             already_durable=self._already_durable,
-            peers_gone=peers.look,
-            page=around.page,
             arm_last_resort=last_resort.arm,
             leave_by=last_resort.leave_by,
             relay=relay,

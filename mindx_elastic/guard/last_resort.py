@@ -154,14 +154,14 @@ class LastResort:
         stopper, alarm = self._stopper, self._alarm
         if stopper is None or alarm is None or stopper.finished:
             return None
-        is_settled = stopper.state.is_settled
+        is_settled = stopper.is_settled
         has_deadline = not (is_settled and alarm.kind in ("exception", "peer") and stopper.is_leaving)  # from outside
         latest = alarm.deadline.at - _LEAVE_S if has_deadline else math.inf
         if is_settled and not stopper.is_coming_out:
             latest = min(latest, self._leave_at)
         if (left := latest - time.monotonic()) > 0:
             return None if latest == math.inf else left
-        if stopper.state.is_writing:
+        if stopper.is_writing:
             return _AGAIN_S
         stopper.leave_behind(alarm, self._why_leave if is_settled else "the save is held up")
         return None

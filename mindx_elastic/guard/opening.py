@@ -191,17 +191,16 @@ class Opening:
         )
 
     def _begin_saver(self, start: Start) -> None:
-        around, gone = self.around, start.peers.look
-        self.saver.begin(
-            None if start.resumed is None else start.resumed.checkpoint.info,
-            fault_report=start.fault_report,
-            first_save=start.first_save,
-            mirror=around.mirror,
-            together=self._together,
-            page=around.page,
-            gone=gone,
-            keep_in_memory=lambda timeout_s: around.keep_in_memory(timeout_s, gone()),
-        )
+        """Give it what the ranks have found out together."""
+        saver, around = self.saver, self.around
+        saver.coordinates["generation"] = start.generation
+        if start.fault_report:
+            saver.coordinates["fault_report"] = start.fault_report
+        saver.page, saver.mirror, saver.together = around.page, around.mirror, self._together
+        saver.first_save, saver.gone = start.first_save, start.peers.look
+        saver.keep_in_memory = lambda timeout_s: around.keep_in_memory(timeout_s, saver.gone())
+        if start.resumed is not None:
+            saver.go_on_from(start.resumed.checkpoint.info)
 
     def _begin_schedules(self) -> None:
         """Periodic saves may depend on the clock."""
@@ -270,18 +269,13 @@ class Opening:
             ddp=self.ddp,
             boundary=None if place is None else place.boundary(),
         )
-        self.saver.coordinates["generation"] = start.generation
         self.log_filter.attempt = start.attempt
-        if (resumed := start.resumed) is None:
-            self._begin_saver(start)
-            self.unmanaged.inherit(start.notes)
-            return start
         self._begin_saver(start)
-        info = resumed.checkpoint.info
-        if resumed.plan.resharded:
-            self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
         self.unmanaged.inherit(start.notes)
-        self.unmanaged.certificate = tuple(info.certificate)
-        if info.kind == "final":
-            logger.info("that training had ended: only what follows its last step runs again")
+        if (resumed := start.resumed) is not None:
+            if resumed.plan.resharded:
+                self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
+            self.unmanaged.certificate = tuple(resumed.checkpoint.info.certificate)
+            if resumed.checkpoint.info.kind == "final":
+                logger.info("that training had ended: only what follows its last step runs again")
         return start

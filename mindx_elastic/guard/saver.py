@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ class DeviceWentOnError(OSError):
 class Saver:
     """Writes this rank's checkpoints. `save_periodic` and `close` belong to the training thread.
 
-    It is made before the ranks meet, and needed by the start; `begin` gives it what only the start has found out.
+    It is made before the ranks meet, and needed by the start, which sets what only it has found out.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Saver:
         """Numbers for every file's header."""
         self.newest_step = 0
         """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
-        self._page = StatusPage()
-        """What saves have cost this process and brought it, for `agent.metrics`."""
+        self.page = StatusPage()
+        """Where the agent reads how this process stands."""
         self._nbytes = self._stall_ns = 0
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
@@ -95,10 +95,15 @@ class Saver:
         self._page_cache = SavingSettings.from_env().page_cache
         self.together: DividedSaves | None = None
         """Saves with the other ranks at an agreed stop; None: each writes all it has."""
-        self._mirror: Mirror | None = None
-        self._first_save: FirstSave | None = None
-        self._gone: Callable[[], Collection[int]] = frozenset
-        self._keep_in_memory: Callable[[float], bool] = lambda timeout_s: False
+        self.mirror: Mirror | None = None
+        """Copies the files to other nodes, once they are durable here."""
+        self.first_save: FirstSave | None = None
+        """The note on disk that this rank has never saved in this run; None: it has, or the note is not needed."""
+        self.gone: Callable[[], Sequence[int]] = lambda: ()
+        """Returns the ranks known to be dead."""
+        self.keep_in_memory: Callable[[float], bool] = lambda timeout_s: False
+        """Puts the last boundary into shared memory, for the thread that holds the update gate; returns whether it is
+        there. Takes seconds."""
         self.newest: tuple[int, Path] | None = None
         """The last step that this process has saved where a start looks, and its file."""
         self.flags = AnsweredFlags()
@@ -111,36 +116,12 @@ class Saver:
         """Whether the training was refused (`UnmanagedStateError`): nothing of it may be saved."""
         return self._unmanaged.refusal is not None
 
-    def begin(
-        self,
-        resumed: CheckpointInfo | None,
-        *,
-        fault_report: int = 0,
-        first_save: FirstSave | None = None,
-        mirror: Mirror | None = None,
-        together: DividedSaves | None = None,
-        page: StatusPage | None = None,
-        gone: Callable[[], Collection[int]] = frozenset,
-        keep_in_memory: Callable[[float], bool] = lambda timeout_s: False,
-    ) -> None:
-        """Main thread, once, when the ranks have agreed on what to go on from, and before the first save.
-
-        `resumed`: of the file that this run goes on from; None: it started over. `fault_report`: when the platform's
-        report on faults was made; 0: there is none. `first_save`: the note on disk that this rank has never saved in
-        this run; None: it has, or the note is not needed. `mirror`: copies the files to other nodes, once they are
-        durable here. `page`: where the agent reads. `gone`: returns the ranks known to be dead. `keep_in_memory`: puts
-        the last boundary into shared memory, for the thread that holds the update gate; returns whether it is there.
-        """
-        if fault_report:
-            self.coordinates["fault_report"] = fault_report
-        if resumed is not None:
-            # A start that would not be exact at the first steps of this attempt goes back to there: every later file
-            # says it (`start.planner.steps_before`).
-            self.coordinates |= dict(zip(_BASE, (resumed.attempt, resumed.step), strict=True))
-            self.newest_step = resumed.step
-        self._first_save, self._mirror, self.together = first_save, mirror, together
-        self._page = page or self._page
-        self._gone, self._keep_in_memory = gone, keep_in_memory
+    def go_on_from(self, resumed: CheckpointInfo) -> None:
+        """Main thread, before the first save: this run goes on from that file."""
+        # A start that would not be exact at the first steps of this attempt goes back to there: every later file says
+        # it (`start.planner.steps_before`).
+        self.coordinates |= dict(zip(_BASE, (resumed.attempt, resumed.step), strict=True))
+        self.newest_step = resumed.step
 
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
@@ -182,8 +163,8 @@ class Saver:
                 left_s = began + time_left_s - time.monotonic()
                 share = together.agree(info.step, tree, tensors, max(0.1, min(_AGREE_S, left_s / 4)))
                 result = write(state, info, held=share.held, flat=_with_small((tree, tensors), share.small))
-        if self._mirror is not None:
-            self._mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
+        if self.mirror is not None:
+            self.mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
         return result
 
     def _root(self, directory: Path) -> Path:
@@ -205,7 +186,7 @@ class Saver:
         if policy.finish is None:
             return path
         try:
-            return policy.finish(path, self.ranks, self._gone, timeout_s)
+            return policy.finish(path, self.ranks, self.gone, timeout_s)
         except OSError as error:
             logger.warning("%s is durable, but could not be moved to its final folder: %s", path, error)
             return path
@@ -221,7 +202,7 @@ class Saver:
             return self._save_periodic(policy)
         finally:
             self._stall_ns += time.monotonic_ns() - began
-            self._page.set(stall_ns=self._stall_ns)
+            self.page.set(stall_ns=self._stall_ns)
 
     def _save_periodic(self, policy: PeriodicPolicy) -> bool:
         position = self.collector.position
@@ -302,8 +283,8 @@ class Saver:
         except OSError as error:
             logger.warning("the old checkpoint %s cannot be deleted (%s)", path, error)
             return
-        if self._mirror is not None:
-            self._mirror.drop(path, self.events.run_id)
+        if self.mirror is not None:
+            self.mirror.drop(path, self.events.run_id)
 
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they are available."""
@@ -324,8 +305,8 @@ class Saver:
         self._queue.close(timeout_s)
         if self.reserve is not None:
             self.reserve.close()
-        if self._mirror is not None:
-            self._mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
+        if self.mirror is not None:
+            self.mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
 
     def describe(self, kind: str) -> CheckpointInfo:
         """The header facts of the last boundary."""
@@ -334,7 +315,7 @@ class Saver:
     def keep_unsaved(self, step: int, timeout_s: float) -> None:
         """A dying save of boundary `step` has failed: keep it in shared memory. The caller holds the update gate."""
         try:
-            if self._keep_in_memory(max(0.0, timeout_s)):
+            if self.keep_in_memory(max(0.0, timeout_s)):
                 logger.warning("step %d is kept in shared memory, where the next start on this machine finds it", step)
         except Exception as error:  # the save has failed already, and the job must leave in time
             logger.error("step %d could not be kept in shared memory either: %s", step, error, exc_info=True)
@@ -378,8 +359,8 @@ class Saver:
         def before_publish(temp: Path) -> None:
             if dying and not self.collector.devices.still_holds:  # a background save has its own copy
                 raise DeviceWentOnError(f"the device has gone on from step {info.step} while it was read")
-            if self._first_save is not None:
-                self._first_save.withdraw()
+            if self.first_save is not None:
+                self.first_save.withdraw()
 
         def write() -> SaveResult:
             for target in (path, *also):
@@ -422,9 +403,9 @@ class Saver:
         if info.resumable:
             self.newest = (info.step, result.path)
             self._nbytes += result.nbytes
-            self._page.set(durable_step=info.step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
-        if self._mirror is not None and not dying:
-            self._mirror.submit(result.path, info.step)
+            self.page.set(durable_step=info.step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
+        if self.mirror is not None and not dying:
+            self.mirror.submit(result.path, info.step)
         return result
 
     def prune(self, policy: PeriodicPolicy) -> None:

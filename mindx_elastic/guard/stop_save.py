@@ -18,7 +18,6 @@ from mindx_elastic.alarm.deadline import reserve_s
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, keep_consistent, policies_for
 from mindx_elastic.guard.saver import DeviceWentOnError, Saver
@@ -42,7 +41,6 @@ class StopSave:
         saver: Saver,
         policies: Sequence[ExitPolicy],
         *,
-        page: StatusPage,
         already_durable: Callable[[], Path | None],
         is_agreed: Callable[[int], bool],
         has_death: Callable[[], bool],
@@ -60,7 +58,7 @@ class StopSave:
         """After an exception in the middle of a step: why its state cannot count as the coming boundary."""
         self._state, self._update_gate, self._saver = state, update_gate, saver
         self._events = saver.events
-        self._page, self._already_durable = page, already_durable
+        self._already_durable = already_durable
         self._is_agreed, self._has_death = is_agreed, has_death
 
     def reserve_s(self, alarm: Alarm) -> float:
@@ -170,7 +168,7 @@ class StopSave:
 
     def _note(self, path: Path, step: int) -> None:
         self.path, self.step = path, step
-        self._page.set(saved_step=step, saved_ns=time.monotonic_ns())
+        self._saver.page.set(saved_step=step, saved_ns=time.monotonic_ns())
 
     def _refuse(self, step: int, problem: str, short: str) -> None:
         if self.pending not in ("", problem):

@@ -29,7 +29,7 @@ from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import Settings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.status_page import StatusPage, WorkerPhase
+from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.core.stop_cause import StopCause, note_stop_cause
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.pausing import Pauses
@@ -51,7 +51,7 @@ _NOTHING = "nothing is saved"
 _AFTER_DEATH_S = 2.0  # a rank that has saved and left needs no help, one that waits for a dead rank does
 
 
-class Stopper:
+class Stopper(StopState):
     """Stops one guard's job. Each method says which thread may call it."""
 
     def __init__(
@@ -68,33 +68,31 @@ class Stopper:
         leave_by: Callable[[float, str], None],
         relay: LogRelay,
         already_durable: Callable[[], Path | None],
-        peers_gone: Callable[[], Sequence[int]] = lambda: (),
-        page: StatusPage,
         member: Member | None = None,
     ) -> None:
         """arm_last_resort, leave_by: see `LastResort`. already_durable: the file that has the last boundary already;
-        None: there is none. peers_gone: the ranks of this machine whose processes are gone. page: what the agent reads.
-        """
+        None: there is none."""
+        super().__init__()
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
         ranks = self.ranks = saver.ranks
         events = self.events = saver.events
         self.saver, self.settings = saver, settings
         self.alarms = Alarms(settings, ranks, exit_codes_of(policies))
-        self.peers_gone = peers_gone
+        self.peers_gone = saver.gone
         exchange.gone = lambda: [rank for rank in self.peers_gone() if not events.has_ended(rank)]
-        self.state = StopState()
         self.save = StopSave(
-            self.state,
+            self,
             update_gate,
             saver,
             policies,
-            page=page,
             already_durable=already_durable,
             is_agreed=self._is_agreed,
-            has_death=lambda: any(map(self._died, peers_gone())),
+            has_death=lambda: any(map(self._died, saver.gone())),
         )
-        self.pauses = Pauses(step_gate, exchange, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause)
-        self._page, self._member = page, member
+        self.pauses = Pauses(
+            step_gate, exchange, watcher, events, saver.page, rank=ranks.rank, why_not=self._why_no_pause
+        )
+        self._page, self._member = saver.page, member
         self._arm_last_resort, self.leave_by, self._relay = arm_last_resort, leave_by, relay
         self._stop_decision: Decision | None = None
         self._held_decision: Decision | None = None
@@ -113,20 +111,6 @@ class Stopper:
         """Watcher thread: the process is to leave now, for that reason."""
 
     @property
-    def phase(self) -> StopPhase:
-        return self.state.phase
-
-    @property
-    def alarm(self) -> Alarm | None:
-        """The alarm that stops the job; None before there is one."""
-        return self.state.alarm
-
-    @property
-    def finished(self) -> bool:
-        """Whether the training has ended; later alarms are left to the program."""
-        return self.state.finished
-
-    @property
     def is_leaving(self) -> bool:
         """Whether the training thread is on its way out of the guard."""
         return self._failing or self.is_coming_out
@@ -139,7 +123,7 @@ class Stopper:
     @property
     def time_left_s(self) -> float:
         """Until the process must be gone; 0 without an alarm."""
-        alarm = self.state.alarm
+        alarm = self.alarm
         return 0.0 if alarm is None else alarm.deadline.remaining_s()
 
     @property
@@ -157,11 +141,11 @@ class Stopper:
 
     def hear_signal(self, signum: int) -> None:
         """Watcher thread."""
-        if self.state.phase is StopPhase.TRAINING:
+        if self.phase is StopPhase.TRAINING:
             self.stop(self.alarms.of_signal(signum))
             return
         name = signal_name(signum)
-        logger.warning("%s again; the stop is under way (%s)", name, self.state.phase.name.lower())
+        logger.warning("%s again; the stop is under way (%s)", name, self.phase.name.lower())
         self.end_play(f"{name} again")
         self.events.emit("alarm", step=self.step_gate.step, reason=name, outcome="already stopping")
 
@@ -229,7 +213,7 @@ class Stopper:
         return decision
 
     def _accept(self, alarm: Alarm) -> bool:
-        if not self.state.accept(alarm):
+        if not self.accept(alarm):
             return False
         self._relay.hurry = self.events.hurry = True
         # First of all: anything that follows may hang.
@@ -264,14 +248,14 @@ class Stopper:
         `is_cut`: the step has ended with a boundary; False inside an accumulation window. `is_between`: between two
         steps, where the program can wait whatever it has done to the weights.
         """
-        if self.state.alarm is None and not self._wants_out and not ((is_cut or is_between) and self.pauses.wait()):
+        if self.alarm is None and not self._wants_out and not ((is_cut or is_between) and self.pauses.wait()):
             return  # a pause: over, or inside an accumulation window, where the next boundary asks again
-        alarm = self.state.alarm
+        alarm = self.alarm
         if alarm is None and self._wants_out:
             self.saver.collector.before_keeping()
             raise LeavesToRejoin
         assert alarm is not None, "the step gate has a limit only in a pause or after an alarm"
-        if not self.state.is_settled:
+        if not self.is_settled:
             if not self.step_gate.wait(max(0.1, alarm.deadline.remaining_s())):
                 return
             if not is_cut:
@@ -298,7 +282,7 @@ class Stopper:
         self.salvage(self.alarm, can_wait=False)
 
     def _wait_until_settled(self) -> None:
-        self.state.wait_while(*set(StopPhase) - set(SETTLED), timeout_s=self.settings.grace_s)
+        self.wait_while(*set(StopPhase) - set(SETTLED), timeout_s=self.settings.grace_s)
 
     def on_exception(self, error: BaseException) -> None:
         """Training thread: an exception leaves the guard's block. Saves the last boundary if policies want that."""
@@ -346,14 +330,14 @@ class Stopper:
                 self.watcher.post(lambda: self.stop(self.alarms.of_death(gone)))
                 self._wait_until_settled()
             if decision.step is not None:  # an alarm on another rank; its request is on the way to this one
-                self.state.wait_while(StopPhase.TRAINING, timeout_s=self.settings.agreement_s)
-        self.state.finish()
-        if not self.finished and not self.state.is_settled:
+                self.wait_while(StopPhase.TRAINING, timeout_s=self.settings.agreement_s)
+        self.finish()
+        if not self.finished and not self.is_settled:
             with self.update_gate.hold(GATE_S) as problem:
                 pass
             if problem:  # code after the last step has changed the weights: that is not a boundary, and the end is near
                 logger.warning("the alarm came after the last step (%s); finishing", problem)
-                self.state.finished = True
+                self.finished = True
         if self.finished:
             return False
         assert self.alarm is not None
@@ -372,13 +356,13 @@ class Stopper:
 
     def dismiss(self) -> None:
         """Any thread: the training has ended, and the alarm with it."""
-        self.state.finished = True
+        self.finished = True
         self._page.set(asked_code=-1)
         self.step_gate.open_until(None)
 
     def exit(self) -> GracefulExit:
         """Training thread: the exception to raise once the phase is settled."""
-        alarm = self.state.alarm
+        alarm = self.alarm
         assert alarm is not None
         if alarm.kind == "peer" and not self.is_coming_out:
             # The other ranks wait for this process before they start.
@@ -390,14 +374,14 @@ class Stopper:
 
     def announce_exit(self) -> None:
         """What the agent is to take for the exit code from now on, whatever ends the process."""
-        assert self.state.alarm is not None
-        self._page.set(exit_code=self.state.alarm.exit_code)
+        assert self.alarm is not None
+        self._page.set(exit_code=self.alarm.exit_code)
 
     def after_save(self) -> None:
         """Training thread, on its way out, once: what policies want done when the state is durable. Failures are
         warnings."""
-        alarm = self.state.alarm
-        if alarm is None or self.state.phase is not StopPhase.SAVED or self._is_done_after_save:
+        alarm = self.alarm
+        if alarm is None or self.phase is not StopPhase.SAVED or self._is_done_after_save:
             return
         self._is_done_after_save = True
         for policy in policies_for(self.save.policies, alarm):
@@ -410,8 +394,8 @@ class Stopper:
     def _save_at_boundary(self, alarm: Alarm) -> None:
         """Training thread, at the agreed boundary. Waits for another thread's save without a bound: leaving would cut
         its file off."""
-        while not self.state.claim():
-            if self.state.wait_while(StopPhase.SAVING) in SETTLED:
+        while not self.claim():
+            if self.wait_while(StopPhase.SAVING) in SETTLED:
                 return
         with self.save.hold(alarm) as problem:
             # Before the file is written: another rank that is about to salvage must not wait for this one's disk.
@@ -426,17 +410,17 @@ class Stopper:
 
         `can_wait`: the training thread still runs, so it can reach a boundary that another rank is already at.
         """
-        if self.state.finished:
+        if self.finished:
             return
-        while not self.state.claim():
-            if can_wait or self.state.wait_while(StopPhase.SAVING) in SETTLED:
+        while not self.claim():
+            if can_wait or self.wait_while(StopPhase.SAVING) in SETTLED:
                 return
         try:
             self._salvage_claimed(alarm, can_wait=can_wait)
         except BaseException:
             # An error of ours: the other thread must not wait for ever, unless it has the claim by now.
-            if self.state.is_mine:
-                self.state.move(StopPhase.FAILED)
+            if self.is_mine:
+                self.move(StopPhase.FAILED)
             raise
 
     def _salvage_claimed(self, alarm: Alarm, *, can_wait: bool) -> None:
@@ -470,7 +454,7 @@ class Stopper:
             behind = behind and not devices.has_gone_back  # that rank does not come further
             if can_wait and (problem or behind) and alarm.deadline.remaining_s() > _SHORT_S:
                 # Let the training thread run to its boundary, where it saves; look again shortly before the end.
-                self.state.move(StopPhase.STOPPING)
+                self.move(StopPhase.STOPPING)
                 self.step_gate.open_until(agreed or 0)
                 self.watcher.call_at(alarm.deadline.at - _SHORT_S, lambda: self.salvage(alarm))
                 return False
@@ -479,7 +463,7 @@ class Stopper:
 
     def leave_behind(self, alarm: Alarm, why: str) -> None:
         """The last resort, or the training thread itself: end the process without the training thread's way out."""
-        if self.state.finished:
+        if self.finished:
             return
         logger.warning("%s; leaving with exit code %d", why, alarm.exit_code)
         self.events.emit("exit", reason=alarm.reason, outcome=str(alarm.exit_code))

@@ -16,7 +16,6 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
-from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.process_end import LogRelay
@@ -75,7 +74,6 @@ class Parts:
             leave_by=self.last_resort.leave_by,
             relay=LogRelay(),
             already_durable=lambda: self.durable,
-            page=StatusPage(),
             member=member,
         )
 

@@ -32,10 +32,10 @@ def test_a_stop_that_is_held_up_ends_shortly_before_its_deadline(
     monkeypatch.setattr("mindx_elastic.guard.stopper.end_process", end)
     parts.last_resort.start(parts.stopper)
     alarm = parts.stopper.alarms.of_signal(signal.SIGTERM)
-    assert parts.stopper.state.accept(alarm)
+    assert parts.stopper.accept(alarm)
     parts.last_resort.arm(alarm)
     if is_claimed:
-        assert parts.stopper.state.claim()
+        assert parts.stopper.claim()
     assert ended.wait(60)
     assert codes == [143] and time.monotonic() > alarm.deadline.at - 0.3
     assert parts.files() == [] and "the save is held up; leaving with exit code 143" in caplog.text

@@ -268,5 +268,5 @@ def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
     collector = Collector({"model": module})
     collector.copy(Position(step=infos[1].step))
     saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id=infos[1].run_id, attempt=2))
-    saver.begin(infos[1])
+    saver.go_on_from(infos[1])
     assert saver.describe("snapshot").coordinates == {"base_attempt": 1, "base_step": infos[1].step}

@@ -170,7 +170,7 @@ def test_retention_deletes_copies_too(start: Callable[..., Job]) -> None:
     info, mirror = job.info(0), job.mirrors[0]
     collector = Collector({"model": nn.Linear(2, 2)})
     saver = Saver(collector, info, EventLog(job.root(0) / "events.jsonl", run_id="run-a"))
-    saver.begin(None, mirror=mirror)
+    saver.mirror = mirror
     policy = Every(job.root(0), keep_max=1)
     for step in range(1, 7):
         collector.copy(Position(step, 1, step, 10))

@@ -259,6 +259,7 @@ class _Saver:
         self.ranks = RankInfo(rank=rank.number, world_size=plan.world_size)
         self.events, self.collector = events, collector
         self._rank, self._world, self._save_s = rank, world, plan.save_s
+        self.page, self.gone = StatusPage(), lambda: list(rank.gone)
         self.expected_bytes = int(plan.save_s * 200e6)
 
     def drain(self, timeout_s: float) -> None:
@@ -331,8 +332,6 @@ class _Rank:
             leave_by=last_resort.leave_by,
             relay=LogRelay(),
             already_durable=lambda: None,
-            peers_gone=lambda: list(self.gone),
-            page=StatusPage(),
         )
         self.watcher.start()
         last_resort.start(self.stopper)
