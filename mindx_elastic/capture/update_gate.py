@@ -43,7 +43,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from operator import attrgetter
+from operator import attrgetter, ne, sub
 from typing import Any
 
 import torch
@@ -106,17 +106,15 @@ class UpdateGate:
         parameters hold other weights now, which no version counter need show."""
         self.hidden: Callable[[], str | None] | None = None
         """Says that parameters have changed since the boundary without torch's knowledge, where that is looked at."""
-        self._num_changes: int | None = None
-        self._total = 0  # of the version counters at the last boundary
         self._updates: dict[int, int] = {}  # in this step, by optimizer
         self._usual: dict[int, int] = {}
-        self._changes: tuple[list[int], list[int]] = ([], [])  # version counters around the last step with updates
+        self._added: list[int] | None = None  # to the version counters by the last step with updates
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: Sequence[torch.Tensor] = ()
         self._ids: frozenset[int] = frozenset()  # theirs
         self._versions: list[int] = []
-        self._optimizers = OptimizerVersions()
         self._is_new = False  # the parameters are others than at the last boundary
+        self._optimizers = OptimizerVersions()
 
     def watch(self, parameters: Sequence[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
         """Install the optimizer hooks and remember whose version counters to compare. `optimizers`: those that the
@@ -125,7 +123,6 @@ class UpdateGate:
         self.named, self._optimizers = frozenset(map(id, optimizers)), OptimizerVersions(optimizers)
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
         self._versions = [p._version for p in parameters]
-        self._total = sum(self._versions)
         self._handles = [
             register_optimizer_step_pre_hook(self.begin_update),
             register_optimizer_step_post_hook(self._stepped),
@@ -135,10 +132,7 @@ class UpdateGate:
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take these as the parameters from now on: some were replaced, added or removed. At a boundary."""
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
-        self._versions = [p._version for p in parameters]
-        self._total, self._num_changes = sum(self._versions), None
-        self._changes = (self._versions, self._versions)
-        self._is_new = True
+        self._versions, self._added, self._is_new = [p._version for p in parameters], None, True
 
     def unwatch(self) -> None:
         for handle in self._handles:
@@ -219,9 +213,8 @@ class UpdateGate:
 
     def unusual_changes(self) -> int:
         """How many parameters were changed in place more or less often than in the last step with updates."""
-        then = [after - before for before, after in zip(*self._changes, strict=True)]
-        now = [p._version - at for p, at in zip(self._parameters, self._versions, strict=True)]
-        return len(now) if len(then) != len(now) else sum(a != b for a, b in zip(then, now, strict=True))
+        now = list(map(sub, map(_version_of, self._parameters), self._versions))
+        return len(now) if self._added is None else sum(map(ne, now, self._added))
 
     def pass_boundary(self, copy_volatile: Callable[..., None], *args: object) -> bool:
         """The boundary is reached: copy the volatile state (with `args`) and be clean. Waits for the readers.
@@ -237,23 +230,20 @@ class UpdateGate:
             before, self.state = self.state, GateState.PASSING
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
         versions = list(map(_version_of, self._parameters))
-        self._optimizers.note()
+        added = list(map(sub, versions, self._versions))
+        as_usual = self._updates == self._usual and added == self._added
+        self._optimizers.note(as_usual=as_usual)
         with self._lock:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
             self.state, self.others = GateState.CLEAN, None
             self.had_updates = bool(self._updates)
             if self.had_updates:
-                self.steady = self.steady and (not self._usual or self._usual == self._updates)
-                self._usual, self._updates = self._updates, {}
-                num_changes = (total := sum(versions)) - self._total
-                if not self._is_new:
-                    self._changes = (self._versions, versions)
-                    self.even = self.even and self._num_changes in (None, num_changes)
-                    self._num_changes = num_changes
-                self._total, self._is_new = total, False
-            elif before is not GateState.CLEAN or self.unguarded:
-                self._total = sum(versions)
+                if not as_usual:
+                    self.steady = self.steady and (not self._usual or self._usual == self._updates)
+                    self.even = self.even and self._added in (None, added)
+                    self._added = None if self._is_new else added
+                self._usual, self._updates, self._is_new = self._updates, {}, False
             self._versions = versions
             if self._waiters:
                 self._changed.notify_all()
@@ -264,7 +254,6 @@ class UpdateGate:
         with self._lock:
             self._updates = {}
             self._versions = [p._version for p in self._parameters]
-            self._total = sum(self._versions)
         self._optimizers.note()
 
     def _wait_for_readers(self) -> None:
@@ -347,7 +336,7 @@ class UpdateGate:
         versions = [p._version for p in self._parameters]
         with self._lock:
             if self.state is GateState.CLEAN:
-                self._versions, self._total = versions, sum(versions)
+                self._versions = versions
 
     def changed_since_boundary(self) -> str | None:
         """A text if parameters, or the state of optimizers, were changed outside of any optimizer, else None. Call it
