@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ _HARMLESS_POLICIES = ("", "empty", "ignore")
 _RANKS = re.compile(r" *([0-9]{1,9})(?: *- *([0-9]{1,9}))? *")
 _MAX_LISTED = 1 << 20
 _MAX_PROBLEMS = 8  # in a line for a person
+_MAX_KEYS = 64
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Faults:
     """The `ranks` for which a running job has to stop; the others are ranks whose recovery has failed."""
     exit_requested: bool = False
     """``"GracefulExit": 1``: the job is to save and leave."""
+    remarks: tuple[str, ...] = ()
+    """Parts that were not understood and change nothing of which ranks are meant, in the same form."""
 
 
 def merge(one: Faults, other: Faults) -> Faults:
@@ -90,6 +94,7 @@ def merge(one: Faults, other: Faults) -> Faults:
         initializing=one.initializing or other.initializing,
         source=", ".join(dict.fromkeys(s for s in (one.source, other.source) if s)),
         problems=tuple(dict.fromkeys((*one.problems, *other.problems))),
+        remarks=tuple(dict.fromkeys((*one.remarks, *other.remarks))),
         unrecovered=one.unrecovered | other.unrecovered,
         exit_requested=one.exit_requested or other.exit_requested,
     )
@@ -133,8 +138,8 @@ def _parse_data(data: Mapping[str, str], world_size: int | None) -> Faults:
             part = parse_key(key, data[key], world_size=world_size)
         except ValueError as error:
             raise ValueError(f"has a key {key} that {error}") from None
-        problems = tuple(f"has a key {key} that {each}" for each in part.problems)
-        faults = merge(faults, replace(part, problems=problems))
+        problems, remarks = (tuple(f"has a key {key} that {e}" for e in said) for said in (part.problems, part.remarks))
+        faults = merge(faults, replace(part, problems=problems, remarks=remarks))
     return faults
 
 
@@ -149,17 +154,15 @@ def _fault_npus(content: dict[str, Any], world_size: int | None) -> Faults:
     ranks: set[int] = set()
     for key in listed:
         ranks |= _rank_list(key, _list_in_text(content[key]), world_size, problems)
-    created = None
+    created, remarks = None, _misspelt(content, (*_RANK_KEYS, *_TIME_KEYS, "status"))
     for key in (key for key in _TIME_KEYS if listed and key in content):
         stamp = time_stamp(content[key])
         if stamp is None:
-            logger.warning(
-                "a fault report has a %s that is not a time (%.60r); its ranks count all the same", key, content[key]
-            )
+            remarks.append(f"has a {key} that is not a time: {content[key]!r:.60}")
         else:
             created = max(stamp, created or 0.0)
     found = frozenset(ranks)
-    return Faults(found, created, initializing, problems=tuple(problems), unrecovered=found)
+    return Faults(found, created, initializing, problems=tuple(problems), remarks=tuple(remarks), unrecovered=found)
 
 
 def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
@@ -193,7 +196,15 @@ def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
         unrecovered=unrecovered,
         exit_requested=_switch("GracefulExit", content, problems),
         problems=tuple(problems),
+        remarks=tuple(_misspelt(content, known)),
     )
+
+
+def _misspelt(content: Collection[str], known: Collection[str]) -> list[str]:
+    """Remarks on keys that are not `known` and resemble one that is. Others may be those of a newer platform."""
+    strange = [key for key in list(content)[:_MAX_KEYS] if key not in known]
+    meant = [(key, get_close_matches(key, known, n=1, cutoff=0.8)) for key in strange]
+    return [f"has a key {key!r:.60}, which is not known and not read; {like[0]}?" for key, like in meant if like]
 
 
 def _list_in_text(value: Any) -> Any:
@@ -255,6 +266,8 @@ def read_faults(source: Path, *, world_size: int | None) -> Faults:
             faults = parse_text(read_text(source)[0], world_size=world_size)
         if faults.problems:
             raise ValueError("; ".join(faults.problems[:_MAX_PROBLEMS]))
+        for remark in faults.remarks:
+            logger.warning("the fault report %s %s; its ranks count all the same", source, remark)
         return replace(faults, source=str(source))
 
 

@@ -78,9 +78,7 @@ def test_reports_of_ranks(tmp_path: Path, content: object, ranks: set[int], crea
     assert not faults.initializing and not faults.problems
 
 
-def test_the_parser_lists_its_problems_and_a_strict_caller_raises_on_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_parser_lists_its_problems_and_a_strict_caller_raises_on_them(tmp_path: Path) -> None:
     report = json.dumps({"FaultRank": [1, 9, "x"], "CreatTime": "noon"})
     faults = parse_text(report, world_size=8)
     assert faults.ranks == {1} == faults.unrecovered
@@ -88,11 +86,25 @@ def test_the_parser_lists_its_problems_and_a_strict_caller_raises_on_them(
         "names rank 9 in FaultRank, but the job has ranks 0..7",
         "names 'x' in FaultRank, which is not a rank",
     )
-    assert "has a CreatTime that is not a time ('noon')" in caplog.text
+    assert faults.remarks == ("has a CreatTime that is not a time: 'noon'",)
     assert "; ".join(faults.problems) in refusal(put(tmp_path, report))
     put(tmp_path, json.dumps({"FaultRank": [1]}), "fault-npus")
     put(tmp_path, json.dumps({"RankList": [entry(2), entry(3, "Lost")]}), "reset.json")
     assert "has a key reset.json that has the Status 'Lost' for rank 3; known: " in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "meant"),
+    [
+        ({"FaultRank": [1], "FaultRanksIds": ["2"]}, "'FaultRanksIds', which is not known and not read; FaultRankIds?"),
+        ({"FaultRank": [1], "JobId": "7", "Region": "north"}, ""),
+    ],
+)
+def test_a_misspelt_key_beside_a_known_one_is_told(
+    tmp_path: Path, content: object, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_faults(put(tmp_path, content), world_size=8).ranks == {1}
+    assert meant in caplog.text and bool(caplog.messages) == bool(meant)
 
 
 def test_a_failed_recovery_is_a_fault_that_stops_no_job() -> None:
