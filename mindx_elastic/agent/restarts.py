@@ -9,8 +9,8 @@ So do `repeats` attempts in a row, whatever their causes, that went on from the 
 the checkpoint itself may be the cause, and the text says how to go on from an older one.
 
 A training that its guard has refused (`UnmanagedStateError`) is stopped at once: every attempt would be refused. So is
-a program that makes a wrong call (`UsageError`: no process group, say), or names a directory of others
-(`UnsafeDirectoryError`).
+a program that makes a wrong call (`UsageError`: no process group, say), names a directory of others
+(`UnsafeDirectoryError`), or has state that no file holds (`UnsupportedStateError`).
 
 Pure: no clock, no files. One thread.
 """
@@ -145,7 +145,7 @@ class CrashLoop:
 
 
 _REFUSAL = "UnmanagedStateError: "
-_USAGE = re.compile(r"(?<![\w.])(?:UsageError|UnsafeDirectoryError): ")
+_USAGE = re.compile(r"(?<![\w.])(?:UsageError|UnsafeDirectoryError|UnsupportedStateError): ")
 """Of this package: one of another has the name of its module in front of it."""
 _VARYING = (
     (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "#"),  # UUIDs

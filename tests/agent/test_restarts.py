@@ -171,7 +171,7 @@ def test_kills_of_a_job_that_advances_never_stop_it(kills: list[tuple[int, int]]
         step = failure.step
 
 
-@pytest.mark.parametrize("name", ["UsageError", "UnsafeDirectoryError"])
+@pytest.mark.parametrize("name", ["UsageError", "UnsafeDirectoryError", "UnsupportedStateError"])
 def test_an_error_that_no_restart_can_mend_stops_the_job_at_once(name: str) -> None:
     for cause in (f"exit code 1: {name}: call init_process_group()", f"exit code 1: PeerStartError: rank 1: {name}: x"):
         verdict = CrashLoop().judge(replace(BUG, cause=cause, guarded=False))

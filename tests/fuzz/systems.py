@@ -136,7 +136,7 @@ def _faults(d: Draft) -> tuple[str, ...]:
 
 def write_for(system: str, seed: int, ranks: int) -> Program:
     """The program of a seed that trains with `Model`."""
-    d = Draft(random.Random(f"{system} {seed}"), ranks)
+    d = Draft(random.Random(f"{system} {seed}"), ranks, "ddp" if ranks > 1 else "none")
     d.choose("system", system)
     draw_data(d)
     draw_model(d)
@@ -172,10 +172,15 @@ def write_for(system: str, seed: int, ranks: int) -> Program:
     if system == "cluster":
         group = "from mindx_elastic import cluster\n\nat('begun')\ncluster.init()\nat('joined')"
     elif ranks > 1:
-        group = "torch.distributed.init_process_group('gloo')"
+        group = "dist.init_process_group('gloo')"
+    group += "\nRANK, RANKS = dist.get_rank(), dist.get_world_size()" if ranks > 1 else "\nRANK, RANKS = 0, 1"
     trainer = f"trainer = mx.Model({', '.join(arguments)})"
     text = "\n\n".join([HEAD + group, *setup, callbacks, trainer, train, f"tell({results}, trainer.position.step)\n"])
-    agent = ("--nproc-per-node", str(ranks), "--max-restarts", "9") if ranks > 1 and system != "cluster" else ()
+    agent = (
+        ("mindx-elastic", "run", "--nproc-per-node", str(ranks), "--max-restarts", "9")
+        if ranks > 1 and system != "cluster"
+        else ()
+    )
     return Program(seed, text, tuple(d.features), _faults(d), agent, cluster=ranks if system == "cluster" else 0)
 
 

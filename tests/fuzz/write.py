@@ -14,7 +14,7 @@ HEAD = """
 import collections, copy, math, os, random, sys
 import numpy as np
 import torch
-from torch import nn
+from torch import distributed as dist, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -22,12 +22,21 @@ import mindx_elastic as mx
 from mindx_elastic.train import TrainOneStep
 
 sys.path.insert(0, os.environ["FAULT_KIT"])
-from fault_kit import at, tell
+from fault_kit import at, entered, passed, tell
 
 torch.manual_seed(0)
 random.seed(0)
 np.random.seed(0)
 torch.set_num_threads(1)
+"""
+HEAD_OF_RANKS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("gloo")
+RANK, RANKS = dist.get_rank(), dist.get_world_size()
 """
 _OPTIMIZERS = {
     "SGD": "lr=0.05, momentum=0.9, nesterov=True",
@@ -82,6 +91,7 @@ class Stream(IterableDataset):
     def __iter__(self):
         info = torch.utils.data.get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        first, step = RANK + first * RANKS, step * RANKS
         for i in range(first, len(x), step):
             at("data")
             yield x[i] + 0.1 * torch.randn(1), y[i]
@@ -155,6 +165,30 @@ def evaluate():
     model.train()
     return value
 """
+_OF_RANKS = """
+def mean(value):
+    value = torch.tensor(float(value))
+    dist.all_reduce(value)
+    return value.item() / RANKS
+"""
+_COLLECTIVES = {
+    "mean of a step": ("end", "loss_of_all = mean(loss)"),
+    "object in a step": ("end", "box = [i]\ndist.broadcast_object_list(box)"),
+    "gather in a step": ("end", "found = [None] * RANKS\ndist.all_gather_object(found, i)"),
+    "barrier in a step": ("updated", "dist.barrier()"),
+    "mean of an epoch": ("tail", "value = mean(value)"),
+    "object of an epoch": ("tail", "box = [value]\ndist.broadcast_object_list(box)\nvalue = box[0]"),
+    "rank 0 alone": ("tail", "if RANK == 0:\n    print('epoch', epoch, value)\n    at('alone')\ndist.barrier()"),
+    "barrier at the head": ("head", "dist.barrier()"),
+}
+_SHARDED = {
+    "fsdp": "for each in model:\n    if [*each.parameters()]:\n        fully_shard(each)\nfully_shard(model)",
+    "hsdp": "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))\n"
+    "fully_shard(model, mesh=mesh)",
+    "tp": "mesh = init_device_mesh('cpu', (RANKS,))\n"
+    "model = parallelize_module(model, mesh, {'1': ColwiseParallel(), '3': RowwiseParallel()})",
+}
+_TO_BE_SPLIT = "model = nn.Sequential(nn.Flatten(), nn.Linear(36, 24), nn.GELU(), nn.Linear(24, 3))"
 
 
 @dataclass(frozen=True)
@@ -165,9 +199,13 @@ class Program:
     text: str
     features: tuple[str, ...]
     faults: tuple[str, ...]
-    """One of each run but the last: ``place:number:how``."""
+    """One of each run but the last: ``place:number:how``, see `fault_kit.at`."""
     agent: tuple[str, ...]
-    """Options of ``mindx-elastic run``; none: one process without it."""
+    """``mindx-elastic run`` or ``torchrun`` and its options; none: one process without them."""
+    snapshots: str = "0"
+    """``--snapshot-every``."""
+    has_replicas: bool = False
+    """Whether each rank holds what every other holds, so that no step is lost while one of them lives."""
     cluster: int = 0
     """Workers of a dynamic cluster; 0: none is started."""
 
@@ -178,6 +216,9 @@ class Draft:
 
     chance: random.Random
     ranks: int
+    parallel: str = "none"
+    launcher: str = "none"
+    snapshots: str = "0"
     features: list[str] = field(default_factory=list)
     arguments: dict[str, str] = field(default_factory=dict)
     """Of the guard."""
@@ -210,8 +251,11 @@ class Draft:
 
 def draw_data(d: Draft) -> None:
     size, batch = d.chance.choice([24, 38, 50]), d.chance.choice([4, 6, 8])
+    if d.ranks > 1:
+        size *= d.ranks  # and the part of each rank as long as that of one alone
     d.add("setup", f"x, y = torch.randn({size}, 1, 6, 6), torch.randint(3, ({size},))", f"weights = torch.rand({size})")
-    kind = d.choose("data", "tensors", "iterable", *_NOISE)
+    # The ranks of a tensor parallel job have the same batches.
+    kind = d.choose("data", "tensors", *["iterable"] * (d.parallel != "tp"), *_NOISE)
     workers = int(d.choose("workers", "0", "0", "0", "1", "2"))
     arguments = [f"batch_size={batch}"]
     if workers:
@@ -223,9 +267,9 @@ def draw_data(d: Draft) -> None:
         d.add("setup", _STREAM)
     else:
         d.add("setup", "data = TensorDataset(x, y)" if kind == "tensors" else _NOISY.replace("NOISE", _NOISE[kind]))
-        orders = (
-            ("none", "shuffle", "distributed") if d.ranks > 1 else [each for each in _SAMPLERS if each != "distributed"]
-        )
+        orders: tuple[str, ...] = ("none", "shuffle", "distributed")
+        if d.parallel in ("none", "tp"):
+            orders = tuple(each for each in _SAMPLERS if each != "distributed")
         order = d.choose("order", *orders)
         if order == "own":
             d.add("setup", _OWN_SAMPLER)
@@ -233,7 +277,7 @@ def draw_data(d: Draft) -> None:
             d.add("setup", "sampler = torch.utils.data.distributed.DistributedSampler(data)")
         if order in ("own", "distributed"):
             d.add("head", "sampler.set_epoch(epoch)")
-        if order in ("none", "shuffle") and d.has("resumable", 0.25):
+        if order in ("none", "shuffle") and d.parallel != "tp" and d.has("resumable", 0.25):
             arguments.append(f"shuffle={order == 'shuffle'}")
             d.add("setup", f"loader = mx.data.ResumableLoader(data, seed=5, {', '.join(arguments)})")
             return
@@ -244,13 +288,18 @@ def draw_data(d: Draft) -> None:
 
 
 def draw_model(d: Draft) -> None:
-    d.add("setup", _MODELS[d.choose("model", *_MODELS)])
+    is_sharded, in_ddp = d.parallel in _SHARDED, d.parallel in ("ddp", "zero")
+    if d.parallel == "tp":
+        d.add("setup", _TO_BE_SPLIT)
+    else:
+        d.add("setup", _MODELS[d.choose("model", *["mlp", "conv", "attention"] if is_sharded else _MODELS)])
+    d.add("setup", _SHARDED.get(d.parallel, ""))
     parameters = "model.parameters()"
     if d.has("frozen first", 0.15):
         d.add("setup", "first, rest = [*model.parameters()][:2], [*model.parameters()][2:]")
         d.add("setup", "for p in first:\n    p.requires_grad_(False)")
         parameters = "rest"
-        if d.has("thaw", 0.5):
+        if d.parallel != "zero" and d.has("thaw", 0.5):
             d.add(
                 "head",
                 "if epoch == 2 and len(opt.param_groups) == 1:\n    for p in first:\n        p.requires_grad_(True)",
@@ -260,16 +309,22 @@ def draw_model(d: Draft) -> None:
         parameters = "[{'params': [p for p in model.parameters() if p.dim() > 1]}, {'params': [p for p in "
         parameters += "model.parameters() if p.dim() <= 1], 'lr': 0.003}]"
     d.add("setup", "bare = model")
-    if d.ranks > 1:
-        broadcast, unused = d.chance.choice([True, False]), d.has("unused", 0.2)
-        d.add("setup", "torch.manual_seed(int(os.environ['RANK']) + 7)")
-        d.add(
-            "setup",
-            f"model = nn.parallel.DistributedDataParallel(model, broadcast_buffers={broadcast}, "
-            f"find_unused_parameters={unused})",
-        )
-    kind = d.choose("opt", *_OPTIMIZERS)
-    d.add("setup", f"opt = torch.optim.{kind}({parameters}, {_OPTIMIZERS[kind]})")
+    if d.parallel not in ("none", "tp"):
+        d.add("setup", "torch.manual_seed(RANK + 7)")
+    if in_ddp:
+        options = f"broadcast_buffers={d.chance.choice([True, False])}"
+        if "thaw" not in d.features:
+            options += d.chance.choice(["", "", ", find_unused_parameters=True", ", static_graph=True"])
+        options += d.chance.choice(["", "", ", bucket_cap_mb=0.001", ", gradient_as_bucket_view=True"])
+        d.features.append(options)
+        d.add("setup", f"model = nn.parallel.DistributedDataParallel(model, {options})")
+    kind = d.choose("opt", *["SGD", "AdamW", "Adam", "RMSprop", "Adagrad"] if is_sharded else _OPTIMIZERS)
+    if d.parallel == "zero":
+        make = f"ZeroRedundancyOptimizer({parameters}, torch.optim.{kind}, {_OPTIMIZERS[kind]})"
+        d.results["opt"] = "opt.optim.state_dict()"
+    else:
+        make = f"torch.optim.{kind}({parameters}, {_OPTIMIZERS[kind]})"
+    d.add("setup", f"opt = {make}")
     d.arguments |= {"model": "model", "optimizer": "opt", "loader": "loader"}
 
 
@@ -294,13 +349,15 @@ def _scheduler(d: Draft, *, has_epochs: bool) -> None:
 
 
 def _averages(d: Draft) -> None:
-    kind = d.choose("ema", "none", "none", "averaged", "class", "teacher")
+    kind = d.choose("ema", "none", "none", "class", *["averaged", "teacher"] * (d.parallel not in _SHARDED))
     if kind == "averaged":
         average = "swa_utils.AveragedModel(bare, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))"
         d.keep("ema", f"ema = {average}", "ema.state_dict()")
         d.add("updated", "ema.update_parameters(bare)")
     elif kind == "class":
-        d.keep("ema", _EMA, "ema.shadow")
+        # A checkpoint takes a DTensor only where it knows its layout: in a model or an optimizer.
+        text = _EMA.replace("p.detach()", "p.detach().to_local()") if d.parallel in _SHARDED else _EMA
+        d.keep("ema", text, "ema.shadow")
         d.add("updated", "ema.update(model)")
     elif kind == "teacher":
         d.add("setup", "teacher = copy.deepcopy(bare).requires_grad_(False)")
@@ -322,7 +379,9 @@ def _records(d: Draft) -> None:
             d.add("tail", "value = sum(track['losses']) / len(track['losses'])")
         d.add("tail", "track['bad'] = 0 if value < track['best'] else track['bad'] + 1")
         d.add("tail", "track['best'] = min(value, track['best'])")
-        if d.ranks == 1 and d.has("patience", 0.4):
+        if (d.ranks == 1 or {"mean of an epoch", "sums"} & {*d.features} == {"mean of an epoch"}) and d.has(
+            "patience", 0.4
+        ):
             d.add("tail", "if track['bad'] >= 1:\n    break")
     if d.has("memory", 0.2):
         d.keep("memory", "memory = collections.deque(maxlen=5)", "memory")
@@ -343,8 +402,16 @@ def _inputs(d: Draft) -> None:
 
 def _step(d: Draft, windows: int) -> str:
     """The function that makes a step; `i` counts them from 1 in an epoch."""
-    scaler, critic = d.has("scaler", 0.2), d.ranks == 1 and d.has("second optimizer", 0.12)
+    scaler = d.parallel in ("none", "ddp") and d.has("scaler", 0.2)
+    critic = d.ranks == 1 and d.has("second optimizer", 0.12)
     lines = [*d.parts.get("inputs", ())]
+    if (
+        windows > 1
+        and d.parallel in ("ddp", "zero")
+        and "static_graph" not in str(d.features)
+        and d.has("no_sync", 0.6)
+    ):
+        lines.append(f"model.require_backward_grad_sync = i % {windows} == 0 or is_last")
     if d.has("autocast", 0.15):
         lines += ["with torch.autocast('cpu', torch.bfloat16):\n    out = model(x)"]
     else:
@@ -384,10 +451,10 @@ def _loop(d: Draft, kind: str, evaluation: str) -> str:
         count = d.chance.choice([7, 12, 17])
         again = "    batches = iter(loader)\n    xs, ys = next(batches)"
         fetch = f"try:\n    xs, ys = next(batches)\nexcept StopIteration:\n{again}"
-        body = [head, fetch, "loss = step(xs, ys, i, False)", "guard.step_end(loss=loss)", "at('after')", after]
+        body = [head, fetch, "loss = step(xs, ys, i, False)", "guard.step_end(loss=loss)", "passed(guard.step)", after]
         inner = textwrap.indent("\n".join(filter(None, body)), "    ")
         return f"batches = iter(loader)\nfor i in guard.steps({count}):\n{inner}"
-    body = ["loss = step(xs, ys, i, is_last)", "guard.step_end(loss=loss)", "at('after')", after]
+    body = ["loss = step(xs, ys, i, is_last)", "guard.step_end(loss=loss)", "passed(guard.step)", after]
     if kind == "ahead":
         before = "batches = iter(loader)\nahead, i = next(batches, None), 0\nwhile ahead is not None:"
         body = ["(xs, ys), ahead = ahead, next(batches, None)", "is_last = ahead is None", *body]
@@ -404,25 +471,61 @@ def _loop(d: Draft, kind: str, evaluation: str) -> str:
 
 
 def _faults(d: Draft, *, has_epochs: bool, evaluates: bool) -> list[str]:
-    """Faults at places to which the program comes, though not always so often."""
+    """Faults of each run, at places to which the program comes, though not always so often."""
     places = ["forward", "backward", "update", "updated", "end", "after"] * 2
-    places += ["head", "tail", "tailed"] * has_epochs + ["eval"] * evaluates
+    places += (
+        ["head", "tail", "tailed"] * has_epochs + ["eval"] * evaluates + ["alone"] * ("rank 0 alone" in d.features)
+    )
     if "data=tensors" not in d.features and "workers=0" in d.features:
         places.append("data")
     hows = ["SIGTERM", "SIGTERM+wait", "raise", "SIGKILL"] * 2 + ["SIGINT+wait", "SIGTERM+SIGTERM", "SIGTERM+SIGINT"]
+    if d.ranks > 1:
+        places += ["built", "entered"]
+        hows = [*hows[:4], "SIGKILL", "SIGTERM@all", "SIGKILL@all", "SIGSTOP~1.5~SIGCONT", "SIGTERM@agent"]
+        hows += ["SIGKILL@agent"] * (d.launcher != "torchrun")
+        hows = [each.replace("@all", d.chance.choice(["@all", f"@{d.ranks - 1}", "@all"])) for each in hows * 2]
+        # A second one while the first is being answered, and one at any moment of a step.
+        for first in d.chance.sample(hows, 4):
+            second = d.chance.choice(["SIGKILL", "SIGTERM", "SIGKILL"])
+            later = f"~{d.chance.uniform(0, 1.2):.2f}~{second}@{d.chance.choice([*range(d.ranks), 'all'])}"
+            hows += [first + later, later] if "~" not in first else [later]
     found = []
     for _ in range(d.chance.choice([1, 1, 2, 3])):
         place = d.chance.choice(places)
-        most = {"head": 2, "tail": 2, "tailed": 2, "eval": 3, "data": 40}.get(place, 14)
-        found.append(f"{place}:{d.chance.randint(1, most)}:{d.chance.choice(hows)}")
+        most = {"head": 2, "tail": 2, "tailed": 2, "eval": 3, "data": 40, "alone": 2, "built": 1, "entered": 1}
+        found.append(f"{place}:{d.chance.randint(1, most.get(place, 14))}:{d.chance.choice(hows)}")
+        if d.ranks > 1:
+            found[-1] += f":{0 if place == 'alone' else d.chance.randrange(d.ranks)}"
+    if d.ranks > 1 and d.has("two in a run", 0.3):
+        place, number = d.chance.choice(["built", "entered", "forward", "update", "after"]), d.chance.randint(1, 2)
+        found[0] += f">{place}:{number}:{d.chance.choice(hows)}:{d.chance.randrange(d.ranks)}"
     return found
+
+
+def _launcher(d: Draft) -> list[str]:
+    """The command that starts the ranks, without the program's."""
+    d.launcher = d.choose("launcher", "in-place", "in-place", "in-place", "restart", "torchrun")
+    d.snapshots = d.choose("snapshots", "0", "1", "1", "3", "auto")
+    if d.launcher == "torchrun":
+        return ["torchrun", "--standalone", "--nproc-per-node", str(d.ranks)]
+    options = ["--nproc-per-node", str(d.ranks), "--max-restarts", "9", "--recover", d.launcher]
+    if d.launcher == "in-place":
+        options += ["--spares", d.choose("spares", "0", "1", "2")]
+    return ["mindx-elastic", "run", *options, "--snapshot-every", d.snapshots]
 
 
 def write(seed: int, ranks: int = 1, *, tft: bool = False) -> Program:
     """The program of a seed for so many ranks, and its faults. `tft`: with MindIO's registration and wrapper."""
     d = Draft(random.Random(seed), ranks)
+    if ranks > 1:
+        d.parallel = d.choose("parallel", "ddp", "ddp", "ddp", "ddp", "zero", "fsdp", "tp", *["hsdp"] * (ranks == 4))
     kind = d.choose("loop", "epochs", "epochs", "steps", "enumerate", "ahead")
     windows = int(d.choose("windows", "1", "1", "2", "3")) if kind in ("steps", "enumerate") else 1
+    if ranks > 1:
+        d.add("setup", _OF_RANKS)
+        for name, (place, text) in _COLLECTIVES.items():
+            if (kind != "steps" or place == "end") and d.has(name, 0.15):
+                d.add(place, text)
     parts: list[Callable[[Draft], None]] = [draw_data, draw_model, _averages, _records, _inputs]
     for part in parts:
         part(d)
@@ -433,7 +536,7 @@ def write(seed: int, ranks: int = 1, *, tft: bool = False) -> Program:
     step = _step(d, windows)
     evaluation = d.choose("eval", "none", "tail", "outside", "head") if kind != "ahead" else "none"
     keeping = d.choose("keep", "nothing", "snapshots", "periodic", "both")
-    if keeping in ("snapshots", "both"):
+    if keeping in ("snapshots", "both") and ranks == 1:
         d.arguments["snapshot_every"] = d.chance.choice("12")
     if keeping in ("periodic", "both"):
         d.arguments["save_every"] = d.chance.choice("23")
@@ -442,20 +545,18 @@ def write(seed: int, ranks: int = 1, *, tft: bool = False) -> Program:
     if d.named:
         d.arguments["stateful"] = "{" + ", ".join(f"'{name}': {name}" for name in d.named) + "}"
     in_function = ranks > 1 and d.has("guard.run", 0.7)
-    loop = _loop(d, kind, evaluation)
+    loop = "entered(guard.step)\n" + _loop(d, kind, evaluation)
     if in_function:
         block = f"def train():\n{textwrap.indent(loop, '    ')}\n\n\nguard.run(train)"
     else:
         block = f"with guard:\n{textwrap.indent(loop, '    ')}"
-    agent: list[str] = []
-    if ranks > 1:
-        agent = ["--nproc-per-node", str(ranks), "--max-restarts", "9"]
-        agent += ["--recover", d.choose("recover", "in-place", "in-place", "restart")]
-    group = "torch.distributed.init_process_group('gloo')" if ranks > 1 else ""
+    agent = _launcher(d) if ranks > 1 else []
     arguments = ", ".join(f"{name}={value}" for name, value in d.arguments.items())
     results = "{" + ", ".join(f"'{name}': {value}" for name, value in d.results.items()) + "}"
     setup = "\n".join(d.parts["setup"])
-    guard = f"guard = mx.Guard({arguments}, directory=sys.argv[1])"
-    text = "\n\n".join([HEAD + group, setup, _EVALUATE, step, guard, block, f"tell({results}, guard.step)"])
+    guard = f"guard = mx.Guard({arguments}, directory=sys.argv[1])\nat('built')"
+    head = HEAD + (HEAD_OF_RANKS if ranks > 1 else "RANK, RANKS = 0, 1")
+    text = "\n\n".join([head, setup, _EVALUATE, step, guard, block, f"tell({results}, guard.step)"])
     faults = _faults(d, has_epochs=kind != "steps", evaluates="evaluate()" in loop)
-    return Program(seed, text + "\n", tuple(d.features), tuple(faults), tuple(agent))
+    has_replicas = d.parallel == "ddp"
+    return Program(seed, text + "\n", tuple(d.features), tuple(faults), tuple(agent), d.snapshots, has_replicas)
