@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.drill.drill import GOOD, Drill, Driller, DrillResult
-from mindx_elastic.drill.faults import Fault, parse_fault
+from mindx_elastic.drill.faults import KINDS, Fault, parse_fault
 from mindx_elastic.drill.outside import DrillLeftovers
 from mindx_elastic.prove.runs import Command, Runs
 
@@ -132,9 +132,10 @@ def read_bad_rows(log: Path) -> list[tuple[str, int, Fault]]:
         if line.startswith("#"):
             continue
         name, seed, text, *_, outcome = line.split(" ")
+        if outcome in [good.replace(" ", "-") for good in GOOD] or text.partition(":")[0] not in KINDS:
+            continue
         fault = parse_fault(text)
-        is_bad = outcome not in [good.replace(" ", "-") for good in GOOD]
-        if is_bad and not (fault.at == "copy" and fault.rank):
+        if not (fault.at == "copy" and fault.rank):
             rows.append((name, int(seed), fault))
     return rows
 

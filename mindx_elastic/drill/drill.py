@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault
-from mindx_elastic.drill.outside import DrillLeftovers, adopt_orphans, flip_bit, note_fired, read_notes
+from mindx_elastic.drill.outside import DrillLeftovers, adopt_orphans, read_notes
 from mindx_elastic.drill.phases import Phases, all_events, find_phases
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, ProofReport, Show, count_steps, failure
@@ -27,11 +27,8 @@ from mindx_elastic.prove.runs import Command, RunChain, RunOutcome, Runs
 
 __all__ = ["GOOD", "Drill", "DrillResult", "Driller", "draw_faults"]
 
-GOOD = ("exact", "inexact as said", "refused as said")
-"""Outcomes after which the exit code is 0. The last one: the only checkpoint was damaged; it was found, put aside and
-named, and the start refused to start over without a word."""
-_NOTHING_LEFT = "holds checkpoint files and none can be resumed from"
-"""The text of `NoUsableCheckpointError`. A script may print its text alone."""
+GOOD = ("exact", "inexact as said")
+"""Outcomes after which the exit code is 0."""
 _MOST_STARTS = 4
 _MOST_CALLS = 400
 _MOST_REPLACED = 100
@@ -95,9 +92,7 @@ def draw_faults(places: Sequence[tuple[int, int]], *, ranks: int, agent: bool, s
         )
         if kind.name == "kill-in-save":
             fault = replace(fault, call=chance.randint(1, 8))
-        if kind.name == "clock-jump":
-            fault = replace(fault, seconds=chance.choice([-1e6, -3600.0, 3600.0, 1e6]))
-        yield replace(fault, seed=chance.randrange(1 << 30))
+        yield fault
 
 
 class Driller(Baseline):
@@ -209,12 +204,7 @@ class Driller(Baseline):
             has_just_fired = not had_fired and _fired(fault) is not None
             first = len(codes) if has_just_fired else first
             codes.append(outcome.code)
-            if has_just_fired and fault.kind == "bit-flip":
-                said = flip_bit(chain.directories, fault.rank, fault.seed)
-                if said:
-                    note_fired(Path(fault.folder), call=said)
-            has_flipped = fault.kind == "bit-flip" and _fired(fault) is not None
-            if outcome.hung_s or self._is_over(chain) or (has_flipped and _has_nothing_left(outcome)):
+            if outcome.hung_s or self._is_over(chain):
                 break
             fruitless = 0 if has_just_fired else fruitless + 1
             if has_just_fired and fault.kind == "lose-node":
@@ -257,11 +247,9 @@ class Driller(Baseline):
         result = self._with_loss(result, lives, fired["clock"])
         events = all_events([chain.directories, *(run.folder for run in chain.runs)])
         events = [event for event in events if fired["clock"] + offset - 0.001 <= event["time"]]
-        if fault.kind != "clock-jump":
-            result = replace(result, phases=find_phases(events, lives, fired=fired["clock"], offset=offset))
+        result = replace(result, phases=find_phases(events, lives, fired=fired["clock"], offset=offset))
         wrong = (
             self._missed(result, fired, hits, notes)
-            or _refused(result, chain, events)
             or self._failed(result, chain)
             or self._differs(result, lives, chain, events)
             or self._lost(result, fired)
@@ -316,12 +304,8 @@ class Driller(Baseline):
             why = next(iter(missed), other or "the run has not come to its place")
         elif kind == "kill-in-save" and not any(note["what"] == "died" for note in notes):
             why = f"the save had {len(hits)} system calls"
-        elif kind in ("disk-full", "io-error", "slow-disk") and not hits:
+        elif kind in ("disk-full", "slow-disk") and not hits:
             why = "the rank made no such system call in its save"
-        elif kind == "full-memory" and not hits:
-            why = "the rank asked for no shared memory: it takes no snapshots"
-        elif kind == "bit-flip" and not hits:
-            why = "the stop has left no checkpoint of this rank"
         if not why:
             return None
         return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}"))
@@ -394,22 +378,6 @@ def _fired(fault: Fault) -> Mapping[str, Any] | None:
 def _together(chain: RunChain) -> RunOutcome:
     """All starts of a job as one run."""
     return replace(chain.runs[-1], lives=[life for run in chain.runs for life in run.lives])
-
-
-def _refused(result: DrillResult, chain: RunChain, events: Sequence[Mapping[str, Any]]) -> DrillResult | None:
-    """After a damage to the only checkpoint: no start starts over without a word."""
-    line = _has_nothing_left(chain.runs[-1])
-    if result.fault.kind != "bit-flip" or not line or any(event["event"] == "resume" for event in events):
-        return None
-    what = line.partition("NoUsableCheckpointError: ")[2] or line
-    explained = Explained(what=what)
-    return replace(result, outcome="refused as said", explained=explained, resumed=None, lost=None)
-
-
-def _has_nothing_left(outcome: RunOutcome) -> str:
-    """The line of a start that was refused because no checkpoint can be used; empty: it was not."""
-    text = outcome.log.read_text(encoding="utf-8", errors="replace")
-    return next((line for line in text.splitlines() if _NOTHING_LEFT in line), "")
 
 
 def _said(events: Sequence[Mapping[str, Any]], lives: Sequence[ProcessRecord], known: Sequence[ProcessRecord]) -> str:

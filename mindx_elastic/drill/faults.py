@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,7 +16,7 @@ PLACES = ("boundary", "forward", "backward", "update", "copy")
 of the copy of a snapshot."""
 ALL_CALLS = -1
 """``call=all``: one run for each system call of the save."""
-_KEYS = {"rank": "R", "step": "N", "at": "PLACE", "call": "N|all", "ms": "N", "seconds": "N", "guard": "G"}
+_KEYS = {"rank": "R", "step": "N", "at": "PLACE", "call": "N|all", "ms": "N", "guard": "G"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,30 +116,10 @@ _ALL = (
         saves=True,
     ),
     Kind(name="disk-full", says="a stop, and ENOSPC from every write of one rank's save", codes=_SAVES, saves=True),
-    Kind(name="io-error", says="a stop, and EIO from every flush of one rank's save", codes=_SAVES, saves=True),
     Kind(
         name="slow-disk",
         says="a stop, and MS milliseconds more for each system call of one rank's save",
         takes=("ms",),
-        codes=_SAVES[:3],
-        stops=True,
-    ),
-    Kind(
-        name="full-memory",
-        says="shared memory gives one rank no room from its start on, and then SIGKILL to that rank",
-        codes=(-9, _signal(9), 75),
-        agent=True,
-    ),
-    Kind(
-        name="bit-flip",
-        says="a stop, and then one bit of the rank's newest checkpoint is another one",
-        codes=_SAVES[:3],
-        saves=True,
-    ),
-    Kind(
-        name="clock-jump",
-        says="the clock of one rank (time.time) jumps by SECONDS, then a stop at the next boundary",
-        takes=("seconds",),
         codes=_SAVES[:3],
         stops=True,
     ),
@@ -159,7 +139,7 @@ _ALL = (
     ),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
-_DEFAULTS: Mapping[str, Any] = {"call": 1, "ms": 100, "seconds": -86400.0}
+_DEFAULTS: Mapping[str, Any] = {"call": 1, "ms": 100}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +156,8 @@ class Fault:
     """Which guard of the program, from 0."""
     call: int = 1
     ms: int = 100
-    seconds: float = -86400.0
     folder: str = ""
     """Where it notes what it has done; empty: not known yet."""
-    seed: int = field(default=0, compare=False)
-    """Decides which bit flips."""
 
     @property
     def about(self) -> Kind:
@@ -231,14 +208,6 @@ def _value(text: str, kind: Kind, key: str, value: str) -> object:
         return value
     if key == "call" and value == "all":
         return ALL_CALLS
-    if key == "seconds":
-        try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if not -1e9 <= number <= 1e9:
-            raise UsageError(f"--fault {text}: seconds={value}: give seconds between -1e9 and 1e9")
-        return number
     least = {"rank": 0, "guard": 0}.get(key, 1)
     if not value.isdecimal() or not least <= int(value) <= 10**9:
         raise UsageError(f"--fault {text}: {key}={value}: give a whole number from {least}")

@@ -2,8 +2,8 @@
 
 The witness of the rank's guard (`prove.proof_witness`) makes an `Injector` where the control file names a fault, and
 tells it of boundaries and forwards. What a fault does is real: signals, exceptions, a process that is gone in the
-middle of a copy. Only a broken disk or clock cannot be had without rights on the machine: there the functions of `os`,
-`time` and libc that this process calls are replaced, for files of the checkpoint directories alone.
+middle of a copy. Only a broken disk cannot be had without rights on the machine: there the functions of `os` and libc
+that this process calls are replaced, for files of the checkpoint directories alone.
 
 Before anything happens it is noted in a file, so that a fault that never came about is seen, and so that a rank that an
 agent starts again does not do it again. Training thread, but for the calls of a save, which may come from any.
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,9 +70,7 @@ class Injector:
         register_optimizer_step_post_hook(self._note_update)
         if not self._is_armed:
             return
-        if self._fault.kind == "full-memory":
-            _refuse_memory(self)
-        elif self._fault.at == "update":
+        if self._fault.at == "update":
             _Update(self)
         elif self._fault.at == "copy":
             snapshots.reach = self._in_copy
@@ -139,7 +137,7 @@ class Injector:
             return self._kill_worker()
         # A script with several optimizers may be in the backward of a step that one of them has begun to update.
         self.note("fired", passed=self._passed, updated=self._has_updated)
-        if kind in ("kill", "full-memory"):
+        if kind == "kill":
             _kill(os.getpid())
         elif kind == "kill-all":
             for pid in _other_ranks():
@@ -178,11 +176,7 @@ class Injector:
 
     def _stop_with(self, fault: Fault) -> bool:
         """A stop, and something that meets it."""
-        kind = fault.kind
-        if kind == "clock-jump":
-            _shift_clock(fault.seconds)
-            self.note("hit", call="time")
-        elif kind != "terminate" and kind != "bit-flip":
+        if fault.kind != "terminate":
             _BrokenDisk(self)
         os.kill(os.getpid(), self._stop_signal)
         return True
@@ -204,16 +198,11 @@ class Injector:
                 self.note("died", call=name)
                 _kill(os.getpid())
         elif fault.kind == "disk-full" and name in (*_WRITES, "mkdir", "link"):
-            self._refuse(errno.ENOSPC, name, path)
-        elif fault.kind == "io-error" and name in _FLUSHES:
-            self._refuse(errno.EIO, name, path)
+            self.note("hit", call=name, file=file)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         elif fault.kind == "slow-disk":
             self.note("hit", call=name, file=file)
             time.sleep(fault.ms / 1000)
-
-    def _refuse(self, code: int, name: str, path: str) -> NoReturn:
-        self.note("hit", call=name, file=os.path.basename(path))
-        raise OSError(code, os.strerror(code), path)
 
     def note(self, what: str, **content: object) -> None:
         if what == "hit" and self._calls > _MOST_HITS:
@@ -350,25 +339,3 @@ def _path_of(file: Any, at: int | None) -> str:
         + "/"
         + os.path.basename(os.fsdecode(file))
     )
-
-
-def _refuse_memory(injector: Injector) -> None:
-    """Shared memory has no room for this process: the arenas' files cannot be made larger."""
-    original = os.posix_fallocate
-    base = os.path.realpath(os.environ.get("MINDX_ARENA_DIR", "/dev/shm"))
-
-    def call(fd: int, offset: int, length: int) -> None:
-        path = _path_of(fd, None)
-        if path.startswith(f"{base}/") and "/agent-" not in path:  # not what it tells its agent
-            injector.note("hit", call="posix_fallocate")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(fd, offset, length)
-
-    os.posix_fallocate = call
-
-
-def _shift_clock(seconds: float) -> None:
-    """``time.time`` and ``time.time_ns`` of this process. Other processes, and C code, keep their clock."""
-    now, now_ns = time.time, time.time_ns
-    time.time = lambda: now() + seconds
-    time.time_ns = lambda: now_ns() + int(seconds * 1e9)

@@ -1,11 +1,10 @@
-"""What a drill does and sees from outside of the script: a bit of a file, what a fault has noted and left behind."""
+"""What a drill sees from outside of the script: what a fault has noted and left behind."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
-import random
 import signal
 import time
 from collections.abc import Iterable
@@ -16,12 +15,10 @@ from typing import Any
 
 from mindx_elastic.core.posix import read_stat
 from mindx_elastic.drill.inject import NOTES
-from mindx_elastic.errors import CheckpointError
 from mindx_elastic.memory.folders import MAKER_FILE
-from mindx_elastic.persist.format import read_header
-from mindx_elastic.persist.storage import QUARANTINE, TEMP_SUFFIX
+from mindx_elastic.persist.storage import TEMP_SUFFIX
 
-__all__ = ["DrillLeftovers", "adopt_orphans", "flip_bit", "note_fired", "read_notes"]
+__all__ = ["DrillLeftovers", "adopt_orphans", "read_notes"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _GONE_S = 60.0
@@ -45,38 +42,6 @@ def read_notes(folder: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def note_fired(folder: Path, **content: object) -> None:
-    """What has been done from here."""
-    line = {"what": "hit", "clock": time.monotonic(), **content}
-    with open(folder / NOTES, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def flip_bit(directories: Path, rank: int, seed: int) -> str:
-    """Flip one bit of a tensor in the newest checkpoint of `rank`; what was done, in words. Empty: there is no file."""
-    found = []
-    for path in sorted(directories.rglob("*.safetensors")):
-        with suppress(CheckpointError, OSError):
-            header = read_header(path)
-            if QUARANTINE not in path.parts and header.info.rank == rank:
-                found.append((header.info.step, path, header))
-    if not found:
-        return ""
-    step, path, header = max(found, key=lambda each: each[:2])
-    chance = random.Random(seed)
-    entries = sorted((entry for entry in header.entries.values() if entry.nbytes), key=lambda entry: entry.start)
-    if not entries:
-        return ""
-    entry = chance.choice(entries)
-    at, bit = chance.randrange(entry.nbytes), chance.randrange(8)
-    with open(path, "r+b") as file:
-        file.seek(header.data_start + entry.start + at)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ (1 << bit)]))
-    return f"bit {bit} of byte {at} of {entry.name} in {path.relative_to(directories)}, step {step}"
 
 
 @dataclass

@@ -83,11 +83,11 @@ def test_a_script_that_is_not_the_same_after_a_fault(tmp_path: Path) -> None:
 
 @pytest.mark.drill
 def test_the_disk_of_one_process(tmp_path: Path) -> None:
-    kinds = ["disk-full", "io-error", "slow-disk", "bit-flip", "clock-jump", "kill-in-save"]
+    kinds = ["disk-full", "slow-disk", "kill-in-save"]
     words = [word for kind in kinds for word in ("--fault", f"{kind}:step=3")]
     found = drill(*words, "--steps", 6, cwd=tmp_path)
-    assert [each["outcome"] for each in found] == [*["exact"] * 3, "refused as said", *["exact"] * 2]
-    assert [each["steps_lost"] for each in found[:3]] == [3, 3, 0]
+    assert [each["outcome"] for each in found] == ["exact"] * 3
+    assert [each["steps_lost"] for each in found[:2]] == [3, 0]
     assert all(each["system_calls"] for each in found)
 
 
@@ -95,7 +95,6 @@ def test_the_disk_of_one_process(tmp_path: Path) -> None:
 def test_two_ranks_under_the_agent(tmp_path: Path) -> None:
     kinds = [
         "kill",
-        "full-memory",
         "kill-all",
         "terminate",
         "kill-agent",
@@ -107,7 +106,6 @@ def test_two_ranks_under_the_agent(tmp_path: Path) -> None:
     words = [word for kind in kinds for word in ("--fault", f"{kind}:step=3,rank=1")]
     found = drill(*words, "--steps", 6, "--nproc-per-node", 2, "--snapshot-every", 1, cwd=tmp_path)
     outcomes = {kind: each["outcome"] for kind, each in zip(kinds, found, strict=True)}
-    assert outcomes.pop("full-memory") == "inexact as said", "its random streams were in memory only"
     assert set(outcomes.values()) == {"exact"}
     lost = {kind: each["steps_lost"] for kind, each in zip(kinds, found, strict=True)}
     assert lost.pop("lose-node") > 0, "memory is gone, and nothing was on the disk"

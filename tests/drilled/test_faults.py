@@ -17,7 +17,7 @@ from mindx_elastic.errors import UsageError
         ("kill:rank=1,step=7,at=update", Fault(kind="kill", rank=1, step=7, at="update")),
         ("exception: step=3", Fault(kind="exception", step=3, at="forward")),
         ("kill-in-save:call=all", Fault(kind="kill-in-save", call=ALL_CALLS)),
-        ("clock-jump:seconds=-3.5,guard=1", Fault(kind="clock-jump", seconds=-3.5, guard=1)),
+        ("slow-disk:ms=3,guard=1", Fault(kind="slow-disk", ms=3, guard=1)),
     ],
 )
 def test_what_a_text_says(text: str, fault: Fault) -> None:
@@ -35,7 +35,6 @@ def test_what_a_text_says(text: str, fault: Fault) -> None:
         ("kill:at=lunch", "at=lunch: give boundary, forward, backward, update, copy"),
         ("kill:step=0", "step=0: give a whole number from 1"),
         ("kill:rank=-1", "rank=-1: give a whole number from 0"),
-        ("clock-jump:seconds=nan", "seconds=nan: give seconds"),
     ],
 )
 def test_a_wrong_text_is_named_with_what_there_is(text: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""A flipped bit, the notes of a fault, and what a run leaves behind."""
+"""The notes of a fault, and what a run leaves behind."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
 from mindx_elastic.drill.inject import NOTES
-from mindx_elastic.drill.outside import DrillLeftovers, flip_bit, note_fired, read_notes
-from mindx_elastic.errors import CorruptCheckpointError
+from mindx_elastic.drill.outside import DrillLeftovers, read_notes
 from mindx_elastic.memory.folders import MAKER_FILE
-from mindx_elastic.persist.reader import read_checkpoint
-from tests.checkpoint_files import write_step
 from tests.watchdog import finish
 
 ORPHAN = """
@@ -66,30 +60,6 @@ def test_files_that_a_finished_job_must_not_leave(tmp_path: Path) -> None:
 
 def test_notes_that_were_cut_off(tmp_path: Path) -> None:
     assert read_notes(tmp_path) == []
-    note_fired(tmp_path, call="x")
-    with open(tmp_path / NOTES, "a") as file:
-        file.write('{"what": "hi')
+    (tmp_path / NOTES).write_text('{"what": "hit", "call": "x"}\n{"what": "hi')
     (note,) = read_notes(tmp_path)
     assert (note["what"], note["call"]) == ("hit", "x")
-
-
-def test_one_bit_of_the_newest_checkpoint_of_the_rank(tmp_path: Path) -> None:
-    state = {"model": {"w": torch.arange(600.0), "b": torch.arange(3)}}
-    write_step(tmp_path, 3, state=state)
-    write_step(tmp_path, 7, state=state)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
-    said = flip_bit(tmp_path, 1, seed=5)
-    changed = {path for path, content in before.items() if path.read_bytes() != content}
-    assert changed == {tmp_path / "rank_1" / "resnet-1_7.safetensors"}
-    (path,) = changed
-    pairs = zip(before[path], path.read_bytes(), strict=True)
-    assert sum(bin(one ^ other).count("1") for one, other in pairs) == 1
-    assert "resnet-1_7.safetensors, step 7" in said and "model." in said
-    with pytest.raises(CorruptCheckpointError):
-        read_checkpoint(path)
-
-
-def test_no_checkpoint_to_damage(tmp_path: Path) -> None:
-    assert flip_bit(tmp_path, 0, seed=1) == ""
-    write_step(tmp_path, 3, world_size=1)
-    assert flip_bit(tmp_path, 1, seed=1) == "", "another rank's"
