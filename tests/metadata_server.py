@@ -9,7 +9,6 @@ from typing import Any
 
 __all__ = [
     "AWS_ACTION",
-    "AWS_REBALANCE",
     "AZURE_EVENTS",
     "AZURE_NAME",
     "GCE",
@@ -19,7 +18,6 @@ __all__ = [
 ]
 
 AWS_ACTION = "/latest/meta-data/spot/instance-action"
-AWS_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 AZURE_EVENTS = "/metadata/scheduledevents"
 AZURE_NAME = "/metadata/instance/compute/name"
 GCE = "/computeMetadata/v1/instance/preempted"

@@ -271,7 +271,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--notice": {
         "action": "append",
-        "metavar": "aws|aws-rebalance|gce|azure|URL|FILE",
+        "metavar": "aws|gce|azure|URL|FILE",
         "help": (
             "ask the cloud's metadata service, a URL or a file whether this machine is about to be taken away, and "
             "then save and stop within the time that it names, with exit code 75; may be given several times (default: "

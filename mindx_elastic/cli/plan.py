@@ -47,7 +47,6 @@ def plan_command(
         int | None, typer.Option(min=1, max=1 << 18, metavar="N", help="Ranks of the new start; default: as before.")
     ] = None,
     step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Plan for this step, not the newest.")] = None,
-    run: Annotated[str | None, typer.Option(metavar="RUN_ID", help="Use only this run's files.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Read the files that the plan uses and compare their digests.")
     ] = True,
@@ -87,7 +86,7 @@ def plan_command(
 
     if not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
-    found = find(path, run)
+    found = find(path)
     largest = max((fact.world_size for fact in found.facts), default=None)
     report = gather_faults(faults, fault_ranks, largest)
     if world_size is None:

@@ -11,12 +11,10 @@ from mindx_elastic.cli.verify import check_entries
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
-from mindx_elastic.start.planner import order_of_moments
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners
     from mindx_elastic.persist.catalog import CatalogEntry
-    from mindx_elastic.start.findings import Findings
     from mindx_elastic.start.inventory import Inventory
 
 __all__ = ["Checked", "find", "gather_faults", "plan_and_check"]
@@ -25,19 +23,14 @@ __all__ = ["Checked", "find", "gather_faults", "plan_and_check"]
 # --- files ---
 
 
-def find(directory: Path, run_id: str | None = None) -> Inventory:
-    """Look at every header under `directory`, and at the small states next to the checkpoints.
-
-    run_id: other runs' files are left out.
-    """
+def find(directory: Path) -> Inventory:
+    """Look at every header under `directory`, and at the small states next to the checkpoints."""
     from mindx_elastic.start.findings import list_files, reader_trust, scan
     from mindx_elastic.start.inventory import Inventory
 
     findings = scan(list_files([directory]), trust=reader_trust(directory))
     if not findings.facts:
         findings.rejected += _leftovers(directory, findings.entries.values())
-    if run_id is not None:
-        _keep_run(findings, run_id)
     return Inventory.merge([findings])
 
 
@@ -55,15 +48,6 @@ def _leftovers(directory: Path, entries: Iterable[CatalogEntry]) -> list[Rejecte
         text = f"{aside} file{'s' * (aside > 1)} that could not be used (the .reason.txt next to each says why)"
         found.append(Rejected(f"{directory}/quarantine", text))
     return found
-
-
-def _keep_run(findings: Findings, run_id: str) -> None:
-    chosen = [fact for fact in findings.facts if fact.moment[0] == run_id]
-    if findings.facts and not chosen:
-        runs = list(dict.fromkeys(moment[0] for moment in order_of_moments(findings.facts)))
-        text = ", ".join(runs[:8]) + (f" and {len(runs) - 8} more" if len(runs) > 8 else "")
-        findings.rejected.insert(0, Rejected(f"run {run_id}", f"no usable file is of it (runs that are there: {text})"))
-    findings.facts = chosen
 
 
 # --- faults ---

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,25 +77,13 @@ def read_text(path: Path) -> tuple[str, float]:
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """The object in `text`. Raises ValueError, with what is wrong, for anything else, and for an object with one key
-    twice: which of the two values counts is not known."""
-
-    twice: list[str] = []
-
-    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        return found
-
+    """The object in `text`. Raises ValueError, with what is wrong, for anything else."""
     if len(text) > MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES >> 20} MiB")
     try:
-        content = json.loads(text, object_pairs_hook=keep)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not readable JSON yet ({error})") from None
-    if twice:
-        raise ValueError(f"has the key {twice[0][:60]!r} twice")
     if not isinstance(content, dict):
         raise ValueError(f"holds {content!r:.60} where an object {{...}} is expected")
     return content

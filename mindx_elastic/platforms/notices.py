@@ -4,14 +4,13 @@
 source              asked                                                               every         usual notice
 ==================  ==================================================================  ============  ==================
 ``aws``             ``/latest/meta-data/spot/instance-action`` (IMDSv2, with a token)   5 s           120 s
-``aws-rebalance``   that, and ``.../events/recommendations/rebalance``                  5 s           none is named
 ``gce``             ``/computeMetadata/v1/instance/preempted``                          1 s           30 s
 ``azure``           ``/metadata/scheduledevents``: ``Preempt`` and ``Terminate``        1 s           30 s
 a URL, a file       ``{"stop": true, "deadline": ..., "seconds": ..., "reason": ...}``  2 s           none is named
 ==================  ==================================================================  ============  ==================
 
-The clouds' formats are those of their public pages: "Spot Instance interruption notices" and "EC2 instance rebalance
-recommendations" (Amazon EC2 User Guide), "Spot VMs" (Compute Engine), "Scheduled Events for Linux VMs" (Azure).
+The clouds' formats are those of their public pages: "Spot Instance interruption notices" (Amazon EC2 User Guide), "Spot
+VMs" (Compute Engine), "Scheduled Events for Linux VMs" (Azure).
 
 A source never decides by guess: what it does not understand is a ValueError, which is named and stops nothing.
 """
@@ -148,28 +147,22 @@ def _at(deadline: float) -> str:
 
 
 class _Aws:
-    period_s = 5.0
+    name, period_s = "aws", 5.0
     _ACTION = "/latest/meta-data/spot/instance-action"
-    _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
-    def __init__(self, base: str, *, rebalance: bool = False) -> None:
-        self.name = "aws-rebalance" if rebalance else "aws"
-        self._base, self._rebalance, self._token = base, rebalance, ""
+    def __init__(self, base: str) -> None:
+        self._base, self._token = base, ""
 
     def look(self) -> Notice | None:
         body = self._get(self._ACTION)
-        if body is not None:
-            content = _json(body, "spot/instance-action")
-            action = content.get("action")
-            if action not in ("terminate", "stop", "hibernate"):
-                raise ValueError(f"spot/instance-action has the action {printable(action, 60)!r}")
-            deadline = _moment(content.get("time"), "the time of spot/instance-action")
-            return Notice(reason=f"AWS: {action} at {_at(deadline)}", deadline=deadline)
-        body = self._get(self._REBALANCE) if self._rebalance else None
-        if body is not None:
-            _moment(_json(body, "rebalance").get("noticeTime"), "the noticeTime of rebalance")
-            return Notice(reason="AWS: rebalance recommendation", deadline=None)
-        return None
+        if body is None:
+            return None
+        content = _json(body, "spot/instance-action")
+        action = content.get("action")
+        if action not in ("terminate", "stop", "hibernate"):
+            raise ValueError(f"spot/instance-action has the action {printable(action, 60)!r}")
+        deadline = _moment(content.get("time"), "the time of spot/instance-action")
+        return Notice(reason=f"AWS: {action} at {_at(deadline)}", deadline=deadline)
 
     def _get(self, path: str) -> bytes | None:
         for _ in range(2):
@@ -312,7 +305,6 @@ class _File:
 
 CLOUDS: dict[str, Callable[[str], Source]] = {
     "aws": _Aws,
-    "aws-rebalance": lambda base: _Aws(base, rebalance=True),
     "gce": _Gce,
     "azure": _Azure,
 }

@@ -199,7 +199,7 @@ def _check_not_cut(name: str, pieces: Sequence[Any], offsets: Sequence[Any], fie
 
 
 def _from_json(data: bytes) -> Content:
-    content = json.loads(data, object_pairs_hook=_no_doubles)
+    content = json.loads(data)
     if not isinstance(content, dict):
         raise UsageError("not a JSON object")
     if "tensors" in content:
@@ -224,13 +224,6 @@ def _from_json(data: bytes) -> Content:
         _check_not_cut(name, pieces, offsets, fields)
         builder.add_foreign(name, fields, _numbers(item.get("tensor_shape") or [], MAX_TENSOR_DIMS))
     return builder.finish(0)
-
-
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise UsageError("a JSON object with one key twice")
-    return found
 
 
 def _whole(value: Any, what: str, low: int) -> int:

@@ -150,7 +150,6 @@ def test_the_check_code_of_a_reset_config_may_cover_all_its_keys(tmp_path: Path)
     [
         ({"FaultRankIds": ["8"]}, "names rank 8 in FaultRankIds, but the job has ranks 0..7"),
         ({"FaultRanksIds": ["1"]}, "has none of the keys FaultRankIds, FaultRank"),
-        ('{"FaultRank": [1], "FaultRank": []}', "has the key 'FaultRank' twice"),
         ({"RankList": [entry(1, "Unrecoverd")]}, "has the Status 'Unrecoverd' for rank 1"),
         ({"RankList": [], "FaultRank": []}, "at once"),
         ({"kind": "ConfigMap", "data": {"fault-npus": REPORT}}, "expected what stands under fault-npus"),

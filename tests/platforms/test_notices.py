@@ -18,7 +18,6 @@ from mindx_elastic.platforms import notices
 from mindx_elastic.platforms.notices import Notice, NoticeWatch, open_source
 from tests.metadata_server import (
     AWS_ACTION,
-    AWS_REBALANCE,
     AZURE_EVENTS,
     AZURE_NAME,
     GCE,
@@ -56,8 +55,6 @@ def left_s(notice: Notice | None) -> float:
 def test_aws_before_and_with_a_notice(server: MetadataServer) -> None:
     source = open_source(f"aws={server.base}")
     assert source.look() is None
-    server.answers[AWS_REBALANCE] = reply(json.dumps({"noticeTime": iso(0)}))
-    assert source.look() is None, "a recommendation is not an end"
     server.answers[AWS_ACTION] = reply(json.dumps({"action": "terminate", "time": iso(120)}))
     notice = source.look()
     assert 100 < left_s(notice) <= 120 and notice and "terminate" in notice.reason
@@ -69,14 +66,6 @@ def test_aws_takes_a_new_token_when_the_old_one_has_expired(server: MetadataServ
     assert source.look() is None
     server.token = "another"
     assert source.look() is None
-
-
-def test_aws_rebalance_is_heard_when_it_is_asked_for(server: MetadataServer) -> None:
-    source = open_source(f"aws-rebalance={server.base}")
-    assert source.look() is None
-    server.answers[AWS_REBALANCE] = reply(json.dumps({"noticeTime": iso(0)}))
-    notice = source.look()
-    assert notice is not None and notice.deadline is None
 
 
 def test_gce(server: MetadataServer) -> None:
