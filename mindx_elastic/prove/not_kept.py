@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -24,6 +24,7 @@ from torch import nn
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.program_variables import kind_of, locals_of, program_frames, reachable
 from mindx_elastic.prove.compare import root_of, short_of
 from mindx_elastic.prove.loop_variables import carried, loops_around
@@ -49,6 +50,11 @@ class NotKept:
     def __init__(self, targets: Mapping[str, Any], collector: Collector) -> None:
         kept, self._ids = kept_of(targets)
         self._kept = kept.values()
+        ours = [target for target in targets.values() if type(target).__module__.startswith("mindx_elastic.")]
+        held = [value for each in ours for value in attributes_of(each).values()]
+        held = [value for value in held if kind_of(type(value)) in ("loader", "instance")]
+        self._sources = {*map(id, targets.values()), *map(id, held)}
+        """Loaders, and those that adapters follow: where what draws from them stands is kept."""
         modules = [(n, c) for n, c in collector.components.items() if isinstance(c, ModuleComponent)]
         self._partly = {name: targets[name] for name, component in modules if not component.keeps_attributes}
         """Modules whose own attributes are in no state."""
@@ -98,8 +104,12 @@ class NotKept:
             return ()
 
     def _look(self, frames: Sequence[FrameType]) -> dict[str, str]:
-        found = own_variables(frames[0] if frames else None, self._ids, quick=True)
+        found = self._variables(frames, self._ids)
         return found | attributes_of_kept(self._partly, quick=True)
+
+    def _variables(self, frames: Sequence[FrameType], but: Collection[int]) -> dict[str, str]:
+        frame = frames[0] if frames else None
+        return own_variables(frame, but, positions=True, quick=True, sources=self._sources)
 
     def _uncleared(self) -> dict[str, tuple[ref[torch.Tensor], int]]:
         """The gradients of parameters that no optimizer of the job updates, and so clears, and their versions. Their
@@ -157,7 +167,7 @@ class NotKept:
                 others.append(key)
         if others:
             inside = [reachable(each, models=False) for each in self._kept if not isinstance(each, _WITH_OWN_PARTS)]
-            left = own_variables(frames[0] if frames else None, self._ids.union(*inside), quick=True)
+            left = self._variables(frames, self._ids.union(*inside))
             others = [short_of(key) for key in others if key in left]
         return list(dict.fromkeys([name.partition("[")[0] for name in [*others, *of_kept]]))
 

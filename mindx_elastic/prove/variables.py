@@ -48,6 +48,7 @@ _LONGEST_KEY = 96  # that of a weight; no text that is looked up
 _MOST_NESTED = 4
 _MOST_INNER = 16
 _MODULES = ("builtins", "itertools")
+_OF_LOADERS = ("mindx_elastic.", "torch.utils.data.")
 _NUMBERS = (int, float)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _COUNTS = (int, bool)
@@ -78,13 +79,14 @@ def own_variables(
     positions: bool = False,
     without_epoch: Collection[int] = (),
     quick: bool = False,
+    sources: Collection[int] = (),
 ) -> dict[str, str]:
     """``"best_loss" (train.py)`` -> the value where it is short, else a digest; of a file that is read where it stands.
     `frame` and its callers have the local variables. `kept`: `id` of what the guard keeps, which is left out.
     `positions`: also where iterators stand, and how many items queues have. `without_epoch`: `id` of objects of which
     all but the ``epoch`` is noted. `quick`: of tensors and arrays only what changes with each assignment, for
-    comparisons within a process."""
-    walk = _Walk(kept, positions=positions, without_epoch=without_epoch, quick=quick)
+    comparisons within a process. `sources`: `id` of loaders: what draws from them is left out."""
+    walk = _Walk(kept, positions=positions, without_epoch=without_epoch, quick=quick, sources=sources)
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
             if isinstance(name, str):
@@ -137,6 +139,7 @@ class _Walk:
         positions: bool = False,
         without_epoch: Collection[int] = (),
         quick: bool = False,
+        sources: Collection[int] = (),
     ) -> None:
         """See `own_variables`."""
         self.waiting: deque[tuple[str, str, Any, int]] = deque()
@@ -145,6 +148,7 @@ class _Walk:
         """The variables that were begun with; what functions share with them is not noted twice."""
         self._known = set(kept)
         self._positions, self._without_epoch, self._quick = positions, without_epoch, quick
+        self._sources = sources
         self._left = _MOST_BYTES_IN_ALL
 
     def run(self) -> dict[str, str]:
@@ -192,6 +196,8 @@ class _Walk:
             return None
         if kind in _QUEUES:
             return "the length of ", str(len(value.queue))
+        if self._sources and _draws_from(value, self._sources):
+            return None
         return "the position of ", _position(value)
 
     def _shown_tensor(self, value: Any) -> str | None:
@@ -354,6 +360,26 @@ def _position(value: Any, depth: int = 0) -> str:
     if depth < _MOST_NESTED:
         parts += [f"({_position(each, depth + 1)})" for each in _inner(value)]
     return " ".join(parts)
+
+
+def _draws_from(iterator: Any, sources: Collection[int]) -> bool:
+    """Whether one of these, or a loader of torch or ours, is among what the iterator holds."""
+    waiting, seen = [iterator], set[int]()
+    while waiting and len(seen) < _MOST_ITEMS:
+        each = waiting.pop()
+        kind = type(each)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if id(each) in sources or kind_of(kind) == "loader" or kind.__module__.startswith(_OF_LOADERS):
+            return True
+        if kind is GeneratorType and each.gi_frame is not None:
+            if str(each.gi_frame.f_globals.get("__name__")).startswith(_OF_LOADERS):
+                return True
+            waiting.append(each.gi_frame)
+        if _iterates(kind) or kind is FrameType or (kind in (list, tuple) and len(each) <= _MOST_INNER):
+            waiting += gc.get_referents(each)
+    return False
 
 
 def _inner(value: Any) -> Iterator[Any]:

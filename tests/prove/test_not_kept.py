@@ -157,6 +157,29 @@ def test_what_is_kept_or_bound_anew_is_not_named(loop: Loop, tmp_path: Path, cap
     assert facts(caplog) in ([], ["model.forwards"])
 
 
+@pytest.mark.parametrize("num_samples", [0, 30])
+def test_a_generator_goes_on_where_it_does_not_draw_from_a_loader(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_samples: int
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def batches(loader: Any) -> Any:
+        number = 0
+        while True:
+            if loader is not None:
+                yield from loader
+            number += 1
+            yield torch.full((2, 4), float(number)), torch.ones(2, 2)
+
+    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        source = batches(loader)
+        for _ in guard.steps(7):
+            train(guard, model, optimizer, next(source))
+
+    run(tmp_path, loop, num_samples)
+    assert facts(caplog) == ["model.forwards" if num_samples else "source, model.forwards"]
+
+
 @pytest.mark.parametrize("clears_all", [False, True])
 def test_gradients_that_no_optimizer_clears_go_on(
     clears_all: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
