@@ -31,7 +31,7 @@ from mindx_elastic.prove.loop_variables import carried, loops_around
 from mindx_elastic.prove.variables import KEPT, attributes_of_kept, is_clock, own_variables
 from mindx_elastic.prove.witness import kept_of
 
-__all__ = ["FIRST_LOOK", "SECOND_LOOK", "NotKept"]
+__all__ = ["FIRST_LOOK", "SECOND_LOOK", "NotKept", "counts_from_the_start"]
 
 FIRST_LOOK, SECOND_LOOK = 1, 5
 """The boundaries that are compared first: what is only made in the first step has changed before."""
@@ -170,6 +170,17 @@ class NotKept:
             left = self._variables(frames, self._ids.union(*inside))
             others = [short_of(key) for key in others if key in left]
         return list(dict.fromkeys([name.partition("[")[0] for name in [*others, *of_kept]]))
+
+
+def counts_from_the_start() -> list[str]:
+    """In the first step of a process, in the middle of an epoch: what the program's innermost loop binds and counts
+    from 0 or 1, as `enumerate(loader)` does."""
+    for frame in program_frames(sys._getframe(1)):
+        if around := loops_around(frame):
+            variables = locals_of(frame)
+            values = [(name, variables.get(name)) for name in sorted(around[-1].targets)]
+            return [name for name, value in values if type(value) is int and value in (0, 1)]
+    return []
 
 
 def _shortened(names: Sequence[str]) -> list[str]:

@@ -36,7 +36,7 @@ from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.prove.kept_steps import KeptSteps, open_kept_steps
-from mindx_elastic.prove.not_kept import FIRST_LOOK, SECOND_LOOK, NotKept
+from mindx_elastic.prove.not_kept import FIRST_LOOK, SECOND_LOOK, NotKept, counts_from_the_start
 from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.overlap import Comparison, Played, open_comparison
 from mindx_elastic.prove.proof_witness import ProofWitness
@@ -139,11 +139,16 @@ class Overlap:
             unmanaged.warn_of_counts(found.counts)
         return names
 
-    def _tell_not_compared(self, info: CheckpointInfo, what: str) -> None:
-        """Nothing will show whether what is not kept matters. `what`: the words in front of its names."""
-        if info.not_kept and self._stopper.ranks.rank == 0:
-            remedy = 'Keep it in a named object or dict (Guard(stateful={"own": own})), or compute it from guard.step'
-            logger.info("%s: %s. %s", what, info.not_kept, remedy)
+    def _tell_not_compared(self, info: CheckpointInfo, what: str, counts: Sequence[str] = ()) -> None:
+        """Nothing will show whether what is not kept matters. `what`: the words in front of its names. `counts`: more
+        of them."""
+        names = ", ".join(filter(None, [*counts, info.not_kept]))
+        if names and self._stopper.ranks.rank == 0:
+            remedy = (
+                'Keep it in a named object or dict (Guard(stateful={"own": own})), compute it from guard.step, or '
+                "count batches by guard.enumerate(loader)"
+            )
+            logger.info("%s: %s. %s", what, printable(names), remedy)
 
     # --- the stop ---
 
@@ -208,7 +213,9 @@ class Overlap:
             self._kept_steps.at_boundary(position, loss)
         if (info := self._not_compared) is not None:
             self._not_compared, why = None, f"step {info.step + 1} is not compared ({info.reason})"
-            self._tell_not_compared(info, f"{why}, and the resumed run may differ by what goes on and is not kept")
+            counts = counts_from_the_start() if position.step_in_epoch > 1 else ()
+            told = f"{why}, and the resumed run may differ by what goes on and is not kept"
+            self._tell_not_compared(info, told, counts)
         if observer is not None and (self.is_playing or not self.is_at_tail):
             observer.scalars = scalars
             waits = observer.at_boundary(position, is_cut=is_cut)
