@@ -66,8 +66,6 @@ CODE_LOADERS = {"cloudpickle", "cPickle", "dill", "joblib", "marshal", "pickle",
 CODE_RUNNERS = {"compile", "eval", "exec", "execfile"}
 WEIGHTS_READER = f"{PACKAGE}.convert.torch_file"
 """The one module that may call ``torch.load``, and only with a literal ``weights_only=True``: to read foreign files."""
-METADATA_READER = f"{PACKAGE}.convert.inert_pickle"
-"""The one module that may import ``pickle``: its unpickler makes a stand-in of every name, and looks none up."""
 SCRIPT_RUNNER = f"{PACKAGE}.core.script"
 """The one module that may call ``exec``: on the user's own script, which ``mindx-elastic run`` or ``prove`` names."""
 FORBIDDEN_CALLS = {"numpy.load", "torch.load", "torch.serialization.load", "yaml.load", "yaml.unsafe_load", "os.system"}
@@ -279,8 +277,7 @@ def risky_code(module: Module) -> list[str]:
     """Places where the module could run code out of a file, a message or a string."""
     tree = module.tree
     known_as = aliases(tree)
-    allowed = {"pickle"} if module.name == METADATA_READER else set()
-    found = [name for name in imported_names(module) if name.split(".")[0] in CODE_LOADERS - allowed]
+    found = [name for name in imported_names(module) if name.split(".")[0] in CODE_LOADERS]
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             found.append(f"line {node.value.lineno}: allow_pickle")

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["convert_command"]
 
-_FORMATS = "dcp|torch|mindspore"
-
 
 def convert_command(
     source: Annotated[
@@ -44,14 +42,14 @@ def convert_command(
     source_kind: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar=f"{_FORMATS}|mindx", help="The format of SOURCE; default: found by its content."
+            "--from", metavar="torch|mindspore|mindx", help="The format of SOURCE; default: found by its content."
         ),
     ] = None,
     destination_kind: Annotated[
         str | None,
         typer.Option(
             "--to",
-            metavar=_FORMATS,
+            metavar="torch|dcp|mindspore",
             help="The format to write; default: torch for .pt, .pth, .bin, dcp without a suffix.",
         ),
     ] = None,
@@ -69,11 +67,11 @@ def convert_command(
     force: Annotated[bool, typer.Option("--force", help="Replace DESTINATION if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a checkpoint of this package, DCP, torch.save or plain safetensors into one of the last three.
+    """Convert a checkpoint of this package, torch.save or plain safetensors into DCP, torch.save or plain safetensors.
 
     \b
     [bold]Formats[/bold]
-    dcp        a folder of torch.distributed.checkpoint
+    dcp        written only: a folder of torch.distributed.checkpoint
     torch      a torch.save file, read with weights_only=True: no code in it runs
     mindspore  plain safetensors: name -> tensor; a folder of them, by its index (Hugging Face's, MindSpore's); no .ckpt
     mindx      read only: a checkpoint directory or file of this package; sharded ones are put together
@@ -82,7 +80,7 @@ def convert_command(
 
     DESTINATION is never overwritten without --force, and appears whole or not at all. Each tensor is read when it is
     written, and tensors that are put together from parts go through a scratch file next to DESTINATION, so
-    memory for one tensor is enough. Files of torch 1.5 and older need memory for everything. Tied weights
+    memory for one tensor is enough. Tied weights
     stay tied in torch files; the other formats get one copy for each name.
 
     \b

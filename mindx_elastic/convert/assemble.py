@@ -1,14 +1,12 @@
 """One whole tensor from the parts that ranks hold.
 
-Two kinds of formats: those that say where each part is in the whole (`TensorPart`: DCP's chunks), and those with a
-`Layout` over ranks that may stand in for one another (`assemble`).
+Each part comes from the lowest rank that has it, by the `Layout` of the tensor over ranks that may stand in for one
+another.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
@@ -17,56 +15,9 @@ from mindx_elastic.core.layout import Box, Layout
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError, UsageError
 
-__all__ = ["ReadPart", "Size", "TensorPart", "assemble", "check_parts", "first_healthy", "put_together"]
+__all__ = ["ReadPart", "Size", "assemble", "first_healthy"]
 
 Size = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TensorPart:
-    """A box of a tensor, and what reads it."""
-
-    offsets: Size
-    sizes: Size
-    read: Callable[[], torch.Tensor]
-
-
-def check_parts(name: str, shape: Size, parts: Sequence[TensorPart]) -> None:
-    """Raise ValueError unless the parts fill the tensor, without overlap."""
-    filled = [part for part in parts if math.prod(part.sizes)]
-    for part in filled:
-        inside = len(part.offsets) == len(part.sizes) == len(shape)
-        if not inside or not all(o + s <= n for o, s, n in zip(part.offsets, part.sizes, shape, strict=True)):
-            raise ValueError(f"{name!s:.80}: a part outside of its tensor")
-    there = sum(math.prod(part.sizes) for part in filled)
-    if there != math.prod(shape) or not _disjoint(filled):
-        raise ValueError(
-            f"{name!s:.80}: its parts do not make up a tensor of {list(shape)} ({there} of {math.prod(shape)} elements)"
-        )
-
-
-def _disjoint(parts: Sequence[TensorPart]) -> bool:
-    """Sorted along the first dimension, so that rows of an FSDP job are compared with their neighbours only."""
-    active: list[TensorPart] = []
-    for part in sorted(parts, key=lambda p: p.offsets):
-        if not part.offsets:
-            return len(parts) == 1
-        active = [other for other in active if other.offsets[0] + other.sizes[0] > part.offsets[0]]
-        for other in active:
-            pairs = zip(part.offsets, part.sizes, other.offsets, other.sizes, strict=True)
-            if all(a < c + d and c < a + b for a, b, c, d in pairs):
-                return False
-        active.append(part)
-    return True
-
-
-def put_together(shape: Size, dtype: torch.dtype, parts: Sequence[TensorPart], scratch: Scratch) -> torch.Tensor:
-    """The whole tensor of parts that `check_parts` has accepted, copied: what `TensorPart.read` gives may go."""
-    whole = scratch.empty(shape, dtype)
-    for part in parts:
-        if math.prod(part.sizes):
-            whole[tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))] = part.read()
-    return whole
 
 
 ReadPart = Callable[[int], torch.Tensor | None]

@@ -18,7 +18,7 @@ from typing import Any
 from mindx_elastic.convert import dcp, indexed, mindspore_file, ours, plain_file, torch_file
 from mindx_elastic.convert.kinds import KINDS, SOURCES, find_kind, kind_of_name, refuse_deepspeed
 from mindx_elastic.convert.mapped import Scratch
-from mindx_elastic.convert.state import MODEL, components_of, flat_tensors, num_tensors, plain_values, resolved
+from mindx_elastic.convert.state import MODEL, components_of, flat_tensors, num_tensors, plain_values
 from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.persist.storage import fsync_dir, publish, temp_name
 
@@ -113,13 +113,6 @@ def _foreign(request: ConversionRequest, content: Any) -> _Content:
     return _Content(found if request.everything else {MODEL: found[MODEL]}, [told] if of_optimizer else [])
 
 
-def _read_dcp(request: ConversionRequest, scratch: Scratch) -> _Content:
-    if not request.source.is_dir():
-        raise UsageError(f"{request.source} is not a folder; a DCP checkpoint is one, with a {dcp.METADATA} in it")
-    content = _foreign(request, dcp.read_dcp(request.source, scratch))
-    return _Content(resolved(content.state), content.notes)
-
-
 def _read_torch(request: ConversionRequest, scratch: Scratch) -> _Content:
     path = request.source
     refuse_deepspeed(path)
@@ -140,7 +133,6 @@ def _read_mindspore(request: ConversionRequest, scratch: Scratch) -> _Content:
 
 
 _READERS: dict[str, Callable[[ConversionRequest, Scratch], _Content]] = {
-    "dcp": _read_dcp,
     "torch": _read_torch,
     "mindspore": _read_mindspore,
     "mindx": _read_ours,

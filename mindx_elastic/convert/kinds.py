@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from mindx_elastic.convert.dcp import METADATA
+from mindx_elastic.convert.dcp import METADATA, TO_TORCH
 from mindx_elastic.convert.indexed import find_index, read_index
 from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.convert.plain_file import is_mindspore_ckpt
@@ -18,7 +18,7 @@ from mindx_elastic.start.findings import reader_trust
 __all__ = ["KINDS", "SOURCES", "find_kind", "kind_of_name", "refuse_deepspeed"]
 
 KINDS = ("dcp", "torch", "mindspore")
-SOURCES = (*KINDS, "mindx")
+SOURCES = ("torch", "mindspore", "mindx")
 _TORCH_NAMES = {".pt", ".pth", ".bin"}
 _SNIFF_BYTES = 1 << 16  # our metadata begins at byte 20 or so
 _OF_DEEPSPEED = re.compile(r"zero_pp_rank_\d+_mp_rank_|mp_rank_0*[1-9]|zero_to_fp32\.py\Z|\w*_model_states\.pt\Z")
@@ -52,7 +52,9 @@ def _kind_of_folder(path: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be listed: {error.strerror}", path=path) from error
     if METADATA in names:
-        return "dcp"
+        raise UsageError(
+            f"{path} is a folder of torch.distributed.checkpoint; torch makes a file of it: {TO_TORCH} {path} OUT"
+        )
     entries = read_entries(path, owners=reader_trust(path).of(path))
     if any(entry.header is not None for entry in entries):
         return "mindx"
@@ -69,8 +71,7 @@ def _kind_of_folder(path: Path) -> str:
         raise CorruptCheckpointError(f"no checkpoint in {path} can be used: {bad}", path=path)
     ranks = " below its rank folders either" if any(rank_of_folder(path / name) is not None for name in names) else ""
     raise NoUsableCheckpointError(
-        f"no checkpoint found in {path}: no {METADATA} (DCP), no safetensors file{ranks}; a torch.save file is "
-        "given by its own name",
+        f"no checkpoint found in {path}: no safetensors file{ranks}; a torch.save file is given by its own name",
         path=path,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import ForeignCheckpointError, UnsupportedStateError, UsageError
 
-__all__ = ["MODEL", "LazyValue", "components_of", "flat_tensors", "num_tensors", "plain_values", "resolved"]
+__all__ = ["MODEL", "components_of", "flat_tensors", "num_tensors", "plain_values"]
 
 MODEL = "model"
 _MODEL_NAMES = (MODEL, "state_dict", "model_state_dict", "module")
@@ -22,13 +22,6 @@ _NOT_THE_MODEL = {"optimizer", "optim", "lr_scheduler", "scheduler", "dataloader
 _MAX_DEPTH = 100
 _MAX_ITEMS = 10_000_000
 _MAX_REPEATED_BYTES = 1 << 30
-
-
-class LazyValue:
-    """A value that is read only when it is needed."""
-
-    def __init__(self, read: Callable[[], Any]) -> None:
-        self.read = read
 
 
 def components_of(content: Any, where: str, component: str | None) -> dict[str, Any]:
@@ -49,7 +42,7 @@ def components_of(content: Any, where: str, component: str | None) -> dict[str, 
     if names:
         rest = {key: value for key, value in content.items() if key != names[0] and key != MODEL}
         return {MODEL: content[names[0]], **rest}
-    if any(isinstance(value, torch.Tensor | LazyValue) for value in content.values()) or not content:
+    if any(isinstance(value, torch.Tensor) for value in content.values()) or not content:
         others = {k: v for k, v in content.items() if k in _NOT_THE_MODEL and isinstance(v, Mapping)}
         return {MODEL: {k: v for k, v in content.items() if k not in others} if others else content, **others}
     raise UsageError(f"{where} holds {_listed(content)}; say with --component which of them is the model")
@@ -57,19 +50,6 @@ def components_of(content: Any, where: str, component: str | None) -> dict[str, 
 
 def _listed(content: Mapping[Any, Any]) -> str:
     return listed([str(name)[:60] for name in content], 12)
-
-
-def resolved(value: Any, depth: int = 0) -> Any:
-    """`value` with all `LazyValue` values read, in containers of the same kind."""
-    if depth > _MAX_DEPTH:
-        raise UsageError(f"nested deeper than {_MAX_DEPTH} levels, or it contains itself")
-    if isinstance(value, LazyValue):
-        return value.read()
-    if type(value) is dict:
-        return {key: resolved(item, depth + 1) for key, item in value.items()}
-    if type(value) is list:
-        return [resolved(item, depth + 1) for item in value]
-    return value
 
 
 def plain_values(value: Any, where: str = "state", depth: int = 0) -> Any:
