@@ -191,7 +191,7 @@ class Guard(LayeredGuard):
     def _enter(self, frame: FrameType) -> None:
         """`frame`: of the program's function that enters the guard."""
         check_that_it_is_not_active(self)
-        self._loops.open(frame, self, self._targets)
+        self._entered = frame.f_code
         with ExitStack() as stack:
             self._ranks = current_ranks(RankInfo.from_env())
             place = self._place
@@ -243,7 +243,6 @@ class Guard(LayeredGuard):
         self._resumed_from_step = start.step
         self.resumed_path = None if start.resumed is None else start.resumed.path
         self._loops.is_layered = self._loops.is_layered or self._around.evaluates
-        self._loops.take_over(self._collector.position, start.restore_streams)
         self._loaders.enter(stack, self._unmanaged, opening.settings.grace_s)
         self._checks = Checks(
             opening,
@@ -288,7 +287,7 @@ class Guard(LayeredGuard):
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
         around, saver, peers, relay = opening.around, opening.saver, opening.start.peers, opening.relay
-        step_gate = self._step_gate = StepGate(self._step)
+        step_gate = self._step_gate = StepGate(self._collector.position.step)
         stack.callback(peers.close)
         listeners = self._listeners = Listeners(opening.settings, opening.policies, saver.ranks)
         watcher, last_resort = Watcher(listeners.hear_signal), LastResort()
@@ -317,6 +316,10 @@ class Guard(LayeredGuard):
         self._loops.enter(
             self._collector,
             self._unmanaged,
+            self,
+            self._targets,
+            entered=self._entered,
+            restore=opening.start.restore_streams,
             late_boundary=self._late_boundary,
             leave_step=step_gate.leave_step,
             enter_step=self._enter_step,

@@ -36,33 +36,32 @@ class LayeredGuard:
         self._last_parts: Sequence[Part] = ()
         self._place: InPlaceGuard | None = None  # in recoveries in place
 
-    def start_with(self, exchange: Exchange | None, parts: Sequence[Part]) -> None:
-        """Meet over `exchange`, which its owner closes after the guard (None: one of the guard's own), and tell each
-        other `parts` when the state is back."""
-        self._shared_exchange, self._last_parts = exchange, parts
-        self._loops.is_layered = True
-
-    def expect_no_look_ahead(self) -> None:
-        """The layer's loop uses each batch before it fetches the next one."""
-        self._loaders.may_fetch_ahead = False
-
-    def expect_short_epochs(self) -> None:
-        """The layer's loop may leave an epoch before the loader's end, and leaves it there after a resume, too."""
-        self._loaders.has_short_epochs = True
-
-    def look_into(
+    def serve_layer(
         self,
         variables: Mapping[str, Any],
         *,
         kept: Sequence[Any] = (),
         own: Mapping[str, Any] | None = None,
         has_tail: bool = False,
+        has_short_epochs: bool = False,
+        exchange: Exchange | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
-        """Objects of the program by the names that it knows; those whose state the layer keeps; those that hang on
-        these and have a state that no one keeps (callbacks of the program's own); whether it has code at an epoch's end
-        that may need the epoch's steps."""
+        """A layer keeps the loop. `variables`: objects of the program by the names that it knows; `kept`: those whose
+        state the layer keeps; `own`: those that hang on these and have a state that no one keeps (callbacks of the
+        program's own). `has_tail`: it has code at an epoch's end that may need the epoch's steps. `has_short_epochs`:
+        its loop may leave an epoch before the loader's end, and leaves it there after a resume, too. `exchange`: over
+        which the ranks meet, and which its owner closes after the guard (None: one of the guard's own); `parts`: what
+        they tell each other when the state is back."""
         self._own = dict(own or {})
-        self._more, self._kept, self._loops.tail.layer_waits = {**variables, **self._own}, tuple(kept), has_tail
+        self._more, self._kept = {**variables, **self._own}, tuple(kept)
+        self._loops.tail.layer_waits, self._loops.is_layered = has_tail, True
+        self._loaders.has_short_epochs = has_short_epochs
+        self._shared_exchange, self._last_parts = exchange, parts
+
+    def expect_no_look_ahead(self) -> None:
+        """The layer's loop uses each batch before it fetches the next one."""
+        self._loaders.may_fetch_ahead = False
 
     def take_place(self, place: InPlaceGuard | None) -> None:
         """See `guard.running`."""

@@ -36,66 +36,18 @@ class Progress:
 
     def at_boundary(self, step: int, loss: object) -> None:
         """`loss`: what the program gave for this step; anything that is not a number counts as nothing."""
-        if loss is None and self._copy_of is None:
+        if self._is_broken or (loss is None and self._copy_of is None):
             return
-        now = time.monotonic_ns()
-        if self._copy_of is not None and not self._note_copied():
-            return
-        if now < self._due_ns or step == self._step:
-            return
-        self._step = step
-        if type(loss) is Tensor and loss.is_cuda and self._begin_copy(step, now, loss):
-            return
-        value = self._number(loss)
-        if value is not None:
-            self._note(step, now, value)
-
-    def _note(self, step: int, clock_ns: int, loss: float) -> None:
-        self._due_ns = clock_ns + _GAP_NS
-        self._page.note_loss(step, clock_ns, loss)
-
-    def _number(self, loss: Any) -> float | None:
-        kind: Any = type(loss)
-        if self._is_broken or kind is bool or not hasattr(kind, "__float__"):
-            return None
-        if issubclass(kind, Tensor) and not (kind is Tensor and loss.device.type == "cpu" and _is_one(loss)):
-            return None
         try:
-            return float(loss.item() if kind is Tensor else loss)
-        except Exception as error:  # the program's own kind of number
-            self._give_up(error)
-            return None
-
-    def _begin_copy(self, step: int, now: int, loss: Tensor) -> bool:
-        if self._is_broken or not _is_one(loss):
-            return False
-        try:
-            if self._host is None:
-                self._host = torch.zeros((), dtype=torch.float32, pin_memory=True, device="cpu")
-                self._copied = torch.cuda.Event()
-            with torch.cuda.device(loss.device):
-                self._host.copy_(loss.detach().reshape(()), non_blocking=True)
-                self._copied.record()
-        except Exception as error:
-            self._give_up(error)
-            return False
-        self._copy_of = step, now
-        return True
-
-    def _note_copied(self) -> bool:
-        """Whether the loss has come to the host."""
-        assert self._copy_of is not None and self._host is not None
-        try:
-            if not self._copied.query():
-                return False
-            self._note(*self._copy_of, self._host.item())
-        except Exception as error:
-            self._give_up(error)
-        self._copy_of = None
-        return True
-
-    def _give_up(self, error: Exception) -> None:
-        if not self._is_broken:
+            now = time.monotonic_ns()
+            if (self._copy_of is not None and not self._note_copied()) or now < self._due_ns or step == self._step:
+                return
+            self._step = step
+            if type(loss) is Tensor and loss.is_cuda:
+                self._begin_copy(step, now, loss)
+            elif (value := _number(loss)) is not None:
+                self._note(step, now, value)
+        except Exception as error:  # of the device, or the program's own kind of number
             self._is_broken = True
             logger.warning(
                 "the loss that step_end(loss=...) was given cannot be read for mindx-elastic report (%s: %s); the "
@@ -103,6 +55,39 @@ class Progress:
                 type(error).__name__,
                 error,
             )
+
+    def _note(self, step: int, clock_ns: int, loss: float) -> None:
+        self._due_ns = clock_ns + _GAP_NS
+        self._page.note_loss(step, clock_ns, loss)
+
+    def _begin_copy(self, step: int, now: int, loss: Tensor) -> None:
+        if not _is_one(loss):
+            return
+        if self._host is None:
+            self._host = torch.zeros((), dtype=torch.float32, pin_memory=True, device="cpu")
+            self._copied = torch.cuda.Event()
+        with torch.cuda.device(loss.device):
+            self._host.copy_(loss.detach().reshape(()), non_blocking=True)
+            self._copied.record()
+        self._copy_of = step, now
+
+    def _note_copied(self) -> bool:
+        """Whether the loss has come to the host."""
+        assert self._copy_of is not None and self._host is not None
+        if not self._copied.query():
+            return False
+        self._note(*self._copy_of, self._host.item())
+        self._copy_of = None
+        return True
+
+
+def _number(loss: Any) -> float | None:
+    kind: Any = type(loss)
+    if kind is bool or not hasattr(kind, "__float__"):
+        return None
+    if issubclass(kind, Tensor) and not (kind is Tensor and loss.device.type == "cpu" and _is_one(loss)):
+        return None
+    return float(loss.item() if kind is Tensor else loss)
 
 
 def _is_one(loss: Tensor) -> bool:

@@ -137,13 +137,12 @@ class ElasticCallback(Callback):
             prefix=self._prefix,
             **options,
         )
-        guard.start_with(None, ())
-        guard.expect_short_epochs()  # limit_train_batches
         if num_batches(loader):  # else Lightning fetches one ahead, to know the last one
             guard.expect_no_look_ahead()
         without = _without_state(trainer)
         kept = [each for each in trainer.callbacks if not any(each is one for one in without.values())]
-        guard.look_into({"module": module}, kept=[trainer, *kept], own=without)
+        short = True  # limit_train_batches
+        guard.serve_layer({"module": module}, kept=[trainer, *kept], own=without, has_short_epochs=short)
         guard.open()
         self.guard, self._loops = guard, loops
         self._wrap(trainer, loops, guard)

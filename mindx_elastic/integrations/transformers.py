@@ -301,12 +301,11 @@ class _Training:
             directory=directory,
             **{name: value for name, value in options.items() if name != "stateful"},
         )
-        guard.start_with(None, ())
         guard.expect_no_look_ahead()
         callbacks = owner.callback_handler.callbacks
         own = {type(each).__name__: each for each in callbacks if _is_own(type(each)) and not _has_state(each)}
         kept = [owner, *(each for _, each in _stateful(owner))]
-        guard.look_into({"model": owner.model}, kept=kept, own=own)
+        guard.serve_layer({"model": owner.model}, kept=kept, own=own)
         guard.open()
         self.guard = guard
         callbacks.insert(0, self._hook)

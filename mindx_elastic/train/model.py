@@ -159,13 +159,14 @@ class Model(ModelParts):
                 guard = self._open_guard(policies, loader, extra, arguments)
                 hooks = CutHooks(losses)
                 if isinstance(guard, Guard):
-                    guard.look_into(
+                    guard.take_place(place)
+                    guard.serve_layer(
                         self._surroundings(given),
                         kept=[c for c in given if keeps_state(c)],
                         has_tail=any(map(needs_epoch, given)),
+                        exchange=exchange,  # from here its errors are the others', too
+                        parts=[hooks],
                     )
-                    guard.take_place(place)
-                    guard.start_with(exchange, [hooks])  # from here its errors are the others', too
                 elif exchange is not None:
                     meet(exchange, "prepared", [])
             is_told = progress is False or any(isinstance(callback, LossMonitor) for callback in given)

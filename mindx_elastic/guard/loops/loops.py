@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 from mindx_elastic.capture.adapters import Attributes
@@ -72,15 +72,12 @@ class Loops:
         """A layer above keeps the loop, and its callbacks may change what they like before it; or this guard does not
         train. Then the loop is not looked at."""
         self._has_looped = False  # over `epochs` or `steps`
-        self._own_loop = OwnLoop(None, {})
         self._asked_in_front: bool | None = None  # of the first batch; None: there was none yet
         self._pass_of_epoch = 0  # the loader's epoch of the last batch that this epoch has used; 0: none yet
         self._is_judged = self._repeats = False  # the latter: another pass over the loader, within an epoch of our loop
-        self._kept: frozenset[int] = frozenset()
         self._first = self._resumed_epoch = 0
         self._shorter: tuple[str, str] | None = None
         """A loop that the resumed run is past already, and how far that is; another loop may go on after it."""
-        self._restore: Callable[[], None] | None = None
         self._is_resuming = self._restores = False
         self._armed: dict[int, bool] = {}
         """By `id`, the loaders whose next iterator is waited for, and whether the streams are put back then."""
@@ -89,33 +86,34 @@ class Loops:
 
     # --- around the block ---
 
-    def take_over(self, position: Position, restore: Callable[[], None] | None) -> None:
-        """Go on from `position`. `restore` puts the random streams back as at that boundary; None: a fresh start."""
-        self.step, self.epoch, self.step_in_epoch = position.step, position.epoch, position.step_in_epoch
-        self._restore, self._first, self._resumed_epoch = restore, position.step, position.epoch
-        self._is_resuming = self._restores = restore is not None  # no loop has reached the resumed place yet
-
-    def open(self, frame: FrameType | None, guard: object, targets: Mapping[str, Any]) -> None:
-        """The guard is being entered, from `frame`."""
-        targets = {name: t.target if isinstance(t, Attributes) else t for name, t in targets.items()}
-        kept = [guard, *targets.values(), *self.loaders]
-        kept += [t.adoption.loader for t in targets.values() if isinstance(t, FollowedLoader) and t.adoption]
-        self._kept = frozenset(map(id, kept))
-        self._own_loop = OwnLoop(None if frame is None else frame.f_code, targets)
-
     def enter(
         self,
         collector: Collector,
         unmanaged: Unmanaged,
+        guard: object,
+        targets: Mapping[str, Any],
         *,
+        entered: CodeType | None,
+        restore: Callable[[], None] | None,
         late_boundary: Callable[[], None],
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
         is_clean: Callable[[], bool],
     ) -> None:
-        """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
+        """The state is back, and the stages run: go on from its position. `targets`: what `guard` keeps. `entered`: the
+        program's function that enters the guard. `restore` puts the random streams back as at that boundary; None: a
+        fresh start. `late_boundary`: the step counted last is a boundary after all.
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
         """
+        position = collector.position
+        self.step, self.epoch, self.step_in_epoch = position.step, position.epoch, position.step_in_epoch
+        self._restore, self._first, self._resumed_epoch = restore, position.step, position.epoch
+        self._is_resuming = self._restores = restore is not None  # no loop has reached the resumed place yet
+        targets = {name: t.target if isinstance(t, Attributes) else t for name, t in targets.items()}
+        kept = [guard, *targets.values(), *self.loaders]
+        kept += [t.adoption.loader for t in targets.values() if isinstance(t, FollowedLoader) and t.adoption]
+        self._kept = frozenset(map(id, kept))
+        self._own_loop = OwnLoop(entered, targets)
         self._is_clean, self._samples = is_clean, WeightSamples(collector)
         self._weights = self._samples.take()
         self._left = self._boundaries = 0
