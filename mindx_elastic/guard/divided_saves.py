@@ -21,7 +21,6 @@ once: if a rank fails in it, the step before stays the newest.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,26 +186,15 @@ class Agreed:
     """The small states of neighbours, packed, which it keeps for them."""
 
 
-@dataclass(frozen=True)
-class _Said:
-    step: int
-    share: str
-    """`Held.key`; empty: the rank divides nothing."""
-    small: bytes
+def _encode(share: str, small: bytes) -> str:
+    """What a rank tells the others: `Held.key` (empty: it divides nothing), and its small state, packed."""
+    return f"{share} {base64.b64encode(small).decode()}"
 
-    def encode(self) -> str:
-        return json.dumps([self.step, self.share, base64.b64encode(self.small).decode()])
 
-    @classmethod
-    def decode(cls, text: str) -> _Said:
-        """Raises ValueError or TypeError."""
-        step, share, small = json.loads(text)
-        if type(step) is not int or not isinstance(share, str):
-            raise ValueError("not what a rank says of its share")
-        try:
-            return cls(step, share, base64.b64decode(small, validate=True))
-        except binascii.Error as error:
-            raise ValueError(str(error)) from None
+def _decode(text: str) -> tuple[str, bytes]:
+    """Raises ValueError."""
+    share, _, small = text.partition(" ")
+    return share, base64.b64decode(small, validate=True)
 
 
 class DividedSaves:
@@ -230,8 +218,7 @@ class DividedSaves:
     def agree(self, step: int, tree: Tree, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> Agreed:
         """Agree with the others on who writes what of the boundary `step`, flattened to `tree` and `tensors`."""
         own = self.share(self.part.group, tree, tensors)
-        mine = _Said(step, "" if own is None else own.key, self._pack())
-        if not self._exchange.tell(_ROUND, mine.encode()):
+        if not self._exchange.tell(_ROUND, _encode("" if own is None else own.key, self._pack())):
             return Agreed(None)
         decision = self._exchange.decide(_ROUND, step, timeout_s)
         if decision.step != step:
@@ -241,11 +228,11 @@ class DividedSaves:
         wanted = sorted({*self.part.neighbours, *(self.part.group.ranks if own is not None else ())})
         try:
             texts = self._exchange.try_collect(_ROUND, wanted) or ()
-            said = dict(zip(wanted, map(_Said.decode, texts), strict=True))
+            said = dict(zip(wanted, map(_decode, texts), strict=True))
         except Exception as error:
             logger.warning("what the ranks say of their shares cannot be read (%s): this one writes all", error)
             return Agreed(None)
-        small = {rank: said[rank].small for rank in self.part.neighbours if said[rank].small}
+        small = {rank: said[rank][1] for rank in self.part.neighbours if said[rank][1]}
         return Agreed(own if own is not None and self._is_alike(said) else None, small)
 
     def share(self, group: SavingGroup, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Held | None:
@@ -270,11 +257,11 @@ class DividedSaves:
             return b""
         return packed if len(packed) <= _MOST_SMALL_BYTES else b""
 
-    def _is_alike(self, said: Mapping[int, _Said]) -> bool:
+    def _is_alike(self, said: Mapping[int, tuple[str, bytes]]) -> bool:
         """Whether all of the group say the same of the state. Where they do not, each keeps its own: they are no
         replicas, whatever the modules around them promise."""
         ranks = self.part.group.ranks
-        other = [rank for rank in ranks if said[rank].share != said[ranks[0]].share]
+        other = [rank for rank in ranks if said[rank][0] != said[ranks[0]][0]]
         if other and self._ranks.rank == ranks[0]:
             logger.warning(
                 "%s and %s do not hold the same weights and optimizer state, although DDP wraps them: each writes its "

@@ -17,6 +17,7 @@ from mindx_elastic.alarm.alarm import REFUSAL, REHEARSAL
 from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
+from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
@@ -38,45 +39,40 @@ class GuardEnding:
         listeners: Listeners,
         loops: Loops,
         loaders: Loaders,
+        boundaries: Boundaries,
+        overlap: Overlap,
     ) -> None:
         saver = self._saver = opening.saver
         self._unmanaged, self._loops, self._loaders = opening.unmanaged, loops, loaders
         self._stopper, self._listeners = stopper, listeners
+        self._boundaries, self._overlap = boundaries, overlap
         self._around, self._events, self._periodic = opening.around, saver.events, opening.periodic
         self._final = opening.policies if opening.settings.final_save else ()
         """The policies that may want the last boundary of a training that ends by itself."""
         self._has_resumed = opening.start.step is not None
 
-    def conclude(
-        self,
-        error: BaseException | None,
-        overlap: Overlap,
-        *,
-        finish: Callable[[], None],
-        complete: Callable[[BaseException], str],
-    ) -> None:
+    def conclude(self, error: BaseException | None, *, finish: Callable[[], None], end_step: Callable[[], int]) -> None:
         """The block is over: finished, stopped gracefully, or failed. Raises what the block is to raise in place of
-        `error`. `finish`: to be called where the training is done. `complete`: see `Boundaries.complete`."""
-        refusal = self._unmanaged.refusal
+        `error`. `finish`: to be called where the training is done. `end_step`: see `Boundaries.complete`."""
+        is_clean = isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)
+        refusal, cause = self._unmanaged.refusal, error
         if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
-            # The program has caught it, or has made another exception of it.
-            self.conclude(refusal, overlap, finish=finish, complete=complete)
-            if error is None or (isinstance(error, SystemExit) and not error.code):
-                raise refusal  # a launcher would take it for the end of the training
-            return
-        overlap.leave("finished" if error is None else type(error).__name__, self._unmanaged.notes)
-        if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
+            cause = refusal  # the program has caught it, or has made another exception of it
+        self._overlap.leave("finished" if cause is None else type(cause).__name__, self._unmanaged.notes)
+        if cause is None or (is_clean and cause is error):
             finish()
             return
-        if hint := self._loops.why_it_failed(error):
+        if hint := self._loops.why_it_failed(cause):
             logger.error("%s", hint)
-        if not isinstance(error, (GracefulExit, UnmanagedStateError)):
-            self._stopper.save.pending = complete(error)
+        if not isinstance(cause, (GracefulExit, UnmanagedStateError)):
+            self._stopper.save.pending = self._boundaries.complete(cause, end_step)
         self._loaders.shutdown()  # a stuck worker would delay the exit
-        if isinstance(error, GracefulExit):
+        if isinstance(cause, GracefulExit):
             self.leave()
         else:
-            self.fail(self._loops.step, error)
+            self.fail(self._loops.step, cause)
+        if cause is not error and (error is None or is_clean):
+            raise cause  # a launcher would take it for the end of the training
 
     def finish(self, step: int, durable: Path | None) -> None:
         """The training is done, with `step`. Raises GracefulExit where an alarm was heard before. `durable`: the file

@@ -279,6 +279,9 @@ class Guard(LayeredGuard):
             boundaries=self._boundaries,
             is_outside=lambda: self._evaluations.depth > 0,
         )
+        self._ending = GuardEnding(
+            opening, self.stopper, self._listeners, self._loops, self._loaders, self._boundaries, self._overlap
+        )
         opening.meet_last()
 
     def _start_stages(self, stack: ExitStack, opening: Opening) -> None:
@@ -312,7 +315,6 @@ class Guard(LayeredGuard):
         stack.callback(watcher.stop)
         saver.prepare(asynchronous=any(policy.asynchronous for policy in opening.periodic))
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
-        self._ending = GuardEnding(opening, stopper, listeners, self._loops, self._loaders)
         self._loops.enter(
             self._collector,
             self._unmanaged,
@@ -651,12 +653,9 @@ class Guard(LayeredGuard):
 
     def _conclude(self, error: BaseException | None) -> None:
         way_out = self._overlap.way_out(error)
-        self._ending.conclude(way_out, self._overlap, finish=self._finish, complete=self._complete)
+        self._ending.conclude(way_out, finish=self._finish, end_step=self._end_cut_step)
         if way_out is not error and way_out is not None:
             raise way_out from error
-
-    def _complete(self, error: BaseException) -> str:
-        return self._boundaries.complete(error, self._end_cut_step)
 
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""

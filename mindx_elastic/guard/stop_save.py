@@ -95,7 +95,11 @@ class StopSave:
         if acts_together and not agreed and together is not None:
             together.decline()
         if alarm.kind == REFUSAL or saver.is_refused:
-            self._save_nothing(alarm, step)
+            # State of some rank is not kept: a file of this step would be resumed without it.
+            if alarm.kind != REFUSAL:
+                logger.error("step %d is not saved: the training was refused before", step)
+            self.failure = "the training was refused"
+            self._fail(step, alarm.reason, "refused: state that is not kept")
             return
         if problem:
             self._refuse(step, problem, "state is not at a boundary")
@@ -119,12 +123,8 @@ class StopSave:
             why = f"{alarm.reason} and no other rank holds the same state: there is no consistent replica"
             self._refuse(step, why, "no consistent replica")
 
-    def _save_nothing(self, alarm: Alarm, step: int) -> None:
-        """State of some rank is not kept: a file of this step would be resumed without it."""
-        if alarm.kind != REFUSAL:
-            logger.error("step %d is not saved: the training was refused before", step)
-        self.failure = "the training was refused"
-        self._events.emit("save", step=step, reason=alarm.reason, outcome="refused: state that is not kept")
+    def _fail(self, step: int, reason: str, outcome: str) -> None:
+        self._events.emit("save", step=step, reason=reason, outcome=outcome)
         self._state.move(StopPhase.FAILED)
 
     def _write_files(self, alarm: Alarm, policies: Sequence[ExitPolicy], step: int, *, agreed: bool) -> None:
@@ -137,9 +137,8 @@ class StopSave:
             self.failure = f"{type(error).__name__}: {error}"
             expected = isinstance(error, (SaveError, UnsupportedStateError))
             logger.error("step %d could not be saved: %s", step, self.failure, exc_info=not expected)
-            self._events.emit("save", step=step, reason=alarm.reason, outcome=f"failed: {self.failure}")
             self._saver.keep_unsaved(step, alarm.deadline.remaining_s() / 4)
-            self._state.move(StopPhase.FAILED)
+            self._fail(step, alarm.reason, f"failed: {self.failure}")
             return
         self._note(result.path, step)
         since = time.monotonic() - self._state.heard_at
@@ -179,8 +178,7 @@ class StopSave:
         if newest < step:
             remedy += f"; on disk this process knows of step {newest}, so up to {step - newest} steps are done again"
         logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
-        self._events.emit("save", step=step, reason=problem, outcome=f"refused: {short}")
-        self._state.move(StopPhase.FAILED)
+        self._fail(step, problem, f"refused: {short}")
 
 
 def choose_held_boundary(

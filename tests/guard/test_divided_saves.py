@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -131,7 +130,7 @@ class _Rounds:
 def test_of_many_ranks_only_those_are_read_whose_words_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's small state is kilobytes: all of them for all ranks would be gigabytes in the seconds of a stop."""
     size = 512
-    told = {rank: json.dumps([7, "", base64.b64encode(b"%d" % rank).decode()]) for rank in range(size)}
+    told = {rank: f" {base64.b64encode(b'%d' % rank).decode()}" for rank in range(size)}
     exchange = _Rounds(Decision(7), told)
     part = SavesPart([], [], [], 0, can=False)
     part.neighbours = (size - 2, size - 1)

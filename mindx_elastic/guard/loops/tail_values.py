@@ -191,10 +191,9 @@ def _copied(value: Any) -> tuple[int, Any]:
         return 0, _Unknown if size is None else _TooLarge
     try:
         copied = map_tensors(snapshot(value, ""), torch.Tensor.cpu)
+        return _flat_size(copied), copied
     except UnsupportedStateError:
         return 0, _Unknown
-    size = stored_size(copied)
-    return (0, _Unknown) if size is None else (size, copied)
 
 
 def _is_own(value: Any) -> bool:
@@ -211,9 +210,13 @@ def stored_size(value: Any) -> int | None:
     if size is None or size > _MOST_BYTES:
         return None
     try:
-        tree, tensors = flatten(map_tensors(value, torch.Tensor.detach))
+        return _flat_size(value)
     except UnsupportedStateError:
         return None
+
+
+def _flat_size(value: Any) -> int:
+    tree, tensors = flatten(map_tensors(value, torch.Tensor.detach))
     return sum(tensor.nbytes for tensor in tensors.values()) + len(json.dumps(tree))
 
 
