@@ -85,15 +85,6 @@ class Unmanaged:
             told = "%s and are not kept: %s. The next resume shows whether they matter"
             logger.info(told, how, printable(listed(names, _MOST_NAMES))[:_MOST_CHARACTERS])
 
-    def warn_of_counts(self, counts: Sequence[str]) -> None:
-        """Warn in a resumed process whose first step is not compared."""
-        if counts:
-            self.hint(
-                f"{printable(listed(counts, _MOST_NAMES))}: not kept, and counts from the start again in this "
-                "resumed run",
-                "Where a loop or a later step reads it, keep it in a named dict or compute it from guard.step",
-            )
-
     @property
     def refusal(self) -> UnmanagedStateError | None:
         """Why the training was refused, also if the program has caught that: nothing of it may be saved."""

@@ -35,8 +35,6 @@ __all__ = ["FIRST_LOOK", "SECOND_LOOK", "NotKept", "counts_from_the_start"]
 
 FIRST_LOOK, SECOND_LOOK = 1, 5
 """The boundaries that are compared first: what is only made in the first step has changed before."""
-_COUNTED = {(str(began), str(began + SECOND_LOOK - FIRST_LOOK)) for began in (0, 1)}
-"""The values at the two boundaries of what counts the process's steps."""
 _MOST_OF_ONE = 3
 """An object with more attributes is named as a whole."""
 _VALUES = (bool, int, float, complex, str, bytes, np.generic)
@@ -58,8 +56,6 @@ class NotKept:
         modules = [(n, c) for n, c in collector.components.items() if isinstance(c, ModuleComponent)]
         self._partly = {name: targets[name] for name, component in modules if not component.keeps_attributes}
         """Modules whose own attributes are in no state."""
-        self.counts: Sequence[str] = ()
-        """Those `in_steps` that have counted the steps of this process alone."""
         self.num_looks = 0
         self._collector = collector
         self._gradients: dict[str, tuple[ref[torch.Tensor], int]] = {}
@@ -96,8 +92,6 @@ class NotKept:
                 self._later += new
                 return _shortened(new)
             self._in_steps = list(dict.fromkeys([*self._carried(frames, ahead), *changed, *self._sums_of_gradients()]))
-            counted = {short_of(key) for key, value in after.items() if (self._before.get(key), value) in _COUNTED}
-            self.counts = [name for name in self.in_steps if name in counted]
             return self.in_steps
         except Exception as error:  # no look ends a program
             logger.debug("the look for what is not kept has failed: %s: %s", type(error).__name__, error)

@@ -98,14 +98,14 @@ class Overlap:
             self._observer = open_comparison(stack, seen, on_difference=opening.options.on_difference)
             if (path := opening.around.steps_file) is not None:
                 self._kept_steps = open_kept_steps(stack, seen, path)
-            is_redone = self._kept_steps is not None and self._kept_steps.are_redone
-            if self._observer is None and not is_redone and opening.start.resumed is not None:
+            if self._observer is None and opening.start.resumed is not None:
                 self._not_compared = opening.start.resumed.checkpoint.info
         self._epochs_looked_at = 0
         if proof is None and not loops.is_layered:  # a layer's loop is not the program's
             self._not_kept = NotKept(opening.targets, opening.collector)
-            self._is_first = opening.start.step is None
-            self._says = stopper.ranks.rank == 0 and (self._is_first or (trains and self._observer is None))
+            info = self._not_compared  # of a process that was too short to know
+            is_new = opening.start.step is None or (info is not None and not info.not_kept)
+            self._says = stopper.ranks.rank == 0 and is_new
             boundaries.look_for_not_kept, boundaries.not_kept_at = self._look_for_not_kept, FIRST_LOOK
         self._rehearsal = Rehearsal(opening, stopper, trains=proof is None and trains)
         self._look_again()
@@ -133,10 +133,8 @@ class Overlap:
         names, is_second = found.look(self._loaders.are_ahead), found.num_looks == 2
         if names:
             unmanaged.note_not_kept(found.in_steps, found.later)
-        if self._says and self._is_first:
+        if self._says:
             unmanaged.say_not_kept(names, "go on from step to step" if is_second else "have changed")
-        elif self._says and is_second:
-            unmanaged.warn_of_counts(found.counts)
         return names
 
     def _tell_not_compared(self, info: CheckpointInfo, what: str, counts: Sequence[str] = ()) -> None:
@@ -209,13 +207,15 @@ class Overlap:
         """See `guard.observers.Overlap`."""
         observer = self._observer
         scalars, self.scalars = self.scalars, {}
-        if self._kept_steps is not None and is_cut and not (self.is_at_tail or self.is_playing):
-            self._kept_steps.at_boundary(position, loss)
         if (info := self._not_compared) is not None:
-            self._not_compared, why = None, f"step {info.step + 1} is not compared ({info.reason})"
+            is_redone = self._kept_steps is not None and self._kept_steps.are_redone
+            how = "compared by a few digests alone" if is_redone else f"not compared ({info.reason})"
+            self._not_compared, why = None, f"step {info.step + 1} is {how}"
             counts = counts_from_the_start() if position.step_in_epoch > 1 else ()
             told = f"{why}, and the resumed run may differ by what goes on and is not kept"
             self._tell_not_compared(info, told, counts)
+        if self._kept_steps is not None and is_cut and not (self.is_at_tail or self.is_playing):
+            self._kept_steps.at_boundary(position, loss)
         if observer is not None and (self.is_playing or not self.is_at_tail):
             observer.scalars = scalars
             waits = observer.at_boundary(position, is_cut=is_cut)

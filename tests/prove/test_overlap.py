@@ -114,7 +114,6 @@ def test_it_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
             0,
             "step 8 is not compared (enough), and the resumed run may differ by what goes on and is not kept: i, count",
         ),
-        (0, "count: not kept, and counts from the start again in this resumed run"),
     ],
 )
 def test_a_count_that_is_not_kept_is_told(
