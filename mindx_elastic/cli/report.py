@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,14 +30,6 @@ def report_command(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write; replaced where it exists.")
     ] = Path("report.html"),
-    checkpoints: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="The checkpoint directory, for the saves in its events.jsonl.",
-            show_default="that of the files that the run resumed from",
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a run as one page: where the time went, each rank over time with faults, saves and recoveries, the steps,
@@ -54,7 +47,6 @@ def report_command(
     \b
     [bold]Examples[/bold]
     mindx-elastic report mindx-run -o report.html
-    mindx-elastic report mindx-run --checkpoints ckpt
     mindx-elastic report ckpt                            without the agent: the checkpoint directory
     """
     from mindx_elastic.core.events import EVENTS_FILE
@@ -62,10 +54,8 @@ def report_command(
     from mindx_elastic.report.run_history import tell
 
     log = path / EVENTS_FILE if is_folder(path) else path
-    if checkpoints is not None and not (checkpoints / EVENTS_FILE).is_file():
-        fail(f"--checkpoints {checkpoints}: there is no {EVENTS_FILE}")
     try:
-        story = tell(log, checkpoints)
+        story = tell(log)
     except FileNotFoundError:
         story = None
     except OSError as error:
@@ -76,17 +66,7 @@ def report_command(
         typer.echo(json.dumps({**empty, "attempts": 0, "torn_lines": 0}, indent=2) if as_json else printable(text))
         raise typer.Exit(EXIT_NOTHING)
     data = make_page(story).encode("utf-8", "backslashreplace")
-    if os.path.lexists(output) and not output.is_file():  # a device would be replaced by a file of its name
-        fail(f"{output} is {'a folder' if output.is_dir() else 'not a regular file'}: give the name of a file")
-    if any(output.exists() and output.samefile(source) for source in story.sources):
-        fail(f"{output} is a log that the page is made from: give another name")
-    temp = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        temp.write_bytes(data)
-        os.replace(temp, output)
-    except OSError as error:
-        temp.unlink(missing_ok=True)
-        fail(f"{output} cannot be written: {error.strerror or error}")
+    _write(output, data, story.sources)
     if as_json:
         document = {"schema": JSON_SCHEMA, "run_dir": str(path), "page": str(output), "size_bytes": len(data)}
         document |= {"attempts": len(story.run.records), "torn_lines": story.torn}
@@ -96,3 +76,18 @@ def report_command(
     count = len(story.run.records)
     attempts = "1 attempt" if count == 1 else f"{count} attempts"
     typer.echo(printable(f"{output}: {human_size(len(data))}, {attempts}{torn}"))
+
+
+def _write(output: Path, data: bytes, sources: Sequence[Path]) -> None:
+    """Replace `output`, whole or not at all. Ends the command where it may not, or cannot, be written."""
+    if os.path.lexists(output) and not output.is_file():  # a device would be replaced by a file of its name
+        fail(f"{output} is {'a folder' if output.is_dir() else 'not a regular file'}: give the name of a file")
+    if any(output.exists() and output.samefile(source) for source in sources):
+        fail(f"{output} is a log that the page is made from: give another name")
+    temp = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        temp.write_bytes(data)
+        os.replace(temp, output)
+    except OSError as error:
+        temp.unlink(missing_ok=True)
+        fail(f"{output} cannot be written: {error.strerror or error}")

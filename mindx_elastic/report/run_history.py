@@ -88,11 +88,9 @@ class RunHistory:
     """What failed ranks of the log's node wrote last, by rank; the first line says how one failed."""
 
 
-def tell(log: Path, checkpoints: Path | None = None) -> RunHistory | None:
+def tell(log: Path) -> RunHistory | None:
     """The newest agent's run in the log of a RUN_DIR, or else the newest run in the log of a checkpoint directory;
     None: nothing has run there. Raises OSError.
-
-    checkpoints: the directory whose log has the ranks' own events; None: that of the files which the run resumed from.
     """
     runs = load_runs(log)
     lines, torn = _read(log)
@@ -103,7 +101,7 @@ def tell(log: Path, checkpoints: Path | None = None) -> RunHistory | None:
         return None
     run = _bounded(runs[-1])
     sources = [log]
-    for folder in [checkpoints] if checkpoints is not None else _checkpoint_folders(run):
+    for folder in _checkpoint_folders(run):
         path = folder / EVENTS_FILE
         if path.is_file() and os.access(path, os.R_OK) and not path.samefile(log):
             more, more_torn = _read(path)

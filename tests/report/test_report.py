@@ -215,7 +215,6 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     result = run("report", tmp_path / "run", "-o", page)
     assert result.exit_code == 0 and "2 attempts" in result.stdout and page.read_text().startswith("<!doctype html>")
     assert run("report", tmp_path / "run", "-o", tmp_path / "no" / "r.html").exit_code == 2
-    assert run("report", tmp_path / "run", "--checkpoints", tmp_path, "-o", page).exit_code == 2
     (tmp_path / "empty").mkdir()
     log = tmp_path / "run" / "events.jsonl"
     before = log.read_bytes()
