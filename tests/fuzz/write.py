@@ -321,7 +321,7 @@ def draw_model(d: Draft) -> None:
     kind = d.choose("opt", *["SGD", "AdamW", "Adam", "RMSprop", "Adagrad"] if is_sharded else _OPTIMIZERS)
     if d.parallel == "zero":
         make = f"ZeroRedundancyOptimizer({parameters}, torch.optim.{kind}, {_OPTIMIZERS[kind]})"
-        d.results["opt"] = "opt.optim.state_dict()"
+        d.results["opt"] = "(opt.optim.state_dict()['state'], [each['lr'] for each in opt.param_groups])"
     else:
         make = f"torch.optim.{kind}({parameters}, {_OPTIMIZERS[kind]})"
     d.add("setup", f"opt = {make}")
