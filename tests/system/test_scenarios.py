@@ -214,7 +214,7 @@ def test_an_average_that_rank_0_alone_updates_is_its_own_or_told_behind_its_deat
 ) -> None:
     job = killed_under_agent(tmp_path, "rank_zero_averages", "0:5:boundary")
     assert_same_end(job, uninterrupted(JOB, 2, "rank_zero_averages"))  # with the small one
-    told = r"rank 0 was killed before it had kept all .* the weights of (\w+) \(only some ranks change them"
+    told = r"rank 0 ended before it had kept all .* the weights of (\w+) \(only some ranks change them"
     assert {m[1] for m in job.matches(told)} == {"large"}, job.report()
 
 
