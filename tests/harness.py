@@ -349,6 +349,20 @@ def wait_until(condition: Any, what: str, timeout_s: float = 300.0) -> None:
         time.sleep(0.01)
 
 
+def unshared_mappings() -> dict[str, int]:
+    """This process's mappings of which a child gets no pages, and the KiB of each: a reserve's room is one."""
+    found, place, size = dict[str, int](), "", 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        key, *values = line.split()
+        if not key.endswith(":"):
+            place = key
+        elif key == "Size:":
+            size = int(values[0])
+        elif key == "VmFlags:" and "wf" in values:
+            found[place] = size
+    return found
+
+
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
     """The block leaves no file descriptor of this process open. Other tests of the process may have left some to the

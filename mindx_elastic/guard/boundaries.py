@@ -91,6 +91,7 @@ class Boundaries:
         self._window = UpdateWindow(collector, gate)
         by_hand = bool(opening.options.layouts) or opening.evaluates
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
+        self._make_room = opening.saver.make_room
         self._num_without_update = 0  # steps in front of the first boundary
         self._weights: TensorsLook | None = None  # as the last but one of those that are waited for has left them
         self.look_for_not_kept: Callable[[], Sequence[str]] = lambda: ()
@@ -162,7 +163,8 @@ class Boundaries:
                 if isinstance(component, (OptimizerComponent, PlainComponent)):
                     component.check()
             with collector.devices.reading():
-                flatten(collector.state())
+                _, tensors = flatten(collector.state())
+            self._make_room(len(tensors))
             collector.layout()
         except UnsupportedStateError as error:
             if refuses:

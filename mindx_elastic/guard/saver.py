@@ -289,11 +289,20 @@ class Saver:
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they are available."""
         try:
-            self.reserve = Reserve(len(self.collector.parameters), device=self.collector.devices.device)
+            num_tensors, device = len(self.collector.parameters), self.collector.devices.device
+            self.reserve = Reserve(num_tensors, self.expected_bytes, device=device)
             if asynchronous:
                 self._queue.start()
         except (OSError, RuntimeError, MemoryError) as error:
             logger.warning("memory and a thread for a dying save cannot be reserved (%s)", error)
+
+    def make_room(self, num_tensors: int) -> None:
+        """Training thread: reserve the memory that a save of so many tensors needs."""
+        try:
+            if self.reserve is not None:
+                self.reserve.make_room(num_tensors)
+        except OSError as error:
+            logger.warning("memory for a dying save of %d tensors cannot be reserved (%s)", num_tensors, error)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait for the background saves; False when they were not done in `timeout_s` seconds."""

@@ -46,8 +46,9 @@ _PIECE_BYTES = 256 << 10  # copied, then hashed while it is still in the L2 cach
 _MADV_HUGEPAGE = 14  # 8 page faults instead of 4096 before the first byte moves
 _MADV_WIPEONFORK = 18  # Linux 4.14; not in Python's mmap
 _libc = ctypes.CDLL(None, use_errno=True)
-_LEAST_ROOM_BYTES = 4 << 20
-_BYTES_PER_PARAMETER = 12 << 10  # measured with AdamW: a peak of 7 to 10 KiB, whatever the size of the tensors
+# Measured, whatever the size of the tensors: a save's peak is 0.2 MiB and 1.6 to 1.9 KiB a tensor.
+_LEAST_ROOM_BYTES = 2 << 20
+_ROOM_BYTES_PER_TENSOR = 2560
 _TOUCH_S = 5.0  # it takes milliseconds; in a forked child, where the thread is missing, for ever
 
 
@@ -91,11 +92,11 @@ class BlockWriter:
         self._reserve = None if held is None else reserve
         # With a reserve that another save has, this process dies: to get page-locked memory may wait for the device.
         memory = _aligned_memory(NUM_BLOCKS * BLOCK_BYTES, pinned and reserve is None) if held is None else held
-        self._blocks = memory.view(NUM_BLOCKS, BLOCK_BYTES)
+        self._blocks = memory.view(-1, BLOCK_BYTES)
         self._views = [memoryview(block.numpy()) for block in self._blocks]
         self._addresses = [block.data_ptr() for block in self._blocks]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for index in range(NUM_BLOCKS):
+        for index in range(len(self._blocks)):
             self._free.put(index)
         self._full: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
         """Number of a block, bytes, and where they belong in the file; no bytes: flush what is written by now."""
@@ -248,11 +249,11 @@ class BlockWriter:
                 self._direct = _set_direct(self._fd, False)
 
 
-def _start_writers() -> list[ReadyThread]:
-    """`NUM_WRITERS`; fewer, or none, where the process is at its limit or the interpreter ends."""
+def _start_writers(most: int = NUM_WRITERS) -> list[ReadyThread]:
+    """`most`; fewer, or none, where the process is at its limit or the interpreter ends."""
     started: list[ReadyThread] = []
     with contextlib.suppress(RuntimeError):
-        while len(started) < NUM_WRITERS:
+        while len(started) < most:
             writer = ReadyThread("mindx-persist-write")
             writer.start()
             started.append(writer)
@@ -289,42 +290,58 @@ class Reserve:
     """What the last save of a dying process needs, reserved at the start. One per guard, for one save at a time. Any
     thread.
 
-    * the ring of blocks that a file is written through, with its pages: 16 MiB
-    * the threads that write them
-    * room for what Python allocates during the save (the state's tree, the file's header): 4 MiB and 12 KiB a
-      parameter, returned to the system when the save begins
+    * the ring of blocks that a file is written through, with its pages: 4 MiB, and 16 MiB from a file of 12 MiB on
+    * a thread for each block, that writes it
+    * room for what Python allocates during the save (the state's tree, the file's header): 2 MiB and 2.5 KiB a tensor,
+      returned to the system when the save begins
     """
 
-    def __init__(self, num_parameters: int, *, device: torch.device | None = None) -> None:
-        """`device`: a CUDA device that the state is on; the ring is page-locked then. To get such memory may wait for
-        the device, which need not come to an end when the process dies. Raises OSError or RuntimeError when there is no
-        room already at the start."""
-        ring = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
-        room_bytes = _LEAST_ROOM_BYTES + _BYTES_PER_PARAMETER * num_parameters
-        # Private: shared memory has no huge pages, and to return 4 MiB page by page takes a millisecond.
-        self._room: mmap.mmap | None = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Pages that a loader's worker has too are not returned. Not DONTFORK: a child that lets go of the room would
-        # unmap what it has at that address by then.
-        _advise(self._room, _MADV_WIPEONFORK)
-        for memory in (ring, self._room):
-            _advise(memory, _MADV_HUGEPAGE)
+    def __init__(self, num_tensors: int, nbytes: int, *, device: torch.device | None = None) -> None:
+        """`num_tensors`: of the state, see `make_room`. `nbytes`: about the size of the file; a longer one takes its
+        time. `device`: a CUDA device that the state is on; the ring is page-locked then. To get such memory may wait
+        for the device, which need not come to an end when the process dies. Raises OSError or RuntimeError when there
+        is no room already at the start."""
+        num_blocks = min(NUM_BLOCKS, 1 + nbytes // BLOCK_BYTES)
+        ring = mmap.mmap(-1, num_blocks * BLOCK_BYTES)
+        _advise(ring, _MADV_HUGEPAGE)
         self._blocks: torch.Tensor | None = torch.frombuffer(ring, dtype=torch.uint8)
         self._in_use = threading.Lock()
-        self.writers = _start_writers()
+        self.writers = _start_writers(num_blocks)
         if not self.writers:
             raise RuntimeError("no thread can be started")
         # In parallel with the start: the kernel takes 15 ms to allocate and clear the pages.
-        self._touched = self.writers[0].submit(partial(_touch, ring, self._room))
+        self._touched = self.writers[0].submit(partial(_touch, ring))
+        self._rooms: list[mmap.mmap] | None = []
+        self.make_room(num_tensors)
         self._pin: PinnedMemory | None = None
         if device is not None and self._touched.done.wait(_TOUCH_S):
             self._pin = PinnedMemory(self._blocks.data_ptr(), len(ring), device)
 
+    def make_room(self, num_tensors: int) -> None:
+        """Reserve room for a state of so many tensors: an optimizer has most of its own from the first step on. One
+        thread. Raises OSError when there is no room."""
+        rooms = self._rooms
+        if rooms is None:
+            return  # the save has begun
+        nbytes = _LEAST_ROOM_BYTES + _ROOM_BYTES_PER_TENSOR * num_tensors - sum(map(len, rooms))
+        if nbytes <= 0:
+            return
+        # Private: shared memory has no huge pages, and to return 4 MiB page by page takes a millisecond.
+        room = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Pages that a loader's worker has too are not returned. Not DONTFORK: a child that lets go of the room would
+        # unmap what it has at that address by then.
+        _advise(room, _MADV_WIPEONFORK)
+        _advise(room, _MADV_HUGEPAGE)
+        self._touched = self.writers[0].submit(partial(_touch, room))
+        rooms.append(room)
+
     def release(self) -> None:
         """Return the reserved room to the system. Call it when the save begins."""
-        room, self._room = self._room, None
+        rooms, self._rooms = self._rooms, None
         # While its pages are being written to it cannot be closed; it then goes with the last reference.
-        if room is not None and self._touched.done.wait(_TOUCH_S):
-            room.close()
+        if rooms and self._touched.done.wait(_TOUCH_S):
+            for room in rooms:
+                room.close()
 
     def take(self) -> torch.Tensor | None:
         """Take the ring; None while another save has it, and once it is closed. `give_back` must follow."""
@@ -337,7 +354,7 @@ class Reserve:
         self._in_use.release()
 
     def close(self) -> None:
-        """End the thread and let go of the memory: an ended guard may live on in a variable of the program."""
+        """End the threads and let go of the memory: an ended guard may live on in a variable of the program."""
         self.release()
         if self._pin is not None:
             self._pin.close()
@@ -346,9 +363,8 @@ class Reserve:
         self._blocks = None
 
 
-def _touch(*memories: mmap.mmap) -> None:
+def _touch(memory: mmap.mmap) -> None:
     """Have the kernel allocate the pages of new memory now."""
-    for memory in memories:
-        view = (ctypes.c_char * len(memory)).from_buffer(memory)
-        ctypes.memset(view, 0, len(memory))  # without the GIL
-        del view  # or the memory could not be closed
+    view = (ctypes.c_char * len(memory)).from_buffer(memory)
+    ctypes.memset(view, 0, len(memory))  # without the GIL
+    del view  # or the memory could not be closed

@@ -20,6 +20,7 @@ from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import SaveError
 from mindx_elastic.guard import saver as saving_module
+from mindx_elastic.guard.guard import Guard
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.persist.format import read_header
@@ -28,7 +29,7 @@ from mindx_elastic.persist.writer import write_checkpoint
 from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
 from tests.guarded import Job, stop_and_wait, stop_at, stopped, weights_of_uninterrupted
-from tests.harness import events
+from tests.harness import events, unshared_mappings
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -270,3 +271,19 @@ def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
     saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id=infos[1].run_id, attempt=2))
     saver.go_on_from(infos[1])
     assert saver.describe("snapshot").coordinates == {"base_attempt": 1, "base_step": infos[1].step}
+
+
+def test_a_dying_save_has_room_for_the_state_that_the_optimizer_makes_in_its_first_step(tmp_path: Path) -> None:
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(500))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = sum(unshared_mappings().values())
+    room_kib = []
+    with Guard(model=model, optimizer=optimizer, directory=tmp_path, final_save=False) as guard:
+        for _ in guard.steps(1):
+            room_kib.append(sum(unshared_mappings().values()) - before)
+            torch.stack([layer(torch.ones(1)) for layer in model]).sum().backward()
+            optimizer.step()
+            guard.step_end()
+        room_kib.append(sum(unshared_mappings().values()) - before)
+    assert room_kib[0] >= 1000 * 2 and room_kib[1] >= 4000 * 2, room_kib
+    assert sum(unshared_mappings().values()) == before

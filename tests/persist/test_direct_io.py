@@ -14,6 +14,7 @@ import torch
 
 from mindx_elastic.persist import direct_io
 from mindx_elastic.persist.direct_io import ALIGNMENT, BlockWriter, Reserve, preallocate
+from tests.harness import unshared_mappings
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_closed_reserve_holds_no_memory() -> None:
         return {line.split()[4] for line in lines if line.endswith("/dev/zero (deleted)")}
 
     before = mapped()
-    reserve = Reserve(0)
+    reserve = Reserve(0, 0)
     blocks = reserve.take()  # waits until its pages are there
     own = mapped() - before
     assert blocks is not None and own
@@ -67,31 +68,24 @@ def test_a_closed_reserve_holds_no_memory() -> None:
     assert not mapped() & own and reserve.take() is None
 
 
-def test_the_room_goes_back_to_the_system_whatever_was_forked() -> None:
+def test_the_room_grows_with_the_state_and_goes_back_to_the_system_whatever_was_forked() -> None:
     """A loader's worker gets none of its pages: those that two processes have stay when one of them lets go."""
-
-    def unshared() -> set[str]:
-        """The mappings of which a child gets no pages."""
-        found, place = set(), ""
-        for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-            if not line.split()[0].endswith(":"):
-                place = line.split()[0]
-            elif line.startswith("VmFlags:") and "wf" in line.split():
-                found.add(place)
-        return found
-
-    before = unshared()
-    reserve = Reserve(0)
+    before = unshared_mappings()
+    reserve = Reserve(0, 0)
+    reserve.make_room(0)
     assert reserve.take() is not None  # waits until its pages are there
     reserve.give_back()
-    (own,) = unshared() - before
+    (first,) = unshared_mappings().keys() - before.keys()
+    reserve.make_room(10_000)
+    own = {place: kib for place, kib in unshared_mappings().items() if place not in before}
+    assert sum(own.values()) >= 10_000 * 2, own
     reserve.release()
-    assert own not in unshared()
+    assert not {first, *own} & unshared_mappings().keys()
     reserve.close()
 
 
 def test_a_forked_child_that_lets_go_of_the_room_keeps_its_own_memory() -> None:
-    reserve = Reserve(0)
+    reserve = Reserve(0, 0)
     assert reserve.take() is not None
     reserve.give_back()
     with warnings.catch_warnings():
