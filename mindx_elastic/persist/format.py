@@ -62,7 +62,6 @@ __all__ = [
     "Header",
     "HeaderDraft",
     "Held",
-    "draft_header",
     "open_checkpoint",
     "read_header",
     "seal_header",
@@ -314,17 +313,6 @@ class Header:
             return divided.dtype, divided.shape
         entry = self.entries[name]
         return entry.dtype, entry.shape
-
-
-def draft_header(
-    info: CheckpointInfo,
-    tree: Tree,
-    entries: Sequence[TensorEntry],
-    layout: Mapping[str, Any] | None = None,
-    held: Held | None = None,
-) -> bytes:
-    """See `HeaderDraft.header`."""
-    return HeaderDraft(entries).header(info, tree, layout, held)
 
 
 class HeaderDraft:

@@ -27,7 +27,7 @@ from mindx_elastic.persist.direct_io import BlockWriter, Reserve, preallocate
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.entries import place_tensors, without_collections
 from mindx_elastic.persist.flatten import Tree, flatten
-from mindx_elastic.persist.format import CheckpointInfo, Held, draft_header, read_header, seal_header
+from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, Held, read_header, seal_header
 from mindx_elastic.persist.storage import (
     check_free_space,
     create_temp,
@@ -165,7 +165,7 @@ class _Save:
         self.durable = False
         self.tensors = tensors
         self.entries = place_tensors(tensors)
-        self.header = draft_header(info, tree, self.entries, layout, held)
+        self.header = HeaderDraft(self.entries).header(info, tree, layout, held)
         self.nbytes = len(self.header) + (self.entries[-1].end if self.entries else 0)
 
     def run(self) -> None:

@@ -26,7 +26,7 @@ from mindx_elastic.errors import (
 )
 from mindx_elastic.persist.entries import place_tensors
 from mindx_elastic.persist.flatten import flatten
-from mindx_elastic.persist.format import DATA_ALIGNMENT, NO_DIGEST, CheckpointInfo, draft_header, read_header
+from mindx_elastic.persist.format import DATA_ALIGNMENT, NO_DIGEST, CheckpointInfo, HeaderDraft, read_header
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
 from tests.checkpoint_files import info_of
@@ -277,7 +277,7 @@ def test_header_beyond_every_readers_bound_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("mindx_elastic.persist.format.MAX_HEADER_BYTES", 10_000)
     tree, tensors = flatten({"table": list(range(10_000))})
     with pytest.raises(UnsupportedStateError, match="keep large tables in tensors"):
-        draft_header(INFO, tree, place_tensors(tensors))
+        HeaderDraft(place_tensors(tensors)).header(INFO, tree)
 
 
 def test_a_header_that_describes_itself_twice_is_read_as_json_does(file: Path) -> None:
