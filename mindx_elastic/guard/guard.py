@@ -470,6 +470,11 @@ class Guard(LayeredGuard):
         if boundaries.is_look or checks.has_news or self._unmanaged.has_refused:
             checks.at_boundary(boundaries.number, is_look=boundaries.is_look)
 
+    def keep_boundary(self) -> None:
+        """Between `boundary` and ``finish_step(retake=True)``: a kill in the code that follows costs nothing."""
+        if self._cut and not self._overlap.is_playing:
+            self._around.keep_boundary()
+
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         """Second half of `step_end`: snapshots, the stop, periodic saves.
 
@@ -644,6 +649,10 @@ class Guard(LayeredGuard):
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
         require_entered(self, "request_stop()")
         self.stopper.request(reason, exit_code)
+
+    def risk(self, what: str, remedy: str) -> None:
+        """The run may differ from here on: warn, and note it in later files."""
+        self._unmanaged.risk(what, remedy)
 
     def dismiss_stop(self) -> None:
         """A stop asked for with `request_stop` has been reached and is the normal end: go on after the loop."""

@@ -109,6 +109,7 @@ class BoundaryRing:
         self._stride = _HEAD_ROOM + capacity
         self._map = self._file.resize(_TOP_ROOM + _NUM_PLACES * self._stride)
         self._next = max(map(self._sequence, range(_NUM_PLACES))) // 2 + 1
+        self._newest: tuple[int, int] | None = None
         # Each begins with the place that is written next, the oldest.
         kinds = (_BOUNDARIES, _FORECASTS, _PINNED)
         self._boundaries, self._forecasts, self._pinned = (deque(sorted(k, key=self._sequence)) for k in kinds)
@@ -131,6 +132,11 @@ class BoundaryRing:
         places = self._pinned if pinned else self._forecasts if forecast else self._boundaries
         place = places[0]
         places.rotate(-1)
+        if places is self._boundaries:
+            if self._newest == (attempt, step):  # the same once more: the next one goes over the first writing of it
+                places.rotate(1)
+                places[0], places[-1] = places[-1], place
+            self._newest = attempt, step
         start = _TOP_ROOM + place * self._stride
         sequence, self._next = self._next, self._next + 1
         _SEQUENCE.pack_into(self._map, start, 2 * sequence - 1)
@@ -241,7 +247,7 @@ class BoundaryLog:
         one."""
         self._run_id, self._attempt = run_id, attempt
         if has_resumed:
-            self._write(self._collector.position.step, self._collector.volatile)
+            self.keep()
 
     def begin_again(self, run_id: str, attempt: int, moment: Moment) -> None:
         """As `begin`, after a recovery in place at the boundary `moment`: no file has this rank's state of it, so it is
@@ -250,7 +256,7 @@ class BoundaryLog:
         self._run_id, self._attempt = run_id, moment[1]
         self.pin()
         self._attempt = attempt
-        self._write(self._collector.position.step, self._collector.volatile)
+        self.keep()
 
     def pin(self) -> None:
         """Keep the boundary that was just written for longer: another rank has taken a snapshot of it."""
@@ -265,6 +271,10 @@ class BoundaryLog:
                 self._doubt()
             elif came_true:
                 self._trusted = not self._doubted
+        self._write(self._collector.position.step, self._collector.volatile)
+
+    def keep(self) -> None:
+        """Write down the boundary that the collector has copied."""
         self._write(self._collector.position.step, self._collector.volatile)
 
     def _doubt(self) -> None:

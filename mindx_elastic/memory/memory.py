@@ -127,6 +127,12 @@ class Memory:
         if self._snapshotter is not None and not tail_follows:
             self._snapshotter.at_boundary(step)
 
+    def keep_boundary(self) -> None:
+        """Training thread: the boundary was passed, and code of the program follows that belongs to it. A rank that is
+        killed there has it all the same."""
+        if self._log is not None:
+            self._log.keep()
+
     def take_last(self) -> bool:
         """The training has ended by itself. Keep its last boundary: what the program does next may still fail."""
         return self._snapshotter is not None and self._snapshotter.take_last()

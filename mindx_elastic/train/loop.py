@@ -230,6 +230,7 @@ class TrainLoop:
         params.net_outputs = outputs
         self.losses.note(outputs)
         self.guard.boundary()
+        self.guard.keep_boundary()
         self._call("on_train_step_end")
         self.losses.end_hooks()
         self.guard.finish_step(retake=True, loss=self.losses.outputs)
@@ -256,12 +257,11 @@ class TrainLoop:
         if (
             not self._hooks.is_cut_everywhere
         ):  # a hook may wait for the other ranks (an evaluation): all of them run it, or none
-            if self._hooks.cut_on:
-                logger.warning(
-                    "step %d: on_train_step_end was cut off on %s and not on the others; it is not run again, so what "
-                    "callbacks count there is one step short",
-                    self.guard.position.step,
-                    self._hooks.cut_on,
+            if cut_on := self._hooks.cut_on:
+                self.guard.risk(
+                    f"step {self.guard.position.step}: on_train_step_end was cut off on {cut_on} and not on the "
+                    "others, and is not run again: from here the run may differ from the uninterrupted one",
+                    "What callbacks count there is one step short",
                 )
             self.losses.end_hooks()
             return
@@ -384,6 +384,12 @@ class Unguarded:
     def boundary(self) -> None:
         self._step += 1
         self._step_in_epoch += 1
+
+    def keep_boundary(self) -> None:
+        pass
+
+    def risk(self, what: str, remedy: str) -> None:
+        pass
 
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         pass

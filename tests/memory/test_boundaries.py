@@ -58,6 +58,15 @@ def test_the_newest_records_come_first_and_the_oldest_go(path: Path) -> None:
     assert facts(read_ring(path)) == [(1, 5, False), (0, 7, False), (0, 6, False), (0, 5, False)], "the attempt first"
 
 
+def test_a_boundary_that_is_written_twice_costs_one_older_one(path: Path) -> None:
+    ring = BoundaryRing(path, RUN, 64)
+    for step in range(1, 9):
+        write(ring, step)
+        write(ring, step)
+        assert [*dict.fromkeys(record.step for record in read_ring(path))] == list(range(step, max(0, step - 3), -1))
+    ring.close()
+
+
 def test_a_larger_state_takes_the_older_boundaries_along(path: Path) -> None:
     ring = BoundaryRing(path, RUN, 64)
     for step in (1, 2, 3):

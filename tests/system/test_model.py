@@ -82,6 +82,20 @@ def test_a_long_evaluation_in_mid_epoch_is_cut_off_by_the_deadline_and_done_agai
     assert done == sorted(m[1] for m in whole.matches(r"(STEP_EVAL .*)")), resumed.report()
 
 
+def test_a_rank_that_is_killed_in_an_evaluation_in_mid_epoch_costs_nothing(
+    tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    """Its boundary was passed: what it has of its own there is in memory, and all ranks evaluate again."""
+    with start_job(JOB, tmp_path, "--hold-in-step-eval", 6, ranks=2) as job:
+        job.wait_for("HOLD", count=2)
+        job.signal_rank(1, signal.SIGKILL)
+        job.expect(1)
+    resumed, whole = run_job(JOB, tmp_path, ranks=2), uninterrupted(JOB, 2)
+    assert len(resumed.matches("step 6: its on_train_step_end callbacks had not ended")) == 1, resumed.report()
+    assert not resumed.matches("may differ")
+    assert_same_end(whole, resumed)
+
+
 @drill
 def test_without_a_guard_an_error_of_one_rank_is_heard_before_the_others_train() -> None:
     """They would hang in the first collective until it times out."""
