@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -70,8 +69,7 @@ opt.register_step_pre_hook(lambda *_: at("update"))
 opt.register_step_post_hook(lambda *_: at("updated"))
 test = DataLoader(TensorDataset(x[:10], y[:10]), 4)
 """
-_STEPS = {
-    "function": """
+_STEP = """
 def step(model, batch):
     loss = model.forward(batch)[0]
     at("backward")
@@ -79,32 +77,25 @@ def step(model, batch):
     model.optimizer.step()
     model.optimizer.zero_grad()
     return loss
-""",
-    "class": """
-class step(TrainOneStep):
-    def backward(self, loss):
-        at("backward")
-        super().backward(loss * 0.9)
-""",
-}
+"""
 _HOWS = ["SIGTERM", "SIGTERM+wait", "raise", "SIGKILL"] * 2
 _HOWS += ["SIGINT+wait", "SIGTERM+SIGTERM", "SIGUSR1", "full+SIGTERM"]
 _FLAGS = ["flag", "flag+wait", "flag+SIGKILL", "torn+wait", "torn+flag+wait", "flag+wait+flag+wait", "SIGTERM+flag"]
 _REPORTS = ["report", "report+wait", "torn_report+wait", "report+SIGTERM", "report+SIGKILL", "reset+wait"]
+_IN_CLUSTER = ["SIGKILL", "scheduler", "scheduler+SIGKILL", "all", "scheduler+SIGTERM"]
 _MOST = {"head": 2, "tail": 2, "closed": 2, "over": 1, "begun": 1, "joined": 1, "eval": 5, "data": 40}
 
 
 def _savers(d: Draft) -> list[str]:
     folder = "'./ckpt_of_rank/' + os.environ['RANK']" if "system=cluster" in d.features else "sys.argv[1]"
     kind = d.choose("saver", "exception", "exit", "both", "periodic", "tft")
-    found = []
-    if kind in ("exception", "both"):
-        found.append(f"mx.ExceptionCheckpoint(prefix='p', directory={folder})")
-    if kind in ("exit", "both"):
-        flag = d.choose("flag", "", ", config_file=os.environ['FLAG_FILE']")
-        found.append(f"mx.OnRequestExit(save_mindir=False, file_name='n', directory={folder}{flag})")
-    if kind == "tft":
-        found.append(f"mx.TFTRegister(0, '127.0.0.1', 30051, {folder})")
+    flag = d.choose("flag", "", ", config_file=os.environ['FLAG_FILE']") if kind in ("exit", "both") else ""
+    ours = {
+        "exception": f"mx.ExceptionCheckpoint(prefix='p', directory={folder})",
+        "exit": f"mx.OnRequestExit(save_mindir=False, file_name='n', directory={folder}{flag})",
+        "tft": f"mx.TFTRegister(0, '127.0.0.1', 30051, {folder})",
+    }
+    found = [ours[each] for each in ours if each == kind or (kind == "both" and each != "tft")]
     if kind == "periodic" or d.has("periodic", 0.4):
         options = [f"{'save_checkpoint_seconds=0.05' if d.has('seconds', 0.2) else 'save_checkpoint_steps=2'}"]
         more = ("async_save", "exception_save", "remove_redundancy")
@@ -115,22 +106,25 @@ def _savers(d: Draft) -> list[str]:
 
 
 def _faults(d: Draft) -> tuple[str, ...]:
-    places = ["begin", "forward", "update", "updated", "end", "counted"] * 2
-    places += ["head", "tail", "closed", "eval", "over"]
+    places = [
+        *["begin", "forward", "update", "updated", "end", "counted"] * 2,
+        "head",
+        "tail",
+        "closed",
+        "eval",
+        "over",
+    ]
     places += ["data"] * ("data=tensors" not in d.features and "workers=0" in d.features)
     found = []
     for _ in range(d.chance.choice([1, 1, 2, 3])):
         if d.has("any line", 0.4):  # between any two statements of the program or the package
-            how = d.chance.choice([each for each in _HOWS if each != "raise"])
+            how = d.chance.choice(_HOWS).replace("raise", "SIGINT")
             found.append(f"line:{int(10 ** d.chance.uniform(2.5, 5))}:{how}")
             continue
-        kinds = {"saver=exit": _FLAGS, "saver=both": _FLAGS}
-        more = next((kinds[each] for each in d.features if each in kinds), _REPORTS)
-        if "system=cluster" in d.features:
-            more = ["SIGKILL", "scheduler", "scheduler+SIGKILL", "all", "scheduler+SIGTERM"]
+        more = _FLAGS if {"saver=exit", "saver=both"} & {*d.features} else _REPORTS
+        more = _IN_CLUSTER if "system=cluster" in d.features else more
         place = d.chance.choice(places + ["begun", "joined"] * ("system=cluster" in d.features))
-        most = _MOST.get(place, 14)
-        found.append(f"{place}:{d.chance.randint(1, most)}:{d.chance.choice((*_HOWS, *more, *more))}")
+        found.append(f"{place}:{d.chance.randint(1, _MOST.get(place, 14))}:{d.chance.choice((*_HOWS, *more, *more))}")
     return tuple(found)
 
 
@@ -148,10 +142,10 @@ def write_for(system: str, seed: int, ranks: int) -> Program:
         setup.append(f"sched = {SCHEDULERS[kind]}")
         per_epoch = kind == "plateau" or d.has("sched per epoch", 0.3)
         arguments.append(f"lr_scheduler=sched, lr_scheduler_interval={'epoch' if per_epoch else 'step'!r}")
-    if (step := d.choose("step", "ours", "ours", *_STEPS)) != "ours":
-        setup.append(_STEPS[step])
+    if d.has("own step", 0.25):
+        setup.append(_STEP)
         arguments.append("train_step=step")
-    if step != "function":
+    else:
         arguments += [f"grad_accum={d.chance.choice([2, 3])}"] * d.has("accumulation", 0.3)
         arguments += ["max_grad_norm=1.0"] * d.has("clip", 0.3)
     arguments += ["amp=torch.bfloat16"] * d.has("amp", 0.2)
@@ -205,7 +199,7 @@ def run_cluster(folder: Path, env: dict[str, str], workers: int) -> tuple[int, s
         while True:
             time.sleep(0.3)
             text = {name: (device / f"{name}.log").read_text(errors="replace") for name in names}
-            alive = {name for name in names if _runs(pid(name))}
+            alive = {name for name in names if Path(f"/proc/{pid(name)}").exists()}
             going = {name for name in names[1:] if "ENDED" not in text[name]}
             said = "\n".join(text.values())
             if not alive | going or num_starts == 9:
@@ -217,11 +211,5 @@ def run_cluster(folder: Path, env: dict[str, str], workers: int) -> tuple[int, s
             watchdog.check(len(said))
     finally:
         for name in names:
-            with suppress(ProcessLookupError):
+            with suppress(OSError):
                 os.kill(pid(name), signal.SIGKILL)
-
-
-def _runs(pid: int) -> bool:
-    with suppress(OSError):
-        return re.search(r"^State:\s*[ZX]", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE) is None
-    return False

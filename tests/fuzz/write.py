@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import mindx_elastic as mx
-from mindx_elastic.train import TrainOneStep
 
 sys.path.insert(0, os.environ["FAULT_KIT"])
 from fault_kit import at, entered, passed, tell
