@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,7 +70,7 @@ def plan_command(
     [bold]Exit code[/bold]
     0  restorable
     1  not restorable: there are files, but no step can be resumed from them
-    2  wrong usage: no such directory, a malformed report
+    2  wrong usage: no such directory (with --emit-env: 3), a malformed report
     3  no checkpoint was found: a fresh start
 
     \b
@@ -84,7 +85,8 @@ def plan_command(
     from mindx_elastic.start.facts import ResumePlan, World
     from mindx_elastic.start.planner import newest_world_size
 
-    if not is_folder(path):
+    is_first_start = emit_env is not None and not os.path.lexists(path)  # of a start script; else a slip of the pen
+    if not is_first_start and not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
     found = find(path)
     largest = max((fact.world_size for fact in found.facts), default=None)

@@ -171,11 +171,6 @@ class Connections:
         if self.link is not None:
             self.link.pass_boundary(step, loss, cut=cut)
 
-    def keep_boundary(self) -> None:
-        """See `Memory.keep_boundary`."""
-        if self.memory is not None:
-            self.memory.keep_boundary()
-
     def between_steps(self) -> AbstractContextManager[None]:
         """Training thread: the agent does not take the time inside for a hang."""
         return between_steps(self.page)

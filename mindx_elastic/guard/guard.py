@@ -472,8 +472,8 @@ class Guard(LayeredGuard):
 
     def keep_boundary(self) -> None:
         """Between `boundary` and ``finish_step(retake=True)``: a kill in the code that follows costs nothing."""
-        if self._cut and not self._overlap.is_playing:
-            self._around.keep_boundary()
+        if (memory := self._around.memory) is not None and self._cut and not self._overlap.is_playing:
+            memory.keep_boundary()
 
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         """Second half of `step_end`: snapshots, the stop, periodic saves.

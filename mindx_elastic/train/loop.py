@@ -177,7 +177,9 @@ class TrainLoop:
         self._fill_params(epochs)
         self._call("on_train_begin")
         self._finish_cut_step_later()
-        with self._noted_before_the_update(), OptimizerWatch(self.model.optimizers) as watch:
+        if isinstance(self.model.step, TrainOneStep):  # an exception after the update does not lose the loss
+            self.model.step.on_loss = self.losses.note
+        with OptimizerWatch(self.model.optimizers) as watch:
             try:
                 for epoch in self.guard.epochs(epochs):
                     if self._epoch(epoch, watch):
@@ -235,28 +237,14 @@ class TrainLoop:
         self.losses.end_hooks()
         self.guard.finish_step(retake=True, loss=self.losses.outputs)
 
-    @contextmanager
-    def _noted_before_the_update(self) -> Iterator[None]:
-        """Let the default step report its loss before it updates: an exception after that does not lose it."""
-        step = self.model.step
-        if not isinstance(step, TrainOneStep):
-            yield
-            return
-        step.on_loss = self.losses.note
-        try:
-            yield
-        finally:
-            step.on_loss = None
-
     def _finish_cut_step_later(self) -> None:
         """The ``on_train_step_end`` hooks of the resumed step were cut off: run them all again, from the state before
         them, once the loader's iterator is there and the random streams are those of the boundary.
         """
-        if self.guard.resumed_from_step is None:
+        if isinstance(self.guard, Unguarded) or self.guard.resumed_from_step is None:
             return
-        if (
-            not self._hooks.is_cut_everywhere
-        ):  # a hook may wait for the other ranks (an evaluation): all of them run it, or none
+        # A hook may wait for the other ranks (an evaluation): all of them run it, or none.
+        if not self._hooks.is_cut_everywhere:
             if cut_on := self._hooks.cut_on:
                 self.guard.risk(
                     f"step {self.guard.position.step}: on_train_step_end was cut off on {cut_on} and not on the "
@@ -386,9 +374,6 @@ class Unguarded:
         self._step_in_epoch += 1
 
     def keep_boundary(self) -> None:
-        pass
-
-    def risk(self, what: str, remedy: str) -> None:
         pass
 
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:

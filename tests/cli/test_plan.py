@@ -227,6 +227,14 @@ def test_malformed_reports(run: Run, ddp: Path, tmp_path: Path, content: str) ->
     assert result.exit_code == 2 and str(file) in result.stderr
 
 
+def test_the_first_start_of_a_start_script_has_no_directory_yet(run: Run, tmp_path: Path) -> None:
+    """The documented one: ``case $? in 0|3) ;; *) exit 1``."""
+    result = run("plan", tmp_path / "ckpt", "--emit-env", tmp_path / "env.sh")
+    assert result.exit_code == 3 and "no checkpoint found" in result.stdout
+    assert "RESTORE_RANKS=-1" in (tmp_path / "env.sh").read_text()
+    assert run("plan", tmp_path / "ckpt").exit_code == 2
+
+
 def test_fields_that_a_terminal_would_obey(run: Run, tmp_path: Path) -> None:
     evil = "\x1b[2J[bold]x\n"
     write(tmp_path / "ckpt" / "a-1_5.safetensors", run_id=evil, reason=evil, created=1e300)
