@@ -236,6 +236,7 @@ class Guard(LayeredGuard):
         """Do what all ranks do together. `stack` closes everything in reverse order."""
         opening.meet(stack, self._exchange, self._last_parts)
         self._unmanaged, self._ddp = opening.unmanaged, opening.ddp
+        self.risk = self._unmanaged.risk
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
         self._periodic = opening.periodic
         start, self._log_filter, self._proof = opening.start, opening.log_filter, opening.proof
@@ -434,8 +435,9 @@ class Guard(LayeredGuard):
             self._finished_step = True
             self._offer_stop(at_tail=False, loss=scalars.get("loss"))
 
-    def boundary(self) -> None:
-        """First half of `step_end`: everything has stepped; copy the volatile state."""
+    def boundary(self, *, retake: bool = False) -> None:
+        """First half of `step_end`: everything has stepped; copy the volatile state. `retake`: also into memory, since
+        ``finish_step(retake=True)`` comes late: a kill in the code between the two costs nothing."""
         if self not in entered:  # no call in a step
             require_entered(self, "step_end()")
         if self._evaluations.depth:
@@ -453,10 +455,11 @@ class Guard(LayeredGuard):
         is_inside = self._boundaries.is_inside_accumulation()
         if is_inside and not self._boundaries.has_passed:
             self._boundaries.inside_first_window()
-        self._cut = self._known and not is_inside
-        self._cut = self._cut and loops.is_boundary()
+        self._cut = self._known and not is_inside and loops.is_boundary()
         if self._cut:
             self._pass_boundary()
+            if retake and self._around.memory is not None and not self._overlap.is_playing:
+                self._around.memory.keep_boundary()
         elif not self._known:
             self._update_gate.pass_unknown()
 
@@ -469,11 +472,6 @@ class Guard(LayeredGuard):
         boundaries, checks = self._boundaries, self._checks
         if boundaries.is_look or checks.has_news or self._unmanaged.has_refused:
             checks.at_boundary(boundaries.number, is_look=boundaries.is_look)
-
-    def keep_boundary(self) -> None:
-        """Between `boundary` and ``finish_step(retake=True)``: a kill in the code that follows costs nothing."""
-        if (memory := self._around.memory) is not None and self._cut and not self._overlap.is_playing:
-            memory.keep_boundary()
 
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         """Second half of `step_end`: snapshots, the stop, periodic saves.
@@ -649,10 +647,6 @@ class Guard(LayeredGuard):
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
         require_entered(self, "request_stop()")
         self.stopper.request(reason, exit_code)
-
-    def risk(self, what: str, remedy: str) -> None:
-        """The run may differ from here on: warn, and note it in later files."""
-        self._unmanaged.risk(what, remedy)
 
     def dismiss_stop(self) -> None:
         """A stop asked for with `request_stop` has been reached and is the normal end: go on after the loop."""

@@ -231,8 +231,7 @@ class TrainLoop:
                 optimizer.zero_grad(set_to_none=True)
         params.net_outputs = outputs
         self.losses.note(outputs)
-        self.guard.boundary()
-        self.guard.keep_boundary()
+        self.guard.boundary(retake=True)
         self._call("on_train_step_end")
         self.losses.end_hooks()
         self.guard.finish_step(retake=True, loss=self.losses.outputs)
@@ -369,12 +368,9 @@ class Unguarded:
     def accumulation(self, batches: int = 1) -> int:
         return window_of(batches, self.world_size)
 
-    def boundary(self) -> None:
+    def boundary(self, *, retake: bool = False) -> None:
         self._step += 1
         self._step_in_epoch += 1
-
-    def keep_boundary(self) -> None:
-        pass
 
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         pass
