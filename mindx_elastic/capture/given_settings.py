@@ -36,6 +36,8 @@ _MOST = 4
 _NUMBERS = (bool, int, float)
 _PLAIN = (*_NUMBERS, str, type(None))
 _OBJECTS, _CODE, _DATA, _SEED = "objects", "code", "data", "seed"
+_LARGEST_CHOSEN = (1 << 32) - 1
+"""numpy takes no larger seed. A process that no one has seeded has 64 random bits, other ones at each start."""
 """Keys in the file."""
 _STEPS = (0, *(digit * 10**power for power in range(5) for digit in (1, 2, 5)), 100_000)
 _MOST_RUNS, _LONGEST = 64, 80
@@ -80,7 +82,7 @@ class GivenSettings:
             *self._of_code(begun.get(_CODE, {})),
             *self._of_data(begun),
         ]
-        if self._seed != begun.get(_SEED, self._seed):
+        if self._seed != begun.get(_SEED, self._seed) and int(self._seed) <= _LARGEST_CHOSEN:
             told.append(
                 f"random numbers go on as in the checkpoint: torch's seed is {self._seed} in the program and "
                 f"{begun[_SEED]} in it. Another seed counts in a new run only: start over with "

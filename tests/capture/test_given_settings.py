@@ -275,4 +275,5 @@ def test_another_seed_is_told_and_the_runs_goes_on(tmp_path: Path, caplog: pytes
     assert "torch's seed is 4 in the program and 3 in it" in caplog.text
     caplog.clear()
     over(tmp_path, 1, listed_in("/data"), 3)
+    over(tmp_path, 1, listed_in("/data"), 1 << 40)  # as torch's own, where the program chooses none
     assert "random numbers go on" not in caplog.text
