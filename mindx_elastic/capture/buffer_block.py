@@ -3,9 +3,10 @@
 A batch norm has three small buffers, and each call of torch for a tensor takes about as long as a hundred of its bytes
 take to copy. So the memory of plain tensors is read through addresses that are looked up once, and ``bytes.join``
 gathers it: under a microsecond for sixty of them, where ``torch._foreach_copy_`` takes 23. What could make an address
-wrong is checked before each reading: another tensor in the buffer's place, other memory of the same tensor, or another
-meaning of that memory (``buffer.data = buffer.data.view(torch.int32)``): neither the object, nor its address, nor its
-version counter shows that one.
+wrong is checked before each reading: another tensor in the buffer's place, or other memory of the same tensor. Another
+meaning of that memory (``buffer.data = buffer.data.view(torch.int32)``) shows in neither, nor in a version counter. It
+is looked at in some steps, in all once it was seen, and by who takes the copy out: where it has changed in mid-step,
+there is none.
 
 Buffers on a device are copied there, in the order of its work.
 
@@ -28,9 +29,7 @@ __all__ = ["BufferBlock", "BufferReader", "is_on_device", "view_of"]
 _ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
 """Offset in bytes, type name, shape."""
-_data_ptr, _size, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.is_contiguous
-_is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
-_dtype_of, _is_cuda = attrgetter("dtype"), attrgetter("is_cuda")
+_data_ptr, _is_cuda = torch.Tensor.data_ptr, attrgetter("is_cuda")
 
 
 class BufferBlock:
@@ -102,27 +101,21 @@ class BufferReader:
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
         self._plain = None if len(plain) == len(self.tensors) else _getter(plain)
         of_plain: Sequence[Any] = self.tensors if self._plain is None else self._plain(self.tensors)
-        self._complex = [tensor for tensor in of_plain if tensor.is_complex()]
-        self._addresses, self._kinds = [*map(_data_ptr, of_plain)], self._kinds_of_plain(of_plain)
-        self._other_kinds = self._kinds_of_others(self.tensors)
-
-    def _kinds_of_plain(self, plain: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-        # Where its elements lie one after the other, only complex numbers can be read in more than one way.
-        kinds = [*map(_dtype_of, plain)], [*map(_size, plain)], [*map(_is_contiguous, plain)]
-        return (*kinds, [*map(_is_conj, self._complex)], [*map(_is_neg, self._complex)])
-
-    def _kinds_of_others(self, tensors: Sequence[Any]) -> list[object]:
-        live = [tensors[i] for i in self._not_plain]
-        return [(t.shape, t.dtype, t.device, t.layout, _is_plain(t)) for t in live]
+        self._addresses = [*map(_data_ptr, of_plain)]
+        self._meanings = [*map(_meaning_of, self.tensors)]
 
     def fits(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether `tensors`, as many, are the same ones, with the same memory, and mean the same by it."""
+        """Whether `tensors`, as many, are the same ones, with the same memory."""
         if not all(map(is_, tensors, self.tensors)):
             return False
         plain: Sequence[Any] = tensors if self._plain is None else self._plain(tensors)
-        if [*map(_data_ptr, plain)] != self._addresses or self._kinds_of_plain(plain) != self._kinds:
+        if [*map(_data_ptr, plain)] != self._addresses:
             return False
-        return not self._not_plain or self._kinds_of_others(tensors) == self._other_kinds
+        return not self._not_plain or all(_meaning_of(tensors[i]) == self._meanings[i] for i in self._not_plain)
+
+    def means_the_same(self) -> bool:
+        """Whether its tensors, which fit, mean by their memory what they meant."""
+        return [*map(_meaning_of, self.tensors)] == self._meanings
 
     def read_raw(self) -> bytes:
         """What `BufferBlock.raw` is to be, now. Where the tensors still fit."""
@@ -188,6 +181,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_quantized
     )
+
+
+def _meaning_of(tensor: torch.Tensor | None) -> object:
+    """How its memory is read."""
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.layout, _is_plain(tensor))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ from mindx_elastic.capture.rank_weights import RankWeights
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
+from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
@@ -41,6 +42,8 @@ __all__ = ["BufferLook", "Collector"]
 
 _MOST_KEPT = 64 << 20
 _MOST_COPIED = 1 << 24
+_FIRST, _EVERY = 4, 25
+"""Boundaries that are looked at closely: see `Structure` and `ModuleComponent.copy`."""
 BufferLook = tuple[torch.Tensor, int, torch.Tensor | None]
 """A buffer, its version counter, and a copy; None: there would be too much to copy."""
 
@@ -90,7 +93,10 @@ class Collector:
         places = self.places() if self._optimizers else {}
         for optimizer in self._optimizers.values():
             optimizer.set_names(places)
-        self._copies = [component.copy for component in self.components.values()]
+        self._copies = [component.copy for n, component in self.components.items() if n not in self._modules]
+        self.gate: UpdateGate | None = None
+        """Tells of unusual updates; a guard sets it. Without it each boundary is looked at closely."""
+        self._num_copies = 0
         self._kept_in = [(component, component.KEPT_IN) for component in self.components.values()]
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(c for _, c in self._plain)
@@ -185,10 +191,10 @@ class Collector:
             self.keep_rank_weights()
         self.on_new_parameters(self.parameters)
 
-    def _has_changed(self) -> bool:
+    def _has_changed(self, *, closely: bool = True) -> bool:
         # At each boundary: `any` over a generator takes twice as long.
         for structure in self._structures:
-            if structure.has_changed():
+            if structure.is_registered or (closely and structure.has_changed()):
                 return True
         for optimizer in self._optimizers.values():  # noqa: SIM110
             if optimizer.has_changed():
@@ -208,11 +214,16 @@ class Collector:
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""
         self._is_at_boundary = True
-        if self._has_changed():
+        number, gate = self._num_copies, self.gate
+        closely = gate is None or not gate.as_usual or number < _FIRST or not number % _EVERY
+        self._num_copies = number + 1
+        if self._has_changed(closely=closely):
             self._follow()
         for adapted in self._adapted:
             # The last boundary of an epoch may be the last of all, and the end is saved when code has run after it.
             adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
+        for module in self._modules.values():
+            module.copy(closely=closely)
         for copy in self._copies:
             copy()
         if self.broadcasts.are_used:

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_SEQUENCES = frozenset((list, tuple))
 _WITH_COPY = frozenset((set, Counter, bytearray, np.ndarray))
 
 
@@ -85,9 +86,15 @@ def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
 def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:
     """A copy of `value` as `copy_state` makes it, without the item named `but`."""
     copied: dict[str, Any] = {}
-    for key, item in value.items():  # at each boundary, where a comprehension would be one call more
-        if key != but:
-            copied[key] = item if type(item) in ATOMS else copy_tree(item, _stand_in)
+    for key, item in value.items():  # at each boundary: without a call for what most are
+        if key == but:
+            continue
+        if type(item) in ATOMS:
+            copied[key] = item
+        elif type(item) in _SEQUENCES and ATOMS.issuperset(map(type, item)):  # betas; the rates of a scheduler
+            copied[key] = item[:]
+        else:
+            copied[key] = copy_tree(item, _stand_in)
     return copied
 
 

@@ -88,6 +88,7 @@ class ModuleComponent:
         self._is_broadcast = any(getattr(each, "broadcast_buffers", False) for each in _wrappers_of(module))
         self._masks, self._loose = Masks(self.module), LooseBuffers(self.module)
         self.structure = Structure(self.module, original_names(named, self._masks.places))
+        self._retypes = False  # buffers have come to mean something else by their memory
         self._described: object = None
         self._description = ""
         self._find_slots()
@@ -166,18 +167,15 @@ class ModuleComponent:
         self._block = self._ahead = self._reader.read()
         self._extra_copies: dict[str, Any] = {}
 
-    def copy(self) -> None:
-        if sum(map(len, self._tables)) != self._num_buffers:
-            self._find_slots()  # a buffer was registered or deleted since
+    def copy(self, *, closely: bool = True) -> None:
+        """`closely`: also look at what hardly a program does: buffers that are put into or taken out of the tables by
+        hand, or mean something else by their memory."""
+        if closely or self.structure.has_new_buffer:
+            self.structure.has_new_buffer = False
+            if sum(map(len, self._tables)) != self._num_buffers:
+                self._find_slots()  # a buffer was registered or deleted since
         if self._slots:
-            try:
-                live = [*map(getitem, self._slot_tables, self._slot_keys)]
-            except KeyError:  # one was deleted, and another one registered
-                self._find_slots()
-                live = [*map(getitem, self._slot_tables, self._slot_keys)]
-            if len(self._reader.slices) != len(live) or not self._reader.fits(live):
-                self._reader = BufferReader(live)  # the first time, or a buffer was replaced, resized or retyped
-            self._block = self._reader.read(self._block)
+            self._copy_buffers(closely=closely or self._retypes)
         if self._extras:
             self._extra_copies = self.look()
         self.flags.copy()
@@ -187,6 +185,20 @@ class ModuleComponent:
             self._masks.copy()
         if self._loose.are_used:
             self._loose.copy()
+
+    def _copy_buffers(self, *, closely: bool) -> None:
+        try:
+            live = [*map(getitem, self._slot_tables, self._slot_keys)]
+        except KeyError:  # one was deleted
+            self._find_slots()
+            live = [*map(getitem, self._slot_tables, self._slot_keys)]
+        reader = self._reader
+        if len(reader.slices) != len(live) or not reader.fits(live):
+            reader = self._reader = BufferReader(live)  # the first time, or a buffer was replaced or resized
+        elif closely and not reader.means_the_same():
+            self._retypes, reader = True, BufferReader(live)
+            self._reader = reader
+        self._block = reader.read(self._block)
 
     def kept(self) -> Any:
         places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
@@ -289,8 +301,12 @@ class ModuleComponent:
         return {name: own.get(name, extras.get(name, value)) for name, value in state.items()}
 
     def recheck(self) -> None:
-        """Look more closely than `copy` did. The program has not gone on since."""
+        """Look more closely than `copy` did. The program has not gone on since. Raises UnsupportedStateError."""
         self._loose.recheck()
+        if not self._reader.means_the_same():
+            self._copy_buffers(closely=True)
+        if not self.structure.is_registered and self.structure.has_changed():
+            raise UnsupportedStateError(self.name, "it has lost modules or parameters in one of the last steps")
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -298,6 +314,9 @@ class ModuleComponent:
         return self._extra_copies
 
     def state(self) -> dict[str, Any]:
+        if not self._reader.means_the_same():
+            problem = "buffers mean something else by their memory since one of the last steps (`.data = ...`)"
+            raise UnsupportedStateError(self.name, problem)
         copies: dict[str, Any] = {
             n: c for n, c in zip(self._slot_names, self._block.views, strict=True) if c is not None
         }

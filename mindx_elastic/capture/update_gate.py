@@ -97,6 +97,9 @@ class UpdateGate:
         """The `id` of the optimizers that the guard was given: each of their steps is an update."""
         self.had_updates = False
         """Whether an optimizer has stepped in the step that the last boundary has ended."""
+        self.as_usual = False
+        """Whether in that step the optimizers, and each parameter's changes, were as many as in the last one with
+        updates. It is known before the boundary is copied."""
         self.steady = True
         """Whether in every step with updates each optimizer has stepped equally often."""
         self.even = True
@@ -228,10 +231,12 @@ class UpdateGate:
                 self._wait_for_readers()
             torn = self._running > 0
             before, self.state = self.state, GateState.PASSING
+        noted, versions = self._versions, list(map(_version_of, self._parameters))
+        added = list(map(sub, versions, noted))
+        as_usual = self.as_usual = self._updates == self._usual and added == self._added
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
-        versions = list(map(_version_of, self._parameters))
-        added = list(map(sub, versions, self._versions))
-        as_usual = self._updates == self._usual and added == self._added
+        if self._versions is not noted:
+            versions = self._versions  # of other parameters: see `follow`
         self._optimizers.note(as_usual=as_usual)
         with self._lock:
             self._running = 0

@@ -247,8 +247,9 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         return self._batches(parts, self.ranks()[0], cursor.epoch, cursor.batch)
 
     def settings(self) -> dict[str, Any]:
-        """What the program may set at any time, and a position depends on."""
-        self._take_over()
+        """What the program may set at any time, and a position depends on. At each boundary."""
+        if self.source is not None:
+            self._take_over()
         return {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def put(self, settings: Mapping[str, Any]) -> None:

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import (
     ModuleComponent,
     PlainComponent,
     component_for,
     unwrap_module,
 )
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 from mindx_elastic.persist.flatten import flatten
 from tests.capture.round_trip import assert_same, through_format
@@ -120,6 +123,57 @@ def test_a_buffer_whose_memory_means_something_else_is_followed(
     resumed(component, second).load_module_extras(through_format(component.module_extras()))
     assert_same(second.get_buffer("seen").resolve_conj(), expected.resolve_conj())
     assert not persistent or second.get_buffer("seen") is held
+
+
+def test_what_a_boundary_does_not_look_at_is_seen_by_the_reader() -> None:
+    """A buffer's memory means something else since a boundary between two close looks: in mid-step nobody can tell on
+    which side of the boundary, right at it the buffer is read again, and from then on it is looked at each time."""
+    module = Holder()
+    component = boundary(module)
+    component.copy(closely=False)
+    _retype(module.count)
+    component.copy(closely=False)
+    with pytest.raises(UnsupportedStateError, match="mean something else"):
+        component.state()
+    component.recheck()
+    assert component.state()["count"].dtype is torch.int32
+    module.count.data = module.count.data.view(torch.float32)
+    component.copy(closely=False)
+    assert component.state()["count"].dtype is torch.float32
+
+
+def test_a_lost_module_and_a_new_buffer() -> None:
+    """A loss shows at the next update, for fewer parameters take part in it; a registration at once."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    collector, gate = Collector({"model": module, "optimizer": optimizer}), UpdateGate()
+    collector.gate, collector.on_new_parameters = gate, gate.follow
+    gate.watch(collector.parameters, collector.optimizers())
+    collector.watch()
+    try:
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            module(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            gate.pass_boundary(collector.copy, Position(step))
+            assert gate.as_usual is (step > 1) and not collector.problems
+        module[0].register_buffer("late", torch.ones(1))
+        optimizer.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        gate.pass_boundary(collector.copy, Position(9))
+        assert "0.late" in collector.state()["model"]
+        del module[1][0]
+        with pytest.raises(UnsupportedStateError, match="lost modules or parameters"):
+            collector.state()
+        optimizer.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        gate.pass_boundary(collector.copy, Position(10))
+        assert "gone" in collector.problems[0]
+    finally:
+        collector.unwatch()
+        gate.unwatch()
 
 
 class Tied(nn.Module):
