@@ -191,15 +191,9 @@ class Collector:
             self.keep_rank_weights()
         self.on_new_parameters(self.parameters)
 
-    def _has_changed(self, *, closely: bool = True) -> bool:
-        # At each boundary: `any` over a generator takes twice as long.
-        for structure in self._structures:
-            if structure.is_registered or (closely and structure.has_changed()):
-                return True
-        for optimizer in self._optimizers.values():  # noqa: SIM110
-            if optimizer.has_changed():
-                return True
-        return False
+    def _has_changed(self) -> bool:
+        is_other = any(structure.has_changed() for structure in self._structures)
+        return is_other or any(optimizer.has_changed() for optimizer in self._optimizers.values())
 
     def is_other_model(self) -> bool:
         """Whether a start could not make the model again as it is now."""
@@ -217,7 +211,11 @@ class Collector:
         number, gate = self._num_copies, self.gate
         closely = gate is None or not gate.as_usual or number < _FIRST or not number % _EVERY
         self._num_copies = number + 1
-        if self._has_changed(closely=closely):
+        for structure in self._structures:  # no call in most steps
+            closely |= structure.is_registered
+        for optimizer in self._optimizers.values():
+            closely |= len(optimizer.optimizer.param_groups) != len(optimizer.sizes)
+        if closely and self._has_changed():
             self._follow()
         for adapted in self._adapted:
             # The last boundary of an epoch may be the last of all, and the end is saved when code has run after it.

@@ -31,38 +31,17 @@ _version_of = attrgetter("_version")
 
 
 class OptimizerVersions:
-    """The version counters of all optimizers of a guard. `note` belongs to the training thread, `num_changed` to the
-    holder of the gate."""
-
-    def __init__(self, optimizers: Iterable[Any] = ()) -> None:
-        self._states = [_State(each) for each in optimizers if isinstance(getattr(each, "state", None), dict)]
-
-    def note(self, *, as_usual: bool = False) -> None:
-        """A boundary is passed. `as_usual`: the parameters have changed as in the update before."""
-        for state in self._states:
-            ends = state.look()
-            if list(map(id, ends)) != state.ids:
-                state.collect(ends)
-            elif not as_usual or not state.passes():
-                state.read(as_usual=as_usual)
-
-    def num_changed(self) -> int:
-        """How many tensors were changed or replaced since."""
-        return sum(map(_State.num_changed, self._states))
-
-
-class _State:
-    """The counters of one optimizer."""
+    """The version counters of one optimizer. `note` belongs to the training thread, `num_changed` to the holder of the
+    gate."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._replaces = self._is_uneven = False
         self._ends: list[Any] = []
-        self.ids: list[int] = []
-        """The ids of what `look` has found, which `_ends` keeps alive."""
-        self.collect(self.look())
+        self._ids: list[int] = []  # of `_ends`
+        self._collect(self._look())
 
-    def look(self) -> list[Any]:
+    def _look(self) -> list[Any]:
         """The state of the first and of the last parameter that have one."""
         entries = self._optimizer.state.values()
         if not entries:
@@ -70,13 +49,13 @@ class _State:
         first, last = next(iter(entries)), next(reversed(entries))
         return [*first.values(), *last.values()] if isinstance(first, dict) and isinstance(last, dict) else []
 
-    def collect(self, ends: list[Any]) -> None:
-        """Others than before. `ends`: as `look` has just found them."""
+    def _collect(self, ends: list[Any]) -> None:
+        """Others than before. `ends`: as `_look` has just found them."""
         before, self._tensors_at_ends = _tensors(self._ends), _tensors(ends)
         # At first there is none, and then more. A counter that is a number is another object after each step.
         is_same_number = len(before) == len(self._tensors_at_ends)
         self._replaces |= is_same_number and list(map(id, before)) != list(map(id, self._tensors_at_ends))
-        self._ends, self.ids = ends, list(map(id, ends))
+        self._ends, self._ids = ends, list(map(id, ends))
         every = [] if self._replaces else [each for each in self._optimizer.state.values() if isinstance(each, dict)]
         self._tensors = self._tensors_at_ends if self._replaces else _tensors(chain(*map(dict.values, every)))
         self._versions, self._at_ends = self._read()
@@ -93,19 +72,18 @@ class _State:
             return self._versions
         return [version + num_updates * added for version, added in zip(self._versions, self._added, strict=True)]
 
-    def passes(self) -> bool:
-        """An update more, and the counters need not be read."""
-        if not self._is_counted_on or self._num_passed == _MOST_PASSED:
-            return False
-        now = list(map(_version_of, self._tensors_at_ends))
-        if now != list(map(add, self._at_ends, self._added_at_ends)):
-            return False
-        self._at_ends = now
-        self._num_passed += 1
-        return True
-
-    def read(self, *, as_usual: bool) -> None:
-        """A boundary. `as_usual`: an update more, and the parameters have changed as in the one before."""
+    def note(self, *, as_usual: bool) -> None:
+        """A boundary is passed. `as_usual`: the parameters have changed as in the update before."""
+        ends = self._look()
+        if list(map(id, ends)) != self._ids:
+            self._collect(ends)
+            return
+        if as_usual and self._is_counted_on and self._num_passed < _MOST_PASSED:
+            at_ends = list(map(_version_of, self._tensors_at_ends))
+            if at_ends == list(map(add, self._at_ends, self._added_at_ends)):
+                self._at_ends = at_ends
+                self._num_passed += 1
+                return
         now, at_ends = self._read()
         if as_usual and self._is_counted_on:
             self._is_counted_on = now == self._counted_on(self._num_passed + 1)
@@ -117,8 +95,9 @@ class _State:
         self._versions, self._at_ends, self._num_passed = now, at_ends, 0
 
     def num_changed(self) -> int:
-        if list(map(id, self.look())) != self.ids:
-            return max(1, len(self.ids))
+        """How many tensors were changed or replaced since the boundary."""
+        if list(map(id, self._look())) != self._ids:
+            return max(1, len(self._ids))
         now, then = list(map(_version_of, self._tensors)), self._counted_on(self._num_passed)
         if now == then:
             return 0

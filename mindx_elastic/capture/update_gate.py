@@ -117,13 +117,14 @@ class UpdateGate:
         self._ids: frozenset[int] = frozenset()  # theirs
         self._versions: list[int] = []
         self._is_new = False  # the parameters are others than at the last boundary
-        self._optimizers = OptimizerVersions()
+        self._optimizers: list[OptimizerVersions] = []
 
     def watch(self, parameters: Sequence[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
         """Install the optimizer hooks and remember whose version counters to compare. `optimizers`: those that the
         guard was given; from here on they are `named`."""
         optimizers = list(optimizers)
-        self.named, self._optimizers = frozenset(map(id, optimizers)), OptimizerVersions(optimizers)
+        self.named = frozenset(map(id, optimizers))
+        self._optimizers = [OptimizerVersions(o) for o in optimizers if isinstance(getattr(o, "state", None), dict)]
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
         self._versions = [p._version for p in parameters]
         self._handles = [
@@ -237,7 +238,8 @@ class UpdateGate:
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
         if self._versions is not noted:
             versions = self._versions  # of other parameters: see `follow`
-        self._optimizers.note(as_usual=as_usual)
+        for optimizer in self._optimizers:
+            optimizer.note(as_usual=as_usual)
         with self._lock:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
@@ -259,7 +261,8 @@ class UpdateGate:
         with self._lock:
             self._updates = {}
             self._versions = [p._version for p in self._parameters]
-        self._optimizers.note()
+        for optimizer in self._optimizers:
+            optimizer.note(as_usual=False)
 
     def _wait_for_readers(self) -> None:
         began = time.perf_counter()
@@ -348,7 +351,7 @@ class UpdateGate:
         holding the gate."""
         now = list(map(_version_of, self._parameters))
         if now == self._versions:
-            if (count := self._optimizers.num_changed()) == 0:
+            if (count := sum(optimizer.num_changed() for optimizer in self._optimizers)) == 0:
                 return None
             return f"{count} tensors of the optimizers' state were changed since the boundary, outside their steps"
         count = sum(a != b for a, b in zip(now, self._versions, strict=True))

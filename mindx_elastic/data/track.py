@@ -45,7 +45,9 @@ class Track:
         self._exhausted = False
         self._dropped: Fetches | None = None
         self._first_batches: list[weakref.ref[torch.Tensor]] = []
-        self._handed_before = self._handed_at_begin = self._boundaries = 0
+        self.handed_before = self.boundaries = 0
+        """Batches handed out up to the last boundary, and how many boundaries there were: set by the guard."""
+        self._handed_at_begin = 0
         self._left_at_boundary = False
         self.ended_behind = self.left_behind = 0
         """After how many boundaries an iteration last came to its end, and one was last given up right after a step."""
@@ -89,12 +91,6 @@ class Track:
             self._marks.popleft()
             self._oldest += 1
 
-    def at_boundary(self) -> int:
-        """A step has ended. Returns how many batches were handed out since the last one."""
-        self._boundaries += 1
-        number, self._handed_before = self.handed - self._handed_before, self.handed
-        return number
-
     def use_all(self) -> None:
         """From now on all batches are used at each boundary, and no older position will be asked for."""
         self.keeps_marks = False
@@ -116,9 +112,9 @@ class Track:
 
     def drop(self) -> None:
         """The iteration was given up, and its epoch has more batches."""
-        self._left_at_boundary = self.handed == self._handed_before
+        self._left_at_boundary = self.handed == self.handed_before
         if self._left_at_boundary:
-            self.left_behind = self._boundaries
+            self.left_behind = self.boundaries
         self._dropped = Fetches(self.handed, self._asked, self.iterations)
 
     def ask(self) -> None:
@@ -158,8 +154,8 @@ class Track:
 
     def end(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted
-        if exhausted and self.handed == self._handed_before:
-            self.ended_behind = self._boundaries
+        if exhausted and self.handed == self.handed_before:
+            self.ended_behind = self.boundaries
             if self.at_exhaustion is not None and threading.get_ident() == self._thread:
                 self.at_exhaustion()
 

@@ -22,6 +22,7 @@ from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.object_names import name_targets
+from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
@@ -452,7 +453,8 @@ class Guard(LayeredGuard):
         self._known = self._loaders.at_boundary()
         loops.count()
         self._finished_step = False
-        is_inside = self._boundaries.is_inside_accumulation()
+        # Without a call after an update.
+        is_inside = self._update_gate.state is GateState.CLEAN and self._boundaries.is_inside_accumulation()
         if is_inside and not self._boundaries.has_passed:
             self._boundaries.inside_first_window()
         self._cut = self._known and not is_inside and loops.is_boundary()

@@ -144,32 +144,31 @@ def test_what_a_boundary_does_not_look_at_is_seen_by_the_reader() -> None:
 
 def test_a_lost_module_and_a_new_buffer() -> None:
     """A loss shows at the next update, for fewer parameters take part in it; a registration at once."""
-    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    first, inner = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    module = nn.Sequential(first, inner)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     collector, gate = Collector({"model": module, "optimizer": optimizer}), UpdateGate()
     collector.gate, collector.on_new_parameters = gate, gate.follow
     gate.watch(collector.parameters, collector.optimizers())
     collector.watch()
-    try:
-        for step in range(1, 9):
-            optimizer.zero_grad()
-            module(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            gate.pass_boundary(collector.copy, Position(step))
-            assert gate.as_usual is (step > 1) and not collector.problems
-        module[0].register_buffer("late", torch.ones(1))
+
+    def step(number: int) -> None:
         optimizer.zero_grad()
         module(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        gate.pass_boundary(collector.copy, Position(9))
+        gate.pass_boundary(collector.copy, Position(number))
+
+    try:
+        for number in range(1, 9):
+            step(number)
+            assert gate.as_usual is (number > 1) and not collector.problems
+        first.register_buffer("late", torch.ones(1))
+        step(9)
         assert "0.late" in collector.state()["model"]
-        del module[1][0]
+        del inner[0]
         with pytest.raises(UnsupportedStateError, match="lost modules or parameters"):
             collector.state()
-        optimizer.zero_grad()
-        module(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        gate.pass_boundary(collector.copy, Position(10))
+        step(10)
         assert "gone" in collector.problems[0]
     finally:
         collector.unwatch()

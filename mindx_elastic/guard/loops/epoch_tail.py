@@ -51,7 +51,9 @@ class EpochTail:
         self._epoch_values: EpochValues | None = None
         self._values: Mapping[str, Any] = {}  # of the resumed boundary
         self._kept_values: Mapping[str, Any] = {}  # of the last boundary, as far as it ends its epoch
-        self._has_told = self._has_kept = self._may_go_on = False
+        self._has_told = self._has_kept = False
+        self.may_go_on = False
+        """The epoch of the last boundary may have ended with it, which only the next batch tells."""
 
     def enter(
         self,
@@ -86,18 +88,18 @@ class EpochTail:
     def at_boundary(self, frame: FrameType, *, ends: bool | None = None) -> None:
         """A boundary within an epoch has been copied. `ends`: whether its step is the last one, where a loop over
         ``guard.steps(n)`` makes the epoch; None: the first loader does."""
-        self.is_pending = self._may_go_on = self._has_kept = False
+        self.is_pending = self.may_go_on = self._has_kept = False
         self._values = self._kept_values = {}
         at_end, is_foreseen = self._loaders.at_end_of_epoch() if ends is None else (ends, True)
         waits = self._epoch_values is not None or self.layer_waits
-        self._may_go_on = not is_foreseen and waits
+        self.may_go_on = not is_foreseen and waits
         if at_end and waits:
             self._wait()
             self._keep_values(frame)
 
     def before_keeping(self) -> None:
         """The boundary is to be kept, and may turn out to be the last of its epoch."""
-        if self._may_go_on and not self.is_pending and not self._has_kept:
+        if self.may_go_on and not self.is_pending and not self._has_kept:
             self._has_kept = True
             self._keep_values(sys._getframe(1))
 
@@ -117,11 +119,11 @@ class EpochTail:
 
     def pass_step(self) -> None:
         """Another step has ended, or the tail, or another epoch begins."""
-        self.is_pending = self._may_go_on = False
+        self.is_pending = self.may_go_on = False
 
     def holds_stop(self) -> bool:
         """Call it at a boundary where the job is to stop. Whether it goes on for now."""
-        if not self.is_pending and self._may_go_on:
+        if not self.is_pending and self.may_go_on:
             self.before_keeping()
             self._wait()
             self._loaders.at_next_batch(self._at_batch)
@@ -147,7 +149,7 @@ class EpochTail:
 
     def _is_at_end(self) -> None:
         """There is no other batch, and the boundary was the last of its epoch."""
-        is_unforeseen = self._may_go_on
+        is_unforeseen = self.may_go_on
         if is_unforeseen:
             self._wait()
         if self._values:

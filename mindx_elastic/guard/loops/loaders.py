@@ -285,7 +285,8 @@ class Loaders:
             before = followed.look_ahead.used
             is_known = followed.at_boundary()
             known, would_do = known and is_known, would_do and (is_known or followed.is_drained)
-            number = track.at_boundary()
+            number, track.handed_before = track.handed - track.handed_before, track.handed
+            track.boundaries += 1
             cursor = followed.engine.cursor
             if followed is first:
                 self.epoch_used = cursor.epoch if number and followed.look_ahead.ahead == 0 else 0

@@ -181,7 +181,8 @@ class Loops:
         self.step += 1
         self.step_in_epoch += 1
         self._restores = self._is_resuming = False  # also where the program makes its first steps by its own loop
-        self.tail.pass_step()
+        if self.tail.is_pending or self.tail.may_go_on:
+            self.tail.pass_step()
         if self._collector.loop:
             self._collector.loop = without_step(self._collector.loop)
         if self._between.is_watching:
