@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 
 __all__ = ["real", "text", "whole"]
 
@@ -14,7 +14,7 @@ def whole(value: object) -> int | None:
 
 def real(value: object) -> float | None:
     """A finite number; None: it is unknown."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
 

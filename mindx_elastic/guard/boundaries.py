@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,11 +25,12 @@ from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.checks.checks import FIRST_LOOKS
-from mindx_elastic.guard.checks.comm_hooks import refuse_unnamed_hook_states
+from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.unreduced_updates import UnreducedUpdates
 from mindx_elastic.guard.opening import Opening
@@ -39,6 +41,12 @@ __all__ = ["Boundaries"]
 _CLEAN = GateState.CLEAN
 _LONG_WINDOW = 64
 _STEPS = 5
+
+
+def _num_functions_of(target: Any) -> int:
+    """The number of functions of a LambdaLR, one a group."""
+    found = attributes_of(target).get("lr_lambdas")
+    return len(found) if type(found) is list else 0
 
 
 class Boundaries:
@@ -87,13 +95,14 @@ class Boundaries:
             replays = GraphReplays(collector, gate)
             replays.watch()
             stack.callback(replays.unwatch)
-        refuse_unnamed_hook_states(targets, ddp, unmanaged)
+        self._hooks = CommHooks(targets, ddp, unmanaged)
         self._window = UpdateWindow(collector, gate)
         by_hand = bool(opening.options.layouts) or opening.evaluates
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
         self._make_room = opening.saver.make_room
         self._num_without_update = 0  # steps in front of the first boundary
         self._weights: TensorsLook | None = None  # as the last but one of those that are waited for has left them
+        self._num_functions = [(name, t, count) for name, t in targets.items() if (count := _num_functions_of(t))]
         self.look_for_not_kept: Callable[[], Sequence[str]] = lambda: ()
         """Called at boundary `not_kept_at`, which it moves on; gives the names that are new of what changes in the
         training and is not kept."""
@@ -141,6 +150,8 @@ class Boundaries:
         number = self.number = self.number + 1
         self.times.append(time.monotonic())
         self.is_look = number <= FIRST_LOOKS or not number & (number - 1)
+        if self.is_look and self._hooks.watched:
+            self._hooks.look()
         if number == 1 or (self.is_look and number > FIRST_LOOKS):  # most optimizers have a state from their first step
             self._pack_for_trial(refuses=number == 1)
         if self._collector.compiled.is_new:
@@ -209,6 +220,14 @@ class Boundaries:
                 "is entered and switch them on by requires_grad or a flag of your own, or train the next phase under a "
                 "guard with its own directory",
             )
+
+        for name, scheduler, count in self._num_functions:
+            if _num_functions_of(scheduler) != count:
+                self._unmanaged.certain(
+                    f"{name} has got a function for a new parameter group in mid-run, and functions are not saved",
+                    "Give the scheduler one function for each group when it is made, with an empty group "
+                    '({"params": []}) for those to come, or set that group\'s lr by hand',
+                )
 
     # --- an exception between the last update and step_end() ---
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mindx_elastic import Guard
-from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
 from tests.guard.test_saver import Every
@@ -122,3 +122,26 @@ def test_a_first_window_that_does_not_end_is_told_where_weights_move(
                 network.weight.data -= 0.01
             guard.step_end()
     assert ("no optimizer has stepped" in caplog.text) == is_moved
+
+
+def test_a_function_for_a_new_group_of_a_lambda_lr_is_refused(tmp_path: Path) -> None:
+    network, late = nn.Linear(4, 3), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    guard = Guard(model=[network, late], optimizer=optimizer, lr_scheduler=scheduler, directory=tmp_path)
+
+    def train() -> None:
+        with guard:
+            for step in guard.steps(3):
+                late(network(torch.ones(2, 4))).sum().backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                if step == 2:
+                    optimizer.add_param_group({"params": late.parameters(), "lr": 0.1, "initial_lr": 0.1})
+                    scheduler.base_lrs.append(0.1)
+                    scheduler.lr_lambdas.append(lambda step: 1.0)
+                guard.step_end()
+
+    with pytest.raises(UnmanagedStateError, match="functions are not saved"):
+        train()

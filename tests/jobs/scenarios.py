@@ -477,6 +477,22 @@ class UnnamedPowerSgd(PowerSgd):
     named = False
 
 
+class OwnHookState:
+    def __init__(self) -> None:
+        self.scale, self.calls = 1.0, 0
+
+
+class UnnamedOwnHook(Training):
+    def wrapped(self) -> None:
+        def hook(state: OwnHookState, bucket: dist.GradBucket) -> Any:
+            state.calls += 1
+            return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+
+        # DDP compares the classes, and annotations are strings here.
+        hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        self.model.register_comm_hook(OwnHookState(), hook)
+
+
 # --- what each rank has of its own ---
 
 
@@ -716,6 +732,16 @@ class StreamTail(EpochTail):
 
 
 # --- steps that are not the same on all ranks ---
+
+
+class InJoin(Training):
+    """In DDP's join()."""
+
+    def train(self) -> None:
+        for _ in self.guard.epochs(2):
+            with self.model.join():
+                for batch in self.loader:
+                    self.end_step(batch, self.begin_step(batch))
 
 
 class OwnLengths(Training):

@@ -112,6 +112,8 @@ def test_with_warnings_one_ranks_note_is_in_its_files_and_in_the_plan(tmp_path: 
 
 
 @pytest.mark.drill
-def test_equal_steps_of_the_ranks_are_free(tmp_path: Path) -> None:
-    job = run_job("scenarios.py", tmp_path / "ckpt", "own_lengths", ranks=2)
+@pytest.mark.parametrize("scenario", ["in_join", "own_lengths"])
+def test_equal_steps_of_the_ranks_are_free(tmp_path: Path, scenario: str) -> None:
+    job = run_job("scenarios.py", tmp_path / "ckpt", scenario, ranks=2)
     assert len(job.matches("DONE")) == 2 and not job.matches("WARNING"), job.report()
+    assert bool(job.matches("no boundary in common to stop at")) == (scenario == "in_join")

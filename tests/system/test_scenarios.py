@@ -127,6 +127,7 @@ def test_a_model_that_is_made_ready_for_an_export_in_the_block_is_saved_as_it_wa
         ("shrunk", 1, r"model: spare\.weight, spare\.bias are gone"),
         ("late_parametrization", 1, r"model: head\.weight is gone since .*Build all parts before"),
         ("unnamed_power_sgd", 2, r"model: its DDP has a .* hook with state \(PowerSGDState\) that is not named"),
+        ("unnamed_own_hook", 2, r"model: its DDP has a .* hook with state \(OwnHookState\) that is not named"),
     ],
 )
 def test_what_a_start_cannot_make_again_is_refused(tmp_path: Path, scenario: str, ranks: int, words: str) -> None:

@@ -35,6 +35,7 @@ import torch
 
 from mindx_elastic.capture.components import OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.generators import Generators
@@ -88,7 +89,7 @@ class Checks:
         may have, `kept`: those whose state is kept all the same, but for that of `own`. `epoch`:
         gives the epoch of the last boundary."""
         unmanaged, targets = self._unmanaged, self._targets = opening.unmanaged, opening.targets
-        self._collector, self._epoch = opening.collector, epoch
+        self._collector, self._ddp, self._epoch = opening.collector, opening.ddp, epoch
         self._loaders, self._also_kept, self._own = tuple(loaders), tuple(kept), dict(own or {})
         self._roots = {**(more or {}), **targets}
         self._boundaries, self._evaluations = 0, 0
@@ -134,6 +135,8 @@ class Checks:
             self._check_steps_of_schedulers()
         if self.refreshed.steps:
             self.refreshed.at_boundary()
+        if number == 1:
+            self._tell_of_join()
         if is_look:
             self._look_again(sys._getframe(1))
         self.has_news = bool(self._schedulers or self.refreshed.steps)
@@ -273,6 +276,18 @@ class Checks:
                 watched.look = _steps_of(scheduler)
                 what = f"scheduler {watched.name} belongs to an optimizer of the guard, steps and is not named"
                 self._unmanaged.certain(what, watched.remedy)
+
+    # --- DDP ---
+
+    def _tell_of_join(self) -> None:
+        for name, module in self._ddp:
+            config = getattr(module, "_join_config", None)
+            if getattr(config, "enable", False) and not getattr(config, "throw_on_early_termination", False):
+                logger.info(
+                    "%s is trained inside join(): ranks that make different numbers of steps have no boundary in "
+                    "common to stop at. Give each as many batches (a DistributedSampler over the whole data set)",
+                    name,
+                )
 
     # --- what moves ---
 
