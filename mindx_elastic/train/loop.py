@@ -42,30 +42,36 @@ _STOP_REASON = "RunContext.request_stop()"
 
 
 class CutHooks(Part):
-    """On which ranks the ``on_train_step_end`` hooks of the resumed step were cut off; told when the state is back."""
+    """On which ranks the ``on_train_step_end`` hooks of the resumed step were cut off, and whether the hooks of some
+    rank had ended the training; told when the state is back."""
 
     name = "hooks"
 
     def __init__(self, losses: EpochLoss) -> None:
         self._losses = losses
         self.cut_on, self.is_cut_everywhere = "", False
+        self.stopped = 0
+        """See `EpochLoss.stopped`."""
 
     def say(self) -> Any:
-        return bool(self._losses.hooks_pending)
+        return bool(self._losses.hooks_pending), self._losses.stopped
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        return Merged([rank_list(rank for rank, each in enumerate(said) if each) if any(said) else "", all(said)])
+        cut_on = [rank for rank, (is_pending, _) in enumerate(said) if is_pending]
+        stopped = max(int(stopped) for _, stopped in said)
+        return Merged([rank_list(cut_on) if cut_on else "", len(cut_on) == len(said), stopped])
 
     def hear(self, answer: Answer) -> None:
-        cut_on, everywhere = answer.common
-        self.cut_on, self.is_cut_everywhere = str(cut_on), bool(everywhere)
+        cut_on, everywhere, stopped = answer.common
+        self.cut_on, self.is_cut_everywhere, self.stopped = str(cut_on), bool(everywhere), int(stopped)
 
 
 class EpochLoss:
     """Running sum of the epoch's losses, on the device, together with the metrics; part of the checkpoint.
 
-    It also records whether the ``on_train_step_end`` hooks of the boundary have yet to run. When an exception or the
-    deadline cuts them off, the checkpoint holds the state from before the first of them.
+    It also records whether the ``on_train_step_end`` hooks of the boundary have yet to run, and whether a hook has
+    ended the training. When an exception or the deadline cuts them off, the checkpoint holds the state from before the
+    first of them.
     """
 
     def __init__(self, model: ModelParts) -> None:
@@ -78,6 +84,8 @@ class EpochLoss:
         self._base = self._total, self._count  # the epoch's steps before the present one
         self._starts_over = False
         self.hooks_pending = False
+        self.stopped = 0
+        """The number of epochs of the training that `RunContext.request_stop` has ended before; 0: none."""
         self.outputs: Any = None
         """The last step's loss, where it is one number: what most hooks want to know."""
 
@@ -128,6 +136,7 @@ class EpochLoss:
             "count": self._count,
             "metrics": self._metrics.state_dict(),
             "hooks_pending": self.hooks_pending,
+            "stopped": self.stopped,
             "outputs": self.outputs,
         }
 
@@ -137,6 +146,7 @@ class EpochLoss:
         self._metrics.load_state_dict(state["metrics"])
         outputs = state.get("outputs")
         self.hooks_pending = state.get("hooks_pending", False)  # files of version 0.1 do not have it
+        self.stopped = state.get("stopped", 0)  # nor those of version 0.2
         self.outputs = outputs.to(self._device) if isinstance(outputs, Tensor) else outputs
 
 
@@ -181,7 +191,7 @@ class TrainLoop:
             self.model.step.on_loss = self.losses.note
         with OptimizerWatch(self.model.optimizers) as watch:
             try:
-                for epoch in self.guard.epochs(epochs):
+                for epoch in () if self._hooks.stopped >= epochs else self.guard.epochs(epochs):
                     if self._epoch(epoch, watch):
                         break
             except GracefulExit as leaving:
@@ -203,8 +213,11 @@ class TrainLoop:
             self._call("on_train_epoch_begin")
         batches = iter(self.loader)
         for window in windows(batches, self._window_size()):
-            self._window(window, watch)
-            if self._stop_wanted():
+            is_over = self._stop_wanted()  # hooks that were cut off may have run again as the iterator was made
+            if not is_over:
+                self._window(window, watch)
+                is_over = self._stop_wanted()
+            if is_over:
                 self._call("on_train_epoch_end")
                 return True
         self._step_schedulers("epoch")
@@ -311,6 +324,8 @@ class TrainLoop:
 
     def _call(self, hook: str) -> None:
         self.callbacks.call(hook, self.context)
+        if self.context.get_stop_requested():
+            self.losses.stopped = self.params.epoch_num
 
     def _windows_per_epoch(self) -> int:
         batches = num_batches(self.loader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,36 @@ def test_a_stop_that_one_rank_asks_for_lets_the_script_go_on(monkeypatch: pytest
     assert enough.ended == 1 and 4 < model.position.step < 6000
     assert model.eval(make_loader())
     model.train(model.position.epoch + 1, make_loader(), ExceptionCheckpoint(directory="out2"), progress=False)
+
+
+class EndsAt(Callback):
+    """Ends the training in its hook of one step; `cut` runs before."""
+
+    def __init__(self, step: int, cut: Callable[[], None] = lambda: None) -> None:
+        self.step, self.cut, self.ended = step, cut, 0
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        if run_context.original_args().cur_step_num == self.step:
+            self.cut()
+            run_context.request_stop()
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        self.ended += 1
+
+
+def test_a_training_that_a_hook_has_ended_is_finished() -> None:
+    """Also where that hook was cut off: it runs again, and no step follows. More epochs go on."""
+
+    def train(ends: EndsAt, epochs: int = 3) -> int:
+        model = make_model()
+        model.train(epochs, make_loader(), [ExceptionCheckpoint(directory="out"), ends], progress=False)
+        return model.position.step
+
+    with pytest.raises(GracefulExit):
+        train(EndsAt(8, sigterm_and_let_the_watcher_decide))
+    assert train(ends := EndsAt(8)) == 8 and ends.ended == 1
+    assert train(ends := EndsAt(9)) == 8 and ends.ended == 1
+    assert train(EndsAt(0), epochs=4) == 24
 
 
 class FailingUpdate(TrainOneStep):
