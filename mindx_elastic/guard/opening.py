@@ -277,5 +277,5 @@ class Opening:
                 self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
             self.unmanaged.certificate = tuple(resumed.checkpoint.info.certificate)
             if resumed.checkpoint.info.kind == "final":
-                logger.info("that training had ended: only what follows its last step runs again")
+                logger.info("that training had ended: what follows it runs again, and more steps if its loop has them")
         return start
