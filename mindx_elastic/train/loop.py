@@ -222,7 +222,7 @@ class TrainLoop:
                 return True
         self._step_schedulers("epoch")
         self._call("on_train_epoch_end")
-        return self._stop_wanted()
+        return epoch < self.params.epoch_num and self._stop_wanted()
 
     def _window(self, batches: list[Any], watch: OptimizerWatch) -> None:
         model, params, position = self.model, self.params, self.guard.position
@@ -307,6 +307,9 @@ class TrainLoop:
         step = self.guard.position.step
         if self._exchange.decide(f"end/{step}", step, Settings.from_env().agreement_s).step == step:
             return True
+        params = self.params
+        if params.cur_epoch_num == params.epoch_num and params.cur_step_in_epoch == params.batch_num:
+            return False  # the others end here, too; a stop would take the code after the training from all of them
         logger.info("request_stop() was called on some ranks only; stopping all of them together")
         self._asked_all = True
         self.guard.request_stop(_STOP_REASON, 0)

@@ -108,11 +108,12 @@ def entered(step: int) -> None:
     at("entered")
 
 
-def passed(step: int) -> None:
-    """A boundary has been passed."""
-    temporary = _marks / f"next-{os.environ.get('RANK', '0')}"
-    temporary.write_text(str(step))
-    temporary.replace(_marks / f"step-{os.environ.get('RANK', '0')}")
+def passed(step: int, model: torch.nn.Module) -> None:
+    """A step has ended: with a boundary, unless its gradients wait for the rest of their accumulation window."""
+    if all(p.grad is None for p in model.parameters()):
+        temporary = _marks / f"next-{os.environ.get('RANK', '0')}"
+        temporary.write_text(str(step))
+        temporary.replace(_marks / f"step-{os.environ.get('RANK', '0')}")
     at("after")
 
 

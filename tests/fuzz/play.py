@@ -131,22 +131,21 @@ def play(seed: int, ranks: int = 1, keep: Path | None = None, system: str = "") 
         if code or not (expected := _results(base)):
             outcome.said = [f"without a death it ends with {code}: {base[-800:]}"]
             return outcome
-        output, faults, allowed, broken = "", [*program.faults], 0.0, False
+        output, faults, before, broken = "", [*program.faults], 0.0, False
         for number in range(_MOST_RUNS if not program.cluster else 1):
             fault = ",".join(faults) if program.cluster else faults.pop(0) if faults else ""
-            allowed = max(allowed, _may_lose(program, fault))
             code, output = _run(program, folder, "stopped", fault)
             (folder / f"run-{number}.txt").write_text(output)
             fired = re.findall(r"FAULT (\S+)", output)
             outcome.num_fired += len(fired)
+            here = _may_lose(program, fault) if fired else 0.0
+            before, allowed = here, max(before, here)  # a start loses what the run before it had
             outcome.said.append(f"run {number}: code {code}, {' '.join(fired) or 'no fault'}")
             outcome.said += [line for line in output.splitlines() if _TOLD.search(line) and line not in base]
             lost = [line for line in re.findall(r"LOST .*", output) if int(line.split()[1]) > allowed]
             left = re.findall(r"LEFT .*", output)
             outcome.said += [f"{line}, allowed {allowed}" for line in lost] + left
             broken = broken or bool(lost or left)
-            if not fired:
-                allowed = 0.0
             if not faults and _results(output):
                 break
             if "start with MINDX_FAULT_DIR" in output:  # the remedy that the refusal names

@@ -450,10 +450,11 @@ def _loop(d: Draft, kind: str, evaluation: str) -> str:
         count = d.chance.choice([7, 12, 17])
         again = "    batches = iter(loader)\n    xs, ys = next(batches)"
         fetch = f"try:\n    xs, ys = next(batches)\nexcept StopIteration:\n{again}"
-        body = [head, fetch, "loss = step(xs, ys, i, False)", "guard.step_end(loss=loss)", "passed(guard.step)", after]
+        end = ["guard.step_end(loss=loss)", "passed(guard.step, model)"]
+        body = [head, fetch, "loss = step(xs, ys, i, False)", *end, after]
         inner = textwrap.indent("\n".join(filter(None, body)), "    ")
         return f"batches = iter(loader)\nfor i in guard.steps({count}):\n{inner}"
-    body = ["loss = step(xs, ys, i, is_last)", "guard.step_end(loss=loss)", "passed(guard.step)", after]
+    body = ["loss = step(xs, ys, i, is_last)", "guard.step_end(loss=loss)", "passed(guard.step, model)", after]
     if kind == "ahead":
         before = "batches = iter(loader)\nahead, i = next(batches, None), 0\nwhile ahead is not None:"
         body = ["(xs, ys), ahead = ahead, next(batches, None)", "is_last = ahead is None", *body]

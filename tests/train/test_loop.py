@@ -55,16 +55,17 @@ class AskedGuard(Unguarded):
         self.asked.append((reason, exit_code))
 
 
-@pytest.mark.parametrize("all_ask", [True, False])
-def test_request_stop_of_some_ranks_becomes_a_stop_of_all(all_ask: bool) -> None:
+@pytest.mark.parametrize(("all_ask", "is_last"), [(True, False), (False, False), (False, True)])
+def test_request_stop_of_some_ranks_becomes_a_stop_of_all_but_in_the_last_step(all_ask: bool, is_last: bool) -> None:
     model, guard, peers = make_model(), AskedGuard(), Peers(all_ask)
     exchange: Any = peers
     loop = TrainLoop(model, guard, CallbackList([]), [], (losses := EpochLoss(model)), [], exchange, CutHooks(losses))
+    loop.params.update(epoch_num=2, cur_epoch_num=2, batch_num=4, cur_step_in_epoch=4 if is_last else 3)
     assert not loop._stop_wanted()
     loop.context.request_stop()
     assert loop._stop_wanted() is all_ask
     assert loop._stop_wanted() is all_ask
-    assert guard.asked == ([] if all_ask else [("RunContext.request_stop()", 0)])
+    assert guard.asked == ([] if all_ask or is_last else [("RunContext.request_stop()", 0)])
 
 
 def test_without_a_guard_some_ranks_cannot_stop_all() -> None:
