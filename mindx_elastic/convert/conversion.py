@@ -46,9 +46,10 @@ class ConversionRequest:
     """Told where the writing begins: the temporary file or folder, and the bytes of the tensors that go there."""
 
     def __post_init__(self) -> None:
-        for kind, known in ((self.source_kind, SOURCES), (self.destination_kind, KINDS)):
-            if kind not in (None, *known):
-                raise UsageError(f"{kind!r} is not a format; give one of {', '.join(known)}")
+        if self.source_kind not in (None, *SOURCES):
+            raise UsageError(f"{self.source_kind!r} is not read: leave out --from, or give one of {', '.join(SOURCES)}")
+        if self.destination_kind not in (None, *KINDS):
+            raise UsageError(f"{self.destination_kind!r} is not written; give one of {', '.join(KINDS)}")
         if self.step is not None and self.step < 0:
             raise UsageError(f"step {self.step}: numbers count from 0")
 
@@ -91,7 +92,7 @@ def convert(request: ConversionRequest) -> Converted:
     if kind != "mindx" and request.step is not None:
         raise UsageError("--step is for checkpoints of this package")
     _check_destination(request.destination, source=request.source, folder=target == "dcp", force=request.force)
-    content = _READERS[kind](request, Scratch(request.destination.absolute().parent))
+    content = _READERS[kind](request)
     result = Converted(kind, target, 0, 0, content.step, request.component or MODEL, content.notes)
     _write(request, target, content, result)
     return result
@@ -100,8 +101,9 @@ def convert(request: ConversionRequest) -> Converted:
 # --- reading ---
 
 
-def _read_ours(request: ConversionRequest, scratch: Scratch) -> _Content:
+def _read_ours(request: ConversionRequest) -> _Content:
     step = ours.find_step(request.source, request.step)
+    scratch = Scratch(request.destination.absolute().parent)
     state = ours.read_step(step, request.component, request.everything, scratch)
     return _Content(state, [step.note] if step.note else [], step.info.step)
 
@@ -113,7 +115,7 @@ def _foreign(request: ConversionRequest, content: Any) -> _Content:
     return _Content(found if request.everything else {MODEL: found[MODEL]}, [told] if of_optimizer else [])
 
 
-def _read_torch(request: ConversionRequest, scratch: Scratch) -> _Content:
+def _read_torch(request: ConversionRequest) -> _Content:
     path = request.source
     refuse_deepspeed(path)
     index = path if path.suffix == ".json" else indexed.find_index(path) if path.is_dir() else None
@@ -125,14 +127,14 @@ def _read_torch(request: ConversionRequest, scratch: Scratch) -> _Content:
     return _foreign(request, torch_file.read_torch_file(path))
 
 
-def _read_mindspore(request: ConversionRequest, scratch: Scratch) -> _Content:
+def _read_mindspore(request: ConversionRequest) -> _Content:
     if request.component is not None:
         raise UsageError("--component: a plain safetensors file has no components")
     tensors, notes = mindspore_file.read_plain(request.source)
     return _Content({MODEL: tensors}, notes)
 
 
-_READERS: dict[str, Callable[[ConversionRequest, Scratch], _Content]] = {
+_READERS: dict[str, Callable[[ConversionRequest], _Content]] = {
     "torch": _read_torch,
     "mindspore": _read_mindspore,
     "mindx": _read_ours,

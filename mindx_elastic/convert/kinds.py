@@ -9,7 +9,7 @@ from pathlib import Path
 from mindx_elastic.convert.dcp import METADATA, TO_TORCH
 from mindx_elastic.convert.indexed import find_index, read_index
 from mindx_elastic.convert.mapped import open_source
-from mindx_elastic.convert.plain_file import is_mindspore_ckpt
+from mindx_elastic.convert.plain_file import is_mindspore_ckpt, mindspore_ckpt_in
 from mindx_elastic.convert.torch_file import is_torch_file
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsableCheckpointError, UsageError
 from mindx_elastic.persist.catalog import rank_of_folder, read_entries
@@ -69,6 +69,8 @@ def _kind_of_folder(path: Path) -> str:
     bad = "; ".join(f"{entry.path}: {entry.problem}" for entry in entries[:4])
     if bad:
         raise CorruptCheckpointError(f"no checkpoint in {path} can be used: {bad}", path=path)
+    if mindspore_ckpt_in(path) is not None:
+        return "mindspore"
     ranks = " below its rank folders either" if any(rank_of_folder(path / name) is not None for name in names) else ""
     raise NoUsableCheckpointError(
         f"no checkpoint found in {path}: no safetensors file{ranks}; a torch.save file is given by its own name",
@@ -79,8 +81,9 @@ def _kind_of_folder(path: Path) -> str:
 def refuse_deepspeed(path: Path) -> None:
     """Raise UsageError for a folder of DeepSpeed, and for a file with the part of one rank."""
     names = os.listdir(path) if path.is_dir() else [path.name]
-    whole = not path.is_dir() and path.name == "mp_rank_00_model_states.pt"  # of stages 0 to 2: all weights
-    if not whole and any(map(_OF_DEEPSPEED.match, names)):
+    if path.name == "mp_rank_00_model_states.pt":  # of stages 0 to 2: all weights, unless other model ranks have some
+        names = [each.name for each in path.parent.glob("mp_rank_*") if each.name != path.name]
+    if any(map(_OF_DEEPSPEED.match, names)):
         raise UsageError(
             f"{path} is DeepSpeed's, whose ranks hold parts. Its folder has a script that puts the weights together: "
             "python zero_to_fp32.py FOLDER OUT --safe_serialization; convert OUT"

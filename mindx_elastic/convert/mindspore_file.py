@@ -9,13 +9,8 @@ from pathlib import Path
 
 import torch
 
-from mindx_elastic.convert.indexed import (
-    SHARDING_INFO,
-    find_index,
-    is_shard,
-    read_indexed,
-)
-from mindx_elastic.convert.plain_file import CKPT_REMEDY, PlainFile, is_mindspore_ckpt
+from mindx_elastic.convert.indexed import SHARDING_INFO, find_index, is_shard, read_indexed
+from mindx_elastic.convert.plain_file import CKPT_REMEDY, PlainFile, mindspore_ckpt_in
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import rank_of_folder
@@ -55,10 +50,11 @@ def _open_whole(path: Path) -> PlainFile:
 
 
 def _no_safetensors(path: Path) -> UsageError:
+    if (ckpt := mindspore_ckpt_in(path)) is not None:
+        return UsageError(f"{ckpt} {CKPT_REMEDY}")
     if any(rank_of_folder(folder) is not None for folder in path.iterdir()):
         return UsageError(
             f"{path} has a folder for each rank. Put them together with MindSpore: "
             'mindspore.unified_safetensors(FOLDER, "strategy.ckpt", OUT); convert OUT'
         )
-    ckpt = next((each for each in sorted(path.glob("*.ckpt")) if is_mindspore_ckpt(each)), None)
-    return UsageError(f"{path}: no safetensors file in it" if ckpt is None else f"{ckpt} {CKPT_REMEDY}")
+    return UsageError(f"{path}: no safetensors file in it")

@@ -20,7 +20,7 @@ from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.entries import place_tensors
 from mindx_elastic.persist.packed import flat_bytes
 
-__all__ = ["CKPT_REMEDY", "PlainFile", "is_mindspore_ckpt", "write_plain"]
+__all__ = ["CKPT_REMEDY", "PlainFile", "is_mindspore_ckpt", "mindspore_ckpt_in", "write_plain"]
 
 _COMPLEX = "C64"
 _FURTHER_DTYPES = {
@@ -94,6 +94,11 @@ def is_mindspore_ckpt(path: Path) -> bool:
         return False
     # Field 1, a message, of which field 1 is a text: the tensor's name.
     return path.suffix == ".ckpt" and start[:1] == b"\n" and b"\n" in start[2:7]
+
+
+def mindspore_ckpt_in(folder: Path) -> Path | None:
+    """The first of such files in a folder, or in its folders for ranks."""
+    return next(filter(is_mindspore_ckpt, sorted([*folder.glob("*.ckpt"), *folder.glob("rank_*/*.ckpt")])), None)
 
 
 def write_plain(temp: Path, tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -84,7 +84,8 @@ def test_force_has_its_limits(run: Run, ckpt: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["ckpt", "x.safetensors"], "say with --to what it is to be"),
-        (["ckpt", "x.pt", "--to", "onnx"], "'onnx' is not a format"),
+        (["ckpt", "x.pt", "--to", "onnx"], "'onnx' is not written"),
+        (["ckpt", "x.pt", "--from", "dcp"], "'dcp' is not read: leave out --from"),
         (["m.pt", "x.pt", "--step", "3"], "--step is for checkpoints of this package"),
     ],
 )

@@ -155,6 +155,15 @@ def test_one_ranks_parts_are_refused(tmp_path: Path) -> None:
             converted(source)
 
 
+def test_weights_of_one_of_several_model_ranks_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": {"w": torch.ones(2)}}, path)
+    assert list(converted(path)[0]) == ["w"]
+    torch.save({"module": {"w": torch.zeros(2)}}, tmp_path / "mp_rank_01_model_states.pt")
+    with pytest.raises(UsageError, match="whose ranks hold parts"):
+        converted(path)
+
+
 @pytest.mark.parametrize("file", ["zero_to_fp32.py", "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"])
 def test_what_deepspeed_wrote_has_its_own_script(tmp_path: Path, file: str) -> None:
     path = tmp_path / "ds" / file

@@ -33,6 +33,8 @@ def test_ckpt_files_of_mindspore_are_told_from_damage(tmp_path: Path) -> None:
         (tmp_path / "net-1_5.ckpt", "mindspore"),
         (tmp_path / "net-1_5.ckpt", None),
         (tmp_path / "ms" / "rank_0", "mindspore"),
+        (tmp_path / "ms", "mindspore"),
+        (tmp_path / "ms", None),
     ]:
         with pytest.raises(UsageError, match=r"net-1_5.ckpt is a MindSpore .ckpt .*save it as safetensors"):
             convert(ConversionRequest(source=source, source_kind=kind, destination=tmp_path / "m.pt"))

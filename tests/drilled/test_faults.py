@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +53,8 @@ def test_every_kind_is_listed_and_can_be_given() -> None:
         assert parse_fault(kind.name).about is kind
         assert kind.codes, "what the job may end with"
         assert parse_fault(kind.name).at in kind.places
+
+
+def test_the_faults_of_the_page_can_be_given() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "prove.md").read_text(encoding="utf-8")
+    assert len([parse_fault(text) for text in re.findall(r"--fault ([a-z]\S*)", page)]) >= 5
