@@ -301,12 +301,10 @@ class ModuleComponent:
         return {name: own.get(name, extras.get(name, value)) for name, value in state.items()}
 
     def recheck(self) -> None:
-        """Look more closely than `copy` did. The program has not gone on since. Raises UnsupportedStateError."""
+        """Look more closely than `copy` did. The program has not gone on since."""
         self._loose.recheck()
         if not self._reader.means_the_same():
             self._copy_buffers(closely=True)
-        if not self.structure.is_registered and self.structure.has_changed():
-            raise UnsupportedStateError(self.name, "it has lost modules or parameters in one of the last steps")
 
     @property
     def extras(self) -> dict[str, Any]:

@@ -85,8 +85,7 @@ class OptimizerComponent:
         # Stock ones have none, and a look at each parameter of a large model is no longer nothing.
         self._has_own = not type(self.optimizer).__module__.startswith("torch.")
         self.is_spread = _is_spread(self.optimizer)
-        self.sizes = self._look_sizes()
-        """How many parameters each group has had at the last `follow`."""
+        self._sizes = self._look_sizes()
         self._built: list[list[str]] | None = None
         self._named: list[list[str]] | None = None
         self._places: Mapping[int, str] = {}
@@ -148,8 +147,8 @@ class OptimizerComponent:
         return [*map(len, map(_params_of, self.optimizer.param_groups))]
 
     def has_changed(self) -> bool:
-        """Whether it has got other groups since `follow`."""
-        return self._look_sizes() != self.sizes
+        """Whether it has got other groups since `follow`. Every step."""
+        return [*map(len, map(_params_of, self.optimizer.param_groups))] != self._sizes
 
     def set_names(self, names: Mapping[int, str]) -> None:
         """`names`: the places of parameters, by id. With these groups the program begins."""
@@ -162,7 +161,7 @@ class OptimizerComponent:
 
         A group that is new, gone or holds other parameters can be made again where the parameters have names.
         """
-        self._places, self.sizes = names, self._look_sizes()
+        self._places, self._sizes = names, self._look_sizes()
         self._tell_own()
         groups = self._named_groups(names)
         if groups == self._built:
@@ -218,7 +217,7 @@ class OptimizerComponent:
             type(self.local).add_param_group(self.local, {"params": list(mine)})
         del live[len(wanted) :]
         self._parameters = parameters
-        self.sizes, self._named = self._look_sizes(), [list(group) for group in groups]
+        self._sizes, self._named = self._look_sizes(), [list(group) for group in groups]
 
     def look(self) -> list[dict[str, Any]]:
         """The options of the groups as they are now, in the form of `groups`."""

@@ -1,9 +1,8 @@
 """Notices that modules or parameters were added, replaced or removed in mid-run, at no cost in the steps between.
 
-A registration shows through torch's global registration hooks, a removal in the sizes of the modules' tables. These are
-looked at in the first steps, in one of 25, and in those that update the parameters unusually. Only then is the module
-walked through again. A resumed program builds the first model once more, so what counts is how the model differs from
-the one that the guard was entered with.
+A registration shows through torch's global registration hooks; a removal, and what ``ModuleList.insert`` puts in, in
+the sizes of the modules' tables. Only then is the module walked through again. A resumed program builds the first model
+once more, so what counts is how the model differs from the one that the guard was entered with.
 """
 
 from __future__ import annotations
@@ -43,20 +42,19 @@ class Structure:
         self._ids = {id(child) for child in children}
         self._tables: list[Any] = [t for child in children for t in (child._modules, child._parameters) if t]
         self._size = sum(map(len, self._tables))
-        self.is_registered = False
-        """A module or a parameter was registered since."""
+        self._registered = False
         self.has_new_buffer = False
         """A buffer was; the reader resets it."""
 
     def has_changed(self) -> bool:
-        """Whether something may have changed since `follow`."""
-        return self.is_registered or sum(map(len, self._tables)) != self._size
+        """Whether something may have changed since `follow`. Every step."""
+        return self._registered or sum(map(len, self._tables)) != self._size
 
     def note(self, owner: nn.Module, *, is_buffer: bool) -> None:
         """A module, a parameter or a buffer is being registered in `owner`."""
         if id(owner) in self._ids:
             self.has_new_buffer |= is_buffer
-            self.is_registered |= not is_buffer
+            self._registered |= not is_buffer
 
     def problems(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
         """How the module differs from the one that was built, in words; empty: a start can load its state."""

@@ -239,7 +239,7 @@ class UpdateGate:
         if self._versions is not noted:
             versions = self._versions  # of other parameters: see `follow`
         for optimizer in self._optimizers:
-            optimizer.note(as_usual=as_usual)
+            optimizer.note()
         with self._lock:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
@@ -262,7 +262,7 @@ class UpdateGate:
             self._updates = {}
             self._versions = [p._version for p in self._parameters]
         for optimizer in self._optimizers:
-            optimizer.note(as_usual=False)
+            optimizer.note()
 
     def _wait_for_readers(self) -> None:
         began = time.perf_counter()

@@ -142,9 +142,9 @@ def test_what_a_boundary_does_not_look_at_is_seen_by_the_reader() -> None:
     assert component.state()["count"].dtype is torch.float32
 
 
-def test_a_lost_module_and_a_new_buffer() -> None:
-    """A loss shows at the next update, for fewer parameters take part in it; a registration at once."""
-    first, inner = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+def test_a_boundary_sees_new_buffers_and_modules_and_lost_ones() -> None:
+    """Also those that no update shows, and no hook: what `insert` puts in, a layer without parameters that goes."""
+    first, inner = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     module = nn.Sequential(first, inner)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     collector, gate = Collector({"model": module, "optimizer": optimizer}), UpdateGate()
@@ -165,11 +165,15 @@ def test_a_lost_module_and_a_new_buffer() -> None:
         first.register_buffer("late", torch.ones(1))
         step(9)
         assert "0.late" in collector.state()["model"]
-        del inner[0]
-        with pytest.raises(UnsupportedStateError, match="lost modules or parameters"):
-            collector.state()
+        del inner[1]
         step(10)
-        assert "gone" in collector.problems[0]
+        assert collector.problems == ["model: 1.1 is gone"]
+        inner.insert(1, nn.Tanh())
+        step(11)
+        assert not collector.problems
+        inner.insert(2, nn.Tanh())
+        step(12)
+        assert collector.problems == ["model: 1.2 is new"]
     finally:
         collector.unwatch()
         gate.unwatch()

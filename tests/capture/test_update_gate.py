@@ -273,29 +273,34 @@ def test_optimizer_state_that_is_changed_by_hand_is_no_state_of_the_boundary(kin
         gate.unwatch()
 
 
+@pytest.mark.parametrize("change", ["a layer is left out", "a layer is frozen", "no update", "decayed"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_state_whose_counters_are_counted_on_is_still_compared(kind: Any) -> None:
-    """In most steps no counter of it is read: not after what is unusual, and a change by hand shows all the same."""
+def test_what_the_program_does_to_state_before_a_boundary_belongs_to_it(kind: Any, change: str) -> None:
     network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
     optimizer = kind(network.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     gate = UpdateGate()
     gate.watch(list(network.parameters()), [optimizer])
-    unusual = {9: "a layer is left out", 17: "no update", 21: "by hand", 60: "by hand, and at the ends"}
+
+    def decay() -> None:
+        for value in optimizer.state[network[1].weight].values():
+            value.mul_(0.5)
+
     try:
-        for step in range(64):
+        for step in range(16):
+            now = change if step == 9 else ""
+            network[1].requires_grad_(change != "a layer is frozen" or step < 9)
             optimizer.zero_grad()
-            layers = [network[0], network[2]] if unusual.get(step) == "a layer is left out" else network
+            layers = [network[0], network[2]] if now == "a layer is left out" else network
             torch.nn.Sequential(*layers)(torch.ones(1, 2)).sum().backward()
-            if unusual.get(step) != "no update":
+            if now != "no update":
                 optimizer.step()
+            if now == "decayed":
+                decay()
             gate.pass_boundary(lambda: None)
             with gate.hold(0.0) as problem:
                 assert problem is None, f"step {step}"
-            if "by hand" in unusual.get(step, ""):
-                place = 0 if "ends" in unusual[step] else 1
-                for value in optimizer.state[network[place].weight].values():
-                    value.mul_(0.5)
-                with gate.hold(0.0) as problem:
-                    assert "optimizers' state" in str(problem)
+        decay()
+        with gate.hold(0.0) as problem:
+            assert "optimizers' state" in str(problem)
     finally:
         gate.unwatch()
