@@ -32,7 +32,6 @@ SHARDING_INFO = "DCP_SHARDING_INFO"
 _SAVED_OFFSETS = re.compile(r'"saved_offsets":\s*\[[^\]]*[1-9]')
 """In a part that does not begin where its tensor does."""
 _MINDSPORE_INDEX = "param_name_map.json"
-_NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.[a-z]+\Z")
 _SHARD = re.compile(r"shard-(\d{1,9})-.+\.safetensors\Z")
 _MAX_INDEX_BYTES = 1 << 28
 
@@ -70,7 +69,7 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Any]]) -> tupl
     files: dict[str, list[str]] = {}
     for name, file in named.items():
         files.setdefault(file, []).append(name)
-    _check_there(index.parent, list(files), f"{index.name} names")
+    _check_there(index, files)
     found: dict[str, Any] = {}
     more: list[str] = []
     for file, names in files.items():
@@ -87,14 +86,14 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Any]]) -> tupl
     return found, notes + ([f"tensors that {index.name} does not name, left out: {listed(more, 8)}"] if more else [])
 
 
-def _check_there(folder: Path, files: Iterable[str], who: str) -> None:
+def _check_there(index: Path, files: Iterable[str]) -> None:
     """`files` may be very many: the first ones that are missing are named."""
-    missing = list(itertools.islice((file for file in files if not (folder / file).is_file()), 5))
+    missing = list(itertools.islice((file for file in files if not (index.parent / file).is_file()), 5))
     if missing:
         raise CorruptCheckpointError(
-            f"{folder}: {who} {listed(missing, 4)}, which is not there: the weights are not complete. Copy it here, "
-            "or give one file by its name for what is in that one",
-            path=folder,
+            f"{index.parent}: {index.name} names {listed(missing, 4)}, which is not there: the weights are not "
+            "complete. Copy it here, or give one file by its name for what is in that one",
+            path=index.parent,
         )
 
 

@@ -21,7 +21,7 @@ KINDS = ("dcp", "torch", "mindspore")
 SOURCES = ("torch", "mindspore", "mindx")
 _TORCH_NAMES = {".pt", ".pth", ".bin"}
 _SNIFF_BYTES = 1 << 16  # our metadata begins at byte 20 or so
-_OF_DEEPSPEED = re.compile(r"zero_pp_rank_\d+_mp_rank_|mp_rank_0*[1-9]|zero_to_fp32\.py\Z|\w*_model_states\.pt\Z")
+_OF_DEEPSPEED = re.compile(r"\w*_mp_rank_\d|mp_rank_0*[1-9]|mp_rank_00_model_states\.pt\Z|zero_to_fp32\.py\Z")
 
 
 def find_kind(path: Path) -> str:

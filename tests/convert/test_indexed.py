@@ -164,6 +164,11 @@ def test_weights_of_one_of_several_model_ranks_are_refused(tmp_path: Path) -> No
         converted(path)
 
 
+def test_a_file_that_only_sounds_like_deepspeeds(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "best_model_states.pt")
+    assert list(converted(tmp_path / "best_model_states.pt")[0]) == ["w"]
+
+
 @pytest.mark.parametrize("file", ["zero_to_fp32.py", "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"])
 def test_what_deepspeed_wrote_has_its_own_script(tmp_path: Path, file: str) -> None:
     path = tmp_path / "ds" / file
