@@ -235,7 +235,7 @@ class Guard(LayeredGuard):
 
     def _open(self, stack: ExitStack, opening: Opening) -> None:
         """Do what all ranks do together. `stack` closes everything in reverse order."""
-        opening.meet(stack, self._exchange, self._last_parts)
+        opening.meet(stack, self._exchange, self._last_parts, self._kept)
         self._unmanaged, self._ddp = opening.unmanaged, opening.ddp
         self.risk = self._unmanaged.risk
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around

@@ -97,11 +97,14 @@ class Opening:
         self._folders = RankDirectories(self._directories, self._trust, ranks, apart=copies > 1)
         self._open_saver()
 
-    def meet(self, stack: ExitStack, exchange: Exchange, last_parts: Sequence[Part] = ()) -> None:
-        """All ranks together: agree on what to resume from, and load it. `last_parts`: for the last meeting."""
+    def meet(
+        self, stack: ExitStack, exchange: Exchange, last_parts: Sequence[Part] = (), kept: Sequence[object] = ()
+    ) -> None:
+        """All ranks together: agree on what to resume from, and load it. `last_parts`: for the last meeting. `kept`:
+        what a layer above keeps."""
         if self._problem is not None:
             raise self._problem
-        self._exchange, self._last_parts = exchange, last_parts
+        self._exchange, self._last_parts, self._kept = exchange, last_parts, kept
         if self._is_ahead:
             self._hold_directories()
         options, place = self.options, self._place
@@ -216,7 +219,7 @@ class Opening:
                 policy.begin(self._ranks, tell, name=name)
 
     def _parts(self) -> list[Part]:
-        more = [] if self._place is None else self._place.parts(list(self.targets.values()))
+        more = [] if self._place is None else self._place.parts([*self.targets.values(), *self._kept])
         # In a recovery in place the ranks that live on have told it.
         compares = self.saver.replicated and self._entry is None
         uneven = [UnevenModules(self.collector, self.unmanaged)] if compares else []

@@ -71,19 +71,20 @@ class Watch(mx.Callback):
 
     def __init__(self, args: argparse.Namespace, model: mx.Model, rank: int) -> None:
         self.args, self.model, self.rank = args, model, rank
-        self.steps = 0
+        self.steps = self.own = 0  # with --kill-at the latter is another number on each rank
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
+        return {"steps": self.steps, "own": self.own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
+        self.steps, self.own = state["steps"], state["own"]
 
     def on_train_begin(self, run_context: mx.RunContext) -> None:
         say(f"READY {self.rank} {os.getpid()} {self.model.resumed_from_step}")
 
     def on_train_step_end(self, run_context: mx.RunContext) -> None:
         self.steps += 1
+        self.own += (self.rank + 1) * (self.args.kill_at > 0)
         step = run_context.original_args().cur_step_num
         if step % 3 == 0:
             self.evaluate(step)
