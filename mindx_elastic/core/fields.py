@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Between:
-    """The bounds of a number, both allowed. Without them a whole number is 0 to 2**60, and any other one finite."""
+    """The bounds of a number, both allowed. Without them a whole number is 0 to 2**63, and any other one finite."""
 
     low: float
     high: float
@@ -56,7 +56,7 @@ class Words:
     most: int
 
 
-_NATURAL, _TEXT = Between(0, 1 << 60), Text(2000)
+_NATURAL, _TEXT = Between(0, 1 << 63), Text(2000)
 _FINITE = Between(-sys.float_info.max, sys.float_info.max)
 _MOST_PARTS = 1 << 20
 _WORDS = {bool: "true or false", str: "text", Path: "a path"}
