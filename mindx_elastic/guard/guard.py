@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -146,9 +145,31 @@ class Guard(LayeredGuard):
         on_difference: str = "warn",
         rehearse: int | str | Sequence[int | str] | None = None,
     ) -> None:
-        given = locals()
         super().__init__()
-        self._options = GuardOptions(**{each.name: given[each.name] for each in fields(GuardOptions)})
+        self._options = GuardOptions(
+            directory=directory,
+            prefix=prefix,
+            resume=resume,
+            grace_s=grace_s,
+            save_on_exception=save_on_exception,
+            final_save=final_save,
+            signals=signals,
+            flag_file=flag_file,
+            policies=None if policies is None else tuple(policies),
+            periodic=tuple(periodic),
+            save_every=save_every,
+            append_info=append_info,
+            allow_shared_directory=allow_shared_directory,
+            trusted_users=trusted_users,
+            snapshot_every=snapshot_every,
+            redundancy=redundancy,
+            remove_redundancy=remove_redundancy,
+            layouts=layouts,
+            unmanaged=unmanaged,
+            overlap=overlap,
+            on_difference=on_difference,
+            rehearse=rehearse,
+        )
         self._loaders = Loaders(loader, stateful)
         self.loader = self._loaders.first
         """The loader whose epochs and batches count; the resumable one in place of a stock DataLoader."""
