@@ -522,13 +522,7 @@ class Guard(LayeredGuard):
         if overlap.looks:  # notes the step: not after a snapshot, which a kill may leave whole without the note
             overlap.at_boundary(self._loops.position, is_cut=self._cut, loss=loss)
         if around.sees_steps:
-            around.at_boundary(
-                step,
-                cut=self._cut,
-                loss=loss,
-                tail_follows=tail.is_pending,
-                after_tail=at_tail,
-            )
+            around.at_boundary(step, cut=self._cut, loss=loss, tail_follows=tail.is_pending, after_tail=at_tail)
         if step < _LOOK_STEPS or not step % _LOOK_STEPS:
             self._listeners.handlers.take_over()
         if self._listeners.handlers.postponed and self._cut:
