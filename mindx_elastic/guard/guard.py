@@ -196,20 +196,6 @@ class Guard(LayeredGuard):
         self._enter(sys._getframe(1))
         return self
 
-    def open(self) -> None:
-        """Enter the guard, for a host that calls the program back, so that no ``with`` block can be written. If it
-        raises, the guard is closed again."""
-        self._enter(sys._getframe(1))
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the guard that `open` has entered. `error`: the exception that has ended the training; None: it is
-        done.
-
-        With an error the last boundary is saved as the policies say, and the host raises the error again. Raises
-        GracefulExit where the job is to stop, also without an error.
-        """
-        self.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
     def _enter(self, frame: FrameType) -> None:
         """`frame`: of the program's function that enters the guard."""
         check_that_it_is_not_active(self)
@@ -290,7 +276,7 @@ class Guard(LayeredGuard):
             start.run_id,
             self._update_gate,
             replicas=opening.shared_modules(),
-            next_step=lambda: self._step + 1,
+            next_step=lambda: self._loops.step + 1,
             begins_again=self._place is not None and self._place.entry is not None,
         )
         self._overlap = observers().open_overlap(
@@ -399,10 +385,6 @@ class Guard(LayeredGuard):
         """Step of the checkpoint that this run went on from; None on a fresh start."""
         self._loops.asked = True
         return self._resumed_from_step
-
-    @property
-    def _step(self) -> int:
-        return self._loops.step
 
     def epochs(self, num_epochs: int, start: int = 1) -> Iterator[int]:
         """Yield the epochs still to do, the first of `num_epochs` having the number `start`; the first one is the
@@ -591,9 +573,9 @@ class Guard(LayeredGuard):
         latter, as long as the deadline allows.
         """
         require_entered(self, "outside_step()")
-        evaluations = self._evaluations
+        evaluations, step = self._evaluations, self._loops.step
         self._collector.devices.wait_for_update()  # what is in the block may be long
-        with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
+        with evaluations.block(step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
         if self._cut and not evaluations.depth:
             self._loops.watch_tail()
@@ -657,7 +639,7 @@ class Guard(LayeredGuard):
             with self._stoppable():
                 self._collector.return_to_boundary()
                 return self._saver.save_periodic(policy)
-        logger.error("step %d is not saved: %s", self._step, problem)
+        logger.error("step %d is not saved: %s", self._loops.step, problem)
         return False
 
     def request_stop(self, reason: str, exit_code: int = 0) -> None:
@@ -683,14 +665,14 @@ class Guard(LayeredGuard):
         if self._loops.step and not self._known and self._finished_step:
             self._loaders.take_all_as_used()
             self._boundaries.copy(self._loops.position)
-        self._ending.finish(self._step, self._already_durable())
+        self._ending.finish(self._loops.step, self._already_durable())
 
     def _end_cut_step(self) -> int:
         """An exception came after everything that belongs to the step: count the step."""
         self.boundary()
-        self._log_filter.step = self._step
-        self._step_gate.arrive(self._step)
-        return self._step
+        self._log_filter.step = self._loops.step
+        self._step_gate.arrive(self._loops.step)
+        return self._loops.step
 
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""

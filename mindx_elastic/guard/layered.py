@@ -1,11 +1,14 @@
 """What layers above a guard call (`Model.train`, integrations of trainers), and what it says of the size of its job.
 
-All calls of layers but `reach_resumed_step` come before the guard is entered.
+`serve_layer`, `expect_no_look_ahead` and `take_place` are for before the guard is entered.
 """
 
 from __future__ import annotations
 
+import sys
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
@@ -72,6 +75,29 @@ class LayeredGuard:
         What code has changed on the way there (random streams, objects) is put back; on a fresh start there is nothing
         to do."""
         self._loops.reach_resumed_step()
+
+    def open(self) -> None:
+        """Enter the guard, for a host that calls the program back, so that no ``with`` block can be written. If it
+        raises, the guard is closed again."""
+        self._enter(sys._getframe(1))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the guard that `open` has entered. `error`: the exception that has ended the training; None: it is
+        done.
+
+        With an error the last boundary is saved as the policies say, and the host raises the error again. Raises
+        GracefulExit where the job is to stop, also without an error.
+        """
+        self.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+
+    @abstractmethod
+    def _enter(self, frame: FrameType) -> None:
+        """`frame`: of the program's function that enters the guard."""
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
 
     # --- the size of the job ---
 
