@@ -87,7 +87,7 @@ def test_a_report_is_the_same_after_it_has_been_written_and_read(reports: dict[i
 
 @pytest.mark.parametrize(
     "change",
-    [{"step": -1}, {"attempt": 1 << 61}, {"step": "seven"}, {"orders": 3}, {"orders": {"m": ["x"]}}, {"step": None}],
+    [{"step": -1}, {"attempt": 1 << 64}, {"step": "seven"}, {"orders": 3}, {"orders": {"m": ["x"]}}, {"step": None}],
 )
 def test_what_is_no_report_is_refused(change: Mapping[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
