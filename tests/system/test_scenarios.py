@@ -196,7 +196,7 @@ def test_what_moves_before_the_forward_is_the_ranks_own_bit_for_bit(
 @drill
 def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     _, resumed = killed_by_hand(tmp_path, "own_losses", "1:5:end", 5)
-    told = resumed.matches(rf"WARNING rank 1 was killed .*{MAY_DIFFER}: losses \(differs from rank to rank; this")
+    told = resumed.matches(rf"WARNING rank 1 ended .*{MAY_DIFFER}: losses \(differs from rank to rank; this")
     assert len(told) == 1 and "losses" in notes(tmp_path, 1), resumed.report()
     assert_same_end(resumed, uninterrupted(JOB, 2, "own_losses"))  # all else is the rank's own
     assert said(resumed, "LOSSES 1") == ["LOSSES 1 17"], "one of its 18 is lost, and none is rank 0's"
@@ -206,7 +206,7 @@ def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, unint
 @pytest.mark.parametrize("scenario", ["rank_zero_dict", "rank_zero_dict_named"])
 def test_an_object_of_the_killed_rank_alone_is_its_last_copy(tmp_path: Path, scenario: str) -> None:
     _, resumed = killed_by_hand(tmp_path, scenario, "0:5:end", 5)
-    told = rf"WARNING rank 0 was killed .*{MAY_DIFFER}: ema \(.*this rank's last known"
+    told = rf"WARNING rank 0 ended .*{MAY_DIFFER}: ema \(.*this rank's last known"
     assert resumed.matches(told) and "ema" in notes(tmp_path, 0), resumed.report()
 
 
@@ -251,7 +251,7 @@ def test_a_rank_killed_in_an_update_keeps_the_order_of_its_own_sampler(
     assert said(job, "ORDER") == [line for line in said(whole, "ORDER") if not line.startswith(made_again)]
     assert_same_end(job, whole)
     # After an epoch's last step comes code that may read what the step has set.
-    assert step % 3 == 0 or not job.matches("WARNING.*killed before it had kept"), job.report()
+    assert step % 3 == 0 or not job.matches("WARNING.*ended before it had kept"), job.report()
     assert not job.matches("gives other samples"), job.report()
 
 
@@ -272,7 +272,7 @@ def test_what_the_program_sets_on_its_data_set_is_set_when_a_rank_was_killed(
 ) -> None:
     job = killed_under_agent(tmp_path, scenario, kill, ranks=ranks, recover=recover)
     assert_same_end(job, uninterrupted(JOB, ranks, scenario))
-    assert not job.matches("WARNING.*(killed before it had kept|not kept|the guard does not keep)"), job.report()
+    assert not job.matches("WARNING.*(ended before it had kept|not kept|the guard does not keep)"), job.report()
 
 
 @pytest.mark.parametrize(
