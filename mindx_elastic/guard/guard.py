@@ -538,6 +538,7 @@ class Guard(LayeredGuard):
         self._collector.return_to_boundary()
         if self._around.memory is not None and self._cut:
             self._around.memory.at_boundary(self._loops.step, tail_follows=is_foreseen, after_tail=True)
+            self._around.memory.finish_copy()  # a kill in that code is to find it
         if not is_foreseen:
             self._save_if_due()
         self._collector.leave_boundary()
