@@ -36,9 +36,9 @@ _MOST = 4
 _NUMBERS = (bool, int, float)
 _PLAIN = (*_NUMBERS, str, type(None))
 _OBJECTS, _CODE, _DATA, _SEED = "objects", "code", "data", "seed"
+"""Keys in the file."""
 _LARGEST_CHOSEN = (1 << 32) - 1
 """numpy takes no larger seed. A process that no one has seeded has 64 random bits, other ones at each start."""
-"""Keys in the file."""
 _STEPS = (0, *(digit * 10**power for power in range(5) for digit in (1, 2, 5)), 100_000)
 _MOST_RUNS, _LONGEST = 64, 80
 _LARGEST = 1e9  # beyond are times and identities

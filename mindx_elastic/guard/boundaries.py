@@ -220,7 +220,6 @@ class Boundaries:
                 "is entered and switch them on by requires_grad or a flag of your own, or train the next phase under a "
                 "guard with its own directory",
             )
-
         for name, scheduler, count in self._num_functions:
             if _num_functions_of(scheduler) != count:
                 self._unmanaged.certain(

@@ -441,7 +441,7 @@ class Guard(LayeredGuard):
 
     def boundary(self, *, retake: bool = False) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state. `retake`: also into memory, since
-        ``finish_step(retake=True)`` comes late: a kill in the code between the two costs nothing."""
+        ``finish_step(retake=True)`` comes late: a kill in the code between the two loses no boundary."""
         if self not in entered:  # no call in a step
             require_entered(self, "step_end()")
         if self._evaluations.depth:

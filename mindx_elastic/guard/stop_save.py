@@ -137,8 +137,9 @@ class StopSave:
             self.failure = f"{type(error).__name__}: {error}"
             expected = isinstance(error, (SaveError, UnsupportedStateError))
             logger.error("step %d could not be saved: %s", step, self.failure, exc_info=not expected)
+            self._events.emit("save", step=step, reason=alarm.reason, outcome=f"failed: {self.failure}")
             self._saver.keep_unsaved(step, alarm.deadline.remaining_s() / 4)
-            self._fail(step, alarm.reason, f"failed: {self.failure}")
+            self._state.move(StopPhase.FAILED)
             return
         self._note(result.path, step)
         since = time.monotonic() - self._state.heard_at

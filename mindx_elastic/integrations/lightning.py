@@ -141,8 +141,12 @@ class ElasticCallback(Callback):
             guard.expect_no_look_ahead()
         without = _without_state(trainer)
         kept = [each for each in trainer.callbacks if not any(each is one for one in without.values())]
-        short = True  # limit_train_batches
-        guard.serve_layer({"module": module}, kept=[trainer, *kept], own=without, has_short_epochs=short)
+        guard.serve_layer(
+            {"module": module},
+            kept=[trainer, *kept],
+            own=without,
+            has_short_epochs=True,  # limit_train_batches
+        )
         guard.open()
         self.guard, self._loops = guard, loops
         self._wrap(trainer, loops, guard)

@@ -246,6 +246,36 @@ def test_what_is_kept_for_a_tail_has_names_that_a_message_can_say() -> None:
     assert {"loss", "averages.total"} <= set(names_of_tail_values(found))
 
 
+class Job:
+    """Its loop is over a generator of its own, and a method makes the steps."""
+
+    def __init__(self) -> None:
+        self.rank, self.total = 1, 0.0
+
+    def epochs(self, begun: list[EpochValues]) -> Iterator[int]:
+        begun.append(EpochValues(sys._getframe(), ()))
+        yield 1
+
+    def step(self, values: EpochValues) -> dict[str, Any]:
+        self.total += 1.0
+        return values.changed(sys._getframe())
+
+
+def train(job: Job) -> dict[str, Any]:
+    begun: list[EpochValues] = []
+    found: dict[str, Any] = {}
+    for _ in job.epochs(begun):
+        found = job.step(begun[0])
+    return found
+
+
+def test_what_no_step_has_changed_is_not_kept_for_a_tail() -> None:
+    """Neither of the functions around the loop nor of an object with another name there: another rank may get it."""
+    rank = 1
+    names = set(names_of_tail_values(tail_values_in({"tail_values": train(Job())})))
+    assert "self.total" in names and not {"self.rank", "job.rank", "rank"} & names and rank
+
+
 def test_a_view_of_the_data_is_not_written_into() -> None:
     data, rows = torch.zeros(4, 2), np.zeros((4, 2))
     x = data[:2]

@@ -21,7 +21,6 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 __all__ = ["ReboundState"]
 
 _KINDS = (torch.Tensor, np.ndarray, list, dict)
-_IN_PLACE = "tensor.copy_((...).detach()), array[...] = ..., list[:] = ..., dict.update(...)"
 
 
 class ReboundState:
@@ -50,6 +49,16 @@ class ReboundState:
                 self._unmanaged.risk(
                     f'the variable {name} is bound to another object than stateful["{key}"]: checkpoints hold the '
                     "first one",
-                    f"Change that object in place where the loop has {name} = ... ({_IN_PLACE}), or name a dict that "
-                    "has it",
+                    f"Change that object in place, {_in_place(name, target)} where the loop has {name} = ..., or name "
+                    "a dict that has it",
                 )
+
+
+def _in_place(name: str, target: Any) -> str:
+    if isinstance(target, torch.Tensor):
+        return f"{name}.copy_((...).detach())"
+    if isinstance(target, np.ndarray):
+        return f"{name}[...] = ..."
+    if isinstance(target, list):
+        return f"{name}[:] = ..."
+    return f"new = ...; {name}.clear(); {name}.update(new)"

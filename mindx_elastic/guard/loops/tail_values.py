@@ -20,6 +20,7 @@ sets them. (To take the last step once more would give the tail the loss of othe
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
 import sys
@@ -78,11 +79,13 @@ class EpochValues:
     def __init__(self, frame: FrameType | None, kept: Collection[int]) -> None:
         """`frame`: that of the loop. `kept`: `id` of what the guard keeps by itself, and of data sets."""
         self._kept = kept
-        place = next(program_frames(frame), None)
+        # A generator of the program's own hands the epochs on: it does not run at a boundary, who asks it does.
+        frames = (at for at in program_frames(frame) if not at.f_code.co_flags & inspect.CO_GENERATOR)
+        place = next(frames, None)
         self._outermost = None if place is None else place.f_code
         self._before = {
-            (owner, name): value if type(value) in _SCALARS else _copied(value)[1]
-            for _, owner, name, value in (() if place is None else self._values_of(place))
+            (identity, name): value if type(value) in _SCALARS else _copied(value)[1]
+            for _, (_, identity), name, value in (() if place is None else self._values_of(place))
         }
 
     def changed(self, frame: FrameType, *, outermost_only: bool = False) -> dict[str, dict[str, Any]]:
@@ -96,7 +99,7 @@ class EpochValues:
         for at in program_frames(frame):
             is_outermost = at.f_code is self._outermost
             for scope, (of, identity), name, value in self._values_of(at) if is_outermost or not outermost_only else ():
-                before = self._before.get(((of, identity), name), _Unknown)
+                before = self._before.get((identity, name), _Unknown)
                 if (of and outermost_only) or (
                     type(value) in _SCALARS and type(before) is type(value) and before == value
                 ):
@@ -117,7 +120,7 @@ class EpochValues:
     def _values_of(self, frame: FrameType) -> Iterator[tuple[str, tuple[str, object], str, Any]]:
         """Scope, owner, name and value of the variables of its function, of the one that loops over epochs the module's
         too, and of the attributes of the program's own objects in them. An owner is the name of the object (empty: the
-        function or the module itself), and what tells it from others of that name."""
+        function or the module itself), and what it is in every function, whatever it is called there."""
         scopes = {_function_of(frame): locals_of(frame)}
         if frame.f_code is self._outermost and frame.f_code.co_name != "<module>":
             scopes[_globals_of(frame)] = frame.f_globals
