@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from mindx_elastic.core.printable import printable
 
-__all__ = ["Between", "Text", "Words", "read", "read_text", "read_value"]
+__all__ = ["Between", "Text", "Words", "load_json", "read", "read_text", "read_value"]
 
 _T = TypeVar("_T")
 
@@ -87,6 +87,21 @@ def read_text(kind: type[_T], text: str | bytes, most: int) -> _T:
     except (ValueError, RecursionError):
         raise ValueError("it is not JSON") from None
     return read(kind, content)
+
+
+def load_json(text: str | bytes) -> Any:
+    """As `json.loads`, for files that platforms and people write: raises ValueError also for an object with one key
+    twice. Which of the two values counts is not known."""
+
+    def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"an object has the key {printable(key, 60)!r} twice")
+            found[key] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=without_doubles)
 
 
 @cache

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.core.fields import load_json
 from mindx_elastic.platforms.small_files import read_regular
 
 __all__ = [
@@ -81,7 +82,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
     if len(text) > MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES >> 20} MiB")
     try:
-        content = json.loads(text)
+        content = load_json(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not readable JSON yet ({error})") from None
     if not isinstance(content, dict):

@@ -10,7 +10,6 @@ thread never touches it (opening and parsing it costs 11.7 us a step).
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 import xxhash
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.fields import load_json
 from mindx_elastic.core.posix import start_ticks
 from mindx_elastic.platforms.small_files import read_regular
 
@@ -161,7 +161,7 @@ class FlagFile:
 
     def _wanted(self, text: bytes) -> bool | None:
         try:
-            content = json.loads(text.decode())
+            content = load_json(text.decode())
         except (ValueError, RecursionError) as error:
             self._warn(f"is not readable JSON yet ({error})")
             return None

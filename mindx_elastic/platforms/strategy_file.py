@@ -22,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.core.fields import load_json
 from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, Layout
 from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 from mindx_elastic.errors import StrPath, UsageError
@@ -199,7 +200,7 @@ def _check_not_cut(name: str, pieces: Sequence[Any], offsets: Sequence[Any], fie
 
 
 def _from_json(data: bytes) -> Content:
-    content = json.loads(data)
+    content = load_json(data)
     if not isinstance(content, dict):
         raise UsageError("not a JSON object")
     if "tensors" in content:

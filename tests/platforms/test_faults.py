@@ -152,6 +152,7 @@ def test_the_check_code_of_a_reset_config_may_cover_all_its_keys(tmp_path: Path)
         ({"FaultRanksIds": ["1"]}, "has none of the keys FaultRankIds, FaultRank"),
         ({"RankList": [entry(1, "Unrecoverd")]}, "has the Status 'Unrecoverd' for rank 1"),
         ({"RankList": [], "FaultRank": []}, "at once"),
+        ('{"FaultRankIds": ["1"], "CreatTime": 1, "FaultRankIds": ["2"]}', "the key 'FaultRankIds' twice"),
         ({"kind": "ConfigMap", "data": {"fault-npus": REPORT}}, "expected what stands under fault-npus"),
     ],
 )

@@ -68,6 +68,7 @@ def test_deleted_and_set_again(path: Path) -> None:
 BAD = {
     "half-written": b'{"GracefulEx',
     "a long word": b'{"GracefulExit": "' + b"y" * 900_000 + b'"}',
+    "one key twice": b'{"GracefulExit": 1, "GracefulExit": 0}',
     "too deep": b"[" * 200_000,
     "huge": b" " * (2 << 20) + b'{"GracefulExit": 1}',
 }

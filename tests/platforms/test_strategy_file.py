@@ -257,6 +257,8 @@ JSON_BOMBS = {
     "deep": "[" * 100_000,
     "many ranks": '{"tensors": [], "layouts": [], "world_size": 999999999}',
     "bad shape": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [1, 0], "tensor_shape": [4]}}}',
+    "one twice": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}, "w": {"dev_matrix": [4], '
+    '"tensor_map": [0]}}}',
     "huge mesh": '{"parallel_layout_item": {"w": {"dev_matrix": [4611686018427387903, 9], "tensor_map": [0]}}}',
 }
 
