@@ -64,8 +64,6 @@ OF_LIBRARIES = {f"{PACKAGE}.integrations.{name}": name for name in ("accelerate"
 """Modules that cannot be imported without a library that is not a requirement."""
 CODE_LOADERS = {"cloudpickle", "cPickle", "dill", "joblib", "marshal", "pickle", "runpy", "shelve"}
 CODE_RUNNERS = {"compile", "eval", "exec", "execfile"}
-WEIGHTS_READER = f"{PACKAGE}.convert.torch_file"
-"""The one module that may call ``torch.load``, and only with a literal ``weights_only=True``: to read foreign files."""
 SCRIPT_RUNNER = f"{PACKAGE}.core.script"
 """The one module that may call ``exec``: on the user's own script, which ``mindx-elastic run`` or ``prove`` names."""
 FORBIDDEN_CALLS = {"numpy.load", "torch.load", "torch.serialization.load", "yaml.load", "yaml.unsafe_load", "os.system"}
@@ -265,14 +263,6 @@ def aliases(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def reads_weights_only(module: Module, call: ast.Call, full: str) -> bool:
-    """Whether a call is ``torch.load(..., weights_only=True)``, spelled out, in the module that may do so."""
-    literal = [k.value for k in call.keywords if k.arg == "weights_only"]
-    plain = len(literal) == 1 and isinstance(literal[0], ast.Constant) and literal[0].value is True
-    spread = any(k.arg is None for k in call.keywords)
-    return module.name == WEIGHTS_READER and full == "torch.load" and plain and not spread
-
-
 def risky_code(module: Module) -> list[str]:
     """Places where the module could run code out of a file, a message or a string."""
     tree = module.tree
@@ -288,7 +278,7 @@ def risky_code(module: Module) -> list[str]:
         full = known_as.get(first, first) + dot + rest
         if module.name == SCRIPT_RUNNER and full == "exec":
             continue
-        if (full in CODE_RUNNERS or full in FORBIDDEN_CALLS) and not reads_weights_only(module, node, full):
+        if full in CODE_RUNNERS or full in FORBIDDEN_CALLS:
             found.append(f"line {node.lineno}: {called}")
         found += [f"line {node.lineno}: shell=True" for k in node.keywords if k.arg == "shell"]
     return sorted(found)

@@ -97,7 +97,7 @@ def _common(
     mindx-elastic pause                           let all ranks wait at one step; then: resume
     mindx-elastic inspect ckpt                    list the checkpoints; verify recomputes every digest
     mindx-elastic plan ckpt                       say from which step the next start would resume, and why
-    mindx-elastic convert ckpt weights.pt         convert to and from other programs' formats
+    mindx-elastic convert ckpt weights.pt         weights for other programs
     mindx-elastic doctor ckpt --state 18GiB       before the first run: is anything wrong?
     mindx-elastic prove -- train.py               stop and resume it, and compare every step
     mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost?

@@ -123,13 +123,13 @@ def _drill(drill: Drill, asked: ScriptOptions, faults: Sequence[Fault], number: 
     from mindx_elastic.prove.runs import Runs
 
     leftovers = DrillLeftovers()
-    with progress_of_runs() as bar:
+    with progress_of_runs() as show_runs:
         options: dict[str, Any] = {"fresh": asked.fresh, "keep": asked.keep, "timeout_s": asked.timeout}
         runs = Runs(asked.command, on_end=leftovers.after_run, **options)
         with runs:
             leftovers.known |= runs.own_processes
             drawn: dict[str, Any] = {"number": number, "seed": seed, "steps": asked.steps}
-            Driller(asked.command, runs, leftovers, faults=faults, show=bar.show_runs, into=drill, **drawn).drill()
+            Driller(asked.command, runs, leftovers, faults=faults, show=show_runs, into=drill, **drawn).drill()
 
 
 def _tell(drill: Drill, asked: ScriptOptions, seconds: float) -> None:

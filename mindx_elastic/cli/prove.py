@@ -87,8 +87,8 @@ def _prove(asked: ScriptOptions, stops: int | None, seed: int) -> ProofReport:
     from mindx_elastic.prove.runs import Runs
 
     made = Runs(asked.command, fresh=asked.fresh, keep=asked.keep, timeout_s=asked.timeout)
-    with progress_of_runs() as bar, made as runs:
-        return prove(runs, stops=stops, steps=asked.steps, seed=seed, show=bar.show_runs)
+    with progress_of_runs() as show_runs, made as runs:
+        return prove(runs, stops=stops, steps=asked.steps, seed=seed, show=show_runs)
 
 
 def _tell(proof: ProofReport, asked: ScriptOptions, seconds: float) -> None:

@@ -137,13 +137,13 @@ def check_entries(entries: Sequence[CatalogEntry], owners: Owners) -> list[list[
 
     verdicts = []
     total = sum(entry.size for entry in entries if entry.header is not None)
-    with progress_of_bytes("verifying", total) as bar:
+    with progress_of_bytes("verifying", total) as advance:
         for entry in entries:
             if entry.header is None or entry.info is None:
                 verdicts.append([entry.problem or "unreadable"])
             else:
                 # Without the path in front: every place that shows them has named the file already.
-                problems = verify_file(entry.path, owners, on_bytes=bar.advance)
+                problems = verify_file(entry.path, owners, on_bytes=advance)
                 prefix = printable(f"{entry.path}: ")
                 verdicts.append([printable(problem).removeprefix(prefix) for problem in problems])
     return verdicts

@@ -59,7 +59,8 @@ class OurStep:
 def find_step(path: Path, step: int | None) -> OurStep:
     """What to convert: a file, or of a directory the newest step all of whose tensors are there, or `step`.
 
-    Raises NoUsableCheckpointError when there is nothing, UsageError for one rank's file of a sharded job.
+    Raises NoUsableCheckpointError when there is nothing, CorruptCheckpointError when nothing can be used, UsageError
+    for one rank's file of a sharded job.
     """
     if not path.is_dir():
         file = RankFile(path, read_header(path))
@@ -88,7 +89,8 @@ def find_step(path: Path, step: int | None) -> OurStep:
         shown = f"; steps found: {', '.join(map(str, numbers[-8:]))}" if numbers else ""
         bad = [f"{one.path}: {one.problem}" for one in inventory.entries.values() if one.problem and one.looks_ours]
         shown += f"; cannot be used: {'; '.join(bad[:4])}" if bad else ""
-        raise NoUsableCheckpointError(f"no {wanted} found in {path}{shown}", path=path)
+        kind = CorruptCheckpointError if bad and not there else NoUsableCheckpointError
+        raise kind(f"no {wanted} found in {path}{shown}", path=path)
     chosen = next((each for each in steps if each.is_complete or _is_whole(each)), steps[0])
     first = chosen.entries[0].header
     assert first is not None  # the entries of a step have good ones
@@ -119,13 +121,13 @@ def _doubt(chosen: SavedStep, steps: Sequence[SavedStep]) -> str:
     return "; ".join(notes)
 
 
-def read_step(step: OurStep, component: str | None, everything: bool, scratch: Scratch) -> dict[str, Any]:
+def read_step(step: OurStep, component: str, everything: bool, scratch: Scratch) -> dict[str, Any]:
     """The components, the model under `MODEL`; `everything`: all of them.
 
     Raises UsageError for a component that is not there, CorruptCheckpointError for a tensor, or a part of one, that no
     file holds sound, MismatchError where files of the ranks do not fit together.
     """
-    return _Step(step, scratch).read(component or MODEL, everything)
+    return _Step(step, scratch).read(component, everything)
 
 
 class _Step:

@@ -169,7 +169,7 @@ def test_a_start_takes_what_is_sound(hostile: str, directory: Path) -> None:
         ["verify", "{directory}"],
         ["plan", "{directory}", "--json"],
         ["plan", "{directory}", "--world-size", "2"],
-        ["convert", "{file}", "{made}", "--all", "--to", "mindx"],
+        ["convert", "{file}", "{made}"],
     ],
     ids=" ".join,
 )

@@ -1,8 +1,7 @@
-"""Checkpoints to convert, in every format; and pickles that leave a mark when they are run."""
+"""Checkpoints to convert."""
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -110,13 +109,3 @@ def part(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     for dim, (start, stop) in enumerate(layout.box(tuple(tensor.shape), layout.shard_of(rank))):
         tensor = tensor.index_select(dim, torch.arange(start, stop))
     return tensor
-
-
-class Marker:
-    """Unpickled by code that runs what it reads, it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)

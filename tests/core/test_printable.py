@@ -131,8 +131,7 @@ def test_every_command(hostile: Path, command: Callable[..., str], tmp_path: Pat
         ("convert", good, tmp_path / "all.pt", "--all"),
         ("convert", hostile, tmp_path / NAME),
         ("convert", bad, other),
-        ("convert", good, other, "--component", HOSTILE),
-        ("convert", good, tmp_path / "x", "--to", HOSTILE),
+        ("convert", good, tmp_path / "x.pt", "--component", HOSTILE),
         ("inspect", hostile / HOSTILE),
         ("status", hostile / HOSTILE),
     ):

@@ -320,7 +320,7 @@ def commands(case: str, folder: Path) -> None:
         status = json.loads(ask("status", folder / "run", "--json"))
         said["status"] = {name: status[name] for name in ("attempts", "totals")}
     weights = folder / "weights.safetensors"
-    ask("convert", ckpt, weights, "--to", "mindspore")
+    ask("convert", ckpt, weights)
     with safe_open(weights, "pt") as file:
         said["convert"] = {name: digest(file.get_tensor(name)) for name in sorted(file.keys())}
     weights.unlink()

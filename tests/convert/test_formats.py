@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mindx_elastic.convert.conversion import ConversionRequest, convert
+from mindx_elastic.convert.plain_file import write_plain
+from mindx_elastic.errors import UnsupportedStateError
+from tests.convert.samples import assert_same_model, job_state, model_state, write_rank
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    write_rank(tmp_path / "ckpt", 0, 1, job_state())
+    return tmp_path / "ckpt"
+
+
+def test_the_model(ours: Path, tmp_path: Path) -> None:
+    in_torch, plain = tmp_path / "m.pt", tmp_path / "m.safetensors"
+    for made in (in_torch, plain):
+        result = convert(ConversionRequest(source=ours, destination=made))
+        assert (result.step, result.num_tensors) == (17, len(model_state()))
+    assert_same_model(torch.load(in_torch, weights_only=True), model_state())
+    assert_same_model(load_file(plain), model_state())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", "m.pt", "m.safetensors"]
+
+
+def test_everything(ours: Path, tmp_path: Path) -> None:
+    convert(ConversionRequest(source=ours, destination=tmp_path / "m.pt", everything=True))
+    state, expected = torch.load(tmp_path / "m.pt", weights_only=True), job_state()
+    assert set(state) == set(expected)
+    assert_same_model(state["model"], expected["model"])
+    assert list(map(int, state["optimizer"]["state"])) == [0, 10]
+    (group,) = state["optimizer"]["param_groups"]
+    assert group["lr"] == 0.1 and tuple(group["betas"]) == (0.9, 0.999) and group["params"] == [0, 10]
+    assert state["progress"] == expected["progress"]
+    assert [int(n) for n in state["rng"]["numpy"]] == [0, 1, 2, 3] and float(state["rng"]["x"]) == 1.5
+
+
+def test_a_module_s_state_keeps_its_version_numbers(tmp_path: Path) -> None:
+    write_rank(tmp_path / "ckpt", 0, 1, {"model": torch.nn.BatchNorm1d(3).state_dict()})
+    convert(ConversionRequest(source=tmp_path / "ckpt", destination=tmp_path / "m.pt"))
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert state._metadata[""]["version"] == 2
+    torch.nn.BatchNorm1d(3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse()])
+def test_types_that_a_plain_file_cannot_hold(tmp_path: Path, tensor: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"^x: a plain safetensors file cannot hold"):
+        write_plain(tmp_path / "x", {"x": tensor})
+    with pytest.raises(UnsupportedStateError, match="__metadata__"):
+        write_plain(tmp_path / "x", {"__metadata__": torch.ones(1)})
+    assert not (tmp_path / "x").exists()
