@@ -20,8 +20,9 @@ __all__ = ["progress_of_bytes", "progress_of_runs", "working"]
 
 def _progress(*columns: ProgressColumn) -> Progress:
     is_hidden = not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown")
-    shown = ("{task.description}", *columns, TimeElapsedColumn())
-    return Progress(*shown, console=make_console(stderr=True), transient=True, disable=is_hidden)
+    console = make_console(stderr=True)
+    ends = TimeElapsedColumn()
+    return Progress("{task.description}", *columns, ends, console=console, transient=True, disable=is_hidden)
 
 
 @contextmanager

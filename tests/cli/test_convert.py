@@ -53,13 +53,14 @@ def test_nothing_is_overwritten_unasked(run: Run, ckpt: Path, tmp_path: Path) ->
 def test_wrong_usage_is_named(run: Run, ckpt: Path, tmp_path: Path) -> None:
     (tmp_path / "folder.pt").mkdir()
     source = ckpt / "resnet-2_7.safetensors"
-    for words, message in [
+    cases: list[tuple[list[Any], str]] = [
         ([tmp_path / "folder.pt", "--force"], "is a folder; give the name of a file"),
         ([source, "--force"], "is the source"),
         ([tmp_path / "no" / "where.pt"], "is not a folder; make it first"),
         ([tmp_path / "x.onnx"], "give a name that ends in .pt, .pth, .bin, .safetensors"),
         ([tmp_path / "x.safetensors", "--all"], "leave out --all, or write a .pt file"),
-    ]:
+    ]
+    for words, message in cases:
         result = run("convert", source, *words)
         assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
     assert names(tmp_path) == ["ckpt", "folder.pt"]
