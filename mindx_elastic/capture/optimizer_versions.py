@@ -31,6 +31,7 @@ class OptimizerVersions:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._replaces = False
+        self._num_states = 0
         self._ends: list[Any] = []
         self._collect(self._look())
         self._versions = list(map(_version_of, self._tensors))
@@ -52,12 +53,14 @@ class OptimizerVersions:
         every = [] if self._replaces else [each for each in self._optimizer.state.values() if isinstance(each, dict)]
         self._tensors = now if self._replaces else _tensors(chain(*map(dict.values, every)))
 
-    def note(self) -> None:
-        """A boundary is passed."""
-        ends = self._look()
+    def note(self) -> bool:
+        """A boundary is passed. Returns whether the optimizer has the state of more parameters than ever before."""
+        ends, before = self._look(), self._num_states
         if list(map(id, ends)) != self._ids:
+            self._num_states = max(before, len(self._optimizer.state))
             self._collect(ends)
         self._versions = list(map(_version_of, self._tensors))
+        return self._num_states > before
 
     def num_changed(self) -> int:
         """How many tensors were changed or replaced since the boundary."""

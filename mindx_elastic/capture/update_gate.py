@@ -109,6 +109,8 @@ class UpdateGate:
         parameters hold other weights now, which no version counter need show."""
         self.hidden: Callable[[], str | None] | None = None
         """Says that parameters have changed since the boundary without torch's knowledge, where that is looked at."""
+        self.has_more_state = False
+        """An optimizer has state for more parameters than ever at a boundary before; reset by the reader."""
         self._updates: dict[int, int] = {}  # in this step, by optimizer
         self._usual: dict[int, int] = {}
         self._added: list[int] | None = None  # to the version counters by the last step with updates
@@ -239,7 +241,7 @@ class UpdateGate:
         if self._versions is not noted:
             versions = self._versions  # of other parameters: see `follow`
         for optimizer in self._optimizers:
-            optimizer.note()
+            self.has_more_state |= optimizer.note()
         with self._lock:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions

@@ -152,7 +152,7 @@ class Boundaries:
         self.is_look = number <= FIRST_LOOKS or not number & (number - 1)
         if self.is_look and self._hooks.watched:
             self._hooks.look()
-        if number == 1 or (self.is_look and number > FIRST_LOOKS):  # most optimizers have a state from their first step
+        if number == 1 or self.gate.has_more_state or (self.is_look and number > FIRST_LOOKS):
             self._pack_for_trial(refuses=number == 1)
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
@@ -168,7 +168,7 @@ class Boundaries:
     def _pack_for_trial(self, *, refuses: bool) -> None:
         """Make all of a file but its bytes: what no checkpoint can hold is found here, and not at the stop. `refuses`:
         else it warns, since to refuse late would throw away the steps that were done."""
-        collector = self._collector
+        collector, self.gate.has_more_state = self._collector, False
         try:
             for component in collector.components.values():
                 if isinstance(component, (OptimizerComponent, PlainComponent)):

@@ -318,8 +318,8 @@ class Reserve:
             self._pin = PinnedMemory(self._blocks.data_ptr(), len(ring), device)
 
     def make_room(self, num_tensors: int) -> None:
-        """Reserve room for a state of so many tensors: an optimizer has most of its own from the first step on. One
-        thread. Raises OSError when there is no room."""
+        """Reserve room for a state of so many tensors: an optimizer gets its own with its steps. One thread. Raises
+        OSError when there is no room."""
         rooms = self._rooms
         if rooms is None:
             return  # the save has begun

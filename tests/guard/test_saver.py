@@ -29,7 +29,7 @@ from mindx_elastic.persist.writer import write_checkpoint
 from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
 from tests.guarded import Job, stop_and_wait, stop_at, stopped, weights_of_uninterrupted
-from tests.harness import events, unshared_mappings
+from tests.harness import events, run_job, unshared_mappings
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -287,3 +287,8 @@ def test_a_dying_save_has_room_for_the_state_that_the_optimizer_makes_in_its_fir
         room_kib.append(sum(unshared_mappings().values()) - before)
     assert room_kib[0] >= 1000 * 2 and room_kib[1] >= 4000 * 2, room_kib
     assert sum(unshared_mappings().values()) == before
+
+
+def test_a_dying_save_has_the_memory_for_layers_that_are_trained_since_a_few_steps(tmp_path: Path) -> None:
+    job = run_job("unfreezing.py", tmp_path, env={"MINDX_OVERLAP": "0"}, code=143, fresh=True)
+    assert list(tmp_path.glob("net-1_*_breakpoint.safetensors")), job.report()
