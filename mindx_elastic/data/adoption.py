@@ -103,7 +103,7 @@ class Adoption:
             order = "goes through its data set in order"
         if asked(self.loader.sampler, "num_replicas") is not None:
             order += "; its DistributedSampler says which part each rank gets, and need not be told the epoch"
-        return f"{what} {order}; what is drawn for a sample is a function of (seed, epoch, index)"
+        return f"{what} {order}; what is drawn for a batch is a function of (seed, epoch, place)"
 
 
 def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoader) -> type[DataLoader[Any]]:

@@ -1,9 +1,9 @@
 """The random generators that a data set uses: on itself, in its transforms, in the functions that they call and in the
 objects that these name (a global transform).
 
-Augmentation libraries keep their own generators (``self.rng = np.random.default_rng(0)``), which run on from sample
-to sample. To make a sample a function of its index they are found here and seeded for each sample, as the global
-streams are.
+Augmentation libraries keep their own generators (``self.rng = np.random.default_rng(0)``), which run on from batch
+to batch. To make a batch a function of its place they are found here and seeded for each batch, as the global streams
+are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from mindx_elastic.core.looks import askable, attributes_of, is_comparable, items_of
 from mindx_elastic.data.permutation import mix
 
-__all__ = ["find_generators", "is_generator", "may_read_streams", "seed_generators", "set_state", "state_of"]
+__all__ = ["find_generators", "is_generator", "seed_generators", "set_state", "state_of"]
 
 _OWN = 7  # keeps their seeds apart from the other hashes
 _MOST_OBJECTS, _DEEPEST, _LONGEST = 4000, 8, 256
@@ -35,20 +35,7 @@ _METHODS = (
     *("apply", "forward", "get_params", "transform"),
 )
 """What is called of an object that is reached; other methods as they are named."""
-_READERS = frozenset(
-    ("fork_rng", "get_rng_state", "get_state", "getstate", "initial_seed", "set_rng_state", "set_state", "setstate")
-)
 _KNOWN = frozenset(("torch", "numpy", "builtins", __name__.partition(".")[0], *sys.stdlib_module_names)) - {"__main__"}
-_MORE = object()
-
-
-def may_read_streams(root: Any) -> bool:
-    """Whether code that can be reached from `root` may use the state of a global stream without moving it: it names one
-    of the functions that read, set or fork one. True also where there is too much code to look through."""
-    return any(
-        value is _MORE or (type(value) is types.FunctionType and not _READERS.isdisjoint(_names_of(value.__code__)))
-        for _, value in _reach(root)
-    )
 
 
 def _is_known(value: Any) -> bool:
@@ -83,7 +70,7 @@ def find_generators(root: Any, *, excluding: Any = None) -> dict[str, Any]:
 def _reach(root: Any, excluding: Any = None) -> Iterator[tuple[str, Any]]:
     """What the code that loads samples can get at, each once, with its place: attributes, items, closures and defaults,
     the globals that functions name, methods and class attributes by the names that functions have for them. Objects
-    come before code. The last one is `_MORE` where there is too much."""
+    come before code."""
     seen = {id(root), id(excluding), *_GLOBAL}
     objects, code = deque([("", root, 0)]), deque[tuple[str, Any, int]]()
     kinds: dict[type, tuple[str, int]] = {}
@@ -104,7 +91,6 @@ def _reach(root: Any, excluding: Any = None) -> Iterator[tuple[str, Any]]:
                 continue
             count += 1
             if count >= _MOST_OBJECTS:
-                yield place, _MORE
                 return
             seen.add(id(part))
             found = (f"{place}.{name}" if place else name, part, depth + 1)

@@ -24,15 +24,8 @@ from mindx_elastic.core.looks import has_method, length_of
 from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.iteration import Engine, EngineLoader
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import (
-    SIZES,
-    Cursor,
-    check_numbers,
-    check_streams,
-    check_unchanged,
-    whole_number,
-)
-from mindx_elastic.data.random_streams import VERSION, SeededDataset, StreamUse, as_collated
+from mindx_elastic.data.position import Cursor, check_numbers, check_streams, check_unchanged, whole_number
+from mindx_elastic.data.random_streams import VERSION, SeededDataset, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock, keeps_state
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.track import LoaderMark
@@ -52,7 +45,7 @@ _REPLACED = {
 
 
 class ResumableLoader(EngineLoader, DataLoader[Any]):
-    """A DataLoader whose order, batches and augmentation are functions of (seed, epoch, index).
+    """A DataLoader whose order, batches and augmentation are functions of (seed, epoch, place).
 
     A position is a few numbers. Resuming costs the same at every batch, and `num_workers` may change.
 
@@ -68,7 +61,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             exactly once an epoch, and every rank gets the same number of batches (see `EpochPlan`).
         rank, world_size: of this process; None: read from torch.distributed when an iteration begins.
 
-    Python's, numpy's and torch's CPU streams are seeded for each sample, so that random augmentation resumes exactly.
+    Python's, numpy's and torch's CPU streams are seeded for each batch, so that random augmentation resumes exactly.
 
     Each ``iter()`` is an epoch: the first starts at the loaded position (or at epoch 1), the next ones at the start of
     the following epoch, *also after a break*, unless `set_epoch` names another. Until then the position stays where the
@@ -104,7 +97,6 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         self._lengths: tuple[int, int] | None = None  # of the data set: at a checkpoint, and when that was loaded
         self.length_before: int | None = None  # of the data set, before a guard has put back what is set on it
         self._warned_of_padding = False
-        self._use = StreamUse()
         sampler = ResumableBatchSampler(
             dataset,
             self._engine.cursor,
@@ -159,21 +151,19 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             self._settings = self._current_settings()
             self._check_length(len(self._sampler.dataset))
             opened = self._engine.open(self._build, persistent=self.persistent_workers)
-            parts = self._sampler.parts
-            self._warn_of_padding(parts[0][1])
+            plan = self._sampler.newest_plan
+            assert plan is not None
+            self._warn_of_padding(plan)
         except BaseException:
             cursor.abandon()
             raise
-        return self._engine.iterate(opened, loader=self, progress=partial(_progress, parts), announce=self._announce)
+        return self._engine.iterate(opened, loader=self, progress=partial(_progress, plan), announce=self._announce)
 
     def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
-        cursor, sampler = self._engine.cursor, self.batch_sampler
-        assert isinstance(sampler, ResumableBatchSampler)
-        order = sampler.settings()
-        has_one_size = len(cursor.sizes) < 2 and (not cursor.sizes or cursor.sizes[0][1] == order["batch_size"])
+        order = self._sampler.settings()
         return {
             **self._settings,
             **order,
@@ -183,7 +173,6 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             "samples": at.samples,
             "finished": at.finished,
             "streams": VERSION,
-            **({} if has_one_size else cursor.sizes_at(at.epoch, order["batch_size"])),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -206,7 +195,6 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         check_streams(state)
         self._sampler.put(order)
         batch, samples, finished = state["batch"], state["samples"], bool(state.get("finished"))
-        sizes = state.get(SIZES) if state.get("world_size") == world_size else None
         until = None if finished else self._sampler.plan(size=state["num_samples"]).batches_until(samples)
         if state.get("world_size") != world_size:
             batch = batch if until is None else until  # the place of the same sample, where there is one
@@ -218,7 +206,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
                 state["epoch"],
                 batch + self._sampler.plan(samples, size=state["num_samples"]).num_batches,
             )
-        self._engine.cursor.move_to(state["epoch"], batch=batch, samples=samples, finished=finished, sizes=sizes)
+        self._engine.cursor.move_to(state["epoch"], batch=batch, samples=samples, finished=finished)
         self._settings = {**self._current_settings(), "num_samples": state["num_samples"]}
         self._lengths = state["num_samples"], size if self.length_before is None else self.length_before
 
@@ -253,7 +241,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
 
     def _build(self) -> DataLoader[Any]:
         # Read at each epoch, so that attributes set after construction count, as they do in DataLoader.
-        dataset = SeededDataset(self.dataset, self.collate_fn, self._use)
+        dataset = SeededDataset(self.dataset, self.collate_fn)
         generator = torch.Generator().manual_seed(mix(self.seed, self._engine.cursor.epoch, _WORKERS))
         return make_torch_loader(
             self,
@@ -275,12 +263,9 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             )  # fmt: skip
 
 
-def _progress(parts: Sequence[tuple[int, EpochPlan]], count: int) -> tuple[int, bool]:
+def _progress(plan: EpochPlan, count: int) -> tuple[int, bool]:
     """Samples that are consumed, and whether no batch is left, after `count` batches of a pass."""
-    first, plan = parts[-1]
-    if count < first:  # the size of batches that workers were not asked for yet has changed
-        first, plan = next(part for part in reversed(parts) if part[0] <= count)
-    return plan.consumed(count - first), count - first >= plan.num_batches
+    return plan.consumed(count), count >= plan.num_batches
 
 
 def _check_arguments(dataset: Any, rank: int | None, world_size: int | None, others: Mapping[str, Any]) -> None:

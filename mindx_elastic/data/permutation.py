@@ -18,9 +18,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Permutation", "U64Array", "mix", "mix_array"]
+__all__ = ["Permutation", "mix"]
 
-U64Array: TypeAlias = npt.NDArray[np.uint64]
+_U64Array: TypeAlias = npt.NDArray[np.uint64]
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment and its two multipliers (Steele, Lea, Flood 2014)
@@ -38,15 +38,6 @@ def mix(*words: int) -> int:
         state = ((state ^ (state >> 30)) * _MUL_A) & _MASK64
         state = ((state ^ (state >> 27)) * _MUL_B) & _MASK64
         state ^= state >> 31
-    return state
-
-
-def mix_array(prefix: int, words: U64Array) -> U64Array:
-    """``mix`` for many last words at once: element i is ``mix(..., words[i])`` where `prefix` is ``mix(...)``."""
-    state = (words ^ np.uint64(prefix)) + np.uint64(_GOLDEN)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(_MUL_A)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(_MUL_B)
-    state ^= state >> np.uint64(31)
     return state
 
 
@@ -74,7 +65,7 @@ class Permutation:
             outside = outside[walked >= np.uint64(self.size)]
         return values.astype(np.int64).reshape(positions.shape)
 
-    def _encrypt(self, values: U64Array) -> U64Array:
+    def _encrypt(self, values: _U64Array) -> _U64Array:
         # The halves may differ by one bit, so even and odd rounds mask with different widths instead of
         # swapping halves.
         right_bits, left_bits = self._right_bits, self._left_bits

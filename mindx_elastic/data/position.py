@@ -21,6 +21,7 @@ __all__ = [
     "Cursor",
     "PositionedLoader",
     "at_place_of",
+    "check_batch_size",
     "check_numbers",
     "check_streams",
     "check_unchanged",
@@ -74,10 +75,6 @@ class Cursor:
     """No batch of this epoch is left."""
     start: dict[str, Any] | None = None
     """What a replaying loader must restore to begin this epoch again."""
-    sizes: tuple[tuple[int, int], ...] = ()
-    """The batch sizes of this epoch: from which batch on each was asked for."""
-    asked: int = 0
-    """Batches of this epoch that were asked for: workers are asked before the caller asks."""
     pending: bool = True
     live: bool = False
     token: int = 0
@@ -111,47 +108,23 @@ class Cursor:
             vars(self).update(before)
 
     def mark(self) -> LoaderMark:
-        return LoaderMark(self.epoch, self.batch, self.samples, self.finished, self.start, self.sizes)
-
-    def size_of(self, batch: int, now: int) -> int:
-        """The size of that batch of the epoch, which is asked for just now. `now`: what the program has set, whenever
-        it likes. Batches that were asked for before the loaded position was saved have the size of that time."""
-        self.asked = max(self.asked, batch + 1)
-        if self.sizes and batch < self.sizes[-1][0]:
-            return next((size for first, size in reversed(self.sizes) if first <= batch), self.sizes[0][1])
-        if not self.sizes or self.sizes[-1][1] != now:
-            self.size = None if self.sizes else self.size
-            self.sizes += ((batch, now),)
-        return now
-
-    def sizes_at(self, epoch: int, now: int) -> dict[str, Any]:
-        """What the state of a position in `epoch` has of them: nothing as long as the program changes none."""
-        sizes = self.sizes if epoch == self.epoch else ()
-        if sizes and sizes[-1][1] != now:
-            sizes += ((self.asked, now),)
-        return {SIZES: [list(each) for each in sizes]} if len(sizes) > 1 else {}
+        return LoaderMark(self.epoch, self.batch, self.samples, self.finished, self.start)
 
     @property
     def next_epoch(self) -> int:
         """Epoch of the live iteration, or else of the next one."""
         return self.epoch if self.live or self.pending else self.epoch + 1
 
-    def move_to(
-        self, epoch: int, *, batch: int = 0, samples: int = 0, finished: bool = False, sizes: Any = None
-    ) -> None:
-        """`sizes`: as `sizes_at` has given them."""
+    def move_to(self, epoch: int, *, batch: int = 0, samples: int = 0, finished: bool = False) -> None:
         self.epoch, self.batch, self.samples, self.finished = epoch, batch, samples, finished
         self.start, self.requested, self.pending, self.live = None, None, True, False
-        self.sizes, self.asked = tuple((int(first), int(size)) for first, size in sizes or ()), 0
 
     def set_epoch(self, epoch: int) -> None:
         loaded = self.loaded
         if self.live:
             self.requested = epoch
         elif loaded is not None and epoch == loaded.epoch:  # what was fetched since belongs to no step
-            self.move_to(
-                epoch, batch=loaded.batch, samples=loaded.samples, finished=loaded.finished, sizes=loaded.sizes
-            )
+            self.move_to(epoch, batch=loaded.batch, samples=loaded.samples, finished=loaded.finished)
             self.start = loaded.start
         elif not (self.pending and epoch == self.epoch):
             self.move_to(epoch)
@@ -248,8 +221,15 @@ def check_streams(state: Mapping[str, Any]) -> None:
         )
 
 
-SIZES = "batch_sizes"
-"""A key in the state of a loader: see `Cursor.sizes`."""
+def check_batch_size(begun: int, now: int) -> None:
+    """Raise UsageError where the program has set another batch size than the one that the epoch has begun with."""
+    if now != begun:
+        raise UsageError(
+            f"the batch size of the loader was set from {begun} to {now} in the middle of an epoch, and no position "
+            "covers that: set it between two epochs, or give each size its own loader, Guard(loader=[small, large])"
+        )
+
+
 ORDER = "order"
 """Digest of the samples of the epoch that were used, where they come from a sampler of the program's."""
 SETTINGS = "settings"
@@ -268,14 +248,14 @@ def at_place_of(state: Any, other: Any) -> dict[str, Any] | None:
     if not all(isinstance(each, dict) and {"kind", *_PLACE} <= each.keys() for each in (state, other)):
         return None
     own = {name: state[name] for name in ("seed", SETTINGS) if name in state}
-    if not state.keys() - {SETTINGS, SIZES} <= other.keys() or "following" in other:
+    if not state.keys() - {SETTINGS} <= other.keys() or "following" in other:
         return None
     if state["kind"] == "resumable" and "start" not in other:
-        is_alike = all(state[name] == other[name] for name in state.keys() - {"seed", SETTINGS, SIZES, *_PLACE})
+        is_alike = all(state[name] == other[name] for name in state.keys() - {"seed", SETTINGS, *_PLACE})
         return {**other, **own} if is_alike and "seed" in state else None
     if "start" not in state or any(state[name] != other[name] for name in ("kind", "epoch")):
         return None
-    return {**other, **{name: value for name, value in state.items() if name not in (SIZES, *_PLACE)}}
+    return {**other, **{name: value for name, value in state.items() if name not in _PLACE}}
 
 
 def without_order(state: Any) -> Any:
@@ -287,10 +267,8 @@ def without_order(state: Any) -> Any:
 
 def check_numbers(state: Mapping[str, Any], *others: str) -> None:
     """Raise MismatchError when the numbers of a position, and `others`, are not numbers."""
-    sizes = state.get(SIZES, [])
-    pairs = sizes if isinstance(sizes, list) and all(isinstance(e, list) and len(e) == 2 for e in sizes) else [[None]]
-    numbers = [(name, state.get(name)) for name in ("epoch", "batch", "samples", *others)]
-    for name, value in numbers + [(SIZES, number) for pair in pairs for number in pair]:
+    for name in ("epoch", "batch", "samples", *others):
+        value = state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise MismatchError(f"the checkpoint's data position is damaged: {name}={value!r}")
 

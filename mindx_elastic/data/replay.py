@@ -6,14 +6,13 @@ import copy
 import inspect
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
@@ -22,11 +21,11 @@ from mindx_elastic.core.looks import asked, attributes_of, has_method, length_of
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
 from mindx_elastic.data.iteration import Engine, EngineLoader
-from mindx_elastic.data.permutation import mix, mix_array
+from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import (
     ORDER,
-    SIZES,
     Cursor,
+    check_batch_size,
     check_numbers,
     check_streams,
     check_unchanged,
@@ -47,9 +46,9 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "keeps_state", "parts_with_epoch"]
 
-_KIND, _NOW = "replay", "batch_size"
+_KIND = "replay"
 _STREAMS = "datasets.iterable_dataset"
-_SAMPLE, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
+_BATCH, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
 _MOST_TENSORS = 8
 
 
@@ -67,7 +66,7 @@ class ReplayLoader(EngineLoader):
       loading them;
     - the order is exact only if it follows from the noted state. What samplers and iterable data sets draw from
       the *global* streams does: in each epoch they have their own streams, which begin as the global ones;
-    - augmentation is seeded per sample for map-style data sets (by its place in the epoch) and so resumes
+    - augmentation is seeded per batch for map-style data sets (by its place in the epoch) and so resumes
       exactly; iterable data sets replay their worker streams, so there `num_workers` must stay the same;
     - the world size must stay the same, and sharding over ranks is the sampler's own business.
 
@@ -96,7 +95,6 @@ class ReplayLoader(EngineLoader):
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
             self._skipper = _SkippingSampler(self._stock, self._engine.cursor)
-        self._given_size = 0 if self._skipper is None else self._skipper.batch_size
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader" or name.startswith("__"):  # not set yet (copy, failed __init__), or a protocol's probe
@@ -121,7 +119,7 @@ class ReplayLoader(EngineLoader):
         announce: Callable[[], None] | None = None
         try:
             self._settings = self._current_settings()
-            cursor.size = self._length() if len(cursor.sizes) < 2 else None
+            cursor.size = self._length()
             if cursor.start is None and self._following:
                 cursor.start = self._following.pop(0)
             if cursor.start is None:
@@ -154,10 +152,6 @@ class ReplayLoader(EngineLoader):
             "start": at.start,
             "streams": VERSION,
         }
-        if self._skipper is not None and (now := self._skipper.batch_size):
-            state |= self._engine.cursor.sizes_at(at.epoch, now)
-            if now != self._given_size:
-                state[_NOW] = now
         if self._skipper is not None and (order := self._skipper.order_until(at)) is not None:
             state[ORDER] = order
         begun = {id(mark.start): mark.start for mark in later if mark.start is not None and mark.start is not at.start}
@@ -175,12 +169,9 @@ class ReplayLoader(EngineLoader):
             self.seed = state["seed"]
         check_unchanged(_KIND, state, self._current_settings())
         check_streams(state)
-        check_numbers(state, *(name for name in (_NOW,) if name in state))
-        finished = bool(state.get("finished"))
-        self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=finished, sizes=state.get(SIZES))
+        check_numbers(state)
+        self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
         self._engine.cursor.start = state.get("start")
-        if self._skipper is not None and self._given_size:
-            self._skipper.inner.batch_size = state.get(_NOW, self._given_size)
         if self._skipper is not None:
             self._skipper.expect(state.get(ORDER))
         self._following = list(state.get("following") or ())
@@ -217,7 +208,7 @@ class ReplayLoader(EngineLoader):
 
     def _open(self, skip: int) -> tuple[Iterator[Any], WorkerSet | None]:
         if self._skipper is not None:
-            self._skipper.begin_at(skip, self._hash(_SAMPLE), self._streams)
+            self._skipper.begin_at(skip, self._hash(_BATCH), self._streams)
             opened = self._engine.open(self._build, persistent=self._persistent)
             self._skipper.skip_now()
             return opened
@@ -293,8 +284,7 @@ class ReplayLoader(EngineLoader):
         for name, part in self._parts().items():
             _restore_part(part, start["parts"].get(name, {}), self.loader)
         # Only now: a sampler may have another length in each epoch.
-        with nullcontext() if self._skipper is None else self._skipper.as_asked(0):
-            check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
+        check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
 
     def _length(self) -> int | None:
         return length_of(self.loader)
@@ -386,10 +376,10 @@ def _too_short(found: int, wanted: int) -> MismatchError:
 
 
 class _SkippingSampler(Sampler[Any]):
-    """The (batch) sampler of `loader`, begun `skip` items in, with seeds added to its indices.
+    """The (batch) sampler of `loader`, begun `skip` items in, with a seed for each.
 
-    The seed of a sample is a hash of `prefix` and its place in the epoch, not of its index: an index need
-    not be a number, and a sampler with replacement may draw one twice.
+    The seed of a batch is a hash of `prefix` and its place in the epoch, not of its indices: these need not be
+    numbers.
     """
 
     def __init__(self, loader: DataLoader[Any], cursor: Cursor) -> None:
@@ -436,29 +426,14 @@ class _SkippingSampler(Sampler[Any]):
 
     @property
     def batch_size(self) -> int:
-        """As the program has set it; 0: its sampler has none."""
-        size = vars(self.inner).get("batch_size") if hasattr(self.inner, "__dict__") else None
-        return size if type(size) is int and size > 0 else 0
-
-    @contextmanager
-    def as_asked(self, batch: int) -> Iterator[None]:
-        """In here the sampler has the batch size that this batch of the epoch was first asked for with."""
-        now = self.batch_size
-        size = self.cursor.size_of(batch, now) if now else 0
-        if size == now:
-            yield
-            return
-        self.inner.batch_size = size
-        try:
-            yield
-        finally:
-            self.inner.batch_size = now
+        """Of torch's batch sampler, which takes it anew for each batch; others may change theirs by themselves."""
+        return self.inner.batch_size if type(self.inner) is BatchSampler else 0
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        with self.streams.used(), self.as_asked(0):
+        with self.streams.used():
             self.walk = _Walk(iter(self.inner), self)
         return self.walk
 
@@ -474,31 +449,30 @@ class _Walk(Iterator[Any]):
         self.orders = array("q")
         """By number of batches the digest of their indices, as far as these are numbers. 63 bits: what is larger takes
         the slow way into the boundary ring (`persist.packer`)."""
-        self._check_order = sampler.check_order
+        self._sampler = sampler
         self._streams = sampler.streams
         self._skip = sampler._skip
         self._prefix = sampler._prefix
-        self._batched = sampler.batched
-        self._place = self._batch = 0  # samples and batches so far
-        self._as_asked = sampler.as_asked
+        self._batch = 0  # batches so far
+        self._size = sampler.batch_size
 
     def skip_now(self) -> None:
         wanted, self._skip = self._skip, 0
         for done in range(wanted):
             try:
-                item = self._take()
+                self._take()
             except StopIteration:
                 raise _too_short(done, wanted) from None
-            self._place += len(item) if self._batched else 1
         if wanted:
-            self._check_order(self.orders[-1] if len(self.orders) == wanted else None)
+            self._sampler.check_order(self.orders[-1] if len(self.orders) == wanted else None)
 
     def _take(self) -> Any:
-        with self._streams.used(), self._as_asked(self._batch):
+        check_batch_size(self._size, self._sampler.batch_size)
+        with self._streams.used():
             item = next(self._items)
         if len(self.orders) == self._batch:
             with suppress(TypeError, ValueError, OverflowError):  # names of files, pairs
-                indices = array("q", item if self._batched else (item,))
+                indices = array("q", item if self._sampler.batched else (item,))
                 self.orders.append(xxhash.xxh3_64_intdigest(indices, self.orders[-1] if self.orders else 0) >> 1)
         self._batch += 1
         return item
@@ -506,11 +480,7 @@ class _Walk(Iterator[Any]):
     def __next__(self) -> Any:
         if self._skip:
             self.skip_now()
-        item = self._take()
-        count = len(item) if self._batched else 1
-        first, self._place = self._place, self._place + count
-        seeds = mix_array(self._prefix, np.arange(first, first + count, dtype=np.uint64)).tolist()
-        return list(zip(seeds, item, strict=True)) if self._batched else (seeds[0], item)
+        return mix(self._prefix, self._batch), self._take()
 
 
 # --- state of a sampler, a loader or an iterable data set that decides its order ---

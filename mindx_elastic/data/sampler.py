@@ -8,7 +8,7 @@ ranks together have consumed, and an epoch begun by 4 ranks can be finished by 3
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch.utils.data import RandomSampler, Sampler
 
 from mindx_elastic.config import RankInfo, ShrinkSettings
-from mindx_elastic.data.permutation import Permutation, mix, mix_array
-from mindx_elastic.data.position import Cursor
+from mindx_elastic.data.permutation import Permutation, mix
+from mindx_elastic.data.position import Cursor, check_batch_size
 from mindx_elastic.errors import UsageError
 
-__all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
+__all__ = ["BatchKey", "EpochPlan", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
 
-Key: TypeAlias = Any  # (seed of the sample, index)
+BatchKey: TypeAlias = "tuple[int, list[int]]"
+"""The seed of a batch, and the indices of its samples."""
 
 _BLOCK = 4096  # positions worked out at once: large enough for numpy, small enough to start fast
-_ORDER, _SAMPLE = 1, 2  # keep the order's and the augmentation's hashes apart
+_ORDER, _BATCH = 1, 2  # keep the order's and the augmentation's hashes apart
 
 
 def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -181,11 +182,11 @@ def _piece(begin: int, end: int, number: int, count: int) -> tuple[int, int]:
     return first, first + size + (number < more)
 
 
-class ResumableBatchSampler(Sampler[list[Key]]):
+class ResumableBatchSampler(Sampler[Any]):
     """Yields this rank's batches from the cursor's position on; each `iter` reads the position.
 
-    A batch is a list of keys, ``(seed of the sample, index)``. The seed is a hash of (seed, epoch, index): it follows
-    the sample to whichever worker or rank loads it. `whole_rounds` leaves out what does not divide by the world size,
+    A batch is a `BatchKey`. Its seed is a hash of (seed, epoch, first index): it follows the batch to whichever worker
+    or rank loads it. `whole_rounds` leaves out what does not divide by the world size,
     as ``DistributedSampler(drop_last=True)`` does; `filled_rounds`: see `EpochPlan.fill`.
     """
 
@@ -212,8 +213,9 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         self.filled_rounds = False
         self.source: Any = None
         """The batch sampler of the program that this one stands for: what is set there counts."""
-        self.parts: list[tuple[int, EpochPlan]] = []
-        """For the newest pass: how many batches came before each plan. One, unless the program changes `batch_size`."""
+        self.newest_plan: EpochPlan | None = None
+        """Of the newest pass, which belongs to the iteration `_token`."""
+        self._token = 0
         self._length: tuple[tuple[Any, ...], int] = ((), 0)  # what it was worked out from, and it
 
     def set_epoch(self, epoch: int) -> None:
@@ -240,16 +242,20 @@ class ResumableBatchSampler(Sampler[list[Key]]):
             self._length = facts, self.plan().num_batches
         return self._length[1]
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[Any]:
         # Not a generator: torch may want the first batch long after `iter`, when the cursor has moved.
         cursor = self.cursor
-        self.parts = parts = [(0, self._plan_from(cursor.samples, cursor.batch))]
-        return self._batches(parts, self.ranks()[0], cursor.epoch, cursor.batch)
+        self._token = cursor.token
+        self.newest_plan = plan = self.plan(cursor.samples, finished=cursor.finished)
+        return self._batches(plan, self.ranks()[0], cursor.epoch)
 
     def settings(self) -> dict[str, Any]:
-        """What the program may set at any time, and a position depends on. At each boundary."""
+        """What the program may set between two epochs, and a position depends on. At each boundary."""
         if self.source is not None:
             self._take_over()
+        plan, cursor = self.newest_plan, self.cursor
+        if plan is not None and self._token == cursor.token and cursor.live and not cursor.finished:
+            check_batch_size(plan.batch_size, self.batch_size)
         return {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def put(self, settings: Mapping[str, Any]) -> None:
@@ -265,51 +271,29 @@ class ResumableBatchSampler(Sampler[list[Key]]):
             self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
             self.shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
 
-    def _plan_from(self, samples: int, batch: int) -> EpochPlan:
-        """The plan from that batch of the epoch on, with the size that it has."""
-        plan = self.plan(samples, finished=self.cursor.finished)
-        if self.drop_last and self.cursor.sizes:  # as torch's: that of the epoch's beginning counts
-            size = self.cursor.sizes[0][1]
-        else:
-            size = self.cursor.size_of(batch, self.batch_size)
-        return plan if size == plan.batch_size else replace(plan, batch_size=size)
-
-    def _batches(self, parts: list[tuple[int, EpochPlan]], rank: int, epoch: int, begin: int) -> Iterator[list[Key]]:
-        """`begin`: the batch of the epoch that is the first of this pass. Like torch's, it looks at `batch_size` before
-        each batch, unless there is `drop_last`."""
+    def _batches(self, plan: EpochPlan, rank: int, epoch: int) -> Iterator[BatchKey]:
         size = len(self.dataset)
         order = Permutation(size, mix(self.seed, epoch, _ORDER)) if self.shuffle else None
-        prefix = mix(self.seed, epoch, _SAMPLE)
-        done, is_at_end = 0, False
-        while not is_at_end:
-            first, plan = parts[-1]
-            is_at_end = True
-            for keys in chain.from_iterable(self._of_plan(plan, rank, order, prefix)):
-                self._take_over()
-                now = plan.batch_size if self.drop_last else self.cursor.size_of(begin + done, self.batch_size)
-                if now != plan.batch_size:
-                    parts.append((done, self._plan_from(plan.consumed(done - first), begin + done)))
-                    is_at_end = False
-                    break
-                yield keys
-                done += 1
+        prefix = mix(self.seed, epoch, _BATCH)
+        for indices in chain.from_iterable(self._of_plan(plan, rank, order)):
+            self._take_over()
+            check_batch_size(plan.batch_size, self.batch_size)
+            yield mix(prefix, indices[0]), indices
 
-    def _of_plan(
-        self, plan: EpochPlan, rank: int, order: Permutation | None, prefix: int
-    ) -> Iterator[Iterator[list[Key]]]:
-        """The batches, many at once."""
+    def _of_plan(self, plan: EpochPlan, rank: int, order: Permutation | None) -> Iterator[list[list[int]]]:
+        """The indices of the batches, many batches at once."""
         width = plan.batch_size
         steps_at_once = max(1, _BLOCK // width)
         own = plan.start + rank * width + np.arange(width, dtype=np.int64)
         full = min(plan.even, plan.full * plan.world_size // plan.num_ranks)
         for first in range(0, full, steps_at_once):
             batches = np.arange(first, min(first + steps_at_once, full), dtype=np.int64)
-            yield self._keys(batches[:, None] * (width * plan.num_ranks) + own, order, prefix)
+            yield _indices(batches[:, None] * (width * plan.num_ranks) + own, order)
         for batch in range(full, plan.num_batches):
             positions = np.arange(*plan.share(batch, rank), dtype=np.int64) % plan.num_samples
-            yield self._keys(positions[None, :], order, prefix)
+            yield _indices(positions[None, :], order)
 
-    def _keys(self, positions: npt.NDArray[np.int64], order: Permutation | None, prefix: int) -> Iterator[list[Key]]:
-        indices = positions if order is None else order(positions)
-        seeds = mix_array(prefix, indices.astype(np.uint64))
-        return map(list, map(zip, seeds.tolist(), indices.tolist()))
+
+def _indices(positions: npt.NDArray[np.int64], order: Permutation | None) -> list[list[int]]:
+    indices: list[list[int]] = (positions if order is None else order(positions)).tolist()
+    return indices

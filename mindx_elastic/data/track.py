@@ -28,7 +28,6 @@ class LoaderMark(NamedTuple):
     samples: int
     finished: bool
     start: dict[str, Any] | None
-    sizes: tuple[tuple[int, int], ...] = ()
 
 
 class Track:

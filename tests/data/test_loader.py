@@ -223,8 +223,8 @@ def test_a_damaged_position_or_one_of_a_later_version_is_refused() -> None:
     for name, value in (("kind", "replay"), ("epoch", -1), ("batch", "3"), ("samples", 31), ("samples", True)):
         with pytest.raises(MismatchError):
             source.load_state_dict({**before, name: value})
-    with pytest.raises(MismatchError, match=r"streams=5.*newer"):
-        source.load_state_dict({**before, "streams": 5})
+    with pytest.raises(MismatchError, match=r"streams=6.*newer"):
+        source.load_state_dict({**before, "streams": 6})
     assert source.state_dict() == before
 
 

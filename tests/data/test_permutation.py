@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.data.permutation import Permutation, mix, mix_array
+from mindx_elastic.data.permutation import Permutation, mix
 
 keys = st.integers(0, 2**64 - 1)
 
@@ -33,10 +33,3 @@ def test_the_order_is_part_of_the_format() -> None:
     assert mix(1, 2, 3) == 0xD0734750FDE362B3
     assert table(10, 7) == [0, 3, 2, 7, 6, 5, 4, 8, 9, 1]
     assert table(1000, mix(0, 1, 1))[:6] == [544, 520, 120, 717, 333, 907]
-
-
-@settings(max_examples=50)
-@given(prefix=st.lists(keys, min_size=1, max_size=3), words=st.lists(keys, min_size=1, max_size=5))
-def test_the_array_hash_is_the_hash(prefix: list[int], words: list[int]) -> None:
-    hashed = mix_array(mix(*prefix), np.array(words, dtype=np.uint64)).tolist()
-    assert hashed == [mix(*prefix, word) for word in words]

@@ -33,7 +33,7 @@ def order_of(size: int, batch_size: int, world_size: int = 1, rank: int = 0) -> 
         drop_last=False,
         ranks=lambda: (rank, world_size),
     )
-    return [[index for _, index in keys] for keys in sampler]
+    return [indices for _, indices in sampler]
 
 
 @given(size=sizes, batch_size=batch_sizes, world_size=worlds)

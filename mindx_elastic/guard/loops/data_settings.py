@@ -42,7 +42,7 @@ _MOST_OF_SAMPLER = 1 << 16
 """The most of the lists, arrays and tensors of a sampler, which say for each sample whether and how often it comes."""
 _MOST_NAMED = 4
 _OTHER = object()
-_ORDER = ("indices", "num_samples", "replacement", "sampler", "seed", "weights")
+_ORDER = ("batch_size", "indices", "num_samples", "replacement", "sampler", "seed", "weights")
 """What programs set on samplers of torch's, besides the numbers that our loaders keep with their position."""
 _OF_LOADER = ("batch_size", "collate_fn", "num_workers", "prefetch_factor", "worker_init_fn")
 _HOLD_NOTHING = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, DataLoader)
