@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -28,7 +27,6 @@ __all__ = [
     "CheckpointConfig",
     "ExceptionCheckpoint",
     "ModelCheckpoint",
-    "SavingCallback",
     "checked_file_name",
     "directory_path",
 ]
@@ -147,23 +145,8 @@ class CheckpointConfig:
         """`append_info` as it goes into the header; epoch and step stand there anyway."""
         return tuple(item for item in self.append_info or () if not isinstance(item, str))
 
-    def to_json(self) -> dict[str, Any]:
-        """Keyword arguments that make an equal config on another rank."""
-        values = {name: value for name, value in vars(self).items() if name != "saved_network"}
-        return json.loads(json.dumps(values))  # type: ignore[no-any-return]
 
-
-class SavingCallback(Callback):
-    """A callback whose policies another rank can take over (see `train.policies`)."""
-
-    directory: Path
-
-    def spec(self) -> dict[str, Any]:
-        """Keyword arguments, fit for JSON, that make the same callback on another rank."""
-        raise NotImplementedError
-
-
-class _CheckpointCallback(SavingCallback):
+class _CheckpointCallback(Callback):
     """What `ExceptionCheckpoint` and `ModelCheckpoint` have in common: a prefix, a folder and a config."""
 
     def __init__(self, prefix: str, directory: str | os.PathLike[str] | None, config: CheckpointConfig | None) -> None:
@@ -180,11 +163,6 @@ class _CheckpointCallback(SavingCallback):
                 "saved_network is not the network that is trained, so its checkpoint could not be resumed; leave it "
                 "out, and save other networks with torch.save or Guard(stateful=...)"
             )
-
-    def spec(self) -> dict[str, Any]:
-        return {
-            "prefix": self.prefix, "directory": os.path.abspath(self.directory), "config": self.config.to_json()
-        }  # fmt: skip
 
     def _breakpoint(self, alarms: frozenset[str]) -> ExitPolicy:
         return ExitPolicy(

@@ -18,7 +18,7 @@ from mindx_elastic.guard.guard import Guard
 from mindx_elastic.train.callbacks import Callback, CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.loop import GuardPort, Unguarded
 from mindx_elastic.train.parallel import all_sum
-from mindx_elastic.train.policies import adopt
+from mindx_elastic.train.policies import check_alike
 from mindx_elastic.train.request_exit import OnRequestExit
 from mindx_elastic.train.step import ModelParts, batch_size, detach, evaluation_mode, move_batch
 
@@ -67,14 +67,14 @@ def open_eval_guard(
 ) -> GuardPort:
     """A guard for an evaluation outside a training when its callbacks include an OnRequestExit, else `Unguarded`.
 
-    Main thread, all ranks together: one that was given to some ranks only (``if rank == 0:``) counts for all.
+    Main thread, all ranks together. Raises UsageError where only some ranks were given one.
     """
     asked = [c for c in callbacks if isinstance(c, OnRequestExit)]
     if world_size > 1:
         exchange = open_exchange(RankInfo(rank=rank, world_size=world_size, attempt=RankInfo.from_env().attempt))
         try:
             with all_or_none(exchange):
-                asked += [c for c in adopt(asked, exchange, rank) if isinstance(c, OnRequestExit)]
+                check_alike(asked, exchange)
         finally:
             exchange.close()
     policies = [c.eval_policy() for c in asked]

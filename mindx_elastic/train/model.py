@@ -35,7 +35,7 @@ from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_gu
 from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, GuardPort, TrainLoop, Unguarded
 from mindx_elastic.train.monitors import LossMonitor, ProgressLines
 from mindx_elastic.train.parallel import join_process_group, place, wrap_network
-from mindx_elastic.train.policies import Policies, adopt, gather_policies
+from mindx_elastic.train.policies import Policies, check_alike, gather_policies
 from mindx_elastic.train.step import ModelParts, TrainOneStep
 
 __all__ = ["Model"]
@@ -152,7 +152,8 @@ class Model(ModelParts):
         with ExitStack() as stack:
             exchange = self._open_exchange(stack, place)
             with nullcontext() if exchange is None else all_or_none(exchange):
-                given += [] if exchange is None else adopt(given, exchange, current_ranks(self.ranks).rank)
+                if exchange is not None:
+                    check_alike(given, exchange)
                 policies = gather_policies(given)
                 states, losses = CallbackList(given), EpochLoss(self)
                 extra |= {PROGRESS: losses, CALLBACKS: states}

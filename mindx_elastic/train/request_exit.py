@@ -19,8 +19,8 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy, final_name
 from mindx_elastic.persist.storage import fsync_dir
-from mindx_elastic.train.callbacks import CallbackParams, RunContext
-from mindx_elastic.train.checkpoint import SavingCallback, checked_file_name, directory_path
+from mindx_elastic.train.callbacks import Callback, CallbackParams, RunContext
+from mindx_elastic.train.checkpoint import checked_file_name, directory_path
 from mindx_elastic.train.step import evaluation_mode, move_batch, network_arguments
 
 __all__ = ["OnRequestExit", "export_network"]
@@ -28,7 +28,7 @@ __all__ = ["OnRequestExit", "export_network"]
 _EXPORT_S = 5.0  # an export of a small network takes two to five seconds, most of it imports
 
 
-class OnRequestExit(SavingCallback):
+class OnRequestExit(Callback):
     """Ends a training (or an evaluation) gracefully when a signal or a flag file asks for it, on any rank.
 
     Every rank logs ``Graceful exit is triggered, stop training.`` and stops at one common step.
@@ -80,18 +80,6 @@ class OnRequestExit(SavingCallback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self._params = run_context.original_args()
-
-    def spec(self) -> dict[str, Any]:
-        flag = self.config_file
-        return {
-            "save_ckpt": self.save_ckpt,
-            "save_mindir": self.save_mindir,
-            "file_name": self.file_name,
-            "directory": os.path.abspath(self.directory),
-            "config_file": None if flag is None else os.path.abspath(flag),
-            "sig": self.sig,
-            "exit_code": self.exit_code,
-        }
 
     def flag_file(self) -> Path | None:
         """The flag file to watch, from `config_file` and ``MS_ENABLE_GRACEFUL_EXIT``."""

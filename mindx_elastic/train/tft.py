@@ -31,14 +31,15 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import DEFAULT_SIGNALS
 from mindx_elastic.guard.policy import ExitPolicy, final_name
 from mindx_elastic.platforms.tft_tree import settle_tft_file, tft_path
-from mindx_elastic.train.checkpoint import SavingCallback, directory_path
+from mindx_elastic.train.callbacks import Callback
+from mindx_elastic.train.checkpoint import directory_path
 
 __all__ = ["OptTFTWrapper", "TFTRegister"]
 
 _PORTS = range(1024, 65536)
 
 
-class TFTRegister(SavingCallback):
+class TFTRegister(Callback):
     """Saves the last boundary when the job dies: an exception, a killed rank, a fault report, a signal, a request.
 
     The files are ``tft_saved_checkpoints-step_{step}/rank_{r}/ttp_rank_{r}-{epoch}_{step_in_epoch}.safetensors`` in
@@ -88,14 +89,6 @@ class TFTRegister(SavingCallback):
                 final_name=final_name("ttp"),
             )
         ]
-
-    def spec(self) -> dict[str, Any]:
-        return {
-            "ctrl_rank_id": self.ctrl_rank_id,
-            "ctrl_ip": self.ctrl_ip,
-            "ctrl_port": self.ctrl_port,
-            "ckpt_save_path": os.path.abspath(self.directory),
-        }
 
 
 class OptTFTWrapper(torch.optim.Optimizer):

@@ -30,7 +30,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plain-loader", action="store_true")
     parser.add_argument("--save-steps", type=int, default=0)
     parser.add_argument("--async-save", action="store_true")
-    parser.add_argument("--rank0-only", action="store_true")
     parser.add_argument(
         "--tft", action="store_true", help="TFTRegister and its wrapper, in place of ExceptionCheckpoint"
     )
@@ -181,7 +180,7 @@ def main() -> None:
     callbacks: list[mx.Callback] = [Watch(args, model, rank)]
     if args.tft:
         callbacks.append(mx.TFTRegister(0, "127.0.0.1", 30051, args.directory))
-    elif rank == 0 or not args.rank0_only:
+    else:
         callbacks.append(ExceptionCheckpoint(prefix="net", directory=args.directory, config=config))
         if args.save_steps:
             callbacks.append(mx.ModelCheckpoint(prefix="net", directory=args.directory, config=config))
@@ -189,7 +188,7 @@ def main() -> None:
     if not args.plain_loader:
         loader = mx.data.ResumableLoader(Drop(), batch_size=5, shuffle=True, num_workers=args.num_workers)
     if args.eval_only:
-        asked = [mx.OnRequestExit(directory=args.directory)] if rank == 0 else []
+        asked = mx.OnRequestExit(directory=args.directory)
         say(f"LOSS {rank} {model.eval(loader, asked)['loss']:.6f}")
         return
     if args.unguarded:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -62,8 +61,3 @@ def test_everything_zero_is_refused() -> None:
 def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=name):
         CheckpointConfig(**{name: value})
-
-
-def test_it_travels_as_json() -> None:
-    config = CheckpointConfig(save_checkpoint_steps=3, append_info=[{"a": [1, 2.5, None]}, "epoch_num"])
-    assert CheckpointConfig(**json.loads(json.dumps(config.to_json()))) == config
