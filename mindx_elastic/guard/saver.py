@@ -34,7 +34,7 @@ from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, Held
 from mindx_elastic.persist.places import NEIGHBOURS
-from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
+from mindx_elastic.persist.retention import choose_deletions
 from mindx_elastic.persist.save_queue import SaveQueue
 from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import Flat, SaveResult, previous_path, write_checkpoint
@@ -429,29 +429,22 @@ class Saver:
         root = self._root(policy.directory)
         known = self._entries.get(root, ())
         entries = self._entries[root] = read_entries(root, known=known, owners=self.trust.of(root))
-        facts = [
-            CheckpointFact(
-                path=entry.path,
-                step=info.step,
-                kind=info.kind,
-                created=info.created,
-                run_id=info.run_id,
-                attempt=info.attempt,
-            )
-            for entry in entries
-            if (info := entry.info) is not None
-            and (info.run_id, info.rank) == (self.events.run_id, self.ranks.rank)
-            and entry.path.parent == folder
-            and _is_of(policy, entry.path, info)
-        ]
+        own: dict[Moment, list[CatalogEntry]] = {}
+        created: dict[Moment, float] = {}
+        for entry in entries:
+            info = entry.info
+            is_own = info is not None and (info.run_id, info.rank) == (self.events.run_id, self.ranks.rank)
+            if info is not None and is_own and entry.path.parent == folder and _is_of(policy, entry.path, info):
+                own.setdefault(info.moment, []).append(entry)
+                created[info.moment] = max(info.created, created.get(info.moment, -math.inf))
         doomed = choose_deletions(
-            facts,
+            created,
             keep_max=policy.keep_max,
             keep_per_n_minutes=policy.keep_per_n_minutes,
-            protect=self._protected(policy, entries, sorted({fact.moment for fact in facts})),
+            protect=self._protected(policy, entries, sorted(own)),
         )
-        for path in doomed:
-            self.delete(path)
+        for entry in (each for moment in doomed for each in own[moment]):
+            self.delete(entry.path)
 
     def _protected(self, policy: PeriodicPolicy, entries: Sequence[CatalogEntry], own: Sequence[Moment]) -> set[Moment]:
         """The newest complete step, the step just written, and those that may become complete yet.

@@ -10,55 +10,25 @@ so deciding after each save and deciding once at the end keep the same files.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.errors import UsageError
 
-__all__ = ["CheckpointFact", "choose_deletions"]
-
-_DELETABLE = "periodic"
-"""The kind of files that are counted and deleted. A breakpoint, which is a run's last state, and a manual save, which
-the program asked for, are kept."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFact:
-    """What the decision needs to know about one finished checkpoint file (from its header, see
-    `CheckpointInfo`)."""
-
-    path: Path
-    """The file; returned when it may be deleted."""
-    step: int
-    """Boundaries passed when it was made."""
-    kind: str
-    """``periodic``, ``manual``, ``breakpoint``, ``request_exit``, ``eval``."""
-    created: float
-    """Unix seconds."""
-    run_id: str = ""
-    """The run that wrote it: step 100 of one run is not step 100 of another."""
-    attempt: int = 0
-    """The attempt that wrote it: step 100 of another attempt, which may have begun at step 50, is another state."""
-
-    @property
-    def moment(self) -> Moment:
-        """Retention keeps or deletes all files of one moment together."""
-        return self.run_id, self.attempt, self.step
+__all__ = ["choose_deletions"]
 
 
 def choose_deletions(
-    files: Sequence[CheckpointFact],
+    created: Mapping[Moment, float],
     *,
     keep_max: int | None,
     keep_per_n_minutes: float | None,
     protect: Collection[Moment],
-) -> list[Path]:
-    """Files that may be deleted, oldest first.
+) -> list[Moment]:
+    """Moments (a step of an attempt of a run) whose files may be deleted, oldest first.
 
-    files: every finished file of one rank, or of all ranks of the directory; any order.
-    keep_max: how many moments (a step of an attempt of a run) to keep, newest first; None or 0: no such limit.
+    created: when each moment was last written, unix seconds; of one rank's periodic files.
+    keep_max: how many moments to keep, newest first; None or 0: no such limit.
     keep_per_n_minutes: minutes between kept moments; the newest is kept too. None or 0: no such rule. Without
         effect where `keep_max` is set. With neither nothing is deleted.
     protect: moments that are kept in any case. The caller gives the newest complete one (from
@@ -66,44 +36,26 @@ def choose_deletions(
         one just committed (after the clock was set back, the newest file does not have the newest time). A
         protected moment counts towards `keep_max` only when it is among the newest anyway.
 
-    The newest moment among the countable files is never deleted. Raises `UsageError` on a negative or
-    non-finite limit. Any thread.
+    The newest moment is never deleted. Raises `UsageError` on a negative or non-finite limit. Any thread.
     """
     if keep_max is not None and keep_max < 0:
         raise UsageError(f"keep_checkpoint_max={keep_max}: give a number from 0 (no limit)")
     if keep_per_n_minutes is not None and not (math.isfinite(keep_per_n_minutes) and keep_per_n_minutes >= 0):
         raise UsageError(f"keep_checkpoint_per_n_minutes={keep_per_n_minutes}: give minutes from 0 (rule not used)")
-    countable = [fact for fact in files if fact.kind == _DELETABLE]
-    moments = _oldest_first(countable)
+    # By time, not by step: after a restart from an older step, or with a second run in the same directory,
+    # the low steps are the new ones, and deleting the lowest would delete what was just written.
+    moments = sorted(created, key=lambda moment: (created[moment], *moment[1:], moment[0]))
     if keep_max:
         kept = set(moments[-keep_max:])
     elif keep_per_n_minutes:
-        kept = _one_per_interval(moments, _created(countable), keep_per_n_minutes * 60.0)
+        kept = _one_per_interval(moments, created, keep_per_n_minutes * 60.0)
     else:
         return []
-    kept.update(moments[-1:])
-    order = {moment: position for position, moment in enumerate(moments)}
-    doomed = [f for f in countable if f.moment not in kept and f.moment not in protect]
-    doomed.sort(key=lambda f: (order[f.moment], str(f.path)))
-    return [fact.path for fact in doomed]
+    kept.update(moments[-1:], protect)
+    return [moment for moment in moments if moment not in kept]
 
 
-def _created(files: Iterable[CheckpointFact]) -> dict[Moment, float]:
-    """When each moment was last written."""
-    created: dict[Moment, float] = {}
-    for fact in files:
-        created[fact.moment] = max(created.get(fact.moment, -math.inf), fact.created)
-    return created
-
-
-def _oldest_first(files: Iterable[CheckpointFact]) -> list[Moment]:
-    # By time, not by step: after a restart from an older step, or with a second run in the same directory,
-    # the low steps are the new ones, and deleting the lowest would delete what was just written.
-    created = _created(files)
-    return sorted(created, key=lambda moment: (created[moment], *moment[1:], moment[0]))
-
-
-def _one_per_interval(moments: Sequence[Moment], created: dict[Moment, float], interval_s: float) -> set[Moment]:
+def _one_per_interval(moments: Sequence[Moment], created: Mapping[Moment, float], interval_s: float) -> set[Moment]:
     kept: set[Moment] = set()
     last_kept = -math.inf
     for moment in moments:
