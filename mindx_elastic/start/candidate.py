@@ -36,7 +36,6 @@ class Context:
     world: World
     faults: frozenset[int]
     own_states: Mapping[Moment, Collection[int]]
-    recorded: Mapping[Moment, Strategy]
 
 
 class Candidate:
@@ -209,9 +208,7 @@ class Candidate:
 
     def _merge(self) -> Strategy:
         """The strategy that the files give together, in the order of ranks."""
-        recorded = self._context.recorded.get(self.moment)
-        of_files = [fact.strategy for facts in self._files.values() for fact in facts]
-        strategies = {id(each): each for each in ([recorded, *of_files] if recorded is not None else of_files)}
+        strategies = {id(fact.strategy): fact.strategy for facts in self._files.values() for fact in facts}
         for strategy in strategies.values():
             if strategy.world_size != self.world_size:
                 raise UsageError(f"a strategy for {strategy.world_size} ranks, files of {self.world_size}")

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from mindx_elastic.core.moment import Moment, moment_name
+from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import missing_ranks, rank_list
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
@@ -264,50 +265,20 @@ class Inventory:
         world: World,
         faults: KnownFaults | None = None,
         *,
-        only: Moment | None = None,
         step: int | None = None,
     ) -> ResumePlan | Refusal:
-        """Plan a start. `only`: the one moment that may be taken. `step`: the step that may be taken, of any run and
-        attempt, in the order in which a start tries them."""
-        facts = self.facts
-        damaged = [Rejected(one.path, one.problem) for one in self._damage]
-
-        def call(moment: Moment | None, rejected: Sequence[Rejected]) -> ResumePlan | Refusal:
-            return plan_resume(
-                facts,
-                world,
-                faults=faults or KnownFaults(),
-                own_states=self.own_states,
-                rejected=rejected,
-                only=moment,
-            )
-
-        known = (*damaged, *self.rejected)
-        plan = call(only, known) if step is None else self._plan_of_step(step, faults, call, known)
+        """Plan a start. `step`: the one that may be taken, of any run and attempt, in the order in which a start tries
+        them."""
+        rejected = [Rejected(one.path, one.problem) for one in self._damage] + self.rejected
+        only = None
+        if step is not None and not (only := [moment for moment in self.moments if moment[2] == step]):
+            steps = listed(list(dict.fromkeys(moment[2] for moment in self.moments)), 8)
+            why = f"no usable file is of it (steps that are there: {steps or 'none'})"
+            rejected.insert(0, Rejected(f"step {step}", why))
+        plan = plan_resume(
+            self.facts, world, faults=faults or KnownFaults(), own_states=self.own_states, rejected=rejected, only=only
+        )
         return plan if isinstance(plan, Refusal) else replace(plan, steps_lost=self._steps_lost(plan))
-
-    def _plan_of_step(
-        self,
-        step: int,
-        faults: KnownFaults | None,
-        call: Callable[[Moment | None, Sequence[Rejected]], ResumePlan | Refusal],
-        known: Sequence[Rejected],
-    ) -> ResumePlan | Refusal:
-        reasons: tuple[Rejected, ...] = ()
-        worlds: set[int] = set()
-        order = order_of_moments(self.facts)
-        for moment in (each for each in order if each[2] == step):
-            plan = call(moment, reasons)
-            if isinstance(plan, ResumePlan):
-                return replace(plan, rejected=(*plan.rejected, *known))
-            reasons = plan.reasons
-            worlds.update(plan.other_worlds)
-        if not reasons:
-            steps = list(dict.fromkeys(moment[2] for moment in order))
-            text = ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
-            reasons = (Rejected(f"step {step}", f"no usable file is of it (steps that are there: {text or 'none'})"),)
-        named = frozenset() if faults is None else faults.ranks
-        return Refusal((*reasons, *known), bool(self.facts), tuple(sorted(worlds)), named)
 
     def _steps_lost(self, plan: ResumePlan) -> int | None:
         """Steps between the plan's and the newest one, counting damaged files and steps that were not asked for."""
@@ -376,7 +347,7 @@ class Inventory:
 
         def ask() -> Candidate:
             settled = self._settle().get(moment, [])
-            return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states, {}))
+            return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states))
 
         return SavedStep(
             moment=moment,

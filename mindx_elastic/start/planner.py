@@ -16,7 +16,6 @@ from typing import Protocol
 
 from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.start.assumptions import settle_assumptions
 from mindx_elastic.start.candidate import Candidate, Context
 from mindx_elastic.start.facts import DYING_KINDS, FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
@@ -45,16 +44,15 @@ def plan_resume(
     *,
     faults: KnownFaults | Collection[int] = (),
     own_states: Mapping[Moment, Collection[int]] | None = None,
-    recorded: Mapping[Moment, Strategy] | None = None,
     rejected: Sequence[Rejected] = (),
-    only: Moment | None = None,
+    only: Collection[Moment] | None = None,
 ) -> ResumePlan | Refusal:
     """Choose what to resume from.
 
     files: usable ones; of a rank's several files of a step the one to try first in front. faults: of old ranks.
     own_states: for each step the ranks whose small state of it (random numbers, buffers) is in memory: with it and a
-    replica's file they go on exactly. recorded: strategies known from elsewhere than the files. rejected: files that
-    were sorted out before, for the record. only: the one step that may be taken.
+    replica's file they go on exactly. rejected: files that were sorted out before, for the record. only: the steps that
+    may be taken; None: all.
     """
     everything = settle_assumptions(list(files))
     known = faults if isinstance(faults, KnownFaults) else KnownFaults(frozenset(faults))
@@ -62,10 +60,10 @@ def plan_resume(
     by_moment: dict[Moment, list[FileFact]] = {}
     for fact in usable:
         by_moment.setdefault(fact.moment, []).append(fact)
-    context = Context(world, known.ranks, own_states or {}, recorded or {})
+    context = Context(world, known.ranks, own_states or {})
     reasons: list[Rejected] = []
     considered: dict[Moment, Candidate] = {}
-    moments = [m for m in order_of_moments(everything) if only in (None, m)]
+    moments = [m for m in order_of_moments(everything) if only is None or m in only]
     bases = bases_of(everything)
     for moment in moments:
         candidate = considered[moment] = Candidate(moment, by_moment.get(moment, []), context)
@@ -78,7 +76,7 @@ def plan_resume(
             continue
         chosen = candidate
         if candidate.lacks_rank_state:  # not exact, and a step just before may be
-            older = [m for m in steps_before(moment, bases) if m in by_moment and only in (None, m)]
+            older = [m for m in steps_before(moment, bases) if m in by_moment and (only is None or m in only)]
             near = [Candidate(m, by_moment[m], context) for m in older]
             chosen = next((each for each in near if not each.problem and not each.inexact), candidate)
         if chosen is not candidate:
@@ -87,8 +85,6 @@ def plan_resume(
         lost = newest - chosen.moment[2] if newest > chosen.moment[2] else None
         plan = chosen.plan()
         return replace(plan, rejected=(*reasons, *rejected), steps_lost=lost)
-    if only is not None and not moments:
-        reasons.append(Rejected(moment_name(only), "no file of it is there", only))
     worlds = tuple(sorted({c.world_size for c in considered.values()} - {0, world.size}))
     return Refusal((*reasons, *rejected), bool(everything), worlds, known.ranks)
 

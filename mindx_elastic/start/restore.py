@@ -387,9 +387,9 @@ class PlanPart(FollowedPart):
 
     def _choose(self) -> Merged:
         """Rank 0's next answer: the shares of a plan, a fresh start, or the error that all ranks raise."""
-        inventory, places = self._inventory, self._places
+        inventory = self._inventory
         world = World(self._ranks.world_size, None if self._target is None else self._target.strategy)
-        plan = inventory.plan(world, self._faults, only=places.only)
+        plan = inventory.plan(world, self._faults)
         if isinstance(plan, Refusal):
             lines = inventory.lines(None, plan.reasons)
             error = self._refusal(plan, lines)

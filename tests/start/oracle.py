@@ -63,8 +63,6 @@ class Case:
     own_states: Mapping[Moment, frozenset[int]] = field(default_factory=dict)
     target: Mapping[str, Spread] | None = None
     """Of every tensor; None: as it was."""
-    recorded: bool = False
-    """All tensors are known, whatever the files say."""
 
 
 # --- who holds what ---
@@ -140,7 +138,7 @@ def usable(case: Case, moment: Moment) -> list[File]:
 
 
 def _known(case: Case, files: list[File]) -> list[Tensor]:
-    return [t for t in case.tensors if case.recorded or any(t.name in f.describes for f in files)]
+    return [t for t in case.tensors if any(t.name in f.describes for f in files)]
 
 
 def resumable(case: Case, moment: Moment) -> bool:

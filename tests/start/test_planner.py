@@ -120,10 +120,10 @@ def test_moments_are_tried_run_by_run_attempt_by_attempt_step_by_step() -> None:
 
 def test_only_the_step_asked_for_is_taken() -> None:
     facts = [*files(range(4), 10), *files(range(4), 9)]
-    assert plan_of(facts, only=(RUN, 0, 9)).step == 9
-    refusal = refusal_of([*files([0], 10, FSDP), *files(range(4), 9, FSDP)], only=(RUN, 0, 10))
+    assert plan_of(facts, only=[(RUN, 0, 9)]).step == 9
+    refusal = refusal_of([*files([0], 10, FSDP), *files(range(4), 9, FSDP)], only=[(RUN, 0, 10)])
     assert [rejected.moment for rejected in refusal.reasons] == [(RUN, 0, 10)]
-    assert "step 99" in str(refusal_of(files(range(4), 10), only=(RUN, 0, 99)))
+    assert not refusal_of(files(range(4), 10), only=[(RUN, 0, 99)]).reasons
 
 
 # --- donors ---
@@ -151,15 +151,6 @@ def test_contradictory_strategies_are_refused_by_name_and_an_older_step_is_taken
     (rejected,) = plan.rejected
     assert "contradict" in rejected.reason
     assert all(part in rejected.reason for part in ("of w: ", "[8, 4]", "[8, 5]"))
-
-
-def test_a_recorded_strategy_tells_what_missing_files_held() -> None:
-    moment = (RUN, 0, 10)
-    private = files([0, 1], strategy=Strategy(4, (STAGES.tensors[0],)))
-    refusal = refusal_of(private, recorded={moment: STAGES})
-    assert "layers.1: no usable file of ranks 2, 3" in str(refusal)
-    assert "for 2 ranks" in str(refusal_of(files(range(4)), recorded={moment: replicated(2, {"w": (8, 4)})}))
-    assert "contradict" in str(refusal_of(files(range(4)), recorded={moment: FSDP}))
 
 
 # --- faults ---

@@ -143,7 +143,6 @@ def cases(draw: st.DrawFn) -> Case:
         frozenset(faults),
         own_states,
         target,
-        recorded=draw(st.booleans()),
     )
 
 
@@ -186,13 +185,7 @@ def ask(case: Case, facts: list[FileFact]) -> ResumePlan | Refusal:
         layouts = {name: to_layout(spread) for name, spread in case.target.items()}
         specs = tuple(TensorSpec(t.name, t.shape, layouts[t.name], "I64") for t in case.tensors)
         target = Strategy(case.new_size, specs)
-    everything = Strategy(
-        case.world_size, tuple(TensorSpec(t.name, t.shape, to_layout(t.spread), "I64") for t in case.tensors)
-    )
-    recorded = {f.moment: everything for f in facts} if case.recorded else None
-    return plan_resume(
-        facts, World(case.new_size, target), faults=case.faults, own_states=case.own_states, recorded=recorded
-    )
+    return plan_resume(facts, World(case.new_size, target), faults=case.faults, own_states=case.own_states)
 
 
 def shuffled(facts: list[FileFact], seed: int) -> list[FileFact]:
