@@ -35,7 +35,6 @@ from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.memory.snapshots import adopt_slots
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.directory_lock import hold_ranks
-from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.persist.storage import (
@@ -371,7 +370,6 @@ def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:
         os.fsync(fd)
         if info is not None:
             keep_older(target, info)
-            FirstSave(target.parent, info.run_id).withdraw()
         publish(temp, target)
         fsync_dir(target.parent)
     finally:

@@ -200,7 +200,7 @@ class Opening:
         if start.fault_report:
             saver.coordinates["fault_report"] = start.fault_report
         saver.page, saver.mirror, saver.together = around.page, around.mirror, self._together
-        saver.first_save, saver.gone = start.first_save, start.peers.look
+        saver.gone = start.peers.look
         saver.keep_in_memory = lambda timeout_s: around.keep_in_memory(timeout_s, saver.gone())
         if start.resumed is not None:
             saver.go_on_from(start.resumed.checkpoint.info)

@@ -30,7 +30,6 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries
 from mindx_elastic.persist.direct_io import Reserve
-from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, Held
 from mindx_elastic.persist.places import NEIGHBOURS
@@ -97,8 +96,6 @@ class Saver:
         """Saves with the other ranks at an agreed stop; None: each writes all it has."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
-        self.first_save: FirstSave | None = None
-        """The note on disk that this rank has never saved in this run; None: it has, or the note is not needed."""
         self.gone: Callable[[], Sequence[int]] = lambda: ()
         """Returns the ranks known to be dead."""
         self.keep_in_memory: Callable[[float], bool] = lambda timeout_s: False
@@ -368,8 +365,6 @@ class Saver:
         def before_publish(temp: Path) -> None:
             if dying and not self.collector.devices.still_holds:  # a background save has its own copy
                 raise DeviceWentOnError(f"the device has gone on from step {info.step} while it was read")
-            if self.first_save is not None:
-                self.first_save.withdraw()
 
         def write() -> SaveResult:
             for target in (path, *also):

@@ -27,7 +27,6 @@ from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, own_states, snapshot_files
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
-from mindx_elastic.persist.first_save import Note, note_at
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.storage import quarantine, quarantined
 from mindx_elastic.start.facts import FileFact, Rejected
@@ -145,12 +144,8 @@ class Findings:
     """There are, or were, files of ours on disk."""
     other: bool = False
     """Some of them are not sound files of a step, so it is unknown what they were."""
-    never_saved: list[tuple[str, int, int]] = field(default_factory=list)
-    """(run, rank, world size) of the notes of ranks that have never published a file."""
     entries: dict[str, CatalogEntry] = field(default_factory=dict, init=False)
     """Catalog entries of all files that were read, by path."""
-    notes: list[Note] = field(default_factory=list, init=False)
-    """The notes after `never_saved`."""
     damaged: list[tuple[CatalogEntry, Path]] = field(default_factory=list, init=False)
     """Damaged files with names of ours, each with its directory, for `put_aside`."""
 
@@ -290,16 +285,11 @@ def _facts(
 def _read_files(
     listing: Listing, share: Share, trust: Trust, shared: SharedJson, found: Findings
 ) -> list[CatalogEntry]:
-    """The entries of this share of the files, bad ones included; notes and problems go to `found`."""
+    """The entries of this share of the files, bad ones included; problems go to `found`."""
     entries = list(listing.unlisted) if share[0] == 0 else []
     owners = {directory: trust.of(directory) for directory in listing.directories}
     for path in [*listing.files][slice(*_slice(share))]:
-        directory = listing.files[path]
-        if path.parent.parent == directory and (note := note_at(path)) is not None:
-            found.notes.append(note)
-            found.never_saved.append((note.run_id, note.rank, note.world_size))
-            continue
-        entry = read_entry(path, owners=owners[directory], shared=shared)
+        entry = read_entry(path, owners=owners[listing.files[path]], shared=shared)
         if entry is not None:
             entries.append(entry)
     for entry in entries:

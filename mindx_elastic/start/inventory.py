@@ -11,7 +11,7 @@ if a transport can fetch it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -148,7 +148,6 @@ class Inventory:
         """The highest attempt that a launcher has counted."""
         self._files: dict[Key, _File] = {}
         self._attempts: dict[str, int] = {}
-        self._never_saved: dict[str, set[tuple[int, int]]] = {}
         self._damage: list[_Damage] = []
         self._facts: list[FileFact] | None = None
         self._moments: dict[Moment, list[FileFact]] | None = None
@@ -192,8 +191,6 @@ class Inventory:
         for run, attempt in found.attempts.items():
             if run in self.runs or run in found.known:
                 self._attempts[run] = max(attempt, self._attempts.get(run, 0))
-        for run, rank, size in found.never_saved:
-            self._never_saved.setdefault(run, set()).add((rank, size))
 
     def _add_own(self, found: Findings, only: int | None) -> None:
         for rank, states in found.own.items():
@@ -310,10 +307,10 @@ class Inventory:
         """Whether all files are sound files of some step: none is damaged or in quarantine."""
         return not (self.other or self.rejected or self._damage)
 
-    @property
-    def was_never_complete(self) -> bool:
-        """Whether it is proved that no step here was ever complete, so that a fresh start loses nothing."""
-        return self.is_all_known and never_complete(self.facts, self._never_saved)
+    def was_never_complete(self, never_saved: Mapping[str, Collection[int]]) -> bool:
+        """Whether it is proved that no step here was ever complete, so that a fresh start loses nothing. `never_saved`:
+        see `unused_state.never_saved`."""
+        return self.is_all_known and never_complete(self.facts, never_saved)
 
     def next_attempt(self, run: str) -> int:
         """An attempt number above every attempt of the run that any rank has seen."""

@@ -15,6 +15,7 @@ from mindx_elastic.start.facts import Refusal, World
 from mindx_elastic.start.findings import list_files, reader_trust, scan
 from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.planner import newest_world_size
+from mindx_elastic.start.unused_state import never_saved
 
 __all__ = ["Peek", "peek"]
 
@@ -77,10 +78,11 @@ def peek(directory: str | os.PathLike[str], *, world_size: int | None = None) ->
     place = given.resolve()
     base = MemorySettings.from_env().base
     listing = list_files([place], None if base is None else job_folder(base, place))
-    inventory = Inventory.merge([scan(listing, trust=reader_trust(place))] if place.is_dir() else [])
+    trust = reader_trust(place)
+    inventory = Inventory.merge([scan(listing, trust=trust)] if place.is_dir() else [])
     plan = inventory.plan(World(world_size or newest_world_size(inventory.facts) or 1))
     if isinstance(plan, Refusal):
-        if not inventory.anything or inventory.was_never_complete:
+        if not inventory.anything or inventory.was_never_complete(never_saved([place], trust)):
             return None
         reasons = "; ".join(inventory.lines(None, plan.reasons)[:_SHOWN])
         if plan.other_worlds and world_size is not None:

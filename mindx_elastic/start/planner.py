@@ -141,12 +141,12 @@ def steps_before(moment: Moment, bases: Mapping[tuple[str, int], Moment]) -> lis
     return found[1:]
 
 
-def never_complete(files: Iterable[FileFact], never_saved: Mapping[str, Collection[tuple[int, int]]]) -> bool:
+def never_complete(files: Iterable[FileFact], never_saved: Mapping[str, Collection[int]]) -> bool:
     """Whether it is proved of all `files` that no step of their runs was ever complete, so that nothing was lost.
 
-    never_saved: for each run the (rank, world size) that are known never to have put a file in place. A run never had
-    a complete step if only such ranks held some part of it. Assumed replicas count as replicas here, because an earlier
-    start may have relied on them.
+    never_saved: for each run the ranks that are known never to have put a file in place. A run never had a complete
+    step if only such ranks held some part of it. Assumed replicas count as replicas here, because an earlier start may
+    have relied on them.
     """
     runs: dict[str, dict[Moment, list[FileFact]]] = {}
     for fact in files:
@@ -158,11 +158,11 @@ def never_complete(files: Iterable[FileFact], never_saved: Mapping[str, Collecti
     )
 
 
-def _has_parts_never_saved(facts: Sequence[FileFact], never_saved: Collection[tuple[int, int]]) -> bool:
+def _has_parts_never_saved(facts: Sequence[FileFact], never_saved: Collection[int]) -> bool:
     """Whether the step of `facts` has parts that only ranks held that never saved."""
     sizes = {fact.world_size for fact in facts}
     world_size = sizes.pop()
-    silent = {rank for rank, size in never_saved if size == world_size} - {fact.rank for fact in facts}
+    silent = {*never_saved} - {fact.rank for fact in facts}
     if sizes or not silent:
         return False
     strategies = list({id(fact.strategy): fact.strategy for fact in facts}.values())

@@ -59,6 +59,7 @@ from mindx_elastic.start.findings import (
 from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.reader import Problem, ShareReader
 from mindx_elastic.start.shares import share_in, tell_shares
+from mindx_elastic.start.unused_state import never_saved
 
 __all__ = [
     "Disks",
@@ -413,8 +414,7 @@ class PlanPart(FollowedPart):
 
     def _fresh(self, lines: Sequence[str]) -> Merged:
         inventory = self._inventory
-        starts_over = inventory.anything and self._places.resume != "never"
-        if starts_over:
+        if inventory.anything and self._places.resume != "never":
             logger.warning(
                 "the job starts over: it was cut off in its very first save, and no step of it was ever complete, so "
                 "nothing that was saved is lost (%s). Its files stay where they are",
@@ -425,9 +425,7 @@ class PlanPart(FollowedPart):
         run_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
         attempt = max(inventory.launched, self._ranks.attempt)
         number = self._next_generation()
-        return Merged(
-            {"fresh": True, "run_id": run_id, "attempt": attempt, "generation": number, "keep_notes": starts_over}
-        )
+        return Merged({"run_id": run_id, "attempt": attempt, "generation": number})
 
     def _next_generation(self) -> int:
         places = self._places
@@ -450,7 +448,11 @@ class PlanPart(FollowedPart):
                 f"resume={str(places.resume)!r}: {moment_name(places.only)} cannot be resumed: {why}; give another "
                 "checkpoint, or a directory to take the newest step that is sound"
             )
-        if places.resume == "auto" and inventory.anything and inventory.was_never_complete:
+        if (
+            places.resume == "auto"
+            and inventory.anything
+            and inventory.was_never_complete(never_saved(places.directories, places.trust))
+        ):
             return None
         remedy = 'to start over pass resume="never" (nothing is deleted), or choose another directory'
         reasons = "; ".join(lines[:_SHOWN])
@@ -485,9 +487,6 @@ class PlanPart(FollowedPart):
         self.generation = int(common["generation"])
         if not 0 <= self.attempt <= _MOST_ATTEMPTS:
             raise ValueError(f"attempt {self.attempt}")
-        if common.get("fresh"):
-            for note in self._findings.notes if common["keep_notes"] else ():
-                note.touch()  # the note is needed while these files exist
 
     def follow(self) -> None:
         """Do what the answer asks for: read this rank's share, or look again. Changes no state of the program."""

@@ -34,7 +34,6 @@ from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import MismatchError
-from mindx_elastic.persist.first_save import FirstSave, find_notes
 from mindx_elastic.start.ddp_warmup import replay_orders
 from mindx_elastic.start.in_place import Boundary, InPlacePart
 from mindx_elastic.start.job_layouts import JobLayouts, own_target
@@ -63,8 +62,6 @@ class Start:
     """Puts the random generators back as at the resumed boundary; None on a fresh start."""
     fault_report: int
     """When the platform's report on faults was made; 0: there is none."""
-    first_save: FirstSave | None = None
-    """The note on disk that this rank has never saved in this run; None: it has, or the note is not needed."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -144,7 +141,6 @@ def start_job(
     meet(exchange, "loaded", platform.last_parts(() if found is None else found.checkpoint.info.flags))
     if found is not None:
         _tell(found, job, began, boundary, [note for note in risks.notes if note not in known])
-    first_save = None if around.evaluates else _note_first_save(directories[0], source.run_id, found, job)
     if not in_place and not around.evaluates:  # in a recovery in place the files are as the first start has left them
         if ranks.rank == 0:
             assert layouts.target.strategy is not None
@@ -158,7 +154,6 @@ def start_job(
         peers=PeerWatch(peers.identities, rank=ranks.rank),
         restore_streams=restore,
         fault_report=platform.faults.report,
-        first_save=first_save,
     )
 
 
@@ -267,25 +262,3 @@ class PeersPart(Part):
         self.identities = {int(peer): str(text) for peer, text in answer.own} | {self._rank: self._own}
         for text in self.identities.values():
             space_of(text)
-
-
-def _note_first_save(directory: Path, run_id: str, found: Resumed | None, job: Job) -> FirstSave | None:
-    """Note at a fresh start that this rank has never saved in this run (see `persist.first_save`). A run that resumes
-    has had a complete step: its notes go."""
-    ranks = job.ranks
-    if found is None:
-        first_save = FirstSave(job.folder(directory), run_id)
-        if ranks.world_size > 1 and not job.replicated:  # else one file is a whole step
-            try:
-                first_save.begin(ranks.rank, ranks.world_size)
-                return first_save
-            except OSError as error:
-                logger.warning("%s: %s; a power cut in the first save will need a hand", first_save.path, error)
-        return None
-    for note in list(find_notes(directory)):
-        if note.run_id == run_id:
-            try:
-                FirstSave(note.path.parent, note.run_id).withdraw()
-            except OSError as error:
-                logger.warning("%s cannot be removed: %s", note.path, error)
-    return None

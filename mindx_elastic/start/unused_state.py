@@ -4,10 +4,14 @@ what the resumes of its job have shown."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["find_unused_state", "proof_in_events", "remarks"]
+if TYPE_CHECKING:
+    from mindx_elastic.core.owners import Trust
+
+__all__ = ["find_unused_state", "never_saved", "proof_in_events", "remarks"]
 
 _FAILED = "failed: "
 
@@ -58,6 +62,36 @@ def proof_in_events(directory: Path) -> str:
         return "not proved yet: no resume of this job was compared"
     ranks, date = whole(verified.get("ranks")), date_of(real(verified.get("time")) or 0.0)
     return f"proved: step {whole(verified.get('step'))} ({ranks} rank{'s' * (ranks != 1)}, {date})"
+
+
+def never_saved(directories: Sequence[Path], trust: Trust) -> dict[str, set[int]]:
+    """By run, the ranks that have begun it and never put a file in place, as the event logs say. Raises nothing.
+
+    Where ranks are not replicas, a step is complete only when every rank has its file. After a kill in the very first
+    save one rank has a file and another has none; a complete step of which a disk was lost looks the same. The first
+    case may start over, the second must not. So a log that has lost lines (it was begun anew when it was full, or
+    deleted) proves nothing, and one that is lost with a disk neither.
+    """
+    from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation, parse_event
+    from mindx_elastic.core.values import text, whole
+
+    begun, saved, resumed = dict[str, set[int]](), set[tuple[str, int | None]](), set[str]()
+    for log in (directory / EVENTS_FILE for directory in directories):
+        if os.path.lexists(older_generation(log)):
+            return {}
+        for event in map(parse_event, lines_backwards(log, owners=trust.of(log))):
+            if event is None:
+                continue
+            run, rank = text(event.get("run_id")), whole(event.get("rank"))
+            if event["event"] == "start" and rank is not None:
+                begun.setdefault(run, set()).add(rank)
+            elif event["event"] == "save" and event.get("outcome") == "saved":
+                saved.add((run, rank))
+            elif event["event"] == "resume":  # from a complete step
+                resumed.add(run)
+    return {
+        run: {rank for rank in ranks if (run, rank) not in saved} for run, ranks in begun.items() if run not in resumed
+    }
 
 
 def _failed_save(directory: Path) -> dict[str, Any] | None:

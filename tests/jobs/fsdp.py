@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 import mindx_elastic as mx
 from mindx_elastic.persist import writer
-from mindx_elastic.persist.first_save import FirstSave
 from tests.jobs.kit import Every, kill_here, say
 from tests.jobs.loop import hold, kill_in_snapshot
 
@@ -35,25 +34,13 @@ def local_hash(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def kill_in_save(stage: str, victim: int, rank: int) -> None:
-    """Die in the first save: before the note of the rank goes, or after the rename."""
-    if rank != victim:
-        return
-    withdraw, publish = FirstSave.withdraw, writer.publish  # type: ignore[attr-defined]
+def kill_in_save() -> None:
+    """Die in the first save, before the file gets its name."""
 
-    def before(self: FirstSave) -> None:
-        if stage == "written":
-            kill_here("in written")
-        withdraw(self)
+    def killed(*_: object, **__: object) -> None:
+        kill_here("in written")
 
-    def named(temp: Path, final: Path, *, other: Path) -> Path:
-        path: Path = publish(temp, final, other=other)
-        if stage == "named":
-            kill_here("in named")
-        return path
-
-    mock.patch.object(FirstSave, "withdraw", before).start()
-    mock.patch.object(writer, "publish", named).start()
+    mock.patch.object(writer, "publish", killed).start()
 
 
 def main() -> None:
@@ -64,7 +51,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=0, help="a periodic save every so many steps")
     parser.add_argument("--freeze-at", type=int, default=-1, help="freeze the first layer, which keeps its gradient")
     parser.add_argument("--kill-in-snapshot", default="")
-    parser.add_argument("--kill-in-save", default="", help="STAGE:RANK; STAGE: written, noted or named")
+    parser.add_argument("--kill-in-save", type=int, default=-1, help="the rank")
     parser.add_argument(
         "--tft", action="store_true", help="save as TFTRegister does, with its wrapper around the optimizer"
     )
@@ -75,9 +62,8 @@ def main() -> None:
     rank = dist.get_rank()
     if args.kill_in_snapshot:
         kill_in_snapshot(args.kill_in_snapshot, rank)
-    if args.kill_in_save:
-        stage, victim = args.kill_in_save.split(":")
-        kill_in_save(stage, int(victim), rank)
+    if rank == args.kill_in_save:
+        kill_in_save()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     network = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Dropout(0.1), nn.Linear(33, 5))  # 33 rows: uneven
     fully_shard(network[0], mesh=mesh)

@@ -16,7 +16,6 @@ from mindx_elastic.errors import DirectoryInUseError, GracefulExit, MismatchErro
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory
-from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.start.directories import RankDirectories, hold_directories, prepare_directories
 from tests.guarded import Job, no_traces, stop_and_wait
 
@@ -86,15 +85,10 @@ def test_left_overs_go_when_the_lock_is_held(tmp_path: Path, monkeypatch: pytest
         assert seen == [True] and not temp.exists()
 
 
-def test_an_evaluation_beside_a_training_leaves_its_first_save_alone(tmp_path: Path) -> None:
+def test_an_evaluation_beside_a_training_leaves_its_files_alone(tmp_path: Path) -> None:
     (tmp_path / ".resnet-1_1.0123.mindx-tmp").write_bytes(b"of a writer that may live")
-    folder = tmp_path / "rank_0"
-    folder.mkdir()
-    first = FirstSave(folder, "run-a")
-    first.begin(0, 1)
-    before = first.path.read_bytes()
     with evaluation(tmp_path):
-        assert (tmp_path / ".resnet-1_1.0123.mindx-tmp").exists() and first.path.read_bytes() == before
+        assert (tmp_path / ".resnet-1_1.0123.mindx-tmp").exists()
 
 
 def test_ranks_with_directories_of_their_own_look_into_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

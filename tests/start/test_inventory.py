@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mindx_elastic.persist.catalog import read_entries
-from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.start.facts import FileFact, Refusal, ResumePlan, World
 from mindx_elastic.start.inventory import Inventory, SavedStep, newest_complete, until_sound
 from tests.checkpoint_files import cut_off_end, write, write_step
@@ -131,14 +130,10 @@ def test_what_was_damaged_is_done_without_and_said(tmp_path: Path) -> None:
 
 
 def test_a_first_save_that_was_cut_off(tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / f"rank_{rank}").mkdir()
-        FirstSave(tmp_path / f"rank_{rank}", "run-a").begin(rank, 2)
-    path = write(tmp_path / "rank_0" / "a-1_4.safetensors", step=4, world_size=2)
-    FirstSave(path.parent, "run-a").withdraw()
-    assert merged([tmp_path] * 2).was_never_complete
+    write(tmp_path / "rank_0" / "a-1_4.safetensors", step=4, world_size=2)
+    assert merged([tmp_path] * 2).was_never_complete({"run-a": {1}})
     cut_off_end(write(tmp_path / "rank_0" / "a-1_5.safetensors", step=5, world_size=2))
-    assert not merged([tmp_path] * 2).was_never_complete
+    assert not merged([tmp_path] * 2).was_never_complete({"run-a": {1}})
 
 
 # --- a step is judged once ---

@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic.core.events import EVENTS_FILE, EventLog, older_generation
 from mindx_elastic.errors import NoUsableCheckpointError
-from mindx_elastic.persist.first_save import FirstSave
 from tests.checkpoint_files import write
 from tests.start.finding import find_on, found_on
 
 
-def begin(directory: Path, run: str = "run-a", *, ranks: Iterable[int] = (0, 1), world_size: int = 2) -> None:
-    """A fresh start: every rank notes that it has not saved."""
+def begin(directory: Path, run: str = "run-a", *, ranks: Iterable[int] = (0, 1)) -> None:
+    """A fresh start."""
+    directory.mkdir(exist_ok=True)
     for rank in ranks:
-        (directory / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
-        FirstSave(directory / f"rank_{rank}", run).begin(rank, world_size)
+        EventLog(directory / EVENTS_FILE, run_id=run, rank=rank).emit("start", outcome="fresh")
 
 
 def saved(directory: Path, rank: int, step: int = 4, *, world_size: int = 2, **more: Any) -> Path:
     path = directory / f"rank_{rank}" / f"resnet-1_{step}.safetensors"
     write(path, step=step, rank=rank, world_size=world_size, **more)
-    FirstSave(path.parent, more.get("run_id", "run-a")).withdraw()
+    log = EventLog(directory / EVENTS_FILE, run_id=more.get("run_id", "run-a"), rank=rank)
+    log.emit("save", step=step, outcome="saved")
     return path
 
 
@@ -44,6 +45,19 @@ def test_a_whole_step_of_which_a_file_was_deleted_is_refused(tmp_path: Path) -> 
     assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, tmp_path))
 
 
+@pytest.mark.parametrize("lost", ["all", "older", "resumed", "start"])
+def test_a_log_that_does_not_have_it_all_proves_nothing(tmp_path: Path, lost: str) -> None:
+    begin(tmp_path, ranks=[0] if lost == "start" else [0, 1])
+    saved(tmp_path, 0)
+    if lost == "all":
+        (tmp_path / EVENTS_FILE).unlink()
+    if lost == "older":
+        older_generation(tmp_path / EVENTS_FILE).touch()
+    if lost == "resumed":
+        EventLog(tmp_path / EVENTS_FILE, run_id="run-a").emit("resume", step=3, outcome="resumed")
+    assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, tmp_path))
+
+
 def test_a_whole_older_run_goes_on(tmp_path: Path) -> None:
     for rank in range(2):
         saved(tmp_path, rank, 3)
@@ -57,8 +71,6 @@ def test_on_disks_that_are_not_shared(tmp_path: Path) -> None:
     for rank, node in enumerate(nodes):
         begin(node, ranks=[rank])
     saved(nodes[0], 0)
-    assert find_on(2, *nodes) == [None, None]
-    (next((nodes[1] / "rank_1").iterdir())).unlink()  # another machine in its place
     assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, *nodes))
 
 
