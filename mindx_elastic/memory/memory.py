@@ -22,7 +22,7 @@ from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory.arena import STEPS_FILE, RankArena
 from mindx_elastic.memory.boundaries import BoundaryLog
 from mindx_elastic.memory.folders import job_folder
-from mindx_elastic.memory.known_runs import leave_trace
+from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.memory.snapshots import Snapshotter, adopt_slots
@@ -89,10 +89,15 @@ class Memory:
         if resumed is not None:
             self._arena.keep(resumed.attempt, resumed.step)
         try:
-            leave_trace(self._directory, events.run_id, logged=events.is_recorded)
             self._arena.describe(self._directory, events.run_id)
         except OSError as error:
             logger.warning("%s: cannot be written to (%s)", self._arena.job, error)
+        if not events.is_recorded and events.run_id not in known_runs([self._directory], [events.run_id]):
+            logger.warning(
+                "%s: not even which run this is can be written there; should it be killed before that works again, a "
+                "start does not use what it has kept in memory. Make room there",
+                self._directory,
+            )
         modules = list(replicas)
         if modules:
             self._log = BoundaryLog(self._arena, collector, modules, next_step)

@@ -27,11 +27,6 @@ class Job(Protocol):
     trust: Trust
     names: tuple[str, ...]
     """The prefixes of its files."""
-    replicated: bool
-    """Every rank holds the same state."""
-
-    def folder(self, directory: Path) -> Path:
-        """Where this rank's files are."""
 
 
 class StartConnections(Protocol):

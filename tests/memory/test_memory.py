@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ import torch
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.config import MemorySettings, RankInfo
+from mindx_elastic.core.events import EventLog
 from mindx_elastic.memory import memory as memory_module
 from mindx_elastic.memory.memory import Memory, open_memory
 from mindx_elastic.persist.reader import read_checkpoint
@@ -115,6 +117,17 @@ def test_a_guard_that_could_not_save_is_resumed_from_memory(tmp_path: Path, memo
     assert again.guard.resumed_path is not None and again.guard.resumed_path.is_relative_to(memory_base)
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
     assert list(memory_base.iterdir()) == []
+
+
+def test_a_run_that_no_log_names_is_told_what_that_would_cost(
+    tmp_path: Path, memory_base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: EventLog, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(EventLog, "_append", refuse)
+    Job(tmp_path / "ckpt", snapshot_every=1).run(epochs=1)
+    assert "a start does not use what it has kept in memory" in caplog.text
 
 
 def _locks_held() -> list[str]:
