@@ -61,6 +61,8 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, tuple, set, deque, *_DICTS)
 _OF_LIBRARY = (float, *_TENSORS)
 """Kept of an object of a library's class: a program may set the rate of a dropout. All else its class keeps."""
+_INNER = ("instance", "scheduler")
+"""What a named object has in it, which its state_dict may leave out."""
 _OF_TORCH = frozenset(
     (*vars(nn.Module()), "param_groups", "state", "defaults", "optimizer", "_step_count", "_opt_called")
 )
@@ -124,7 +126,8 @@ def _attributes(name: str, target: Any) -> list[tuple[str, str, Any, int]]:
             if key.startswith(_OF_TORCH_TOO) or (type(type(value)) is not type and not is_comparable(type(value))):
                 continue
             is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
-            if is_set or not is_library(kind.__module__):
+            is_inner = not has_table and kind_of(type(value)) in _INNER
+            if is_set or is_inner or not is_library(kind.__module__):
                 found.append((f"{label}.{key}", KEPT, value, _DEPTH - 1))
     return found
 
@@ -250,6 +253,8 @@ def _treatment_of(kind: type) -> str:
         return "container"
     found = kind_of(kind)
     if found == "module" and kind.__module__.partition(".")[0] != "torch":  # a metric, whose sums are attributes
+        return "instance"
+    if found == "scheduler":  # one that is named is kept as a whole, so this hangs on another object
         return "instance"
     return found if found in ("class", "function", "instance", "loader") else ""
 

@@ -231,6 +231,16 @@ def test_of_kept_objects_what_no_state_need_have_is_noted() -> None:
     assert not [name for name in before if "losses" in name or "_opt" in name]
 
 
+def test_a_scheduler_inside_of_a_kept_object_of_a_library() -> None:
+    """A library's scheduler may leave out of its state what the one of torch's in it counts."""
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], 0.1))
+    around = jinja2.Environment()
+    vars(around).update(plateau=plateau)
+    for _ in range(3):
+        plateau.step(1.0)
+    assert attributes_of_kept({"sched": around})[f'"sched.plateau.num_bad_epochs" ({KEPT})'] == "2"
+
+
 def test_a_metaclass_whose_classes_have_a_name_of_a_module() -> None:
     class Meta(type):
         __module__ = property(lambda cls: "somewhere")  # as Cython's
