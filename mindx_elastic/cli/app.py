@@ -19,7 +19,6 @@ from mindx_elastic.cli.doctor import doctor_command
 from mindx_elastic.cli.drill import drill_command
 from mindx_elastic.cli.inspect import inspect_command
 from mindx_elastic.cli.logs import logs_command
-from mindx_elastic.cli.manifest import manifest_command
 from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
 from mindx_elastic.cli.prove import prove_command
@@ -55,7 +54,7 @@ _GROUPS: dict[str, dict[str, _Command]] = {
         "convert": convert_command,
     },
     "Try a job": {"doctor": doctor_command, "prove": prove_command, "drill": drill_command},
-    "Around a job": {"manifest": manifest_command, "clean": clean_command},
+    "After a job": {"clean": clean_command},
 }
 _OTHER_PARSERS: dict[str, dict[str, Any]] = {
     "prove": {"cls": ScriptCommand, "context_settings": SCRIPT_SETTINGS},
@@ -101,7 +100,6 @@ def _common(
     mindx-elastic doctor ckpt --state 18GiB       before the first run: is anything wrong?
     mindx-elastic prove -- train.py               stop and resume it, and compare every step
     mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost?
-    mindx-elastic manifest kubernetes --state 18GiB -- train.py     print a job for Kubernetes
     mindx-elastic clean --dry-run                 list what dead jobs have left in shared memory
 
     top, status, logs, report, pause and resume look into ./mindx-run, where run writes, if no RUN_DIR is given.

@@ -109,7 +109,7 @@ _LAUNCHERS = (
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",
         local="SLURM_LOCALID",
-        instead="mindx-elastic manifest slurm --state 2GiB --nproc N -- SCRIPT > train.sbatch; sbatch train.sbatch",
+        instead=f"{_AGENT} in a batch script (as deploy/slurm/agent.sbatch does)",
     ),
     # MPICH and Intel MPI; also srun --mpi=pmi2, which the one above has found
     _Launcher(rank="PMI_RANK", size="PMI_SIZE", local="MPI_LOCALRANKID", instead=_AGENT),

@@ -84,6 +84,6 @@ def complete(*words: str, cwd: Path) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_options_and_values_are_completed(tmp_path: Path) -> None:
+def test_commands_and_options_are_completed(tmp_path: Path) -> None:
     assert complete("mindx-elastic", "verify", "--j", cwd=tmp_path) == {"--json"}
-    assert complete("mindx-elastic", "manifest", "ku", cwd=tmp_path) == {"kubernetes"}
+    assert complete("mindx-elastic", "ins", cwd=tmp_path) == {"inspect"}
