@@ -17,11 +17,11 @@ from mindx_elastic.cli.common import (
     JsonOption,
     fail,
     human_age,
-    human_size,
     make_console,
     say,
     show,
 )
+from mindx_elastic.core.printable import human_size
 
 if TYPE_CHECKING:
     from mindx_elastic.memory.leftovers import ArenaLeftover, ProcessLeftover

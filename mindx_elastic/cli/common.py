@@ -46,7 +46,6 @@ __all__ = [
     "fail",
     "find_runs",
     "human_age",
-    "human_size",
     "is_folder",
     "is_running",
     "make_console",
@@ -228,16 +227,6 @@ def parse_size(text: str) -> int:
     if not 0 < size < 1 << 50:
         fail(f"--state {text}: give a size with its unit: 18GiB (KiB, MiB, GiB, TiB; B for bytes)")
     return size
-
-
-def human_size(nbytes: int) -> str:
-    """Bytes in the largest binary unit that keeps the number at least 1."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def human_age(seconds: float) -> str:

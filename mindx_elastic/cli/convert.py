@@ -13,13 +13,13 @@ from mindx_elastic.cli.common import (
     EXIT_NOTHING,
     EXIT_USAGE,
     JsonOption,
-    human_size,
     is_folder,
     say,
     show,
     tell_error,
 )
 from mindx_elastic.cli.progress import working
+from mindx_elastic.core.printable import human_size
 
 if TYPE_CHECKING:
     from mindx_elastic.convert.conversion import ConversionRequest, Converted

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, JsonOption, fail, human_size, parse_size, say, show
-from mindx_elastic.core.printable import printable
+from mindx_elastic.cli.common import EXIT_BAD, JSON_SCHEMA, JsonOption, fail, parse_size, say, show
+from mindx_elastic.core.printable import human_size, printable
 
 if TYPE_CHECKING:
     from mindx_elastic.doctor.examine import Examination
@@ -47,15 +47,12 @@ def doctor_command(
         int,
         typer.Option("--nproc-per-node", min=0, metavar="N", help="Ranks on this machine; 0: as in the checkpoint."),
     ] = 0,
-    measure: Annotated[
-        float, typer.Option(min=0, max=60, metavar="SECONDS", help="How long to write to the disk; 0: not at all.")
-    ] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
     """Look at this machine before the first run: would a stop be saved in time, and what else is wrong?
 
-    Disk speed and room against the grace period, shared memory against the state, owners and permissions, limits, torch
-    and its devices, the platform as far as it can be seen, and the variables. Each finding has its remedy.
+    Disk speed and room against the grace period, shared memory against the state, owners and permissions, the platform
+    as far as it can be seen, and the variables. Each finding has its remedy.
 
     It writes to DIR for a second, as a save does, and leaves nothing there. No network, no process group: run it once
     on each machine, as the user who will train, with the environment of the job.
@@ -76,17 +73,11 @@ def doctor_command(
 
     if grace is not None and not MIN_GRACE_S <= grace <= 86400:
         fail(f"--grace {grace:g}: give {MIN_GRACE_S:g} to 86400 seconds")
-    from mindx_elastic.doctor.examine import ExamineOptions, examine
+    from mindx_elastic.doctor.examine import examine
     from mindx_elastic.doctor.finding import Level, worst
 
-    wish = ExamineOptions(
-        directory=directory,
-        grace_s=grace,
-        state_bytes=parse_size(state) if state else None,
-        ranks=nproc_per_node,
-        measure_s=measure,
-    )
-    found = examine(wish, os.environ)
+    nbytes = parse_size(state) if state else None
+    found = examine(directory, os.environ, grace_s=grace, state_bytes=nbytes, ranks=nproc_per_node)
     show(_report(directory, found), as_json, lambda console, _: _print(console, directory, found))
     if worst(found.findings) is Level.PROBLEM:
         raise typer.Exit(EXIT_BAD)

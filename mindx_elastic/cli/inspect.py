@@ -19,7 +19,6 @@ from mindx_elastic.cli.common import (
     JsonOption,
     PathArgument,
     human_age,
-    human_size,
     is_folder,
     moment,
     nothing_found,
@@ -29,7 +28,7 @@ from mindx_elastic.cli.common import (
 )
 from mindx_elastic.cli.verify import entries_at
 from mindx_elastic.core.certificate import proof_of
-from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.core.printable import human_size, listed, printable
 from mindx_elastic.start.unused_state import find_unused_state, remarks
 
 if TYPE_CHECKING:

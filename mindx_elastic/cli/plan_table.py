@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from mindx_elastic.cli.common import human_size, moment, print_table, say
+from mindx_elastic.cli.common import moment, print_table, say
 from mindx_elastic.core.moment import moment_name
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.printable import human_size, printable
 from mindx_elastic.core.rank_lists import rank_list, rank_ranges
 from mindx_elastic.start.facts import RankPlan, Refusal, Rejected, ResumePlan
 

@@ -17,10 +17,9 @@ from mindx_elastic.cli.common import (
     JsonOption,
     RunDirArgument,
     fail,
-    human_size,
     is_folder,
 )
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.printable import human_size, printable
 
 __all__ = ["report_command"]
 

@@ -19,14 +19,13 @@ from mindx_elastic.cli.common import (
     JsonOption,
     PathArgument,
     fail,
-    human_size,
     is_folder,
     nothing_found,
     say,
     show,
 )
 from mindx_elastic.cli.progress import progress_of_bytes
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.printable import human_size, printable
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["listed", "printable", "printable_block"]
+__all__ = ["human_size", "listed", "printable", "printable_block"]
 
 
 def printable(text: object, limit: int | None = None) -> str:
@@ -37,3 +37,13 @@ def listed(items: Sequence[object], most: int, separator: str = ", ") -> str:
 def printable_block(text: str) -> str:
     """The same line by line, for text whose line breaks are ours."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def human_size(nbytes: float) -> str:
+    """Bytes in the largest binary unit that keeps the number at least 1."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{nbytes:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

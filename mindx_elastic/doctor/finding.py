@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Finding", "Level", "gib", "good", "problem", "seconds", "unknown", "warning", "worst"]
-
-_GIB = 1 << 30
+__all__ = ["Finding", "Level", "good", "problem", "unknown", "warning", "worst"]
 
 
 class Level(Enum):
@@ -53,17 +51,3 @@ def worst(findings: Iterable[Finding]) -> Level:
     """The level of the worst of `findings`; `Level.GOOD` where there are none."""
     order = list(Level)
     return max((finding.level for finding in findings), key=order.index, default=Level.GOOD)
-
-
-def gib(nbytes: float) -> str:
-    """Bytes for a person, with two or three digits."""
-    for unit, size in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size or unit == "KiB":
-            value = nbytes / size
-            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
-    raise AssertionError("unreachable")
-
-
-def seconds(value: float) -> str:
-    """A duration for a person, with two digits at least."""
-    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s" if value >= 0.1 else f"{value * 1000:.1f} ms"

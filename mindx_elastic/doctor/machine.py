@@ -1,16 +1,12 @@
-"""Memory that is left to the process, by the machine and its container, and how many files it may open."""
+"""Memory that is left to the process, by the machine and its container."""
 
 from __future__ import annotations
 
 import re
-import resource
 from pathlib import Path
 
-from mindx_elastic.doctor.finding import Finding, good, problem, warning
+__all__ = ["available_memory", "memory_of_container"]
 
-__all__ = ["available_memory", "judge_open_files", "look_at_open_files", "memory_of_container"]
-
-_LEAST_FILES, _GOOD_FILES = 256, 4096
 _NO_LIMIT = 1 << 60  # what version 1 of cgroups says for none, and anything like it
 
 
@@ -52,20 +48,3 @@ def available_memory(left_by_container: int | None, path: Path = Path("/proc/mem
     if match := re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE):
         found.append(int(match[1]) << 10)
     return min(found, default=None)
-
-
-def look_at_open_files() -> Finding:
-    """The limit of this process."""
-    return judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-
-
-def judge_open_files(files: int) -> Finding:
-    """`files`: the soft limit, negative for none."""
-    text = f"{'unlimited' if files < 0 else f'{files:,}'} open files (ulimit -n)"
-    remedy = f"ulimit -n {_GOOD_FILES} before the start (docker run --ulimit nofile={_GOOD_FILES})"
-    if 0 <= files < _LEAST_FILES:
-        return problem("limits", f"{text}: loaders and connections of a few ranks need more", remedy)
-    if 0 <= files < _GOOD_FILES // 4:
-        why = "each recovery in place leaves some open, and loader workers need many"
-        return warning("limits", f"{text}: {why}", remedy)
-    return good("limits", text)

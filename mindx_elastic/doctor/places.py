@@ -4,60 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.core.owners import check_place
 from mindx_elastic.core.posix import is_private_folder
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.printable import human_size, printable
 from mindx_elastic.doctor.disk import existing_part, measure
-from mindx_elastic.doctor.finding import Finding, gib, good, problem, unknown, warning
+from mindx_elastic.doctor.finding import Finding, good, problem, warning
 from mindx_elastic.doctor.saving import HeldState, judge_room, judge_time
 from mindx_elastic.errors import UnsafeDirectoryError
 from mindx_elastic.memory.folders import user_folder
 from mindx_elastic.persist.storage import free_space, try_rename
 
-__all__ = ["Mount", "find_mount", "judge_memory", "look_at_directory", "look_at_memory", "read_mounts"]
+__all__ = ["file_system", "judge_memory", "look_at_directory", "look_at_memory"]
 
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 _NETWORK_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "afs")
 _NUM_SLOTS = 2
 _LEAST_MEMORY = 1 << 30
+_MEASURE_S = 1.0
 
 
-@dataclass(frozen=True)
-class Mount:
-    """A line of /proc/self/mountinfo."""
-
-    path: str
-    kind: str
-    """The file system's type."""
-
-
-def read_mounts(text: str) -> list[Mount]:
-    """The mounts in the text of a mountinfo file; lines of another shape are skipped."""
-    found = []
-    for line in text.splitlines():
-        before, dash, after = line.partition(" - ")
-        words = before.split()
-        if dash and len(words) > 4 and after.split():
-            path = words[4].encode().decode("unicode_escape", "replace")  # \040 is a blank
-            found.append(Mount(path, after.split()[0]))
-    return found
-
-
-def find_mount(path: Path, mounts: list[Mount]) -> Mount | None:
-    """The innermost of `mounts` that `path` is on; the later one of two at the same place."""
-    real = os.path.realpath(path)
-    on = [mount for mount in mounts if real == mount.path or real.startswith(mount.path.rstrip("/") + "/")]
-    return max(reversed(on), key=lambda mount: len(mount.path), default=None)
-
-
-def _mounts_here() -> list[Mount]:
+def file_system(path: Path) -> str:
+    """The type of the file system that an existing `path` is on, as mount calls it; ``unknown``: it is not visible."""
+    device = os.stat(path).st_dev
     try:
-        return read_mounts(Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace"))
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return []
+        lines = []
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if after and before.split()[2:3] == [f"{os.major(device)}:{os.minor(device)}"]:
+            return printable(after.split()[0])
+    return "unknown"
 
 
 # --- the checkpoint directory ---
@@ -67,13 +46,11 @@ def look_at_directory(
     directory: Path,
     state: HeldState | None,
     grace_s: float,
-    measure_s: float,
     *,
     allow_shared: bool,
     page_cache: bool,
 ) -> Iterator[Finding]:
-    """All that can be said of `directory`, which need not exist. `measure_s`: how long to write; 0: not at all.
-    `page_cache`: as in `SavingSettings`."""
+    """All that can be said of `directory`, which need not exist. `page_cache`: as in `SavingSettings`."""
     folder = existing_part(directory)
     name = printable(directory)
     for part in (directory, *directory.absolute().parents):
@@ -82,8 +59,7 @@ def look_at_directory(
             yield problem("directory", f"{printable(part)} {what}", "give a directory")
             return
     yield _place(directory, allow_shared=allow_shared)
-    mount = find_mount(folder, _mounts_here())
-    kind = mount.kind if mount is not None else "unknown"
+    kind = file_system(folder)
     where = printable(f"{folder} ({kind})")
     if kind in _MEMORY_SYSTEMS:
         yield problem(
@@ -113,11 +89,8 @@ def look_at_directory(
         text = f"{where}: no file can be renamed ({why}), so each checkpoint is written twice"
         yield warning("directory", text, "give a directory on a disk, and copy it to the bucket from there")
     yield judge_room(free_space(folder), state, where)
-    if measure_s <= 0:
-        yield unknown("disk speed", "not measured (--measure 0)", "leave the option out to measure for a second")
-        return
     try:
-        disk = measure(folder, measure_s, page_cache=page_cache)
+        disk = measure(folder, _MEASURE_S, page_cache=page_cache)
     except OSError as error:
         yield problem(
             "disk speed",
@@ -165,11 +138,10 @@ def look_at_memory(base: Path | None, state: HeldState | None, limit_left: int |
             f"chmod 1777 {base}, or set MINDX_ARENA_DIR to a memory file system of your own",
         )
         return
-    mount = find_mount(base, _mounts_here())
-    if mount is not None and mount.kind not in _MEMORY_SYSTEMS:
+    if (kind := file_system(base)) not in (*_MEMORY_SYSTEMS, "unknown"):
         yield warning(
             "shared memory",
-            f"{name} is on {printable(mount.kind)}, not in memory: snapshots are as slow as that",
+            f"{name} is on {kind}, not in memory: snapshots are as slow as that",
             "mount a tmpfs there, or set MINDX_ARENA_DIR to one",
         )
     own = user_folder(base)
@@ -190,7 +162,7 @@ def judge_memory(name: str, free_bytes: int, state: HeldState | None, limit_left
         if limit_left is None or free_bytes <= limit_left
         else ", and the machine or the limit of its container has no more"
     )
-    text = f"{gib(room)} free in {name}{bound}"
+    text = f"{human_size(room)} free in {name}{bound}"
     if state is None:
         if room >= _LEAST_MEMORY:
             return good("shared memory", text)
@@ -202,7 +174,7 @@ def judge_memory(name: str, free_bytes: int, state: HeldState | None, limit_left
         f"docker run --shm-size={size}g; Kubernetes: an emptyDir with medium: Memory and sizeLimit: {size}Gi at "
         "/dev/shm, which counts in the container's memory limit"
     )
-    text += f"; two snapshots of {gib(state.nbytes)} take {gib(need)}"
+    text += f"; two snapshots of {human_size(state.nbytes)} take {human_size(need)}"
     if room < need:
         why = "a killed process then loses all steps since the last checkpoint"
         return problem("shared memory", f"{text}: {why}", remedy)

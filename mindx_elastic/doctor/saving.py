@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindx_elastic.doctor.finding import Finding, gib, good, problem, seconds, unknown, warning
+from mindx_elastic.core.printable import human_size
+from mindx_elastic.doctor.finding import Finding, good, problem, unknown, warning
 
 __all__ = ["Disk", "HeldState", "judge_room", "judge_time"]
 
@@ -66,20 +67,21 @@ class Disk:
 
 def judge_time(disk: Disk, state: HeldState | None, grace_s: float) -> Iterator[Finding]:
     """Whether the grace period is long enough for the save."""
-    speed = f"{gib(disk.bytes_per_s)}/s ({disk.way}, digests and flush included, {gib(disk.measured_bytes)} written)"
+    rate = f"{human_size(disk.bytes_per_s)}/s"
+    speed = f"{rate} ({disk.way}, digests and flush included, {human_size(disk.measured_bytes)} written)"
     if disk.other_bytes_per_s > _CLEARLY * disk.bytes_per_s:
         yield warning(
             "disk speed",
-            f"{gib(disk.bytes_per_s)}/s through {disk.way}, and {gib(disk.other_bytes_per_s)}/s the other way",
+            f"{rate} through {disk.way}, and {human_size(disk.other_bytes_per_s)}/s the other way",
             f"MINDX_PAGE_CACHE={disk.other_setting} makes saves go that way",
         )
     left_s = max(0.0, grace_s - _AGREEMENT_S)
     if state is None:
-        text = f"{speed}: {gib(disk.bytes_per_s * left_s)} fit into {grace_s:g} s of grace"
+        text = f"{speed}: {human_size(disk.bytes_per_s * left_s)} fit into {grace_s:g} s of grace"
         yield unknown("disk speed", text, "give the size of your state (--state) or a directory with a checkpoint")
         return
     need_s, alone_s = (nbytes / disk.bytes_per_s for nbytes in (state.agreed_bytes, state.alone_bytes))
-    text = f"{speed}: {gib(state.agreed_bytes)} need {seconds(need_s)} of your {grace_s:g} s of grace"
+    text = f"{speed}: {human_size(state.agreed_bytes)} need {need_s:.1f} s of your {grace_s:g} s of grace"
     least = _rounded_up(2 * need_s + _AGREEMENT_S)
     remedy = (
         f"give more time: --grace {least} (MINDX_GRACE_S={least}), and the platform as long (Kubernetes: "
@@ -93,8 +95,8 @@ def judge_time(disk: Disk, state: HeldState | None, grace_s: float) -> Iterator[
     elif alone_s > left_s:
         yield warning(
             "disk speed",
-            f"{text}; but {state.ranks} ranks that cannot agree (one of them is dead) write {gib(state.alone_bytes)}, "
-            f"which takes {seconds(alone_s)}",
+            f"{text}; but {state.ranks} ranks that cannot agree (one of them is dead) write "
+            f"{human_size(state.alone_bytes)}, which takes {alone_s:.1f} s",
             "more grace, or run under mindx-elastic run with snapshots: then the agent writes what memory holds",
         )
     else:
@@ -106,11 +108,13 @@ def judge_room(free_bytes: int, state: HeldState | None, where: str) -> Finding:
     if state is None:
         if free_bytes < 1 << 30:
             remedy = "make room, or give another directory"
-            return warning("disk space", f"{gib(free_bytes)} free in {where}", remedy)
-        return good("disk space", f"{gib(free_bytes)} free in {where}")
+            return warning("disk space", f"{human_size(free_bytes)} free in {where}", remedy)
+        return good("disk space", f"{human_size(free_bytes)} free in {where}")
     need, wanted = state.agreed_bytes, max(_KEPT_FREE * state.agreed_bytes, state.alone_bytes)
-    text = f"{gib(free_bytes)} free in {where}; one checkpoint takes {gib(need)}"
-    remedy = f"have {gib(wanted)} free: make room, keep fewer checkpoints (keep_checkpoint_max), or another directory"
+    text = f"{human_size(free_bytes)} free in {where}; one checkpoint takes {human_size(need)}"
+    remedy = (
+        f"have {human_size(wanted)} free: make room, keep fewer checkpoints (keep_checkpoint_max), or another directory"
+    )
     if free_bytes < need:
         return problem("disk space", f"{text}: a stop cannot save", remedy)
     if free_bytes < wanted:

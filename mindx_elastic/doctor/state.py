@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.doctor.finding import Finding, gib, good, problem
+from mindx_elastic.core.printable import human_size, listed, printable
+from mindx_elastic.doctor.finding import Finding, good, problem
 from mindx_elastic.doctor.saving import HeldState
 from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.start.findings import list_files, reader_trust, scan
@@ -49,7 +49,7 @@ def _remarks(
 ) -> Iterator[Finding]:
     if newest is not None and state is not None:
         kind = "complete" if newest.is_complete else f"not complete: {newest.why_incomplete}"
-        yield good("checkpoints", printable(f"{state.source}: {kind}; a state of {gib(state.nbytes)}"))
+        yield good("checkpoints", printable(f"{state.source}: {kind}; a state of {human_size(state.nbytes)}"))
     entries = list(inventory.entries.values())
     if strangers := sorted({entry.owner for entry in entries if entry.owner is not None}):
         users = listed(strangers, 4)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +24,6 @@ _OTHER_NAMES = {
     *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
 }
-_OF_THE_AGENT = ("MINDX_AGENT_DIR", "MINDX_AGENT_PID", "MINDX_RUN_DIR", "MINDX_ATTEMPT", "MINDX_SPARE")
 _ALIKE = 0.8
 
 
@@ -55,9 +53,7 @@ def known_names() -> set[str]:
 
 def judge_variables(env: Mapping[str, str]) -> Iterator[Finding]:
     """All that is to be said of `env`; one good finding where that is nothing."""
-    found = [*_unknown(env), *_wrong(env), *_launcher(env)]
-    for check in _CONTRADICTIONS:
-        found += check(env)
+    found = [*_unknown(env), *_wrong(env), *_launcher(env), *_grace(env)]
     if found:
         yield from found
         return
@@ -98,49 +94,20 @@ def _launcher(env: Mapping[str, str]) -> Iterator[Finding]:
         yield problem("variables", printable(what), printable(remedy.replace("\n", " ")))
 
 
-# --- contradictions: each gives what is wrong in one place ---
-
-
-def _grace(env: Mapping[str, str]) -> list[Finding]:
+def _grace(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Times that contradict each other."""
     ours, theirs = _seconds(env, "MINDX_GRACE_S"), _seconds(env, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    found = []
     if ours is not None and theirs is not None and theirs < ours:
-        found.append(
-            problem(
-                "variables",
-                f"MINDX_GRACE_S={ours:g}, but torchrun kills after {theirs:g} s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
-                f"make them equal; or under mindx-elastic run, --grace {ours:g}, which goes before both",
-            )
+        yield problem(
+            "variables",
+            f"MINDX_GRACE_S={ours:g}, but torchrun kills after {theirs:g} s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+            f"make them equal; or under mindx-elastic run, --grace {ours:g}, which goes before both",
         )
     grace = ours if ours is not None else theirs if theirs is not None else config.DEFAULT_GRACE_S
     wait = _seconds(env, "MINDX_AGREEMENT_S")
     if wait is not None and wait > grace / 3:
         text = f"MINDX_AGREEMENT_S={wait:g} is more than a third of the {grace:g} s of grace, and is cut to that"
-        found.append(warning("variables", text, "a longer grace period, or unset it"))
-    return found
-
-
-def _ranks(env: Mapping[str, str]) -> list[Finding]:
-    if not env.get("RANK", "").strip() or env.get("WORLD_SIZE", "").strip():
-        return []
-    text = f"RANK={env['RANK']} without WORLD_SIZE: this process takes itself for the whole job"
-    return [problem("variables", printable(text), "start with mindx-elastic run or torchrun, or unset RANK")]
-
-
-def _leftovers(env: Mapping[str, str]) -> list[Finding]:
-    found = []
-    names = [name for name in _OF_THE_AGENT if env.get(name, "").strip()]
-    pid = env.get("MINDX_AGENT_PID", "").strip()
-    if names and not (pid.isdecimal() and os.path.isdir(f"/proc/{pid}")):
-        text = f"{', '.join(names)}: set by an agent for its workers, and that agent is not there"
-        found.append(problem("variables", text, f"unset {' '.join(names)}"))
-    if env.get("MINDX_PROVE", "").strip():
-        text = "MINDX_PROVE is set: each guard takes itself for a run of mindx-elastic prove"
-        found.append(problem("variables", text, "unset MINDX_PROVE"))
-    return found
-
-
-_CONTRADICTIONS: tuple[Callable[[Mapping[str, str]], list[Finding]], ...] = (_grace, _ranks, _leftovers)
+        yield warning("variables", text, "a longer grace period, or unset it")
 
 
 def _seconds(env: Mapping[str, str], name: str) -> float | None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import mindx_elastic as mx
-from mindx_elastic.cli.app import app
+from mindx_elastic.agent.options import check_options
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.launchers import at_a_stop, current_ranks, refusal
@@ -65,10 +64,10 @@ def test_one_of_several_is_refused_with_the_way_out(variables: dict[str, str], n
 
 
 def test_the_way_out_of_srun_is_a_command() -> None:
-    command = refusal(SLURM_STEP).partition("Start the job with ")[2].partition(" > ")[0]
-    words = ["4" if word == "N" else word for word in command.split()]
-    made = CliRunner().invoke(app, words[1:])
-    assert made.exit_code == 0 and made.output.startswith("#!")
+    command = refusal(SLURM_STEP).partition("Start the job with ")[2].partition(" in a ")[0]
+    *words, script = ["4" if word == "N" else word for word in command.split()]
+    assert words[:2] == ["mindx-elastic", "run"] and script == "SCRIPT"
+    check_options(words[2:])
 
 
 @pytest.mark.parametrize("variables", SINGLE, ids=lambda value: " ".join(value) or "nothing")
