@@ -148,9 +148,7 @@ class ModuleComponent:
         self._extras: list[tuple[str, nn.Module]] = []
         children = list(self.module.modules())
         tables = {id(child): buffers_of(child) for child in children}
-        self._tables = list(tables.values())
         self._parameter_tables = [parameters_of(child) for child in children]
-        self._num_buffers = sum(map(len, self._tables))
         seen: set[int] = set()
         for prefix, child in self.module.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
@@ -168,12 +166,7 @@ class ModuleComponent:
         self._extra_copies: dict[str, Any] = {}
 
     def copy(self, *, closely: bool = True) -> None:
-        """`closely`: also look at what hardly a program does: buffers that are put into or taken out of the tables by
-        hand, or mean something else by their memory."""
-        if closely or self.structure.has_new_buffer:
-            self.structure.has_new_buffer = False
-            if sum(map(len, self._tables)) != self._num_buffers:
-                self._find_slots()  # a buffer was registered or deleted since
+        """`closely`: also look at what hardly a program does: buffers that mean something else by their memory."""
         if self._slots:
             self._copy_buffers(closely=closely or self._retypes)
         if self._extras:
@@ -189,7 +182,7 @@ class ModuleComponent:
     def _copy_buffers(self, *, closely: bool) -> None:
         try:
             live = [*map(getitem, self._slot_tables, self._slot_keys)]
-        except KeyError:  # one was deleted
+        except KeyError:  # one was deleted, and another one put in
             self._find_slots()
             live = [*map(getitem, self._slot_tables, self._slot_keys)]
         reader = self._reader

@@ -1,21 +1,20 @@
-"""Notices that modules or parameters were added, replaced or removed in mid-run, at no cost in the steps between.
+"""Notices that modules or parameters were added, replaced or removed in mid-run, or buffers added or removed, at next
+to no cost in the steps between.
 
-A registration shows through torch's global registration hooks; a removal, and what ``ModuleList.insert`` puts in, in
-the sizes of the modules' tables. Only then is the module walked through again. A resumed program builds the first model
-once more, so what counts is how the model differs from the one that the guard was entered with.
+A registration shows through torch's global registration hooks; a removal, and what ``ModuleList.insert`` or a program
+puts in by hand, in the sizes of the modules' tables. Only then is the module walked through again. A resumed program
+builds the first model once more, so what counts is how the model differs from the one that the guard was entered with.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -41,20 +40,17 @@ class Structure:
         children = list(self._module.modules())
         self._ids = {id(child) for child in children}
         self._tables: list[Any] = [t for child in children for t in (child._modules, child._parameters) if t]
+        self._tables += [child._buffers for child in children]  # also the empty ones: a new buffer shows here only
         self._size = sum(map(len, self._tables))
         self._registered = False
-        self.has_new_buffer = False
-        """A buffer was; the reader resets it."""
 
     def has_changed(self) -> bool:
         """Whether something may have changed since `follow`. Every step."""
         return self._registered or sum(map(len, self._tables)) != self._size
 
-    def note(self, owner: nn.Module, *, is_buffer: bool) -> None:
-        """A module, a parameter or a buffer is being registered in `owner`."""
-        if id(owner) in self._ids:
-            self.has_new_buffer |= is_buffer
-            self._registered |= not is_buffer
+    def note(self, owner: nn.Module) -> None:
+        """A module or a parameter is being registered in `owner`."""
+        self._registered |= id(owner) in self._ids
 
     def problems(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
         """How the module differs from the one that was built, in words; empty: a start can load its state."""
@@ -91,15 +87,14 @@ class Watch:
         self._structures = structures
         own = weakref.ref(self)  # torch keeps the hooks for ever if nothing removes them
 
-        def note(owner: nn.Module, *_: object, is_buffer: bool = False) -> None:
+        def note(owner: nn.Module, *_: object) -> None:
             if (watch := own()) is not None:
                 for structure in watch._structures:
-                    structure.note(owner, is_buffer=is_buffer)
+                    structure.note(owner)
 
         self._handles = [
             register_module_parameter_registration_hook(note),
             register_module_module_registration_hook(note),
-            register_module_buffer_registration_hook(partial(note, is_buffer=True)),
         ]
 
     def close(self) -> None:

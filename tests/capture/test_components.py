@@ -164,15 +164,19 @@ def test_a_boundary_sees_new_buffers_and_modules_and_lost_ones() -> None:
             assert gate.as_usual is (number > 1) and not collector.problems
         first.register_buffer("late", torch.ones(1))
         step(9)
-        assert "0.late" in collector.state()["model"]
-        del inner[1]
+        inner[1]._buffers["by_hand"] = torch.ones(1)
         step(10)
+        inner[1]._buffers["by_hand"].zero_()
+        state = collector.state()["model"]
+        assert "0.late" in state and state["1.1.by_hand"] == 1
+        del inner[1]
+        step(11)
         assert collector.problems == ["model: 1.1 is gone"]
         inner.insert(1, nn.Tanh())
-        step(11)
+        step(12)
         assert not collector.problems
         inner.insert(2, nn.Tanh())
-        step(12)
+        step(13)
         assert collector.problems == ["model: 1.2 is new"]
     finally:
         collector.unwatch()
