@@ -26,7 +26,7 @@ from mindx_elastic.capture.copying import copy_tree, equal_tensors, same_tree, t
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.given_settings import GivenSettings
-from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters
+from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters, places_of
 from mindx_elastic.capture.parameter_names import arrange_groups, grouped
 from mindx_elastic.capture.rank_weights import RankWeights
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
@@ -116,8 +116,7 @@ class Collector:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter whose in-place change outside an optimizer would tear the state."""
-        modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
-        return [p for module in modules for p in module.parameters]
+        return [p for module in self._modules.values() for p in module.parameters]
 
     @property
     def module_names(self) -> Collection[str]:
@@ -168,7 +167,7 @@ class Collector:
 
     def places(self) -> dict[int, str]:
         """The place of each parameter (``model.fc.weight``), by its id; of a tied one the first."""
-        return {id(parameter): name for name, parameter in reversed(named_parameters(self.components).items())}
+        return places_of(self.components)
 
     def watch(self) -> None:
         """Notice modules and parameters that are registered from here on, until `unwatch`. Main thread."""
@@ -501,7 +500,7 @@ class Collector:
     @property
     def is_spread(self) -> bool:
         """Whether an optimizer's state is spread over the ranks although the weights are not (ZeRO)."""
-        return any(isinstance(c, OptimizerComponent) and c.is_spread for c in self.components.values())
+        return any(optimizer.is_spread for optimizer in self._optimizers.values())
 
     def set_parallel_setup(self, setup: ParallelSetup) -> None:
         """From now on `layout` also says which other ranks hold the same. Main thread, at the start."""

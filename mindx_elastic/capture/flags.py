@@ -28,7 +28,8 @@ class Flags:
     ) -> None:
         """`wrappers`: modules around it that are no part of the names (DDP, `torch.compile`); they follow its mode."""
         self._module, self._wrappers = module, list(wrappers)
-        self._seen: list[bool] = []
+        self.seen: list[bool] = []
+        """As of the boundary that counts. A list in it is never changed in place."""
         self.follow(parameters)
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -41,19 +42,10 @@ class Flags:
         self.copy()
 
     def copy(self) -> None:
-        """Read them as they are now. The list is never changed in place."""
+        """Read them as they are now."""
         seen = [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]
-        if seen != self._seen:
-            self._seen = seen
-
-    @property
-    def seen(self) -> list[bool]:
-        """As of the last `copy`; for comparison."""
-        return self._seen
-
-    def go_back(self, seen: list[bool]) -> None:
-        """Let what `seen` was at an older boundary count again; the modules stay as they are."""
-        self._seen = seen
+        if seen != self.seen:
+            self.seen = seen
 
     def look(self) -> list[bool]:
         """As they are now, in the form of `seen`."""
@@ -70,8 +62,8 @@ class Flags:
 
     def state(self) -> dict[str, Any]:
         """The copied ones, by name: all of them, because a file may hold a part of the model."""
-        training = dict(zip(self._names, self._seen, strict=False))
-        trainable = {id(t): flag for t, flag in zip(self._tensors, self._seen[len(self._modules) :], strict=True)}
+        training = dict(zip(self._names, self.seen, strict=False))
+        trainable = {id(t): flag for t, flag in zip(self._tensors, self.seen[len(self._modules) :], strict=True)}
         named = {name: trainable[id(p)] for name, p in self._parameters.items()}
         return {
             "training": [name for name, flag in training.items() if flag],

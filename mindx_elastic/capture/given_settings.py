@@ -26,6 +26,7 @@ from mindx_elastic.capture.components import Component, ModuleComponent, Optimiz
 from mindx_elastic.capture.data_listing import difference
 from mindx_elastic.capture.plain_component import GoesThroughData
 from mindx_elastic.core.looks import askable, asked, attributes_of, items_of
+from mindx_elastic.core.printable import listed, printable
 
 __all__ = ["GivenSettings"]
 
@@ -101,23 +102,24 @@ class GivenSettings:
             ]
             if changed:
                 yield (
-                    f"{name} goes on with the settings of the checkpoint: {_few(changed)}. To change them, set them "
-                    'inside of the guard\'s block, or start over with resume="never" in another directory'
+                    f"{name} goes on with the settings of the checkpoint: {listed(changed, _MOST, '; ')}. To change "
+                    "them, set them inside of the guard's block, or start over with "
+                    'resume="never" in another directory'
                 )
 
     def _of_code(self, begun: _Given) -> Iterator[str]:
         for name, given in self._now[_CODE].items():
             theirs = begun.get(name, {})
             changed = [
-                f"{key} is {_short(value)} in the program and was {_short(theirs[key])}"
+                f"{key} is {printable(value, _LONGEST)} in the program and was {printable(theirs[key], _LONGEST)}"
                 for key, value in given.items()
                 if key in theirs and value != theirs[key]
             ]
             if changed:
                 yield (
                     f"{name} goes on otherwise than its training began, for this is in the program's code and in no "
-                    f"checkpoint: {_few(changed)}. To go on as before, give it what it had; to keep the change, do "
-                    "nothing"
+                    f"checkpoint: {listed(changed, _MOST, '; ')}. To go on as before, give it what it had; to keep the "
+                    "change, do nothing"
                 )
 
     def _of_data(self, begun: Mapping[str, Any]) -> Iterator[str]:
@@ -131,15 +133,6 @@ class GivenSettings:
 
 def _filled(given: _Given) -> _Given:
     return {name: settings for name, settings in given.items() if settings}
-
-
-def _few(changed: list[str]) -> str:
-    return "; ".join(changed[:_MOST]) + (f" (and {len(changed) - _MOST} more)" if len(changed) > _MOST else "")
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _is_new(component: Component) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +21,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.dtensors import local_part
+from mindx_elastic.capture.tensor_copy import sums_of
 from mindx_elastic.capture.update_gate import UpdateGate
 
 __all__ = ["GraphReplays", "is_capturing"]
 
 _FIRST_LOOKS = 3
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def is_capturing() -> bool:
@@ -95,9 +93,9 @@ class GraphReplays:
         self._gate.on_update(None)
         stable, others = self._collector.stable_tensors(), self._collector.other_tensors()
         with self._gate.perhaps_updating():
-            before = _sums_of([*stable, *others])
+            before = sums_of([*stable, *others])
             self._original(graph)
-            after = _sums_of([*stable, *others])
+            after = sums_of([*stable, *others])
             for number, (tensor, *sums) in enumerate(zip([*stable, *others], before, after, strict=True)):
                 if sums[0] != sums[1]:
                     known.changed[id(tensor)] = weakref.ref(tensor)
@@ -106,28 +104,6 @@ class GraphReplays:
         if known.updates:
             self._gate.begin_update()
             self._gate.end_update(id(graph))
-
-
-@torch.no_grad()
-def _sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """For each, all its bytes, taken as numbers; 0 for what has none of its own. Waits once for each device."""
-    found = [0] * len(tensors)
-    on_devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for number, tensor in enumerate(map(local_part, tensors)):
-        if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta) and tensor.numel():
-            total = _words(tensor).sum(dtype=torch.int64)
-            on_devices.setdefault(total.device, []).append((number, total))
-    for sums in on_devices.values():
-        for (number, _), total in zip(sums, torch.stack([each for _, each in sums]).tolist(), strict=True):
-            found[number] = total
-    return found
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    return flat.view(_WORDS.get(flat.element_size(), torch.int32))
 
 
 def _move_versions(known: _Graph) -> None:

@@ -35,7 +35,7 @@ from mindx_elastic.core.layout import REPLICATE, Layout, Placement, parse_placem
 from mindx_elastic.core.strategy import MARKER, LaidOut, LayoutRecord, TensorSpec
 from mindx_elastic.errors import UnsupportedStateError, UsageError
 
-__all__ = ["Blueprint", "ByHand", "LayoutRecorder", "ParallelSetup", "groups_inside", "named_parameters"]
+__all__ = ["Blueprint", "ByHand", "LayoutRecorder", "ParallelSetup", "groups_inside", "named_parameters", "places_of"]
 
 LayoutByHand = Callable[[str, tuple[int, ...]], "LaidOut | None"]
 """(place, shape of the rank's part) -> its layout, where the user has given one."""
@@ -90,6 +90,11 @@ def named_parameters(components: Mapping[str, Component]) -> dict[str, torch.Ten
     return found
 
 
+def places_of(components: Mapping[str, Component]) -> dict[int, str]:
+    """The place of each parameter, by its id; of a tied one the first."""
+    return {id(parameter): name for name, parameter in reversed(named_parameters(components).items())}
+
+
 def groups_inside(components: Mapping[str, Component]) -> dict[str, list[Groups]]:
     """The parameter groups in what the other components hold, as wrappers around an optimizer do."""
     own = [c for c in components.values() if isinstance(c, OptimizerComponent)]
@@ -136,7 +141,7 @@ class LayoutRecorder:
 
     def blueprint(self) -> Blueprint:
         """What a state for this rank has to be made of."""
-        names = self._places()
+        names = places_of(self._components)
         optimizers = {n: names_in_groups(n, c.local.param_groups, names) for n, c in self._optimizers.items()}
         modules = {name: list(c.named) for name, c in self._modules.items()}
         return Blueprint(modules, {name: c.volatile_names for name, c in self._modules.items()}, optimizers)
@@ -173,16 +178,12 @@ class LayoutRecorder:
             for place, parameter in module.named.items():
                 yield f"{name}.{place}", parameter
 
-    def _places(self) -> dict[int, str]:
-        """The place of each parameter, by its id; of a tied one the first."""
-        return {id(parameter): name for name, parameter in reversed(named_parameters(self._components).items())}
-
     @torch.no_grad()  # without a graph a DTensor's local part costs next to nothing
     def _describe(self) -> LayoutRecord:
         setup, meshes = self.setup, _Meshes([p for _, p in self._named_parameters() if isinstance(p, DTensor)])
         default = _replicated(meshes.widest_ranks or tuple(setup.replicas) or (setup.rank,))
         tensors: dict[str, LaidOut] = {}
-        places = self._places()
+        places = places_of(self._components)
         layouts: dict[int, Layout] = {}
         """The layouts of parameters that do not have the default one, by id."""
         for place, parameter in self._named_parameters():

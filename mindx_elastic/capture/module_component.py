@@ -65,7 +65,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 class ModuleComponent:
     """A module: parameters are stable, buffers and extra state volatile. `name` is used in errors."""
 
-    KEPT_IN = "_extra_copies"
+    KEPT_IN = "extras"
     """The attribute with its copied state, buffers apart."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -92,14 +92,7 @@ class ModuleComponent:
         self._described: object = None
         self._description = ""
         self._find_slots()
-        self._built = frozenset(
-            name for name, t in zip(self._slot_names, self._slot_tensors(), strict=True) if t is not None
-        )
-        self._first = {
-            name: (weakref.ref(t), t.shape, t.dtype)
-            for name, t in zip(self._slot_names, self._slot_tensors(), strict=True)
-            if t is not None
-        }
+        self._first = {name: (weakref.ref(t), t.shape, t.dtype) for name, t in self.named_buffers()}
         """The saved buffers as the program has built them."""
         self._order = list(self._sharded or self.module.state_dict())
         self.copy()
@@ -114,9 +107,6 @@ class ModuleComponent:
         if self._sharded:
             return list(self._sharded.values())
         return [p for table in self._parameter_tables for p in table.values() if p is not None]
-
-    def _slot_tensors(self) -> list[torch.Tensor | None]:
-        return [slots[key] for slots, key in self._slots]
 
     def follow(self) -> list[str]:
         """Modules or parameters may have changed: go on with what there is now. Returns what a start cannot make again.
@@ -142,8 +132,9 @@ class ModuleComponent:
         return bool(self.structure.problems(original_names(named, Masks(self.module).places)))
 
     def _find_slots(self) -> None:
-        # Slots are (dict, key), not tensors: a forward that assigns `self.buf = new` replaces the object.
-        self._slots: list[tuple[dict[str, Any], str]] = []
+        # Tables and keys, not tensors: a forward that assigns `self.buf = new` replaces the object.
+        self._slot_tables: list[dict[str, Any]] = []
+        self._slot_keys: list[str] = []
         self._slot_names: list[str] = []
         self._extras: list[tuple[str, nn.Module]] = []
         children = list(self.module.modules())
@@ -155,22 +146,23 @@ class ModuleComponent:
             table = tables[id(child)]
             for key in table:
                 if key not in child._non_persistent_buffers_set:
-                    self._slots.append((table, key))
+                    self._slot_tables.append(table)
+                    self._slot_keys.append(key)
                     self._slot_names.append(dot + key)
             if type(child).get_extra_state is not nn.Module.get_extra_state and id(child) not in seen:
                 seen.add(id(child))
                 self._extras.append((f"{dot}_extra_state", child))
-        self._slot_tables, self._slot_keys = [table for table, _ in self._slots], [key for _, key in self._slots]
         self._reader = BufferReader(())
         self._block = self._ahead = self._reader.read()
-        self._extra_copies: dict[str, Any] = {}
+        self.extras: dict[str, Any] = {}
+        """The copied extra state, by name."""
 
     def copy(self, *, closely: bool = True) -> None:
         """`closely`: also look at what hardly a program does: buffers that mean something else by their memory."""
-        if self._slots:
+        if self._slot_names:
             self._copy_buffers(closely=closely or self._retypes)
         if self._extras:
-            self._extra_copies = self.look()
+            self.extras = self.look()
         self.flags.copy()
         if self.keeps_attributes:
             self._own.copy()
@@ -195,22 +187,21 @@ class ModuleComponent:
 
     def kept(self) -> Any:
         places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
-        copies = self._masks.kept(), self._loose.kept(), self._own.seen
-        return places, self._slot_names, self._block, self._extra_copies, self.flags.seen, *copies
+        copies = self._masks.copies, self._loose.kept(), self._own.seen
+        return places, self._slot_names, self._block, self.extras, self.flags.seen, *copies
 
     def go_back(self, kept: Any) -> None:
-        places, self._slot_names, self._block, self._extra_copies, seen, masks, loose, self._own.seen = kept
+        places, self._slot_names, self._block, self.extras, seen, masks, loose, self._own.seen = kept
         if places != [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]:
             problem = "parameters have got other memory since the boundary, which the device has not filled yet"
             raise UnsupportedStateError(self.name, problem)
-        self.flags.go_back(seen)
-        self._masks.go_back(masks)
+        self.flags.seen, self._masks.copies = seen, masks
         self._loose.go_back(loose)
 
     def copy_ahead(self) -> bool:
         """Copy the buffers as they are in mid-step, next to the boundary's copies; False when they were replaced."""
         reader = self._reader
-        if self._slots:
+        if self._slot_names:
             try:
                 live = [*map(getitem, self._slot_tables, self._slot_keys)]
             except KeyError:
@@ -246,8 +237,8 @@ class ModuleComponent:
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """The saved buffers themselves, by name."""
-        found = zip(self._slot_names, self._slots, strict=True)
-        return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
+        found = zip(self._slot_names, self._slot_tables, self._slot_keys, strict=True)
+        return [(name, t) for name, table, key in found if (t := table.get(key)) is not None]
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
         """The saved buffers on a device that other ranks may have otherwise, by name: not those that DDP
@@ -299,11 +290,6 @@ class ModuleComponent:
         if not self._reader.means_the_same():
             self._copy_buffers(closely=True)
 
-    @property
-    def extras(self) -> dict[str, Any]:
-        """The copied extra state, by name."""
-        return self._extra_copies
-
     def state(self) -> dict[str, Any]:
         if not self._reader.means_the_same():
             problem = "buffers mean something else by their memory since one of the last steps (`.data = ...`)"
@@ -311,7 +297,7 @@ class ModuleComponent:
         copies: dict[str, Any] = {
             n: c for n, c in zip(self._slot_names, self._block.views, strict=True) if c is not None
         }
-        copies |= self._extra_copies
+        copies |= self.extras
         # FSDP2 swaps a module's parameters during forward, and its `state_dict` hooks would reshard them while the
         # training thread uses them: sharded parameters are taken from the references of the start. So are those of a
         # module that has been rebuilt since the boundary (made ready for an export, in the block).
@@ -331,7 +317,7 @@ class ModuleComponent:
         added = [
             n
             for n, c in zip(self._slot_names, self._block.views, strict=True)
-            if c is not None and n not in self._built
+            if c is not None and n not in self._first
         ]
         return {
             **self.flags.state(),

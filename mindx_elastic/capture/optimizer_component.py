@@ -75,7 +75,7 @@ class _HostState:
 class OptimizerComponent:
     """A torch optimizer: its state is stable, the options of its groups are volatile."""
 
-    KEPT_IN = "_groups"
+    KEPT_IN = "groups"
     """The attribute with its copied state."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -93,6 +93,8 @@ class OptimizerComponent:
         self.keeps_host_state = False
         """Copy at each boundary what its state has in host memory (Adam's `step`), and which tensors it has, where the
         weights are on a device that may lag the program: the program's next update changes that at once."""
+        self.groups: list[dict[str, Any]] = []
+        """The copied options of the groups."""
         self._host_reader = BufferReader(())
         self._host: _HostState | None = None
         self._is_back = False
@@ -123,7 +125,7 @@ class OptimizerComponent:
         return [t for values in self.local.state.values() for _, t in tensors_in(values)]
 
     def copy(self) -> None:
-        self._groups = [*map(_options_of, self.optimizer.param_groups)]  # as `look`
+        self.groups = [*map(_options_of, self.optimizer.param_groups)]  # as `look`
         if self._has_own:
             self._own.copy()
         if self.keeps_host_state:
@@ -137,10 +139,10 @@ class OptimizerComponent:
         return _HostState(state, live, self._host_reader.read())
 
     def kept(self) -> Any:
-        return self._groups, self._host, self._own.seen
+        return self.groups, self._host, self._own.seen
 
     def go_back(self, kept: Any) -> None:
-        self._groups, self._host, self._own.seen = kept
+        self.groups, self._host, self._own.seen = kept
         self._is_back = True
 
     def _look_sizes(self) -> list[int]:
@@ -223,11 +225,6 @@ class OptimizerComponent:
         """The options of the groups as they are now, in the form of `groups`."""
         return [*map(_options_of, self.optimizer.param_groups)]
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The copied options of the groups."""
-        return self._groups
-
     def state(self) -> dict[str, Any]:
         host = self._host if self._is_back else None
         optimizer, retired = self._without_retired(None if host is None else host.state)
@@ -247,7 +244,7 @@ class OptimizerComponent:
             state["own"] = named_keys(own, self._places)
         state["param_groups"] = [
             {**copied, "params": live["params"]}
-            for copied, live in zip(self._groups, state["param_groups"], strict=True)
+            for copied, live in zip(self.groups, state["param_groups"], strict=True)
         ]
         return state
 

@@ -21,6 +21,8 @@ class Masks:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.copies: dict[str, torch.Tensor] = {}
+        """Of the boundary that counts."""
         self.follow()
 
     def follow(self) -> None:
@@ -36,25 +38,14 @@ class Masks:
         return list(self._pruned)
 
     def copy(self) -> None:
-        if not self._pruned:
-            self._copies = {}
-            return
-        self._copies = {
+        self.copies = {
             place: value.detach().clone()
             for place, (child, name) in self._pruned.items()
             if isinstance(value := vars(child).get(name), torch.Tensor)
         }
 
-    def kept(self) -> dict[str, torch.Tensor]:
-        """The copies of the last boundary."""
-        return self._copies
-
-    def go_back(self, kept: dict[str, torch.Tensor]) -> None:
-        """Let the copies that `kept` has given count again."""
-        self._copies = kept
-
     def state(self) -> dict[str, torch.Tensor | None]:
-        return {place: self._copies.get(place) for place in self._pruned}
+        return {place: self.copies.get(place) for place in self._pruned}
 
     def apply(self, places: Iterable[str]) -> bool:
         """Prune the parameters at `places` and no others; masks and values come with the state. Returns whether

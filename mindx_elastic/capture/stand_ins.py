@@ -21,6 +21,7 @@ from abc import ABC, ABCMeta
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
+from operator import is_
 from typing import Any, Generic
 
 import numpy as np
@@ -118,7 +119,7 @@ def _with_keys(value: Any, change: Callable[[Any], Any]) -> Any:
         if ATOMS.issuperset(map(type, value)):
             return value
         items = [_with_keys(item, change) for item in value]
-        return value if all(map(_is, items, value)) else kind(items)
+        return value if all(map(is_, items, value)) else kind(items)
     if not issubclass(kind, dict):
         return value
     pairs, is_same = [], True
@@ -130,10 +131,6 @@ def _with_keys(value: Any, change: Callable[[Any], Any]) -> Any:
     if is_same:
         return value
     return OrderedDict(pairs) if kind is OrderedDict else dict(pairs)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _named(key: Any, names: Mapping[int, str]) -> Any:

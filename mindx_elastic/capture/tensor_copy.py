@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from mindx_elastic.capture.dtensors import local_part
 
-__all__ = ["TensorCopy"]
+__all__ = ["TensorCopy", "sums_of"]
 
 _SMALL = 1 << 12  # bytes; compared in about a microsecond
 _FIRST = 10
 _WITH_ADDRESS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Subclasses may have no own memory."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class TensorCopy:
@@ -35,7 +37,7 @@ class TensorCopy:
         self._description = self._describe()
         self._renewals = 0
         self._compares = closely and tensor.nbytes <= _SMALL and tensor.device.type == "cpu"
-        self._sum = _sum_of_bits(tensor) if is_original else 0
+        self._sum = sums_of([tensor]) if is_original else [0]
         if not is_original:
             self._copy()
 
@@ -77,15 +79,30 @@ class TensorCopy:
     @torch.no_grad()
     def _is_same(self) -> bool:
         if self.value is None:
-            return _sum_of_bits(self.tensor) == self._sum
+            return sums_of([self.tensor]) == self._sum
         if self.value.dtype != self.tensor.dtype:
             return False
         return torch.equal(local_part(self.value), local_part(self.tensor))
 
 
 @torch.no_grad()
-def _sum_of_bits(tensor: torch.Tensor) -> int:
-    """A change of a tensor's values changes it, but for a few that cancel each other out."""
-    local = local_part(tensor).detach()
-    bits = _BITS.get(local.element_size())
-    return 0 if bits is None or local.is_quantized else int(local.view(bits).sum(dtype=torch.int64))
+def sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """For each, all its bytes, taken as numbers; 0 for what has none of its own. Other values have another sum, but for
+    a few that cancel each other out. Waits once for each device."""
+    found = [0] * len(tensors)
+    on_devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for number, tensor in enumerate(map(local_part, tensors)):
+        if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta) and tensor.numel():
+            total = _words(tensor).sum(dtype=torch.int64)
+            on_devices.setdefault(total.device, []).append((number, total))
+    for sums in on_devices.values():
+        for (number, _), total in zip(sums, torch.stack([each for _, each in sums]).tolist(), strict=True):
+            found[number] = total
+    return found
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    return flat.view(_WORDS.get(flat.element_size(), torch.int32))

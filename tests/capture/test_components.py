@@ -166,7 +166,7 @@ def test_a_boundary_sees_new_buffers_and_modules_and_lost_ones() -> None:
         step(9)
         inner[1]._buffers["by_hand"] = torch.ones(1)
         step(10)
-        inner[1]._buffers["by_hand"].zero_()
+        inner[1].get_buffer("by_hand").zero_()
         state = collector.state()["model"]
         assert "0.late" in state and state["1.1.by_hand"] == 1
         del inner[1]
