@@ -3,12 +3,14 @@
 What runs for a call depends on the calls before it. The first is compiled for its exact sizes; another size is compiled
 with that size as a variable, and this newer code also runs the sizes of the first from then on. A backend may sum in
 another order in either, so a process that begins with the short last batch of an epoch can differ in the last bits.
-Dynamo itself says when it compiles, and keeps for each function which sizes it has seen vary.
+Dynamo itself says when it compiles, and keeps for each function which sizes it has seen vary. Numbers count, too: the
+rate in an ``optimizer.step`` that is compiled.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Compilations"]
@@ -18,6 +20,8 @@ class Compilations:
     """The compilations of this process. Training thread."""
 
     def __init__(self) -> None:
+        self.at_first: Callable[[], None] = lambda: None
+        """Called when dynamo begins with its first compilation since `listen`."""
         self.any = False
         """Something was compiled since `listen`."""
         self.is_new = False
@@ -44,7 +48,9 @@ class Compilations:
         """Dynamo begins to compile. Inside of it: looks only. ``dynamic=False`` has code for each size."""
         from torch._dynamo import config
 
-        self.any = True
+        if not self.any:
+            self.any = True
+            self.at_first()
         self.is_new |= not config.assume_static_by_default or bool(config.automatic_dynamic_shapes)
 
     def look(self) -> list[str]:

@@ -86,6 +86,7 @@ class Boundaries:
         """Compares samples of the weights at some boundaries."""
         gate.hidden = self.hidden.problem
         gate.on_update = self._begin_update
+        collector.compiled.at_first = gate.leave_uncompiled
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)
         collector.on_new_parameters = gate.follow
@@ -188,9 +189,10 @@ class Boundaries:
     def _tell_of_compiled(self) -> None:
         if found := self._collector.compiled.look():
             self._unmanaged.risk(
-                f"torch.compile compiles {listed(found, 2)} for sizes that vary, in the order in which they come, and "
-                "a resumed run meets them in another: it may differ in the last bits",
-                "Give it batches of one size (drop_last=True, padding) or write torch.compile(..., dynamic=False)",
+                f"torch.compile compiles {listed(found, 2)} for sizes or numbers that vary, in the order in which they "
+                "come, and a resumed run meets them in another: it may differ in the last bits",
+                "Give it batches of one size (drop_last=True, padding) or write torch.compile(..., dynamic=False); an "
+                "optimizer whose step is compiled gets its rate as a tensor (lr=torch.tensor(0.1))",
             )
 
     def copy(self, position: Position) -> None:

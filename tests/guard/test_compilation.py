@@ -25,6 +25,9 @@ from tests.guarded import stop_and_wait
 pytestmark = [
     pytest.mark.usefixtures("clean"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    # `torch.compile` takes the scheduler's count of steps away
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),
 ]
 
 EPOCHS, STEPS_AN_EPOCH = 3, 3  # the last batch of an epoch has 3 samples, the others 8
@@ -72,8 +75,16 @@ class Trained:
     notes: Sequence[str]
 
 
-def train(make: Make, directory: Path, *, drop_last: bool = False, stop: int = 0) -> Trained:
-    """As if the process were new: dynamo has forgotten everything."""
+def train(
+    make: Make,
+    directory: Path,
+    *,
+    drop_last: bool = False,
+    stop: int = 0,
+    rate: float | torch.Tensor = 0.01,
+    compile_step: bool = False,
+) -> Trained:
+    """As if the process were new: dynamo has forgotten all. compile_step: of the optimizer, whose rate varies."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3))
@@ -81,15 +92,19 @@ def train(make: Make, directory: Path, *, drop_last: bool = False, stop: int = 0
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(19, 4, generator=generator), torch.randint(0, 3, (19,), generator=generator))
     loader = ResumableLoader(data, batch_size=8, shuffle=True, seed=3, drop_last=drop_last)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    guard = Guard(model=network, optimizer=optimizer, loader=loader, directory=directory, prefix="job")
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
+    step: Any = torch.compile(optimizer.step, backend=sensitive) if compile_step else optimizer.step
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 if compile_step else 1.0)
+    states = {"model": network, "optimizer": optimizer, "lr_scheduler": scheduler, "loader": loader}
+    guard = Guard(**states, directory=directory, prefix="job")
     try:
         with guard:
             for _ in guard.epochs(EPOCHS):
                 for x, y in loader:
                     optimizer.zero_grad()
                     loss_of(x, y).backward()
-                    optimizer.step()
+                    step()
+                    scheduler.step()
                     if guard.step + 1 == stop:
                         stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
                     guard.step_end()
@@ -112,7 +127,7 @@ def test_sizes_that_vary_are_told(make: Make, tmp_path: Path, caplog: pytest.Log
     assert is_other
     for trained in (first, second):  # the first has met both sizes before it was stopped
         (note,) = trained.notes
-        assert note.startswith("torch.compile") and "sizes that vary" in note
+        assert note.startswith("torch.compile") and "numbers that vary" in note
     assert "drop_last=True" in caplog.text and "dynamic=False" in caplog.text
 
 
@@ -127,3 +142,14 @@ def test_a_size_that_a_resumed_run_alone_sees_vary_is_told_there(tmp_path: Path)
 def test_what_the_line_says_is_exact(make: Make, drop_last: bool, tmp_path: Path) -> None:
     is_other, first, second = differs(make, tmp_path, STEPS_AN_EPOCH - 1, drop_last=drop_last)
     assert not is_other and not first.notes and not second.notes
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_compiled_step_of_the_optimizer_is_told_if_its_rate_is_a_number(is_tensor: bool, tmp_path: Path) -> None:
+    from torch._dynamo.pgo import get_code_state
+
+    rate = torch.tensor(0.01) if is_tensor else 0.01
+    trained = train(not_dynamic, tmp_path, rate=rate, compile_step=True, drop_last=True)
+    assert [note.partition(" (")[0] for note in trained.notes] == [] if is_tensor else ["torch.compile compiles step"]
+    compiled = {code.filename for code in get_code_state()}
+    assert compiled and not any("/mindx_elastic/" in each for each in compiled), "only what is the program's"

@@ -223,7 +223,8 @@ class Training:
     def make_optimizer(self) -> Any:
         if self.args.shard == "zero":
             return ZeroRedundancyOptimizer(self.network.parameters(), torch.optim.AdamW, lr=1e-2)
-        return torch.optim.AdamW(self.network.parameters(), lr=1e-2)
+        rate: Any = torch.tensor(1e-2) if self.args.compile == "step" else 1e-2  # as Boundaries tells
+        return torch.optim.AdamW(self.network.parameters(), lr=rate)
 
     def wrap(self, network: Any) -> Any:
         args = self.args

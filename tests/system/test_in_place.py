@@ -17,7 +17,6 @@ import pytest
 
 from mindx_elastic.rejoin.record import STAGES
 from tests.harness import Job, events, free_port, job_status, run_job, start_agent, wait_until
-from tests.system.test_agent_zygote import wait_for_zygote
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -229,7 +228,6 @@ def test_each_rank_killed_at_random_moments(runs: Runs, ranks: int) -> None:
         return len(job.matches(IN_PLACE)) + len(job.matches(RESTART))
 
     def kill(job: Job, folder: Path) -> None:
-        wait_for_zygote(job)
         job.wait_for(r"SEEN \d+ \S+ \d+ 3$", ranks)
         for turn in range(2 * ranks):
             known = over(job)
