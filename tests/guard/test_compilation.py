@@ -95,7 +95,7 @@ def train(
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
     step: Any = torch.compile(optimizer.step, backend=sensitive) if compile_step else optimizer.step
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 if compile_step else 1.0)
-    states = {"model": network, "optimizer": optimizer, "lr_scheduler": scheduler, "loader": loader}
+    states: dict[str, Any] = {"model": network, "optimizer": optimizer, "lr_scheduler": scheduler, "loader": loader}
     guard = Guard(**states, directory=directory, prefix="job")
     try:
         with guard:
