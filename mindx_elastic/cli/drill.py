@@ -141,7 +141,7 @@ def _tell(drill: Drill, asked: ScriptOptions, seconds: float) -> None:
 
 def _print(console: Console, drill: Drill, asked: ScriptOptions, seconds: float) -> None:
     from mindx_elastic.drill.drill import GOOD
-    from mindx_elastic.drill.report import COLUMNS, cells, describe, summary
+    from mindx_elastic.drill.report import COLUMNS, cells, summary
     from mindx_elastic.prove.report import describe as describe_run
 
     proof = drill.proof
@@ -155,7 +155,8 @@ def _print(console: Console, drill: Drill, asked: ScriptOptions, seconds: float)
     print_table(console, COLUMNS, rows, left="fault|result", wraps="fault|result")
     console.print()
     for result in drill.results:
-        if said := describe(result):
+        if result.explained is not None:
+            said = result.explained.lines
             is_good = result.outcome in GOOD
             say(console, f"{result.fault}: {said[0]}", style="" if is_good else "bold red")
             say(console, *(f"  {line}" for line in said[1:]), *(f"  | {line}" for line in result.lines))

@@ -2,5 +2,5 @@
 
 `faults` knows the kinds (pure). `inject` carries one out inside a rank, told by the control file of `prove`'s runs;
 `outside` does the rest from here, and finds what a run has left behind. `drill` makes the runs and judges them,
-`phases` says how long it took to go on, `report` writes the result down.
+`report` writes the result down.
 """

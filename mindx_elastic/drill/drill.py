@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.core.events import EVENTS_FILE, read_events
+from mindx_elastic.core.values import real
 from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault
 from mindx_elastic.drill.outside import DrillLeftovers, adopt_orphans, read_notes
-from mindx_elastic.drill.phases import Phases, all_events, find_phases
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, ProofReport, Show, count_steps, failure
 from mindx_elastic.prove.causes import Explained, explain
@@ -25,7 +26,7 @@ from mindx_elastic.prove.compare import earliest
 from mindx_elastic.prove.records import ProcessRecord
 from mindx_elastic.prove.runs import Command, RunChain, RunOutcome, Runs
 
-__all__ = ["GOOD", "Drill", "DrillResult", "Driller", "draw_faults"]
+__all__ = ["GOOD", "Drill", "DrillResult", "Driller", "draw_faults", "trained_again"]
 
 GOOD = ("exact", "inexact as said")
 """Outcomes after which the exit code is 0."""
@@ -57,7 +58,8 @@ class DrillResult:
     compared: int = 0
     calls: int = 0
     """System calls of the save that were made or refused, where the fault is about those."""
-    phases: Phases = field(default_factory=Phases)
+    again_s: float | None = None
+    """Seconds from the fault until every rank had passed a step again; None: it did not come to that."""
     leftovers: Sequence[str] = ()
     lines: Sequence[str] = ()
     """The end of what the run has printed, where it failed."""
@@ -141,7 +143,7 @@ class Driller(Baseline):
         if self._number and not places:
             raise UsageError("--random: the runs have no boundary before the last one; give --steps 2 or more")
         for fault in self._faults:
-            if fault.call == ALL_CALLS and "call" in fault.about.takes:
+            if fault.call == ALL_CALLS and fault.about.counts_calls:
                 self._each_call(fault)
             else:
                 self.result.results.append(self._job(fault))
@@ -191,16 +193,13 @@ class Driller(Baseline):
     def _job(self, fault: Fault) -> DrillResult:
         """One job with this fault, started again until it has ended."""
         fault = replace(fault, folder=str(self._make_folder()))
-        config = Path(fault.folder) / "config"
-        config.mkdir()
         self._leftovers.processes.clear()
         chain, codes, offset = self.runs.chain(), list[int](), time.time() - time.monotonic()
-        env = {"MINDX_FAULT_DIR": str(config)} if fault.kind == "fault-report" else None
         first, fruitless = 0, 0
         while fruitless < _MOST_STARTS - 1:
             had_fired = _fired(fault) is not None
             what = f"{fault}, until it fires" if not had_fired and not fruitless else f"{fault}, again"
-            outcome = self.run(chain, what, fault=asdict(fault), last=self.last, hashes=len(codes), env=env)
+            outcome = self.run(chain, what, fault=asdict(fault), last=self.last, hashes=len(codes))
             has_just_fired = not had_fired and _fired(fault) is not None
             first = len(codes) if has_just_fired else first
             codes.append(outcome.code)
@@ -209,8 +208,6 @@ class Driller(Baseline):
             fruitless = 0 if has_just_fired else fruitless + 1
             if has_just_fired and fault.kind == "lose-node":
                 self._clear_memory()
-            for report in config.iterdir():  # the platform has replaced the device
-                report.unlink()
         result = self._judge(fault, chain, codes[first:], offset)
         self.runs.drop(chain)
         self._clear_memory()
@@ -245,9 +242,8 @@ class Driller(Baseline):
         lives = [life for run in chain.runs for life in run.lives]
         result = replace(result, compared=count_steps(lives), leftovers=[*self._leftovers.processes])
         result = self._with_loss(result, lives, fired["clock"])
-        events = all_events([chain.directories, *(run.folder for run in chain.runs)])
-        events = [event for event in events if fired["clock"] + offset - 0.001 <= event["time"]]
-        result = replace(result, phases=find_phases(events, lives, fired=fired["clock"], offset=offset))
+        events = _events_since(fired["clock"] + offset, [chain.directories, *(run.folder for run in chain.runs)])
+        result = replace(result, again_s=trained_again(lives, fired["clock"]))
         wrong = (
             self._missed(result, fired, hits, notes)
             or self._failed(result, chain)
@@ -304,7 +300,7 @@ class Driller(Baseline):
             why = next(iter(missed), other or "the run has not come to its place")
         elif kind == "kill-in-save" and not any(note["what"] == "died" for note in notes):
             why = f"the save had {len(hits)} system calls"
-        elif kind in ("disk-full", "slow-disk") and not hits:
+        elif kind == "disk-full" and not hits:
             why = "the rank made no such system call in its save"
         if not why:
             return None
@@ -373,6 +369,24 @@ class Driller(Baseline):
 def _fired(fault: Fault) -> Mapping[str, Any] | None:
     """The note of it; None: it has not happened."""
     return next((note for note in read_notes(Path(fault.folder)) if note["what"] == "fired"), None)
+
+
+def trained_again(lives: Iterable[ProcessRecord], fired: float) -> float | None:
+    """Seconds until every rank had passed a step again; None: one of them has not. `fired`: on the clock of `lives`."""
+    firsts: dict[int, float | None] = {}
+    for life in lives:
+        if life.clock > fired and firsts.get(life.rank) is None:
+            firsts[life.rank] = min((step.clock for step in life.steps), default=None)
+    known = [at for at in firsts.values() if at is not None]
+    return max(known) - fired if known and len(known) == len(firsts) else None
+
+
+def _events_since(time_s: float, folders: Iterable[Path]) -> list[dict[str, Any]]:
+    """All events below these folders from then on (unix seconds), by time."""
+    logs = [path for folder in folders for path in sorted(folder.rglob(EVENTS_FILE))]
+    events = [event for path in logs for event in read_events(path)[0]]
+    found = [event for event in events if (at := real(event.get("time"))) is not None and at >= time_s - 0.001]
+    return sorted(found, key=lambda event: float(event["time"]))
 
 
 def _together(chain: RunChain) -> RunOutcome:

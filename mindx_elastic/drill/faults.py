@@ -16,7 +16,7 @@ PLACES = ("boundary", "forward", "backward", "update", "copy")
 of the copy of a snapshot."""
 ALL_CALLS = -1
 """``call=all``: one run for each system call of the save."""
-_KEYS = {"rank": "R", "step": "N", "at": "PLACE", "call": "N|all", "ms": "N", "guard": "G"}
+_KEYS = {"rank": "R", "step": "N", "at": "PLACE", "call": "N|all", "guard": "G"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Kind:
     """One line, for ``--list``."""
     places: tuple[str, ...] = ("boundary",)
     """Where it can happen; the first one is the default."""
-    takes: tuple[str, ...] = ()
-    """Parameters besides ``rank``, ``step`` and ``guard``."""
+    counts_calls: bool = False
+    """It takes the parameter ``call``."""
     codes: tuple[int, ...] = ()
     """Exit codes of the script's process, or the agent's, with which the job may end before it is started again."""
     agent: bool = False
@@ -111,35 +111,13 @@ _ALL = (
     Kind(
         name="kill-in-save",
         says="a stop, and SIGKILL at the CALL-th system call of one rank's save; call=all: at each of them in turn",
-        takes=("call",),
+        counts_calls=True,
         codes=(-9, _signal(9), *_SAVES),
         saves=True,
     ),
     Kind(name="disk-full", says="a stop, and ENOSPC from every write of one rank's save", codes=_SAVES, saves=True),
-    Kind(
-        name="slow-disk",
-        says="a stop, and MS milliseconds more for each system call of one rank's save",
-        takes=("ms",),
-        codes=_SAVES[:3],
-        stops=True,
-    ),
-    Kind(
-        name="flag-file",
-        says='{"GracefulExit": 1} in graceful_exit.json of the run directory',
-        codes=(75,),
-        agent=True,
-        stops=True,
-    ),
-    Kind(
-        name="fault-report",
-        says="the platform reports the rank as faulty (fault-npus)",
-        codes=(75,),
-        agent=True,
-        stops=True,
-    ),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
-_DEFAULTS: Mapping[str, Any] = {"call": 1, "ms": 100}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +133,7 @@ class Fault:
     guard: int = 0
     """Which guard of the program, from 0."""
     call: int = 1
-    ms: int = 100
+    """Of ``kill-in-save``: which system call, from 1, or `ALL_CALLS`."""
     folder: str = ""
     """Where it notes what it has done; empty: not known yet."""
 
@@ -177,9 +155,8 @@ class Fault:
         shown: list[str] = [f"rank={self.rank}", f"step={self.step}"]
         shown += [f"at={self.at}"] if len(self.about.places) > 1 else []
         shown += [f"guard={self.guard}"] if self.guard else []
-        for key in self.about.takes:
-            value = getattr(self, key)
-            shown.append(f"{key}={'all' if key == 'call' and value == ALL_CALLS else f'{value:g}'}")
+        if self.about.counts_calls:
+            shown.append(f"call={'all' if self.call == ALL_CALLS else self.call}")
         return f"{self.kind}:{','.join(shown)}"
 
 
@@ -191,7 +168,7 @@ def parse_fault(text: str) -> Fault:
         near = get_close_matches(name, KINDS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UsageError(f"--fault {text}: no such fault{hint}; mindx-elastic drill --list names all")
-    known = ["rank", "step", "guard", *(["at"] if len(kind.places) > 1 else []), *kind.takes]
+    known = ["rank", "step", "guard", *(["at"] * (len(kind.places) > 1)), *(["call"] * kind.counts_calls)]
     found: dict[str, Any] = {"at": kind.places[0]}
     for part in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = (each.strip() for each in part.partition("="))
@@ -220,7 +197,7 @@ def describe_kinds() -> Sequence[tuple[str, str]]:
     for kind in _ALL:
         parts = ["rank=R", "step=N"]
         parts += [f"at={'|'.join(kind.places)}"] if len(kind.places) > 1 else []
-        parts += [f"{key}={'N|all' if key == 'call' else format(_DEFAULTS[key], 'g')}" for key in kind.takes]
+        parts += ["call=N|all"] * kind.counts_calls
         needs = [
             *(["under mindx-elastic run"] if kind.agent else []),
             *(["loader with workers"] if kind.workers else []),

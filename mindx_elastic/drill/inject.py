@@ -29,7 +29,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.status_page import read_page
 from mindx_elastic.drill.faults import Fault
 from mindx_elastic.memory import snapshots
@@ -155,14 +154,9 @@ class Injector:
             raise DrillError(f"an exception of the drill, rank {self._rank}, step {self._passed + 1}")
         elif kind in ("kill-agent", "terminate-agent"):
             os.kill(int(os.environ["MINDX_AGENT_PID"]), signal.SIGKILL if kind == "kill-agent" else signal.SIGTERM)
-        elif kind == "flag-file":
-            _write(Path(os.environ["MINDX_RUN_DIR"]) / "graceful_exit.json", {"GracefulExit": 1})
-        elif kind == "fault-report":
-            folder = FaultPaths.from_env().fault_dir
-            _write(folder / "fault-npus", {"FaultRankIds": [str(self._rank)], "CreatTime": int(time.time())})
         else:
             return self._stop_with(fault)
-        return kind in ("flag-file", "fault-report", "terminate-agent")
+        return kind == "terminate-agent"
 
     def _kill_worker(self) -> bool:
         workers = [each for each in multiprocessing.active_children() if each.pid is not None]
@@ -184,7 +178,7 @@ class Injector:
     # --- the disk of this process ---
 
     def at_call(self, name: str, path: str) -> None:
-        """A system call `name` on the file `path` is about to be made. Raises OSError, returns late, or not at all."""
+        """A system call `name` on the file `path` is about to be made. Raises OSError, or does not return."""
         folder, _, file = path.rpartition("/")
         if not f"{folder}/".startswith(f"{self._directories}/") or file.startswith(_NOT_A_SAVE):
             return
@@ -200,9 +194,6 @@ class Injector:
         elif fault.kind == "disk-full" and name in (*_WRITES, "mkdir", "link"):
             self.note("hit", call=name, file=file)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        elif fault.kind == "slow-disk":
-            self.note("hit", call=name, file=file)
-            time.sleep(fault.ms / 1000)
 
     def note(self, what: str, **content: object) -> None:
         if what == "hit" and self._calls > _MOST_HITS:
@@ -231,13 +222,6 @@ def _other_ranks() -> list[int]:
         if status is not None and status.pid not in (0, os.getpid()):
             found.append(status.pid)
     return found
-
-
-def _write(path: Path, content: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(new, path)
 
 
 class _Update:

@@ -9,18 +9,17 @@ from typing import Any
 from mindx_elastic.drill.drill import GOOD, Drill, DrillResult
 from mindx_elastic.prove.report import to_json as proof_to_json
 
-__all__ = ["COLUMNS", "SCHEMA", "cells", "describe", "summary", "to_json"]
+__all__ = ["COLUMNS", "SCHEMA", "cells", "summary", "to_json"]
 
-SCHEMA = 2
-COLUMNS = ("fault", "exit codes", "reached", "resumed", "lost", "noticed s", "saved s", "1st step s", "result")
+SCHEMA = 3
+COLUMNS = ("fault", "exit codes", "reached", "resumed", "lost", "again s", "result")
 
 
 def cells(result: DrillResult) -> Sequence[str]:
     """One line of the table, as `COLUMNS`."""
-    phases, outcome = result.phases, result.outcome
+    outcome = result.outcome
     if outcome == "differs" and result.step is not None:
         outcome = f"differs at step {result.step}"
-    times = (phases.noticed_s, phases.saved_s, phases.step_s)
     went_on = result.lost is not None
     return (
         str(result.fault),
@@ -28,14 +27,9 @@ def cells(result: DrillResult) -> Sequence[str]:
         "-" if result.reached is None else str(result.reached),
         "-" if not went_on else "fresh" if result.resumed is None else str(result.resumed),
         "-" if result.lost is None else str(result.lost),
-        *("-" if each is None else f"{each:.2f}" for each in times),
+        "-" if result.again_s is None else f"{result.again_s:.2f}",
         outcome,
     )
-
-
-def describe(result: DrillResult) -> list[str]:
-    """What is to be said of a result besides its line."""
-    return [] if result.explained is None else result.explained.lines
 
 
 def summary(drill: Drill) -> str:
@@ -62,7 +56,7 @@ def to_json(drill: Drill, *, command: Sequence[str], seconds: float) -> dict[str
 
 
 def _fault(result: DrillResult) -> dict[str, Any]:
-    found, phases = result.explained, result.phases
+    found = result.explained
     return {
         "fault": str(result.fault),
         "outcome": result.outcome,
@@ -72,9 +66,7 @@ def _fault(result: DrillResult) -> dict[str, Any]:
         "steps_lost": result.lost,
         "steps_compared": result.compared,
         "system_calls": result.calls,
-        "noticed_s": phases.noticed_s,
-        "saved_s": phases.saved_s,
-        "first_step_s": phases.step_s,
+        "trained_again_s": result.again_s,
         "rank": result.rank,
         "step": result.step,
         "what": None if found is None else found.what,

@@ -136,14 +136,14 @@ class Runs:
         if self._keep is None:
             shutil.rmtree(chain.directories, ignore_errors=True)
 
-    def run(self, chain: RunChain, *, hashes: int = 0, env: Mapping[str, str] | None = None, **told: Any) -> RunOutcome:
+    def run(self, chain: RunChain, *, hashes: int = 0, **told: Any) -> RunOutcome:
         """Start the script and wait for its end. `hashes`: which of two seeds of Python's hashes (0 or 1) it gets,
-        where the environment names none. `env`: further variables. `told`: see `Control`."""
+        where the environment names none. `told`: see `Control`."""
         self._number += 1
         folder = self.folder / f"run_{self._number:03d}"
         folder.mkdir(mode=0o700)
         control = Control(folder=folder, directories=chain.directories, **told)
-        variables = {**os.environ, **(env or {})}
+        variables = dict(os.environ)
         variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), **_PYTHON}
         if self.memory is not None:
             variables["MINDX_ARENA_DIR"] = str(self.memory)

@@ -61,7 +61,7 @@ def test_faults_of_one_process_with_all_reports(tmp_path: Path) -> None:
     assert killed["steps_lost"] == 2, "nothing had been saved, and no agent keeps memory"
     assert (raised["exit_codes"], raised["reached_step"], raised["steps_lost"]) == ([1, 0], 1, 0)
     assert raised["resumed_step"] == 1, "the step with the exception is done again"
-    assert 0 <= raised["noticed_s"] <= raised["saved_s"] <= raised["first_step_s"]
+    assert raised["trained_again_s"] > 0
 
 
 @pytest.mark.drill
@@ -83,11 +83,11 @@ def test_a_script_that_is_not_the_same_after_a_fault(tmp_path: Path) -> None:
 
 @pytest.mark.drill
 def test_the_disk_of_one_process(tmp_path: Path) -> None:
-    kinds = ["disk-full", "slow-disk", "kill-in-save"]
+    kinds = ["disk-full", "kill-in-save"]
     words = [word for kind in kinds for word in ("--fault", f"{kind}:step=3")]
     found = drill(*words, "--steps", 6, cwd=tmp_path)
-    assert [each["outcome"] for each in found] == ["exact"] * 3
-    assert [each["steps_lost"] for each in found[:2]] == [3, 0]
+    assert [each["outcome"] for each in found] == ["exact"] * 2
+    assert found[0]["steps_lost"] == 3
     assert all(each["system_calls"] for each in found)
 
 
@@ -100,8 +100,6 @@ def test_two_ranks_under_the_agent(tmp_path: Path) -> None:
         "kill-agent",
         "terminate-agent",
         "lose-node",
-        "flag-file",
-        "fault-report",
     ]
     words = [word for kind in kinds for word in ("--fault", f"{kind}:step=3,rank=1")]
     found = drill(*words, "--steps", 6, "--nproc-per-node", 2, "--snapshot-every", 1, cwd=tmp_path)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from mindx_elastic.drill.drill import Drill, DrillResult, _said, draw_faults
+from mindx_elastic.drill.drill import Drill, DrillResult, _said, draw_faults, trained_again
 from mindx_elastic.drill.faults import KINDS, Fault
-from mindx_elastic.drill.phases import Phases
 from mindx_elastic.drill.report import cells, summary, to_json
 from mindx_elastic.prove.baseline import ComparisonVerdict, ProofReport, Row
 from mindx_elastic.prove.causes import Explained
-from mindx_elastic.prove.records import ProcessRecord
+from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
 
 PLACES = [(0, 1), (0, 2), (1, 1)]
 
@@ -50,7 +49,7 @@ def made(*outcomes: str) -> Drill:
             resumed=3 if outcome == "exact" else None,
             lost=1 if outcome == "exact" else 4,
             step=5,
-            phases=Phases(noticed_s=0.25, step_s=2.0),
+            again_s=2.0,
         )
         for outcome in outcomes
     ]
@@ -70,13 +69,13 @@ def test_the_exit_code_is_of_the_worst() -> None:
 def test_one_result_in_all_forms() -> None:
     drill = made("exact", "differs", "not fired")
     name = "kill:rank=1,step=4,at=boundary"
-    assert cells(drill.results[0]) == (name, "-9 0", "4", "3", "1", "0.25", "-", "2.00", "exact")
+    assert cells(drill.results[0]) == (name, "-9 0", "4", "3", "1", "2.00", "exact")
     assert cells(drill.results[1])[3:5] == ("fresh", "4") and cells(drill.results[1])[-1] == "differs at step 5"
     assert summary(drill) == "2 of 3 faults fired: 1 exact, 1 differs, 1 not fired; 9 steps done again"
     document = to_json(drill, command=["train.py"], seconds=2.0)
     assert [each["outcome"] for each in document["faults"]] == ["exact", "differs", "not fired"]
     assert document["exit_code"] == 1 and document["faults"][1]["what"] == "weights differ"
-    assert document["faults"][0]["first_step_s"] == 2.0 and document["faults"][0]["saved_s"] is None
+    assert document["faults"][0]["trained_again_s"] == 2.0
 
 
 def test_what_resumed_processes_have_said_against_an_exact_resume() -> None:
@@ -90,3 +89,15 @@ def test_what_resumed_processes_have_said_against_an_exact_resume() -> None:
     assert _said([exact], [life("its numbers start over", resumed=3)], known) == "its numbers start over"
     assert _said([exact], [life("its numbers start over")], known) == "", "it has not resumed"
     assert _said([exact, inexact], [life(resumed=3)], known) == "its resume says so (exact: false)"
+
+
+def test_a_job_trains_again_when_every_rank_has_passed_a_step() -> None:
+    def life(rank: int, began: float, *steps: float) -> ProcessRecord:
+        made = [WitnessedStep(series=0, number=5, clock=each) for each in steps]
+        return ProcessRecord(rank=rank, series=0, clock=began, steps=made)
+
+    before = [life(0, -9.0, -8.0, 0.1), life(1, -9.0, -8.0)]
+    assert trained_again([*before, life(0, 4.0, 6.0, 7.0), life(1, 4.0, 8.0, 9.0)], 0.0) == 8.0
+    assert trained_again([*before, life(0, 4.0), life(0, 7.0, 9.0), life(1, 4.0, 8.0)], 0.0) == 9.0, "its second start"
+    assert trained_again(before, 0.0) is None
+    assert trained_again([*before, life(0, 4.0, 6.0), life(1, 4.0)], 0.0) is None
