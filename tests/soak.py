@@ -26,7 +26,7 @@ from tests.harness import children, start_agent, unignore_signals
 MEMORY_GROWTH_KIB = 8192
 """Of one process between the second mark and the last: allocators, not steps. 10,000 steps that each lost 1 KiB would
 be 10 MiB."""
-LOGS = ("events.jsonl", "events.jsonl.1", "mindx-progress.jsonl")
+LOGS = ("events.jsonl", "events.jsonl.1")
 
 
 def read_process(pid: int) -> dict[str, int]:

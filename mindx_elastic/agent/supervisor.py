@@ -39,7 +39,6 @@ from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
 from mindx_elastic.agent.metrics import Metrics
 from mindx_elastic.agent.options import AgentOptions
-from mindx_elastic.agent.progress_log import ProgressLog
 from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.rendezvous import (
     CONNECTION_ERRORS,
@@ -103,8 +102,6 @@ class Supervisor(LocalElasticAgent):
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
-        self._progress = ProgressLog(options.run_dir)
-        """Is told how far the job is; None: not wanted."""
         self.metrics: Metrics | None = None
         """Is told what the pages say; None: not wanted."""
         self.arenas: set[str] = set()
@@ -162,7 +159,6 @@ class Supervisor(LocalElasticAgent):
             self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause)
         finally:
             self._forks.close()
-            self._progress.close()
             if self._held is not None:
                 self._held.close()
         return self._result(attempt)
@@ -212,7 +208,8 @@ class Supervisor(LocalElasticAgent):
             if membership is not None:
                 membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
-        self._note_progress(attempt.workers.last_statuses(), at_end=True)
+        if self.metrics is not None:
+            self.metrics.look(attempt.workers.last_statuses(), self.ledger.records)
         if self._shrinking is not None:
             self._shrinking.end_attempt(attempt, self.ending, self.arenas)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
@@ -455,7 +452,8 @@ class Supervisor(LocalElasticAgent):
         self.ledger.look(statuses)
         self.ledger.look_at_pause(statuses)
         self._note_arenas(statuses)
-        self._note_progress(statuses)
+        if self.metrics is not None:
+            self.metrics.look(statuses, self.ledger.records)
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)
@@ -469,12 +467,6 @@ class Supervisor(LocalElasticAgent):
         if self.arenas and not before:
             with suppress(RuntimeError):  # the system gives no thread: it is imported at the end then
                 threading.Thread(target=_import_for_the_end, name="mindx-import", daemon=True).start()
-
-    def _note_progress(self, statuses: Mapping[int, Status], *, at_end: bool = False) -> None:
-        """For all that are told how far the job is."""
-        self._progress.look(self._number, statuses, at_end=at_end)
-        if self.metrics is not None:
-            self.metrics.look(statuses, self.ledger.records)
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._error_files.get(local_rank) or "")

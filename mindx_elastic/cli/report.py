@@ -31,8 +31,8 @@ def report_command(
     ] = Path("report.html"),
     as_json: JsonOption = False,
 ) -> None:
-    """Write a run as one page: where the time went, each rank over time with faults, saves and recoveries, the steps,
-    the loss over all restarts.
+    """Write a run as one page: where the time went, each rank over time with faults, saves and recoveries, and
+    every attempt.
 
     The page needs no network, runs no script, follows the browser's light or dark, and prints. Of several runs in one
     log the newest is shown. Lines of the logs that are torn are counted and left out.

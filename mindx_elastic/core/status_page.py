@@ -2,15 +2,13 @@
 
 The page is a small file below the agent's private folder, mapped by both. Fixed 8-byte fields, one writer; on the
 machines that torch runs on an aligned 8-byte store is seen whole or not at all. Times are `time.monotonic_ns`, the
-same clock in all processes of a machine. The training thread pays three stores a step (0.3 us), and a few more where
-it notes a loss.
+same clock in all processes of a machine. The training thread pays three stores a step (0.3 us).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
 import time
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -118,13 +116,6 @@ class Status:
     """How long periodic saves have held up its training."""
     asked_code: int = -1
     """The exit code of the stop under way, if it was asked for (`Alarm.asked_code`); -1: there is none."""
-    loss_step: int = -1
-    """The step of `loss`; -1: none was given. Rank 0's page, as are the next three."""
-    loss_ns: int = 0
-    """When that step was passed."""
-    loss_bits: int = 0
-    loss_check: int = -1
-    """Another number than `loss_step` while these are being written: the page is read from front to back."""
     fixed_size: str = ""
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     pause_reason: str = ""
@@ -138,15 +129,7 @@ class Status:
     directory: str = ""
     """Where the rank saves its checkpoints."""
 
-    @property
-    def loss(self) -> float | None:
-        """As the program gave it for `loss_step`, perhaps not finite; None: it is not known."""
-        if self.loss_step < 0 or self.loss_step != self.loss_check:
-            return None
-        return float(_REAL.unpack(_WHOLE.pack(self.loss_bits))[0])
 
-
-_WHOLE, _REAL = struct.Struct("=q"), struct.Struct("=d")
 _INDEX = {"magic": 0} | {name: n for n, name in enumerate((f.name for f in fields(Status) if f.type == "int"), start=1)}
 
 
@@ -198,12 +181,6 @@ class StatusPage:
             words[3] = step
         words[4] = now
         words[6] += 1
-
-    def note_loss(self, step: int, clock_ns: int, loss: float) -> None:
-        """Training thread: of the boundary `step`, passed at `clock_ns`."""
-        (bits,) = _WHOLE.unpack(_REAL.pack(loss))
-        for name, value in (("loss_check", step), ("loss_bits", bits), ("loss_ns", clock_ns), ("loss_step", step)):
-            self._words[_INDEX[name]] = value
 
     def close(self) -> None:
         self._words.release()

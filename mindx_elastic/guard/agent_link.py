@@ -23,7 +23,6 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import ProcessStat, open_pidfd, read_json_object, read_stat
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
-from mindx_elastic.guard.progress import Progress
 from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE, STACK_SIGNAL, modules_path
 from mindx_elastic.memory.folders import MAKER_FILE
 
@@ -76,7 +75,6 @@ class AgentLink:
             self.page = page or StatusPage(page_path(info.folder, ranks.rank))
         except OSError as error:
             raise ArenaError(f"{info.folder}: the agent's folder cannot be used: {error}", path=info.folder) from error
-        self._progress = Progress(self.page) if ranks.rank == 0 else None
         if info.run_dir is not None:
             self._register_stacks(info.run_dir / "stacks", f"attempt_{info.attempt}_rank_{ranks.rank}.txt")
 
@@ -126,11 +124,9 @@ class AgentLink:
         self.page.set_text("directory", str(directory))
         self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), asked_code=-1, phase=WorkerPhase.TRAINING)
 
-    def pass_boundary(self, step: int, loss: object, *, cut: bool) -> None:
+    def pass_boundary(self, step: int, *, cut: bool) -> None:
         """Training thread: a step has ended."""
         self.page.pass_boundary(step, cut=cut)
-        if self._progress is not None:
-            self._progress.at_boundary(step, loss)
 
     def orders(self) -> list[dict[str, Any]]:
         """Watcher thread, after `CONTROL_SIGNAL`: the agent's order and that of a command, as far as they are new."""

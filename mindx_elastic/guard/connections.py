@@ -160,16 +160,14 @@ class Connections:
         step: int,
         *,
         cut: bool,
-        loss: object = None,
         tail_follows: bool = False,
         after_tail: bool = False,
     ) -> None:
-        """Training thread: `step` has ended; `cut`: it can be resumed from. `loss`: as the program gave it. The tail:
-        see `Memory.at_boundary`."""
+        """Training thread: `step` has ended; `cut`: it can be resumed from. The tail: see `Memory.at_boundary`."""
         if self.memory is not None and cut:
             self.memory.at_boundary(step, tail_follows=tail_follows, after_tail=after_tail)
         if self.link is not None:
-            self.link.pass_boundary(step, loss, cut=cut)
+            self.link.pass_boundary(step, cut=cut)
 
     def between_steps(self) -> AbstractContextManager[None]:
         """Training thread: the agent does not take the time inside for a hang."""

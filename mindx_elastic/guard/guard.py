@@ -428,9 +428,8 @@ class Guard(LayeredGuard):
         """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
 
         Raises GracefulExit once the job is to stop and its state is durable. Inside an accumulation window
-        (gradients, but no update since the last call) it counts a step; the job stops at the window's end. `loss=`, a
-        number or a tensor of one, is what `mindx-elastic report` shows of a run under the agent (rank 0's, some steps a
-        second; it is not waited for). `prove` names any of the `scalars` that differs.
+        (gradients, but no update since the last call) it counts a step; the job stops at the window's end. `prove`
+        names any of the `scalars` that differs; a resumed run compares the `loss`.
         """
         self.boundary()
         if self._overlap.looks:
@@ -504,7 +503,7 @@ class Guard(LayeredGuard):
         if overlap.looks:  # notes the step: not after a snapshot, which a kill may leave whole without the note
             overlap.at_boundary(self._loops.position, is_cut=self._cut, loss=loss)
         if around.sees_steps:
-            around.at_boundary(step, cut=self._cut, loss=loss, tail_follows=tail.is_pending, after_tail=at_tail)
+            around.at_boundary(step, cut=self._cut, tail_follows=tail.is_pending, after_tail=at_tail)
         if step < _LOOK_STEPS or not step % _LOOK_STEPS:
             self._listeners.handlers.take_over()
         if self._listeners.handlers.postponed and self._cut:

@@ -1,26 +1,21 @@
 """The figures of a report as inline SVG: no script, colours by the page's style sheet. Text from others is escaped.
 
 A figure is as wide as the page: places across are in percent, heights in pixels, so that words and marks keep their
-size on a narrow screen. Curves, which know no percent, are stretched, their strokes are not.
+size on a narrow screen.
 """
 
 from __future__ import annotations
 
 import html
-import itertools
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from mindx_elastic.core.printable import printable
-from mindx_elastic.report.losses import Losses
 from mindx_elastic.report.run_history import Bar, Mark, RunHistory, TimeShare
 
-__all__ = ["escape", "goodput", "loss_line", "span", "step_line", "thin", "timeline"]
+__all__ = ["escape", "goodput", "span", "timeline"]
 
-_Point = TypeVar("_Point", bound=tuple[float, float])
-_ROW, _MOST_ROWS, _MOST_BARS, _MOST_MARKS, _MOST_POINTS = 16, 64, 6000, 3000, 2000
-_PLOT_HEIGHT = 220
-_MARK_GAP, _MANY_SEAMS, _SHORT_SEAM = 0.8, 40, 14
+_ROW, _MOST_ROWS, _MOST_BARS, _MOST_MARKS = 16, 64, 6000, 3000
+_MARK_GAP = 0.8
 _MARKS = {"fault": "fault", "save": "save", "recovery": "recovery", "no recovery": "fault"}
 _SHAPES = {"fault": "M-4,-4L4,4M-4,4L4,-4", "save": "M0,-6L0,6", "recovery": "M0,-6L5,0L0,6L-5,0Z"}
 _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
@@ -46,22 +41,8 @@ def span(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
-def thin(items: Sequence[_Point], most: int) -> list[_Point]:
-    """At most about `most` of the points: the first and the last, and the lowest and highest of each piece between."""
-    if len(items) <= most:
-        return list(items)
-    pieces = max(1, most // 2)
-    found: list[_Point] = []
-    for number in range(pieces):
-        piece = items[number * len(items) // pieces : (number + 1) * len(items) // pieces]
-        if piece:
-            low, high = min(piece, key=lambda point: point[1]), max(piece, key=lambda point: point[1])
-            found += sorted({low, high})
-    return sorted({items[0], *found, items[-1]})
-
-
 class _Figure:
-    """What is between `first` and `last`, which may be times or steps."""
+    """What is between two moments (unix seconds)."""
 
     def __init__(self, first: float, last: float, height: int) -> None:
         self.first, self.length, self.height = first, max(last - first, 1e-6), height
@@ -71,48 +52,14 @@ class _Figure:
         """Percent."""
         return round(100 * min(1.0, max(0.0, (at - self.first) / self.length)), 2)
 
-    def axis(self, ticks: Iterable[tuple[float, str]]) -> None:
-        for at, words in ticks:
-            x = self.x(at)
+    def times(self) -> None:
+        """An axis: seconds since the first moment."""
+        gap = next((tick for tick in _TICKS if self.length / tick <= _MOST_TICKS), self.length / _MOST_TICKS)
+        for number in range(int(self.length / gap) + 1):
+            x, words = self.x(self.first + gap * number), span(gap * number) if number else "0"
             self.parts.append(f'<line class="tick" x1="{x}%" y1="0" x2="{x}%" y2="{self.height}"/>')
             anchor = "end" if x > 94 else "middle"  # words at the edge would be cut off
             self.parts.append(f'<text x="{x}%" y="{self.height + 14}" text-anchor="{anchor}">{words}</text>')
-
-    def times(self) -> None:
-        """Ticks in seconds since the first moment."""
-        gap = next((tick for tick in _TICKS if self.length / tick <= _MOST_TICKS), self.length / _MOST_TICKS)
-        numbers = range(int(self.length / gap) + 1)
-        self.axis((self.first + gap * number, span(gap * number) if number else "0") for number in numbers)
-
-    def curves(
-        self,
-        curves: Sequence[Sequence[tuple[float, float]]],
-        seams: Sequence[tuple[float, str]],
-        values: Sequence[tuple[float, str]],
-    ) -> None:
-        """Curves, dashed seams with their titles, and the words of some values."""
-        heights = [value for value, _ in values]
-        low, high = min(heights), max(heights)
-        top = 0 if len(seams) <= _MANY_SEAMS else self.height - _SHORT_SEAM
-
-        def y(value: float) -> float:
-            part = (value / 2 - low / 2) / max(high / 2 - low / 2, 5e-324)  # halves: the span may overflow
-            return round(self.height - 4 - part * (self.height - 16), 1)
-
-        self.parts += [f'<text x="-6" y="{y(value) + 4}" text-anchor="end">{words}</text>' for value, words in values]
-        for at, title in seams:
-            x = self.x(at)
-            line = f'<line class="seam" x1="{x}%" y1="{top}" x2="{x}%" y2="{self.height}">'
-            self.parts.append(f"{line}<title>{title}</title></line>")
-        lines = []
-        for points in curves:
-            places = " ".join(f"{self.x(at)},{y(value)}" for at, value in points)
-            lines.append(f'<polyline class="steps" points="{places}"/>')
-            if len(points) == 1:
-                x = self.x(points[0][0])
-                self.parts.append(f'<circle class="dot" cx="{x}%" cy="{y(points[0][1])}" r="2"/>')
-        box = f'viewBox="0 0 100 {self.height}" width="100%" height="{self.height}" preserveAspectRatio="none"'
-        self.parts.append(f"<svg {box}>{''.join(lines)}</svg>")
 
     def draw(self, label: str, *, below: int = 20) -> str:
         """below: room for the words of the axis."""
@@ -185,42 +132,3 @@ def _mark(mark: Mark, figure: _Figure, row: int) -> str:
     title = f"<title>{escape(mark.kind)}{step}: {escape(mark.text)}</title>"
     kind, y = _MARKS[mark.kind], _ROW * row + _ROW // 2
     return f'<svg x="{figure.x(mark.time)}%" y="{y}"><path class="m-{kind}" d="{_SHAPES[kind]}">{title}</path></svg>'
-
-
-def step_line(story: RunHistory) -> tuple[str, list[str]]:
-    """The step over time: a line an attempt, and a seam where a failed one goes over into the next."""
-    known = sum(map(len, story.steps))
-    attempts = [points for points in story.steps if points]
-    drawn = [thin(points, max(2, _MOST_POINTS // max(1, len(attempts)))) for points in attempts]
-    top = max((step for points in drawn for _, step in points), default=0)
-    if top <= 0:
-        return "", ["no step is known"]
-    figure, seams = _Figure(story.start, story.end, _PLOT_HEIGHT), []
-    figure.times()
-    for before, after in itertools.pairwise(drawn):
-        lost = max(0, before[-1][1] - after[0][1])
-        title = f"on from step {after[0][1]} after {span(after[0][0] - before[-1][0])}, {lost} steps back"
-        seams.append((after[0][0], title))
-    figure.curves(drawn, seams, [(n, str(n)) for n in sorted({0, top // 2, top})])
-    shown = sum(map(len, drawn))
-    notes = [f"{shown} of {known} known points are drawn"] if shown < known else []
-    return figure.draw("step over time"), notes
-
-
-def loss_line(losses: Losses) -> tuple[str, list[str]]:
-    """The loss over the steps: one line over all restarts, and the seams."""
-    points = losses.points
-    notes = [f"{losses.num_not_finite} losses are not finite and not drawn"] if losses.num_not_finite else []
-    if not points:
-        return "", [*notes, "no loss is known: the job gave none to step_end(loss=...), or rank 0 ran on another node"]
-    first, last = points[0][0], points[-1][0]
-    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
-    figure = _Figure(first, last, _PLOT_HEIGHT)
-    steps = sorted({first + (last - first) * piece // _MOST_TICKS for piece in range(_MOST_TICKS + 1)})
-    figure.axis((step, str(step)) for step in steps)
-    drawn = thin(points, _MOST_POINTS)
-    seams = [(step, f"resumed after step {step}") for step in losses.seams]
-    figure.curves([drawn], seams, [(loss, f"{loss:.4g}") for loss in sorted({low, low / 2 + high / 2, high})])
-    if len(drawn) < len(points):
-        notes.append(f"{len(drawn)} of {len(points)} noted losses are drawn")
-    return figure.draw("loss over steps"), notes

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, add_up, totals_line
 from mindx_elastic.agent.restarts import advice
 from mindx_elastic.core.printable import printable
-from mindx_elastic.report.drawing import goodput, loss_line, span, step_line, timeline
+from mindx_elastic.report.drawing import goodput, span, timeline
 from mindx_elastic.report.run_history import RunHistory, remarks_of_run
 
 __all__ = ["make_page"]
@@ -39,7 +39,7 @@ def make_page(story: RunHistory) -> str:
     run = story.run
     failure = next((record for record in reversed(run.records) if record.outcome == FAILED), None)
     total_s = max(story.end - story.start, 1e-6)
-    figures = {"ranks": timeline(story), "steps": step_line(story), "losses": loss_line(story.losses)}
+    svg, notes = timeline(story)
     made = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -64,7 +64,8 @@ def make_page(story: RunHistory) -> str:
         colours=_COLOURS,
         most_rows=_MOST_ROWS,
         most_lines=_MOST_LINES,
-        **{name: {"svg": Markup(svg), "notes": notes} for name, (svg, notes) in figures.items()},
+        timeline=Markup(svg),
+        timeline_notes=notes,
     )
 
 
@@ -84,11 +85,10 @@ def _next(story: RunHistory, failure: AttemptRecord | None) -> str:
 
 def _tiles(story: RunHistory, total_s: float) -> list[tuple[str, str]]:
     totals = add_up(story.run.records)
-    best = max((step for points in story.steps for _, step in points), default=None)
     return [
         (span(total_s), "in all"),
         (f"{100 * story.shares[0].seconds / total_s:.1f} %", "productive"),
-        (_known(best), "step reached"),
+        (_known(story.step), "step reached"),
         (f"{totals.attempts}", "attempts"),
         (f"{totals.failures}", f"failures, {totals.in_place} recovered in place"),
         (f"{totals.steps_lost}", "steps lost" if not totals.unknown_losses else "steps lost, as far as known"),

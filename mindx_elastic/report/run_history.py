@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.ledger import FINISHED, STOPPED, AttemptRecord
-from mindx_elastic.agent.progress_log import PROGRESS_FILE, ProgressPiece, read_pieces
 from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs, read_last_lines, runs_of_ranks
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import IN_PLACE
-from mindx_elastic.report.losses import Losses, find_losses
 from mindx_elastic.start.unused_state import find_unused_state, proof_in_events, remarks
 
 __all__ = ["Bar", "Mark", "RunHistory", "TimeShare", "remarks_of_run", "shares_of", "tell"]
@@ -31,7 +29,7 @@ _MOST, _MOST_S = 1 << 62, 1e11
 """What is beyond them in a log is taken as unknown."""
 _MOST_RANKS = 1024
 _OF_STEPS = ("save", "resume", "durable", "worker_end", "attempt_end", "rejoin", "pause")
-"""Events that say that a step was passed at their time."""
+"""Events that name a step that was passed."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,9 @@ class RunHistory:
     """Unix seconds; of the last event where the end is not recorded."""
     bars: list[Bar] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    steps: list[list[tuple[float, int]]] = field(default_factory=list)
-    """For each attempt the moments at which a step is known to have been passed."""
+    step: int | None = None
+    """The highest one that is known to have been passed."""
     shares: list[TimeShare] = field(default_factory=list)
-    losses: Losses = field(default_factory=lambda: find_losses(()))
     sources: list[Path] = field(default_factory=list)
     """The logs that were read."""
     torn: int = 0
@@ -109,28 +106,21 @@ def tell(log: Path) -> RunHistory | None:
     began = run.started
     if began is None:
         began = min((line["time"] for line in lines), default=0.0)
-    pieces: list[ProgressPiece] = []
-    progress = log.with_name(PROGRESS_FILE)
-    if progress.is_file():
-        pieces, more_torn = read_pieces(progress)
-        torn, sources = torn + more_torn, [*sources, progress]
     ours = sorted((line for line in lines if line["time"] >= began), key=lambda line: line["time"])
     end = run.ended if run.ended is not None else max((line["time"] for line in ours), default=began)
     ours = [line for line in ours if line["time"] <= end]
     story = RunHistory(run, began, max(end, began), sources=sources, torn=torn, older_runs=len(runs) - 1)
     story.bars = list(_bars(run.records, ours, story.end))
     story.marks = list(_marks(run, ours))
-    passed = sorted((at, step) for piece in pieces for at, step, _ in piece.points if began <= at <= end)
-    story.steps = _steps(run.records, ours, passed)
-    story.losses = find_losses(pieces)
+    steps = [_count(line.get("step")) for line in ours if line["event"] in _OF_STEPS]
+    known = [step for step in (*steps, *(record.step_reached for record in run.records)) if step is not None]
+    story.step = max(known, default=None)
     with suppress(OSError):
         story.last_lines = read_last_lines(log.parent)
-    story.shares = shares_of(
-        run.records,
-        _durations(run.records, ours, passed),
-        story.end - story.start,
-        _first_start(ours, passed, began),
-    )
+    entered = [line["time"] for line in ours if line["event"] in ("start", "resume")]
+    first_start_s = max(0.0, entered[0] - began) if entered else 0.0
+    durations = _durations(run.records, ours, entered)
+    story.shares = shares_of(run.records, durations, story.end - story.start, first_start_s)
     return story
 
 
@@ -229,29 +219,6 @@ def _marks(run: AgentRun, lines: Iterable[dict[str, Any]]) -> Iterator[Mark]:
                 yield Mark(kind, record.time, rank, record.step, f"{record.cause} {record.reason}".strip())
 
 
-def _steps(
-    records: Sequence[AttemptRecord], lines: Sequence[dict[str, Any]], passed: Sequence[tuple[float, int]]
-) -> list[list[tuple[float, int]]]:
-    """By attempt. `passed`: further moments and steps. The ranks' own logs count attempts over all agents, so their
-    lines are placed by their time."""
-    found: list[list[tuple[float, int]]] = []
-    told = [
-        (line["time"], step)
-        for line in lines
-        if line["event"] in _OF_STEPS and (step := _count(line.get("step"))) is not None and step >= 0
-    ]
-    known = sorted([*told, *passed])
-    begun = [record for record in records if record.started is not None]
-    for record, until in zip(begun, _next_starts(begun, float("inf")), strict=True):
-        start = record.started or 0.0
-        points = known[bisect_left(known, (start, -1)) : bisect_left(known, (until, -1))]
-        best: dict[float, int] = {} if record.resumed_step is None else {start: max(0, record.resumed_step)}
-        for at, step in points:
-            best[at] = max(step, best.get(at, 0))
-        found.append(sorted(best.items()))
-    return found
-
-
 def _next_starts(records: Sequence[AttemptRecord], end: float) -> list[float]:
     """For each of these attempts when the next one began, `end` at the latest."""
     found = []
@@ -261,27 +228,20 @@ def _next_starts(records: Sequence[AttemptRecord], end: float) -> list[float]:
     return found[::-1]
 
 
-def _first_start(lines: Iterable[dict[str, Any]], passed: Sequence[tuple[float, int]], began: float) -> float:
-    """Seconds until the first guard was entered, or else the first step was passed; 0 where neither is known."""
-    entered = [line["time"] for line in lines if line["event"] in ("start", "resume")]
-    known = [*entered[:1], *(at for at, _ in passed[:1])]
-    return max(0.0, min(known, default=began) - began)
-
-
 def _durations(
-    records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]], passed: Sequence[tuple[float, int]]
+    records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]], entered: Sequence[float]
 ) -> dict[int, float]:
-    """Seconds from the first known step of each attempt, or else its start, to its end, by its number; those that have
-    not ended are not in it."""
+    """Seconds from the first guard that was entered in each attempt, or else its start, to its end, by its number;
+    those that have not ended are not in it."""
     started = {record.attempt: record.started for record in records}
     found = {}
     for line in lines:
         attempt = _count(line.get("attempt"))
         begin = started.get(-1 if attempt is None else attempt)
         if line["event"] == "attempt_end" and attempt is not None and begin is not None:
-            first = bisect_left(passed, (begin, -1))
-            if first < len(passed) and passed[first][0] < line["time"]:
-                begin = passed[first][0]
+            first = bisect_left(entered, begin)
+            if first < len(entered) and entered[first] < line["time"]:
+                begin = entered[first]
             found[attempt] = max(0.0, line["time"] - begin)
     return found
 
@@ -316,7 +276,7 @@ def shares_of(
         TimeShare("restart", restart, "until new processes ran"),
         TimeShare("resume", load, "until every rank had passed a step again"),
         TimeShare("in place", in_place, "recoveries without a restart"),
-        TimeShare("first start", first_start_s, "until the first guard was entered, or the first step known"),
+        TimeShare("first start", first_start_s, "until the first guard was entered"),
         TimeShare("paused", paused, "by command"),
     ]
     over = sum(share.seconds for share in lost)
