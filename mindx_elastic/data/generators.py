@@ -13,7 +13,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,6 @@ _MOST_OBJECTS, _DEEPEST, _LONGEST = 4000, 8, 256
 _CONTAINERS = (list, tuple, dict, types.MethodType, functools.partial)
 _KEYS = (str, int, float, bool, type(None))
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.Tensor, np.ndarray)
-_METHODS = (
-    *("__call__", "__enter__", "__getitem__", "__getitems__", "__init__", "__iter__", "__len__", "__next__"),
-    *("apply", "forward", "get_params", "transform"),
-)
-"""What is called of an object that is reached; other methods as they are named."""
 _KNOWN = frozenset(("torch", "numpy", "builtins", __name__.partition(".")[0], *sys.stdlib_module_names)) - {"__main__"}
 
 
@@ -69,59 +64,21 @@ def find_generators(root: Any, *, excluding: Any = None) -> dict[str, Any]:
 
 def _reach(root: Any, excluding: Any = None) -> Iterator[tuple[str, Any]]:
     """What the code that loads samples can get at, each once, with its place: attributes, items, closures and defaults,
-    the globals that functions name, methods and class attributes by the names that functions have for them. Objects
-    come before code."""
+    the globals that functions name, and the methods and attributes of classes. Objects come before code."""
     seen = {id(root), id(excluding), *_GLOBAL}
     objects, code = deque([("", root, 0)]), deque[tuple[str, Any, int]]()
-    kinds: dict[type, tuple[str, int]] = {}
-    names, count = set(_METHODS), 0
-    while objects or code or (code := _named(kinds, names, seen)):
+    while (objects or code) and len(seen) < _MOST_OBJECTS:
         place, value, depth = objects.popleft() if objects else code.popleft()
         yield place, value
         if depth >= _DEEPEST or is_generator(value):
             continue
-        if type(value) is types.FunctionType:
-            names |= _names_of(value.__code__)
-        elif not issubclass(type(value), _CONTAINERS):
-            _add_kind(value if issubclass(type(value), type) else type(value), (place, depth), kinds)
         for name, part in askable(_parts(value)):
             kind = type(part)
-            is_leaf = issubclass(kind, _LEAVES) and not (issubclass(kind, type) and not _is_known(part))
-            if is_leaf or id(part) in seen or (kind is types.FunctionType and _is_known(part)):
+            is_code = kind is types.FunctionType or issubclass(kind, type)
+            if id(part) in seen or (_is_known(part) if is_code else issubclass(kind, _LEAVES)):
                 continue
-            count += 1
-            if count >= _MOST_OBJECTS:
-                return
             seen.add(id(part))
-            found = (f"{place}.{name}" if place else name, part, depth + 1)
-            (code if kind is types.FunctionType else objects).append(found)
-
-
-def _add_kind(kind: type, place: tuple[str, int], kinds: dict[type, tuple[str, int]]) -> None:
-    for each in kind.__mro__:
-        if is_comparable(each) and not _is_known(each):
-            kinds.setdefault(each, place)
-
-
-def _named(
-    kinds: Mapping[type, tuple[str, int]], names: Collection[str], seen: set[int]
-) -> deque[tuple[str, Any, int]]:
-    """What the classes that were reached have by these names, and was not reached yet."""
-    found = deque[tuple[str, Any, int]]()
-    for kind, (place, depth) in kinds.items():
-        for name, value in list(vars(kind).items()):
-            part = _function_of(value)
-            if name in names and id(part) not in seen and _may_draw(part):
-                seen.add(id(part))
-                found.append((f"{place}.{name}" if place else name, part, depth + 1))
-    return found
-
-
-def _function_of(value: Any) -> Any:
-    """The function that a class has as a method of some kind or as a property; anything else as it is."""
-    if issubclass(type(value), (staticmethod, classmethod)):
-        return value.__func__
-    return value.fget if issubclass(type(value), property) else value
+            (code if is_code else objects).append((f"{place}.{name}" if place else name, part, depth + 1))
 
 
 def _global_generators() -> set[int]:
@@ -149,6 +106,17 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     if not issubclass(kind, type):
         yield from ((str(name), part) for name, part in attributes_of(value).items())
+    for each in (value if issubclass(kind, type) else kind).__mro__:
+        if is_comparable(each) and not _is_known(each):
+            yield from _parts_of_class(each)
+
+
+def _parts_of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, value in list(vars(kind).items()):
+        is_wrapped = issubclass(type(value), (staticmethod, classmethod))
+        part = value.__func__ if is_wrapped else value.fget if issubclass(type(value), property) else value
+        if _may_draw(part):
+            yield name, part
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
