@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mindx_elastic.data.generators import find_generators, seed_generators
+from mindx_elastic.data.generators import find_generators
 from mindx_elastic.data.iteration import Engine, EngineLoader
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
-from mindx_elastic.data.random_streams import device_generators, preserved_streams, seed_streams
+from mindx_elastic.data.random_streams import device_generators, seeded
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import LoaderMark
 from mindx_elastic.errors import UsageError
@@ -113,10 +113,7 @@ class _Calls(Iterator[Any]):
             self._own = find_generators([self._function])
         on_devices = device_generators()
         own = self._own | on_devices
-        with preserved_streams(own):
-            seed = self._seed_of(number)
-            seed_streams(seed)
-            seed_generators(own, seed)
+        with seeded(self._seed_of(number), own):
             try:
                 return self._function()
             finally:

@@ -117,19 +117,9 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         # DataLoader drops these two when it is given a batch sampler, and forbids setting them; people read them.
         self.__dict__.update(batch_size=sampler.batch_size, drop_last=sampler.drop_last)
 
-    @classmethod
-    def from_loader(cls, loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader | FunctionLoader:
-        """See `mindx_elastic.data.from_loader`."""
-        return from_loader(loader, seed)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches of a whole epoch for one rank."""
-        return len(self._sampler)
-
     def __len__(self) -> int:
-        """The same; in an epoch that goes on with another number of ranks, the batches that were handed out and those
-        that are left: ``number == len(loader)`` is true of the last one."""
+        """Batches of a whole epoch for one rank; in an epoch that goes on with another number of ranks, those that were
+        handed out and those that are left: ``number == len(loader)`` is true of the last one."""
         epoch, total = self._resplit_epoch
         cursor = self._engine.cursor
         return total if cursor.samples and epoch == cursor.next_epoch else len(self._sampler)

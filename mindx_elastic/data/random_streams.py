@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from mindx_elastic.core.mersenne import numpy_state, put_back_numpy, put_back_python, python_state, torch_state
@@ -30,7 +30,7 @@ __all__ = [
     "device_generators",
     "preserved_streams",
     "restore_streams",
-    "seed_streams",
+    "seeded",
 ]
 
 VERSION = 5
@@ -74,6 +74,15 @@ def preserved_streams(own: dict[str, Any] | None = None) -> Iterator[None]:
         for one, state in states:
             set_state(one, state)
         _put_back(streams)
+
+
+@contextmanager
+def seeded(seed: int, own: dict[str, Any]) -> Iterator[None]:
+    """Inside, the global CPU streams and the generators `own` begin with `seed`; afterwards they are as before."""
+    with preserved_streams(own):
+        seed_streams(seed)
+        seed_generators(own, seed)
+        yield
 
 
 def device_generators() -> dict[str, Any]:
@@ -132,8 +141,8 @@ class SeededDataset(Dataset[Any]):
 
     So are the generators that the data set, its transforms and the collate function keep (`data.generators`), which
     are looked for once an iteration in each process. Collating happens in here because many collate functions draw
-    too (mixup, cutmix). In the main process (`num_workers` 0) all streams are put back afterwards, so that dropout and
-    the like are not disturbed. Nothing is seeded for torch's own data set of plain tensors, which draws nothing.
+    too (mixup, cutmix). All streams are put back afterwards, so that dropout and the like are not disturbed in the main
+    process (`num_workers` 0). Nothing is seeded for torch's own data set of plain tensors, which draws nothing.
     """
 
     def __init__(self, wrapped: Any, collate_fn: Callable[[Any], Any]) -> None:
@@ -177,10 +186,7 @@ class SeededDataset(Dataset[Any]):
         return loaded if self._own.keys() == before.keys() else self._load(seed, load)
 
     def _load(self, seed: int, load: Callable[[], Any]) -> Any:
-        is_shared = get_worker_info() is None
-        with preserved_streams(self._own) if is_shared else nullcontext():
-            seed_streams(seed)
-            seed_generators(self._own, seed)
+        with seeded(seed, self._own):
             return load()
 
 

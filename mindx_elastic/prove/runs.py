@@ -1,36 +1,45 @@
-"""Runs the script once and reads what its guards have noted: the folders, the environment, the end of a stuck run."""
+"""Runs the script once and reads what its guards have noted: the folders, the environment, the end of a stuck run.
+
+A run is forked from a process that has imported torch, or is a fresh interpreter. Each leads its own session, so that
+what it leaves behind can be ended with it, and ends when this process does.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
-from mindx_elastic.agent.zygote import Zygote, ZygoteError
+from mindx_elastic.agent import child
+from mindx_elastic.agent.zygote import ForkedWorker, Zygote, ZygoteError
 from mindx_elastic.config import MemorySettings
+from mindx_elastic.core.posix import members_of
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_own_folder, make_user_folder, remove_dead, remove_own
 from mindx_elastic.prove.control import Control
-from mindx_elastic.prove.processes import ProvedProcess, start_forked, start_fresh
 from mindx_elastic.prove.records import ProcessRecord, read_lives
 
 __all__ = ["Command", "RunChain", "RunOutcome", "Runs"]
 
 _LOOK_S = 0.02
 _LAST_LINES = 12
+_END_S = 10.0
 _REFUSED = re.compile(r"\bUnmanagedStateError: (.*)")
 _PYTHON = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
 """Environment of each run. A line must be seen at once: silence counts as hanging."""
 _IMPORTS_S = 600.0
+_Process: TypeAlias = "ForkedWorker | subprocess.Popen[bytes]"
 _UNSET = ("GROUP_INFO_FILE", "MINDX_AGENT_DIR", "MINDX_AGENT_PID", "MINDX_RUN_DIR", "MINDX_ATTEMPT")
 """Variables that would make a run write where the user's own job writes."""
 
@@ -160,21 +169,30 @@ class Runs:
             code = process.poll()
             self._on_end(process.pid)
         finally:
-            process.end(gently=self.command.agent is not None)
+            _end(process, gently=self.command.agent is not None)
         lives = read_lives(folder)
         outcome = RunOutcome(code=1 if code is None else code, lives=lives, log=log, folder=folder, hung_s=hung_s)
         chain.runs.append(outcome)
         return outcome
 
-    def _start(self, command: Sequence[str], env: Mapping[str, str], log: Path, hashes: int) -> ProvedProcess:
+    def _start(self, command: Sequence[str], env: Mapping[str, str], log: Path, hashes: int) -> _Process:
+        whole = [sys.executable, *command]
         if not self.is_fresh:
             zygote = self._zygotes[hashes % len(self._zygotes)]
             try:
                 zygote.wait(_IMPORTS_S)
-                return start_forked(zygote, command, env, log)
-            except ZygoteError as error:
+                return zygote.fork(env, command=whole, stdout=str(log), stderr=str(log))
+            except ZygoteError as error:  # a fork would not be as good as a fresh interpreter
                 self.is_fresh, self.why_fresh = True, str(error)
-        return start_fresh(command, env, log)
+        with open(log, "ab") as file:
+            return subprocess.Popen(
+                [*child.shim(), *whole],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def _open_zygotes(self, stack: ExitStack) -> None:
         env = {**os.environ, **_PYTHON}
@@ -184,7 +202,7 @@ class Runs:
             zygote.start()
             self._zygotes.append(zygote)
 
-    def _wait(self, process: ProvedProcess, folder: Path, log: Path) -> float:
+    def _wait(self, process: _Process, folder: Path, log: Path) -> float:
         """Until its end; the seconds after which it counts as stuck, 0 if it does not."""
         seen, since = -1, time.monotonic()
         while process.poll() is None:
@@ -209,6 +227,25 @@ class Runs:
         except OSError as error:
             raise UsageError(f"--keep {folder}: {error.strerror}; give another folder") from error
         return folder
+
+
+def _end(process: _Process, *, gently: bool) -> None:
+    """End a run and what it has left behind, if need be. `gently`: it is the agent, which must get the time to end its
+    workers."""
+    if gently and process.poll() is None:
+        process.terminate()
+        _wait_for(process)
+    left = [process.pid] if process.poll() is None else []
+    for pid in [*left, *members_of({process.pid})]:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    _wait_for(process)
+
+
+def _wait_for(process: _Process) -> None:
+    end = time.monotonic() + _END_S
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _make_memory(stack: ExitStack) -> Path | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.data.position import num_batches
-from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.train.callbacks import Callback, CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.loop import GuardPort, Unguarded
@@ -22,7 +20,7 @@ from mindx_elastic.train.policies import check_alike
 from mindx_elastic.train.request_exit import OnRequestExit
 from mindx_elastic.train.step import ModelParts, batch_size, detach, evaluation_mode, move_batch
 
-__all__ = ["evaluate", "kept_position", "open_eval_guard"]
+__all__ = ["evaluate", "open_eval_guard"]
 
 
 def evaluate(
@@ -81,16 +79,3 @@ def open_eval_guard(
     if not policies:
         return Unguarded(loader, rank=rank, world_size=world_size)
     return Guard(directory=policies[0].directory, model=model.bare_network, policies=policies, resume="never")
-
-
-@contextmanager
-def kept_position(loader: Any, *, in_use: bool) -> Iterator[None]:
-    """Evaluate on the very loader that is being trained from: only between two epochs, and without moving it."""
-    state = loader.state_dict() if in_use else {}
-    if not state.get("finished") and state.get("batch"):
-        raise UsageError(
-            "eval() in mid-epoch was given the loader that train() is reading; give it a separate loader over that data"
-        )
-    yield
-    if in_use:
-        loader.load_state_dict(state)

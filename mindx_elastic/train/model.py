@@ -31,7 +31,7 @@ from mindx_elastic.train.callbacks import (
     keeps_state,
     needs_epoch,
 )
-from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
+from mindx_elastic.train.evaluation import evaluate, open_eval_guard
 from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, GuardPort, TrainLoop, Unguarded
 from mindx_elastic.train.monitors import LossMonitor, ProgressLines
 from mindx_elastic.train.parallel import join_process_group, place, wrap_network
@@ -240,7 +240,7 @@ class Model(ModelParts):
         world_size = self._prepare(train=False)
         rank = current_ranks(self.ranks).rank
         run = CallbackList(given)
-        with kept_position(loader, in_use=in_use):
+        with loader.set_aside() if in_use else nullcontext():
             loader.set_epoch(1)
             if self._guard is not None:
                 return evaluate(self, loader, run, self._guard, rank=rank, world_size=world_size)

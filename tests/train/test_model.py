@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.train import Callback, Model, RunContext, TrainOneStep
+from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext, TrainOneStep
 from tests.train.small_job import Points, make_loader, make_model, make_network, same, weights
 
 
@@ -201,15 +201,17 @@ def test_eval_counts_every_sample_once_and_disturbs_nothing() -> None:
     assert (found["accuracy"] * 24) == pytest.approx(round(found["accuracy"] * 24))
 
 
-def test_eval_on_the_training_loader_in_mid_epoch_is_refused() -> None:
+@pytest.mark.parametrize("saving", [[], [ExceptionCheckpoint(directory="out")]], ids=["unguarded", "guarded"])
+def test_eval_on_the_training_loader_in_mid_epoch_disturbs_nothing(saving: list[Callback]) -> None:
+    straight, losses = trained(2), list[float]()
     model, loader = make_model(), make_loader()
 
     class Mid(Callback):
         def on_train_step_end(self, run_context: RunContext) -> None:
-            model.eval(loader)
+            losses.append(model.eval(loader)["loss"])
 
-    with pytest.raises(UsageError, match="separate loader"):
-        model.train(1, loader, Mid(), progress=False)
+    model.train(2, loader, [*saving, Mid()], progress=False)
+    assert same(weights(model), weights(straight)) and len(set(losses)) == 12
 
 
 @pytest.mark.parametrize(
