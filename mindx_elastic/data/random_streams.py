@@ -28,8 +28,8 @@ __all__ = [
     "as_collated",
     "capture_streams",
     "device_generators",
-    "preserved_streams",
     "restore_streams",
+    "seed_streams",
     "seeded",
 ]
 
@@ -64,7 +64,7 @@ def restore_streams(streams: dict[str, Any]) -> None:
 
 
 @contextmanager
-def preserved_streams(own: dict[str, Any] | None = None) -> Iterator[None]:
+def _preserved_streams(own: dict[str, Any] | None = None) -> Iterator[None]:
     """Put the global CPU streams back at the end of the block, and the generators `own`. Takes about 5 us."""
     streams = _now()
     states = [(one, state_of(one)) for one in own.values()] if own else []
@@ -79,7 +79,7 @@ def preserved_streams(own: dict[str, Any] | None = None) -> Iterator[None]:
 @contextmanager
 def seeded(seed: int, own: dict[str, Any]) -> Iterator[None]:
     """Inside, the global CPU streams and the generators `own` begin with `seed`; afterwards they are as before."""
-    with preserved_streams(own):
+    with _preserved_streams(own):
         seed_streams(seed)
         seed_generators(own, seed)
         yield
@@ -97,7 +97,7 @@ class SeparateStreams:
 
     def __init__(self, streams: dict[str, Any]) -> None:
         """`streams`: as `capture_streams` gives them."""
-        with preserved_streams():
+        with _preserved_streams():
             restore_streams(streams)
             self._state = _now()
 
