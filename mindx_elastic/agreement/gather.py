@@ -35,16 +35,18 @@ fail); a key "a rank has failed" next to the answer (ranks can read two keys in 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Protocol
 
 import xxhash
 
 from mindx_elastic import errors
+from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.validation import making_sense
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
@@ -65,9 +67,11 @@ __all__ = [
     "Merge",
     "Merged",
     "Part",
+    "Store",
     "all_or_none",
     "hear_all",
     "is_failure",
+    "is_missing_key",
     "meet",
     "merged",
     "value_of",
@@ -84,6 +88,7 @@ _HEARD_S = 3.0
 launcher ends the others."""
 _POLL_S = 0.02
 _PIECE_S = 60.0  # its author has written it before its value
+_KEYS_AT_ONCE = 4096  # in one message to the store
 _MOST_CHARACTERS = 4000
 _MOST_NAMED = 8
 
@@ -113,46 +118,39 @@ class Answer:
 Merge = Callable[[list[Any]], Merged]
 
 
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that we use."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str | bytes, desired: str, /) -> bytes: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def multi_set(self, keys: list[str], values: list[str], /) -> None: ...
+
+
+def is_missing_key(error: Exception) -> bool:
+    """Whether the store has answered that a key does not exist."""
+    return type(error).__name__ == "DistStoreError"  # torch's, which this module does not import
+
+
 class Gathering:
-    """The part of an exchange that is used at the start. Main thread, all ranks together."""
+    """The part of an exchange that is used at the start, over the process group's store. Main thread, all ranks
+    together."""
 
-    rank = 0
-    world_size = 1
-    _round = 0
-    _told = False
-
-    # --- the store's operations; the implementation seals and opens the texts ---
-
-    @abstractmethod
-    def _write(self, texts: Mapping[str, str]) -> None:
-        """Set these keys."""
-
-    @abstractmethod
-    def _write_first(self, key: str, text: str) -> str:
-        """Set the key unless it is set; returns the value that it has then."""
-
-    @abstractmethod
-    def _count(self, key: str) -> int:
-        """Add one, and return the sum."""
-
-    @abstractmethod
-    def _ring(self, key: str) -> None:
-        """Wake the process that waits for the key. Any writer of the store can ring: check what the bell announces."""
-
-    @abstractmethod
-    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Whether all keys are set within the time."""
-
-    @abstractmethod
-    def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
-        """The texts of keys that are set, in their order. `authors`: the rank that must have written each; None: any
-        rank. Raises UntrustedMessageError for a text of another author."""
-
-    def _welcome(self, key: str) -> None:
-        """Rank 0 has all values of the first meeting: bind all later messages to this start."""
-
-    def _be_welcomed(self, key: str) -> None:
-        """The first answer has arrived: the counterpart of `_welcome` on every rank."""
+    def __init__(self, store: Store, seal: Seal, *, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.seal = rank, world_size, seal
+        self._store = store
+        self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
+        self._nonces: list[str] = []
+        self._round = 0
+        self._told = False
+        self._failure: BaseException | None = None
+        """What rank 0 has failed with in a meeting; and that meeting."""
+        self._failed_key = ""
 
     # --- one round ---
 
@@ -214,10 +212,6 @@ class Gathering:
         if texts:
             self._write(texts)
         self._write_first(f"{key}/answer", _dump([merged.own is not None, merged.common]))
-
-    _failure: BaseException | None = None
-    """What rank 0 has failed with in a meeting; and that meeting."""
-    _failed_key = ""
 
     def hear(self, name: str, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
         """Last part of `gather`: wait for the answer and return it."""
@@ -291,7 +285,7 @@ class Gathering:
             end = time.monotonic() + _HEARD_S
             while heard < self.world_size and time.monotonic() < end:
                 time.sleep(_POLL_S)
-                heard = self._heard(f"{key}/heard")
+                heard = self._count(f"{key}/heard", 0)
         except Exception as problem:
             logger.debug("the other ranks cannot be told of %r: %s", error, problem)
 
@@ -302,9 +296,115 @@ class Gathering:
             self._be_welcomed(key)
             return self._write_first(f"{key}/answer", text)
 
-    @abstractmethod
-    def _heard(self, key: str) -> int:
-        """The counter of `_count`, without adding to it."""
+    # --- the store ---
+
+    def _write(self, texts: Mapping[str, str]) -> None:
+        """Set these keys."""
+        keys = [f"start/{key}" for key in texts]
+        self._set_all(keys, [self.seal.close(key, text) for key, text in zip(keys, texts.values(), strict=True)])
+
+    def _set_all(self, keys: Sequence[str], messages: Sequence[str]) -> None:
+        with self._lock:
+            for number in range(0, len(keys), _KEYS_AT_ONCE):
+                part = slice(number, number + _KEYS_AT_ONCE)
+                self._store.multi_set([*keys[part]], [*messages[part]])
+
+    def _write_first(self, key: str, text: str) -> str:
+        """Set the key unless it is set; returns the value that it has then."""
+        key = f"start/{key}"
+        with self._lock:
+            found = self._store.compare_set(key, "", self.seal.close(key, text))
+        return self.open_from(key, found, None)
+
+    def _count(self, key: str, amount: int = 1) -> int:
+        """Add to a counter, and return the sum."""
+        with self._lock:
+            return self._store.add(f"start/{key}", amount)
+
+    def _ring(self, key: str) -> None:
+        """Wake the process that waits for the key. Any writer of the store can ring: check what the bell announces."""
+        with self._lock:
+            self._store.set(f"start/{key}", "1")
+
+    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Whether all keys are set within the time."""
+        keys = [f"start/{key}" for key in keys]
+        with self._lock:
+            if timeout_s <= 0.0:
+                return self._store.check(keys)
+            try:
+                self._store.wait(keys, timedelta(seconds=timeout_s))
+            except Exception as error:
+                if not is_missing_key(error):
+                    raise
+                return False
+            return True
+
+    def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
+        """The texts of keys that are set, in their order. `authors`: the rank that must have written each; None: any
+        rank. Raises UntrustedMessageError for a text of another author."""
+        keys = [f"start/{key}" for key in keys]
+        messages: list[bytes] = []
+        with self._lock:
+            for number in range(0, len(keys), _KEYS_AT_ONCE):
+                messages += self._store.multi_get(keys[number : number + _KEYS_AT_ONCE])
+        if len(keys) == self.world_size and not self.seal.has_joined and authors[0] is not None:
+            self._nonces, found = self._join(keys, messages)
+            return found
+        return [self.open_from(*each) for each in zip(keys, messages, authors, strict=True)]
+
+    def open_from(self, key: str, message: bytes, author: int | None) -> str:
+        try:
+            return self.seal.open(key, message, author=author)
+        except NotOursError as error:
+            if author is None and (early := self._early_failure(key, message)):
+                return early
+            raise UntrustedMessageError(self._complaint(key, author, error)) from None
+
+    def _early_failure(self, key: str, message: bytes) -> str:
+        """The error of a rank that left inside the first meeting, before it had entered the session; empty: none."""
+        with suppress(NotOursError):
+            text = self.seal.open_early(key, message)
+            return text if is_failure(text) else ""
+        return ""
+
+    def _welcome(self, key: str) -> None:
+        """Rank 0 has all values of the first meeting: bind all later messages to this start."""
+        if self._nonces:
+            keys = [f"start/{key}/welcome/{rank}" for rank in range(self.world_size)]
+            self._set_all(keys, self.seal.welcomes(f"start/{key}/welcome", self._nonces))
+            self._nonces = []
+
+    def _be_welcomed(self, key: str) -> None:
+        """The first answer has arrived: the counterpart of `_welcome` on every rank."""
+        if self.seal.has_joined:
+            return
+        welcome = f"start/{key}/welcome"
+        with self._lock:
+            if not self._store.check([f"{welcome}/{self.rank}"]):
+                return  # a rank has failed before rank 0 had all the first values
+            message = self._store.get(f"{welcome}/{self.rank}")
+        try:
+            self.seal.enter(welcome, message)
+        except NotOursError as error:
+            raise UntrustedMessageError(self._complaint(f"{welcome}/{self.rank}", 0, error)) from None
+
+    def _join(self, keys: Sequence[str], messages: Sequence[bytes]) -> tuple[list[str], list[str]]:
+        """Rank 0: the nonces and the texts of the first values of all ranks."""
+        try:
+            return self.seal.join(keys, messages)
+        except NotOursError as error:
+            for rank, (key, message) in enumerate(zip(keys, messages, strict=True)):
+                self.open_from(key, message, rank)  # names the rank
+            raise UntrustedMessageError(self._complaint(keys[0], 0, error)) from None
+
+    def _complaint(self, key: str, author: int | None, error: NotOursError) -> str:
+        """What may be the cause."""
+        whose = "" if author is None else f" of rank {author}"
+        return (
+            f"rank {self.rank}: {key!r}{whose} in the store of the process group was not written by this job: {error}. "
+            "Give all ranks the same MINDX_JOB_KEY (or _FILE); if they have it, others reach the store's port"
+        )
 
 
 class Part:

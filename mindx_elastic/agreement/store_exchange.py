@@ -9,7 +9,7 @@ Keys, all under one prefix per attempt and guard:
 ``{round}/offer/{rank}``    a step, ``cannot`` or ``left``
 ``{round}/count``           how many ranks have offered; the rank that completes it concludes
 ``{round}/decision``        the decision cell (compare-and-set), JSON
-``start/round{n}/...``      the meetings of a start, see `store_gathering`
+``start/round{n}/...``      the meetings of a start, see `gather`
 ``told/{name}/{rank}``      what the ranks tell each other later
 ``pause/{n}``               order n to pause or to go on (compare-and-set): why it was given; its
                             rounds are ``pause/{n}`` (where to wait) and ``pause/{n}/here`` (all do)
@@ -37,6 +37,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from mindx_elastic.agreement.exchange import Exchange, PauseRequest
+from mindx_elastic.agreement.gather import Gathering, Store, is_missing_key
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.stop_step import (
     FINISHED,
@@ -50,7 +51,6 @@ from mindx_elastic.agreement.stop_step import (
     parse_decision,
     parse_offer,
 )
-from mindx_elastic.agreement.store_gathering import Store, StoreGathering, is_missing_key
 from mindx_elastic.alarm.alarm import MAX_REQUEST, StopRequest
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
@@ -73,7 +73,7 @@ _LOOK_BURST_S = 0.0001  # and for each rank: of a death, all that know of it ask
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 2.0
 
 
-class StoreExchange(StoreGathering, Exchange):
+class StoreExchange(Gathering, Exchange):
     """An exchange over a c10d store.
 
     `connect` gives a new, independent connection to the store each time it is called (see `clone` in torch). Raises
@@ -97,7 +97,7 @@ class StoreExchange(StoreGathering, Exchange):
         """
         Exchange.__init__(self)
         seal = Seal(None, "", rank) if seal is None else seal
-        StoreGathering.__init__(self, connect(), seal, rank=rank, world_size=world_size)
+        Gathering.__init__(self, connect(), seal, rank=rank, world_size=world_size)
         self._give_back = give_back
         self._host_rank = host_rank
         self._bell = connect()

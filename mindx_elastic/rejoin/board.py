@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.agreement.gather import Store
 from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.agreement.sealed import NotOursError, Seal
-from mindx_elastic.agreement.store_gathering import Store
 from mindx_elastic.config import KeySettings
 from mindx_elastic.core.events import logger
 

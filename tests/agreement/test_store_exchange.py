@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from mindx_elastic.agreement import gather, store_exchange
 from mindx_elastic.agreement.exchange import PauseRequest
-from mindx_elastic.agreement.gather import Merged
+from mindx_elastic.agreement.gather import Merged, Store
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_step import Decision, End, Offer
 from mindx_elastic.agreement.store_exchange import StoreExchange
-from mindx_elastic.agreement.store_gathering import Store
 from mindx_elastic.alarm.alarm import StopRequest
 from mindx_elastic.errors import UntrustedMessageError, UsageError
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.gather import Gathering, all_or_none
+from mindx_elastic.agreement.gather import Gathering, Store, all_or_none
+from mindx_elastic.agreement.sealed import Seal
 
 __all__ = ["Board", "on_all_ranks"]
 
@@ -29,8 +30,9 @@ class BoardExchange(Gathering, Exchange):
     """The start-up half of an exchange; nothing else is needed here."""
 
     def __init__(self, board: Board, rank: int) -> None:
-        super().__init__()
-        self.board, self.rank, self.world_size = board, rank, board.world_size
+        Exchange.__init__(self)
+        Gathering.__init__(self, cast(Store, None), Seal(None, "", rank), rank=rank, world_size=board.world_size)
+        self.board = board
 
     def _write(self, texts: Mapping[str, str]) -> None:
         with self.board.changed:
@@ -45,13 +47,10 @@ class BoardExchange(Gathering, Exchange):
             self.board.changed.notify_all()
             return found
 
-    def _count(self, key: str) -> int:
+    def _count(self, key: str, amount: int = 1) -> int:
         with self.board.changed:
-            self.board.counts[key] = self.board.counts.get(key, 0) + 1
+            self.board.counts[key] = self.board.counts.get(key, 0) + amount
             return self.board.counts[key]
-
-    def _heard(self, key: str) -> int:
-        return self.board.counts[key]
 
     def _ring(self, key: str) -> None:
         self._write_first(key, "1")
