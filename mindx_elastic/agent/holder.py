@@ -16,7 +16,7 @@ import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -207,10 +207,7 @@ class _Machine:
         slots = [slot.path for arena in self._arenas.values() for slot in arena.slots if slot.path.exists()]
         listing = list_files([self.directory], self.job)
         self._where = listing.machine
-        found = scan(
-            replace(listing, snapshots=tuple(slot for slot in slots if str(slot) not in self.damaged)),
-            trust=self._trust,
-        )
+        found = scan(listing, trust=self._trust, snapshots=[slot for slot in slots if str(slot) not in self.damaged])
         self.snapshots = found.in_memory
         """Of all runs."""
         inventory = Inventory.merge([found])

@@ -22,6 +22,7 @@ from mindx_elastic.core.fields import Text, read, read_value
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
+from mindx_elastic.core.posix import boot_id
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.known_runs import known_runs
@@ -72,12 +73,10 @@ class Listing:
     """Folders that cannot be listed."""
     arenas: Path | None = None
     """The job's folder in shared memory."""
-    snapshots: tuple[Path, ...] = ()
-    """The files in it."""
     disk: str = ""
     """Equal for two processes only if they see the same files on disk, not only files of the same names."""
     machine: str = ""
-    """Equal for two processes only if they see the same snapshots in memory."""
+    """Equal for two processes only if that folder is the same one."""
 
 
 def _digest(paths: Iterable[Path]) -> str:
@@ -96,7 +95,7 @@ def _digest(paths: Iterable[Path]) -> str:
 
 
 def list_files(directories: Sequence[Path], arenas: Path | None = None) -> Listing:
-    """List the files to scan. Any thread; blocks on the disk."""
+    """List the files to scan; those in memory are listed by `scan`. Any thread; blocks on the disk."""
     files: dict[Path, Path] = {}
     unlisted: list[CatalogEntry] = []
     for directory in directories:
@@ -105,9 +104,15 @@ def list_files(directories: Sequence[Path], arenas: Path | None = None) -> Listi
                 files.setdefault(found, directory)
             else:
                 unlisted.append(found)
-    snapshots = () if arenas is None else tuple(snapshot_files(arenas))
-    machine = f"{os.uname().nodename}:{_digest(snapshots)}"
-    return Listing(tuple(directories), files, tuple(unlisted), arenas, snapshots, _digest(files), machine)
+    return Listing(tuple(directories), files, tuple(unlisted), arenas, _digest(files), _machine_of(arenas))
+
+
+def _machine_of(arenas: Path | None) -> str:
+    try:
+        status = None if arenas is None else os.stat(arenas)
+        return "" if status is None else f"{boot_id()}:{status.st_dev}:{status.st_ino}"
+    except OSError:  # there is no such job, or no /proc
+        return f"{os.uname().nodename}:{arenas}"
 
 
 @dataclass
@@ -118,10 +123,6 @@ class Findings:
     """The attempt, as the launcher counts it."""
     disk: str = ""
     machine: str = ""
-    share: Share = EVERYTHING
-    """The share of the files of `disk` that was read."""
-    memory_share: Share = EVERYTHING
-    """The share of the snapshots of `machine` that was read."""
     facts: list[FileFact] = field(default_factory=list)
     """Facts of the files on disk; all processes with the same `disk` see them."""
     in_memory: list[FileFact] = field(default_factory=list)
@@ -184,11 +185,7 @@ class Findings:
             own.setdefault(rank, {})[moment] = OwnState(b"", *said)
         facts = [_fact(row, strategies, content["disk"]) for row in content["facts"]]
         in_memory = [_fact(row, strategies, content["machine"]) for row in content["in_memory"]]
-        found = read(cls, content, facts=facts, in_memory=in_memory, own=own)
-        for number, count in (found.share, found.memory_share):
-            if not number < count <= MAX_RANKS:
-                raise ValueError(f"share {number} of {count}")
-        return found
+        return read(cls, content, facts=facts, in_memory=in_memory, own=own)
 
 
 _ROW = [each.name for each in fields(FileFact) if each.name not in ("strategy", "visible_to", "where")]
@@ -225,22 +222,24 @@ def scan(
     only: Moment | None = None,
     share: Share = EVERYTHING,
     memory_share: Share = EVERYTHING,
+    snapshots: Sequence[Path] | None = None,
     transport: Transport | None = None,
     attempt: int = 0,
 ) -> Findings:
     """Read the headers of (a share of) the files in `listing`, and the small states of `rank`, or of all ranks.
 
-    only: use files of other steps for the number of attempts only. transport: gives the places from which other ranks
+    only: use files of other steps for the number of attempts only. snapshots: the files in memory to read; None: all.
+    transport: gives the places from which other ranks
     can fetch the files. Changes nothing; any thread; blocks on the disk.
     """
-    found = Findings(
-        attempt=attempt, disk=listing.disk, machine=listing.machine, share=share, memory_share=memory_share
-    )
+    found = Findings(attempt=attempt, disk=listing.disk, machine=listing.machine)
     # One process of those that see the same files looks into the quarantine.
     found.other = found.anything = share[0] == 0 and any(map(quarantined, listing.directories))
     shared = SharedJson()
     on_disk = _read_files(listing, share, trust, shared, found)
-    in_memory = [entry for path in listing.snapshots[slice(*_slice(memory_share))] if (entry := _sound(path, shared))]
+    if snapshots is None:
+        snapshots = [] if listing.arenas is None else snapshot_files(listing.arenas)
+    in_memory = [entry for path in snapshots[slice(*_slice(memory_share))] if (entry := _sound(path, shared))]
     for entry in (*on_disk, *in_memory):
         info = entry.info
         if info is None:

@@ -26,7 +26,7 @@ from mindx_elastic.start.assumptions import settle_assumptions
 from mindx_elastic.start.candidate import Candidate, Context
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
-from mindx_elastic.start.findings import Findings, Place, Share
+from mindx_elastic.start.findings import Findings, Place
 from mindx_elastic.start.planner import never_complete, order_of_moments, plan_resume
 
 __all__ = ["Inventory", "SavedStep", "newest_complete", "until_sound"]
@@ -142,8 +142,6 @@ class Inventory:
         self.anything = self.other = False
         self.entries: dict[str, CatalogEntry] = {}
         """By path, the entries that this process has read itself."""
-        self.unread: list[int] = []
-        """Ranks whose disk or memory was not read completely: some rank with the same view has not read its share."""
         self.launched = 0
         """The highest attempt that a launcher has counted."""
         self._files: dict[Key, _File] = {}
@@ -162,13 +160,11 @@ class Inventory:
         """
         made = cls(len(findings))
         made.runs = {run for found in findings for run in found.known} - {""}
-        disks = _groups([(found.disk, found.share) for found in findings], made.unread)
-        machines = _groups([(found.machine, found.memory_share) for found in findings], made.unread)
+        disks, machines = _groups([each.disk for each in findings]), _groups([each.machine for each in findings])
         for found in findings:
             made._add(found, disks[found.disk], machines[found.machine])
         for rank, found in enumerate(findings):
             made._add_own(found, None if len(findings) == 1 else rank)
-        made.unread = sorted(set(made.unread))
         return made
 
     def _add(self, found: Findings, disk: frozenset[int], machine: frozenset[int]) -> None:
@@ -426,14 +422,9 @@ def _order(file: _File) -> tuple[Any, ...]:
     return fact.moment, fact.rank, fact.rank not in file.seen_by, is_part, kind, -fact.created, fact.path
 
 
-def _groups(views: Sequence[tuple[str, Share]], unread: list[int]) -> dict[str, frozenset[int]]:
-    """The ranks that see the same files, by view. Appends to `unread` the ranks of views with an unread share."""
+def _groups(views: Sequence[str]) -> dict[str, frozenset[int]]:
+    """The ranks that see the same files, by view."""
     groups: dict[str, list[int]] = {}
-    shares: dict[str, dict[int, set[int]]] = {}
-    for rank, (view, (number, count)) in enumerate(views):
+    for rank, view in enumerate(views):
         groups.setdefault(view, []).append(rank)
-        shares.setdefault(view, {}).setdefault(count, set()).add(number)
-    for view, ranks in groups.items():
-        if not any(len(numbers) == count for count, numbers in shares[view].items()):
-            unread += ranks
     return {view: frozenset(ranks) for view, ranks in groups.items()}

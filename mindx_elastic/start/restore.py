@@ -2,8 +2,8 @@
 
 The ranks meet three times for it (see `agreement.gather`):
 
-1. *disks*: each rank sends digests of the file lists on its disks and in its machine's memory. Ranks that see the same
-   files share the reading of the headers.
+1. *disks*: each rank sends a digest of the list of files on its disks, and which memory it sees. Ranks that see the
+   same files share the reading of the headers.
 2. *plan*: each rank sends its findings. Rank 0 merges them into an inventory, plans, and sends each rank its share.
 3. *read*: each rank has read and verified its share, before any state is changed, and sends what it could not use. If
    a file was damaged, it is in quarantine by then, rank 0 plans without it, and the ranks meet here again.
@@ -192,14 +192,16 @@ class Disks(Part):
     name = "disks"
 
     def __init__(self, places: SearchPlaces) -> None:
-        """Call it after the arena is made: the other ranks may read the arena after the meeting."""
+        """Call it when the directories of all ranks are locked: who wrote there before has come to its end. In memory
+        a rank may still be at work then, up to the meeting."""
         self._places = places
-        self._told = self._list()
-        self.share: Share = EVERYTHING
-        self.memory_share: Share = EVERYTHING
+        never = places.resume == "never"
+        self._listing = Listing((), {}) if never else list_files(places.directories, places.arenas)
+        self._share: Share = EVERYTHING
+        self._memory_share: Share = EVERYTHING
 
     def say(self) -> Any:
-        return [self._told.disk, self._told.machine]
+        return [self._listing.disk, self._listing.machine]
 
     def merge(self, said: Sequence[Any]) -> Merged:
         shares = [_shares([str(each[column]) for each in said]) for column in (0, 1)]
@@ -207,33 +209,23 @@ class Disks(Part):
 
     def hear(self, answer: Answer) -> None:
         (number, count), (memory_number, memory_count) = answer.own
-        self.share, self.memory_share = (int(number), int(count)), (int(memory_number), int(memory_count))
+        self._share, self._memory_share = (int(number), int(count)), (int(memory_number), int(memory_count))
 
-    def look(self, ranks: RankInfo, transport: Transport | None = None, *, everything: bool = False) -> Findings:
-        """Read this rank's share of the headers, after the meeting; move damaged files to quarantine.
-
-        The files are listed once more: while a rank waited for the meeting, a predecessor or another node's agent may
-        have written its last ones. A rank that sees others than it has told reads all of them, and so does every rank
-        with `everything`. `transport`: fetches copies of this rank's files from other ranks.
-        """
-        listing = self._list()
+    def look(self, ranks: RankInfo, transport: Transport | None = None) -> Findings:
+        """Read this rank's share of the headers, after the meeting; move damaged files to quarantine. `transport`:
+        fetches copies of this rank's files from other ranks."""
         found = scan(
-            listing,
+            self._listing,
             trust=self._places.trust,
             rank=ranks.rank,
             only=self._places.only,
-            share=self.share if listing.disk == self._told.disk and not everything else EVERYTHING,
-            memory_share=self.memory_share if listing.machine == self._told.machine and not everything else EVERYTHING,
+            share=self._share,
+            memory_share=self._memory_share,
             transport=transport,
             attempt=ranks.attempt,
         )
         put_aside(found)
         return found
-
-    def _list(self) -> Listing:
-        if self._places.resume == "never":
-            return Listing((), {})
-        return list_files(self._places.directories, self._places.arenas)
 
 
 def _shares(views: Sequence[str]) -> list[tuple[int, int]]:
@@ -318,10 +310,13 @@ class PlanPart(FollowedPart):
         only use files of the same world size, or that hold whole tensors. `faults`: from the platform's report; rank
         0's counts."""
         self._exchange, self._ranks, self._places = exchange, ranks, places
-        self._disks, self._transport = disks, transport
         self.reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
         self._target, self._faults = target, faults
-        self._find(everything=False)
+        self._findings = disks.look(ranks, transport)
+        strategies = self._findings.strategies
+        self._pieces = [[d, s.world_size, put_strategy(exchange, s)] for d, s in strategies.items()]
+        self._problems: list[Problem] | None = None
+        """None: this rank has not read its share yet."""
         self._answer: Answer | None = None
         self.generation = 0
         """The generation of this start, see `FileFact.generation`."""
@@ -331,13 +326,6 @@ class PlanPart(FollowedPart):
         self._verified: set[tuple[str, str]] = set()
         self._lines: list[str] = []
         self._told_lines: set[str] = set()
-
-    def _find(self, *, everything: bool) -> None:
-        self._findings = self._disks.look(self._ranks, self._transport, everything=everything)
-        strategies = self._findings.strategies
-        self._pieces = [[d, s.world_size, put_strategy(self._exchange, s)] for d, s in strategies.items()]
-        self._problems: list[Problem] | None = None
-        """None: this rank has not read its share yet."""
 
     def say(self) -> Any:
         if self._problems is not None:
@@ -382,8 +370,6 @@ class PlanPart(FollowedPart):
             strategies = read_strategies(self._exchange, [int(size) for _, size, _ in rows], [p for _, _, p in rows])
             by_digest = {str(row[0]): strategy for row, strategy in zip(rows, strategies, strict=True)}
             self._inventory = Inventory.merge([Findings.decode(each["findings"], by_digest) for each in said])
-        if self._inventory.unread:  # files came while the ranks met: their shares are not of one list
-            return Merged({"again": True})
         return self._choose()
 
     def _choose(self) -> Merged:
@@ -478,9 +464,9 @@ class PlanPart(FollowedPart):
             name, text = common["error"]
             kind = getattr(errors, str(name)) if name in errors.__all__ else CheckpointError
             raise kind(str(text), path=self._places.directories[0])
-        self.goes_on = bool(common.get("again") or "plan" in common)
+        self.goes_on = "plan" in common
         self._answer = answer if self.goes_on else None
-        if common.get("go") or common.get("again"):
+        if common.get("go"):
             return
         self.run_id = printable(str(common["run_id"]), _LONGEST_RUN_ID)
         self.attempt = int(common["attempt"])
@@ -489,12 +475,9 @@ class PlanPart(FollowedPart):
             raise ValueError(f"attempt {self.attempt}")
 
     def follow(self) -> None:
-        """Do what the answer asks for: read this rank's share, or look again. Changes no state of the program."""
+        """Read this rank's share of the plan. Changes no state of the program."""
         answer = self._answer
         if answer is None:
-            return
-        if answer.common.get("again"):
-            self._find(everything=True)
             return
         with making_sense("the answer to 'plan'"):
             own_strategy = None if self._target is None else self._target.own

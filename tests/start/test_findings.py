@@ -48,7 +48,6 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
         ("own", [[-1, "run-a", 0, 3, False, True]]),
         ("foreseen", {"run-a": [0]}),
         ("attempts", {"run-a": 1.5}),
-        ("share", [1, 1]),
     ],
 )
 def test_what_no_rank_says_is_refused(tmp_path: Path, name: str, value: object) -> None:

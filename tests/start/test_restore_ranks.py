@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from mindx_elastic.agreement.gather import meet
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError
@@ -26,7 +25,7 @@ from mindx_elastic.start import reshard as resharding
 from mindx_elastic.start import restore
 from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.loading import _how_to_restore_rng
-from mindx_elastic.start.restore import Disks, PlanPart, Resumed, places_of, read_together
+from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import write_step
 from tests.start.finding import find_and_read, find_on, found_on
 from tests.start.shared_store import on_all_ranks
@@ -101,58 +100,7 @@ def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
     assert len(list(saved.glob("rank_*/*.safetensors"))) == 4
 
 
-# --- what changes while the ranks meet, and disks that are not shared ---
-
-
-def by_hand(directory: Path, rank: int, exchange: Any, disks: Disks) -> Resumed | None:
-    """The rest of a start that has listed its disks."""
-    meet(exchange, "here", [disks])
-    plan = PlanPart(exchange, RankInfo(rank=rank, world_size=4), places_of([directory], "auto"), disks)
-    meet(exchange, "plan", [plan])
-    return read_together(exchange, plan)
-
-
-def test_files_that_come_while_a_rank_waits_are_found_by_all(tmp_path: Path) -> None:
-    """A predecessor's last file: the other ranks have listed the directory before it was there."""
-    for step in (7, 20):
-        write_step(tmp_path / "c", step, world_size=4, coordinates={"replicas": 4})
-    late, *others = (tmp_path / "c" / f"rank_{rank}" / "resnet-1_20.safetensors" for rank in (1, 0, 2, 3))
-    for path in others:
-        path.unlink()
-    late.rename(tmp_path / "late")
-    come = threading.Barrier(4)
-
-    def start_late(rank: int, exchange: Any) -> Resumed | None:
-        disks = Disks(places_of([tmp_path / "c"], "auto")) if rank != 1 else None
-        come.wait(60)
-        if disks is None:
-            (tmp_path / "late").rename(late)
-            disks = Disks(places_of([tmp_path / "c"], "auto"))
-        return by_hand(tmp_path / "c", rank, exchange, disks)
-
-    found = on_all_ranks(4, start_late)
-    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [20] * 4, found
-
-
-def test_shares_of_two_lists_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank sees a file that came after the others had listed: what it leaves to them is read by none."""
-    write_step(tmp_path, 7, world_size=4)
-    real, listed = looking.list_files, threading.local()
-
-    def list_files(directories: Any, arenas: Any = None) -> Any:
-        found = real(directories, arenas)
-        listed.count = getattr(listed, "count", 0) + 1
-        odd = threading.current_thread().name.endswith("rank 2") and listed.count == 2
-        return dataclasses.replace(found, disk="another") if odd else found
-
-    monkeypatch.setattr(restore, "list_files", list_files)
-
-    def named(rank: int, exchange: Any) -> Resumed | None:
-        threading.current_thread().name = f"rank {rank}"
-        return find_and_read([tmp_path], RankInfo(rank=rank, world_size=4), exchange)
-
-    found = on_all_ranks(4, named)
-    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [7] * 4, found
+# --- disks that are not shared ---
 
 
 def test_random_numbers_of_a_rank_with_a_donor_are_its_own_and_always_the_same(
