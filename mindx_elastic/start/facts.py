@@ -194,9 +194,9 @@ class ResumePlan:
     """All usable files of the step, by old rank, the one to try first in front."""
     resharded: bool
     """The new ranks hold other parts than the old ones."""
-    inexact: tuple[str, ...] = ()
+    inexact: tuple[_Long, ...] = ()
     """Why the run will differ from the uninterrupted one, as far as the files and the ranks decide it."""
-    unmanaged: tuple[str, ...] = ()
+    unmanaged: tuple[_Long, ...] = ()
     """Why else: what the program keeps to itself, according to the files. It never decides which step is taken."""
     rejected: tuple[Rejected, ...] = ()
     steps_lost: int | None = None

@@ -22,6 +22,8 @@ from mindx_elastic.start.inventory import Inventory
 __all__ = ["Share", "share_in", "tell_shares"]
 
 _SOURCE, _FILES = "source", "files"
+_COMMON = ("moment", "epoch", "step_in_epoch", "resharded", "inexact", "unmanaged", "steps_lost")
+"""What a plan says to all ranks alike."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,6 @@ class Share:
 
 def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]) -> Merged:
     """Encode rank 0's answer. `verified`: paths that need no further check; the ones to check now are added to it."""
-    world_size = plan.world.size
     verify = _verifiers(plan, inventory, verified) if any(share.assembled for share in plan.ranks) else {}
     has_own = inventory.own_states.get(plan.moment, set())
     own = []
@@ -64,17 +65,8 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
                 "small": None if share.small_from is None else _row(share.small_from),
             }
         )
-    common = {
-        "moment": list(plan.moment),
-        "epoch": plan.epoch,
-        "step_in_epoch": plan.step_in_epoch,
-        "old_size": plan.source.world_size,
-        "size": world_size,
-        "resharded": plan.resharded,
-        "inexact": list(plan.inexact),
-        "unmanaged": list(plan.unmanaged),
-        "steps_lost": plan.steps_lost,
-    }
+    common = {name: getattr(plan, name) for name in _COMMON}
+    common |= {"old_size": plan.source.world_size, "size": plan.world.size}
     more: dict[str, Any] = {}
     if any(share.assembled for share in plan.ranks):
         rows = [_row(fact) for facts in plan.files.values() for fact in facts]
@@ -122,8 +114,6 @@ def _runs(numbers: Sequence[int]) -> list[list[int]]:
 def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     """Decode `rank`'s share. `target`: the layouts of its own tensors. Raises ValueError, KeyError or TypeError."""
     common, own = answer.common, answer.own
-    run, attempt, step = common["moment"]
-    moment = (str(run), int(attempt), int(step))
     old_size = int(common["old_size"])
     assembled = bool(own["assembled"])
     source, rows = Strategy(old_size, ()), [own["file"]]
@@ -133,7 +123,7 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
 
     def fact_of(row: Sequence[Any]) -> FileFact:
         old, path, visible, held = row
-        content = {"rank": old, "path": path, "moment": moment, "world_size": old_size, "held": held}
+        content = {"rank": old, "path": path, "moment": common["moment"], "world_size": old_size, "held": held}
         readers = None if visible is None else frozenset(_expand(visible))
         found = read(FileFact, content, strategy=source, visible_to=readers)
         if found.rank >= old_size:
@@ -145,18 +135,13 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
         files.setdefault(fact.rank, []).append(fact)
     small = None if own["small"] is None else fact_of(own["small"])
     others = tuple(map(fact_of, own["others"]))
-    plan = ResumePlan(
-        moment=moment,
-        epoch=int(common["epoch"]),
-        step_in_epoch=int(common["step_in_epoch"]),
+    plan = read(
+        ResumePlan,
+        {name: common[name] for name in _COMMON},
         source=source,
         world=World(int(common["size"]), target),
         ranks=(),
         files={old: tuple(facts) for old, facts in files.items()},
-        resharded=bool(common["resharded"]),
-        inexact=tuple(map(str, common["inexact"])),
-        unmanaged=tuple(map(str, common["unmanaged"])),
-        steps_lost=None if common["steps_lost"] is None else int(common["steps_lost"]),
     )
     return Share(
         plan,
