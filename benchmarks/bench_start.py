@@ -41,7 +41,7 @@ from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.core.layout import Layout, Shard, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
-from mindx_elastic.memory.memory_files import OwnState
+from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.mirror.mirror import NodesPart
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import Checkpoint

@@ -30,19 +30,21 @@ from torch.distributed import ProcessGroup
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.device_progress import forward_fits_queue
+from mindx_elastic.capture.rng import unpack_raw_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular, read_small
-from mindx_elastic.errors import ArenaError, UnsupportedStateError
+from mindx_elastic.errors import ArenaError, CorruptCheckpointError, UnsupportedStateError
 from mindx_elastic.memory.arena import ArenaFile, RankArena
-from mindx_elastic.persist.packer import StatePacker
+from mindx_elastic.persist.packer import StatePacker, unpack_sections
 
 __all__ = [
     "BOUNDARIES_FILE",
     "BoundaryLog",
     "BoundaryRecord",
     "BoundaryRing",
+    "OwnState",
     "read_ring",
 ]
 
@@ -63,16 +65,40 @@ _PINNED = range(_NUM_BOUNDARIES + _NUM_FORECASTS, _NUM_PLACES)
 
 
 @dataclass(frozen=True)
-class BoundaryRecord:
-    """One boundary, or the forecast of one."""
+class OwnState:
+    """A rank's own small state of one step, still packed."""
+
+    content: bytes
+    forecast: bool
+    """It never reached this boundary; the state is what it would have been there (see above)."""
+    trusted: bool = True
+    """Of a forecast: others of this rank have come true before. False in a process's first step: then it may be used
+    only where the boundary has come out as forecast on another rank."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all that this rank may have otherwise than another: not where weights were too large for it.
+        Raises CorruptCheckpointError."""
+        return not self.forecast and not self.unpack().get("moves")
+
+    def unpack(self) -> dict[str, Any]:
+        """Raises CorruptCheckpointError."""
+        state = unpack_sections(self.content)
+        if not isinstance(state, dict) or not isinstance(state.get("rng"), dict) or "buffers" not in state:
+            raise CorruptCheckpointError("a record of the boundary ring does not hold what it should")
+        try:
+            return {**state, "rng": unpack_raw_rng(state["rng"])}
+        except ValueError as error:
+            raise CorruptCheckpointError(f"a record of the boundary ring: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryRecord(OwnState):
+    """One boundary in a ring, or the forecast of one."""
 
     run_id: str
     attempt: int
     step: int
-    content: bytes
-    forecast: bool
-    trusted: bool
-    """A forecast: the ones before it have all come true. A boundary always is."""
     pinned: bool = False
     """Kept because of a snapshot; the same boundary may be there a second time."""
 
@@ -201,8 +227,11 @@ def _records(data: mmap.mmap, size: int) -> Iterator[tuple[int, BoundaryRecord]]
             continue
         content = data[start + _HEAD_ROOM : start + _HEAD_ROOM + length]
         if xxhash.xxh3_128_digest(content) == digest:
-            kinds = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED))
-            yield sequence, BoundaryRecord(run_id, attempt, step, content, *kinds)
+            forecast, trusted, pinned = (bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED))
+            yield (
+                sequence,
+                BoundaryRecord(content, forecast, trusted, run_id=run_id, attempt=attempt, step=step, pinned=pinned),
+            )
 
 
 BOUNDARIES_FILE = "boundaries"

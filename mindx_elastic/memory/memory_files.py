@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mindx_elastic.capture.rng import unpack_raw_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
-from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
-from mindx_elastic.memory.boundaries import read_ring
+from mindx_elastic.errors import UntrustedFileError
+from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, BoundaryRecord, OwnState, read_ring
 from mindx_elastic.memory.folders import rank_folders
-from mindx_elastic.persist.packer import unpack_sections
 
 __all__ = [
     "RING_COPY",
-    "OwnState",
-    "SmallRecord",
     "own_rings",
     "own_states",
     "small_records",
@@ -30,41 +24,6 @@ RING_COPY = "boundaries.mindx"
 """Name of a ring's copy in the rank's folder on disk (see `agent.holder`)."""
 
 
-@dataclass(frozen=True)
-class OwnState:
-    """A rank's own small state of one step, still packed."""
-
-    content: bytes
-    forecast: bool
-    """It never reached this boundary; the state is what it would have been there (see `memory.boundaries`)."""
-    trusted: bool = True
-    """Of a forecast: others of this rank have come true before. False in a process's first step: then it may be used
-    only where the boundary has come out as forecast on another rank."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has all that this rank may have otherwise than another: not where weights were too large for it.
-        Raises CorruptCheckpointError."""
-        return not self.forecast and not self.unpack().get("moves")
-
-    def unpack(self) -> dict[str, Any]:
-        """Raises CorruptCheckpointError."""
-        state = unpack_sections(self.content)
-        if not isinstance(state, dict) or not isinstance(state.get("rng"), dict) or "buffers" not in state:
-            raise CorruptCheckpointError("a record of the boundary ring does not hold what it should")
-        try:
-            return {**state, "rng": unpack_raw_rng(state["rng"])}
-        except ValueError as error:
-            raise CorruptCheckpointError(f"a record of the boundary ring: {error}") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SmallRecord(OwnState):
-    """One of all that a ring holds."""
-
-    moment: Moment
-
-
 def snapshot_files(arenas: Path) -> list[Path]:
     """The files that may hold snapshots, of all ranks of this machine."""
     return [path for folder in rank_folders(arenas).values() for path in sorted(folder.glob("slot_*.safetensors"))]
@@ -72,7 +31,7 @@ def snapshot_files(arenas: Path) -> list[Path]:
 
 def own_rings(directories: Sequence[Path], arenas: Path | None, rank: int) -> list[Path]:
     """Where the boundary ring of `rank` may lie: in memory, and copies of it on disk."""
-    in_memory = [] if arenas is None else [arenas / f"rank_{rank}" / "boundaries"]
+    in_memory = [] if arenas is None else [arenas / f"rank_{rank}" / BOUNDARIES_FILE]
     return [*in_memory, *(directory / f"rank_{rank}" / RING_COPY for directory in directories)]
 
 
@@ -81,11 +40,11 @@ def own_states(ring: Path, owners: Owners | None = None) -> dict[Moment, OwnStat
     for the caller to ask (`OwnState.trusted`)."""
     found: dict[Moment, OwnState] = {}
     for record in _all_records(ring, owners):
-        found.setdefault(record.moment, OwnState(record.content, record.forecast, record.trusted))
+        found.setdefault(record.moment, record)
     return found
 
 
-def small_records(ring: Path, owners: Owners | None = None, *, confirmed: Moment | None = None) -> list[SmallRecord]:
+def small_records(ring: Path, owners: Owners | None = None, *, confirmed: Moment | None = None) -> list[BoundaryRecord]:
     """All that `ring` holds and may be used, the newest first; of one moment first the boundary, then its forecast.
 
     confirmed: a boundary that has come out on another rank as forecast there; a forecast of it counts, also one in a
@@ -94,14 +53,12 @@ def small_records(ring: Path, owners: Owners | None = None, *, confirmed: Moment
     return [record for record in _all_records(ring, owners) if record.trusted or record.moment == confirmed]
 
 
-def _all_records(ring: Path, owners: Owners | None) -> list[SmallRecord]:
+def _all_records(ring: Path, owners: Owners | None) -> list[BoundaryRecord]:
     try:
-        records = read_ring(ring, find_owners(ring.parent) if owners is None else owners)
+        return read_ring(ring, find_owners(ring.parent) if owners is None else owners)
     except UntrustedFileError as error:
         logger.warning("%s; it is left out", error)
-        return []
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             logger.warning("%s cannot be read: %s", ring, error)
-        return []
-    return [SmallRecord(r.content, r.forecast, r.trusted, moment=r.moment) for r in records]
+    return []

@@ -12,7 +12,7 @@ from mindx_elastic.persist.shared_json import SharedJson
 __all__ = ["NEIGHBOURS", "Places", "SharedPlaces", "neighbours_in", "places_in", "shape_of_node", "tensor_places"]
 
 NEIGHBOURS = "neighbours"
-"""The component that holds other ranks' small states of the step: rank -> packed (`memory.memory_files.OwnState`)."""
+"""The component that holds other ranks' small states of the step: rank -> packed (`memory.boundaries.OwnState`)."""
 _LONGEST_PLACE = 1 << 16
 
 Places = dict[str, dict[str, Any]]

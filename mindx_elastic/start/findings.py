@@ -24,9 +24,10 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.posix import boot_id
 from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.known_runs import known_runs
-from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, own_states, snapshot_files
+from mindx_elastic.memory.memory_files import RING_COPY, own_rings, own_states, snapshot_files
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.storage import quarantine, quarantined

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import missing_ranks, rank_list
-from mindx_elastic.memory.memory_files import OwnState
+from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
 from mindx_elastic.start.assumptions import settle_assumptions
 from mindx_elastic.start.candidate import Candidate, Context

@@ -39,7 +39,7 @@ from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.position import at_place_of, without_order
-from mindx_elastic.memory.memory_files import SmallRecord
+from mindx_elastic.memory.boundaries import BoundaryRecord
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import map_checkpoint
 from mindx_elastic.start.restore import Resumed
@@ -424,7 +424,7 @@ def on_one_side(mine: _Record, theirs: _Record) -> tuple[_Record, _Record]:
     return fronts[0] or mine, fronts[1] or theirs
 
 
-def _unpacked(records: Sequence[SmallRecord]) -> dict[tuple[Moment, bool], _Record]:
+def _unpacked(records: Sequence[BoundaryRecord]) -> dict[tuple[Moment, bool], _Record]:
     """Records by moment and whether they are forecasts; of several the newest."""
     found: dict[tuple[Moment, bool], _Record] = {}
     for record in records:

@@ -9,7 +9,7 @@ from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
-from mindx_elastic.memory.memory_files import OwnState
+from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.places import neighbours_in
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, read_some, verify_file

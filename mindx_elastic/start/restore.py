@@ -41,7 +41,8 @@ from mindx_elastic.errors import (
     NoUsableCheckpointError,
     UsageError,
 )
-from mindx_elastic.memory.memory_files import OwnState, SmallRecord, own_rings, small_records
+from mindx_elastic.memory.boundaries import BoundaryRecord, OwnState
+from mindx_elastic.memory.memory_files import own_rings, small_records
 from mindx_elastic.persist.catalog import read_entries, root_of
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import Checkpoint
@@ -110,9 +111,9 @@ class Resumed:
     file."""
     own_from: Path | None = None
     """The other rank's file that `own` comes from; None: memory."""
-    own_records: Sequence[SmallRecord] = ()
+    own_records: Sequence[BoundaryRecord] = ()
     """With a donor, and unless `own` is a boundary: what this rank kept of the run up to this step, newest first."""
-    donor_records: Sequence[SmallRecord] = ()
+    donor_records: Sequence[BoundaryRecord] = ()
     """The same of the donor, where this process can read it."""
     only_in_memory: bool = False
     """All files of the step are snapshots."""
@@ -514,7 +515,7 @@ def records_of(found: Resumed, mine: Sequence[Path], theirs: Sequence[Path], tru
     # The file is of a rank that has passed the boundary, or has weights that this rank may have otherwise.
     confirmed = moment if info.coordinates.get("foreseen") == 1 else None
 
-    def read(rings: Sequence[Path]) -> list[SmallRecord]:
+    def read(rings: Sequence[Path]) -> list[BoundaryRecord]:
         records = [each for ring in rings for each in small_records(ring, trust.of(ring), confirmed=confirmed)]
         return [each for each in records if each.moment[0] == moment[0] and each.moment <= moment]
 

@@ -22,8 +22,15 @@ from mindx_elastic.capture.copying import copy_tree
 from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
 from mindx_elastic.core.position import Position
 from mindx_elastic.memory.arena import RankArena
-from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, BoundaryLog, BoundaryRecord, BoundaryRing, read_ring
-from mindx_elastic.memory.memory_files import OwnState, own_states
+from mindx_elastic.memory.boundaries import (
+    BOUNDARIES_FILE,
+    BoundaryLog,
+    BoundaryRecord,
+    BoundaryRing,
+    OwnState,
+    read_ring,
+)
+from mindx_elastic.memory.memory_files import own_states
 from tests.persist.states import assert_same
 
 RUN = "20260102T030405-abcdef01"

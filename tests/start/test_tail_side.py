@@ -19,7 +19,7 @@ from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.guard.loops.epoch_tail import EpochTail
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.memory.memory_files import OwnState
+from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.persist.packer import StatePacker
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.start.facts import ResumePlan, World
