@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Trust
-from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
+from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError, UntrustedFileError
 from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.places import neighbours_in
@@ -21,6 +22,7 @@ from mindx_elastic.start.shares import Share
 
 __all__ = ["Problem", "ShareReader"]
 
+T = TypeVar("T")
 Problem = tuple[str, str]
 """The path of a file, and why it could not be used."""
 
@@ -61,22 +63,36 @@ class ShareReader:
     def _read_small(self, fact: FileFact) -> str:
         """Read this rank's own small state from another rank's file. Returns the problem; empty: there is none."""
         path = Path(fact.path)
-        if problem := self._outside(path):
-            return problem
-        try:
+
+        def read() -> OwnState:
             with open_checkpoint(path, self._trust.of(path)) as (fd, header):
                 node = neighbours_in(header).get(self._rank)
                 if header.info.moment != fact.moment or node is None:
-                    return f"{path} is of another step by now"
-                self.small = OwnState(read_some(fd, header, node, path), forecast=False)
-                self.small.unpack()
-        except UntrustedFileError as error:
-            return str(error)
-        except CheckpointError as error:
-            return self._put_aside(path, str(error))
-        except OSError as error:
-            return f"{path.name} cannot be read: {error}"
-        return ""
+                    raise MismatchError(f"{path} is of another step by now", path=path)
+                small = OwnState(read_some(fd, header, node, path), forecast=False)
+                small.unpack()
+                return small
+
+        self.small, problem, _ = self._try(read, path)
+        return problem
+
+    def _try(self, read: Callable[[], T], path: Path, others: Sequence[Path] = ()) -> tuple[T | None, str, Path]:
+        """What `read` makes of `path` and `others`; or the problem, and which of these files it is about. A damaged
+        file goes to the quarantine."""
+        for each in (path, *others):
+            if problem := self._outside(each):
+                return None, problem, each
+        try:
+            return read(), "", path
+        except (CheckpointError, OSError) as error:
+            about = _path_of(error, path)
+            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                problem = f"{about.name} cannot be read: {error}"
+            elif isinstance(error, (UntrustedFileError, MismatchError)):  # exchanged since it was looked at
+                problem = str(error)
+            else:
+                problem = self._put_aside(about, str(error))
+            return None, problem, about if about in others else path
 
     # --- whole files ---
 
@@ -125,22 +141,8 @@ class ShareReader:
     def _read_file(self, path: Path, share: Share) -> tuple[Checkpoint | None, str, Path]:
         """The file's content, or the problem; and which file it is about: this one, or one of `RankPlan.others`."""
         others = [Path(fact.path) for fact in share.rank.others]
-
-        def named(error: Exception) -> Path:
-            found = _path_of(error, path)
-            return found if found in others else path
-
-        for each in (path, *others):
-            if problem := self._outside(each):
-                return None, problem, each
-        try:
-            return read_checkpoint(path, verify=True, owners=self._trust.of(path), others=others), "", path
-        except (UntrustedFileError, MismatchError) as error:  # exchanged since it was looked at
-            return None, str(error), named(error)
-        except CheckpointError as error:
-            return None, self._put_aside(_path_of(error, path), str(error)), named(error)
-        except OSError as error:
-            return None, f"{_path_of(error, path).name} cannot be read: {error}", named(error)
+        owners = self._trust.of(path)
+        return self._try(lambda: read_checkpoint(path, verify=True, owners=owners, others=others), path, others)
 
     def _put_aside(self, path: Path, problem: str) -> str:
         """Move a damaged file to quarantine; returns the problem for the log."""
@@ -163,19 +165,13 @@ class ShareReader:
 
     def _verify(self, path: Path) -> str:
         """The problem of a file; empty: every byte is as it was written."""
-        if problem := self._outside(path):
-            return problem
-        try:
-            owners = self._trust.of(path)
+
+        def read() -> None:
             with open_checkpoint(path):  # a file that cannot be opened at the moment is not damaged
-                problems = verify_file(path, owners)
-        except UntrustedFileError as error:
-            return str(error)
-        except CheckpointError as error:
-            problems = [str(error)]
-        except OSError as error:
-            return f"{path.name} cannot be read: {error}"
-        return self._put_aside(path, problems[0]) if problems else ""
+                if problems := verify_file(path, self._trust.of(path)):
+                    raise CorruptCheckpointError(problems[0], path=path)
+
+        return self._try(read, path)[1]
 
     def _assemble(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
         if blueprint is None:
