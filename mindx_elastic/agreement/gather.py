@@ -11,7 +11,7 @@ alone. So each rank reads two keys at any size of the job, and all ranks togethe
 ``round{n}/own/{rank}``         rank 0's answer for that rank alone
 ``round{n}/answer``             the answer (compare-and-set): JSON, or ``!`` and the error of a rank
 ``round{n}/heard``              how many ranks have read an error
-``round{n}/welcome/{rank}``     with a job key, of the first round: lets the rank open what comes later (`sealed`)
+``session``                     rank 0 begins the start with it (`sealed`); the others wait for it
 ``round{n}/more/{key}``         parts of an answer that a rank may ask for later (`Answer.more`)
 ``piece/{digest}``              large values that several ranks have, written once; ``claim/{digest}`` counts them
 ==============================  ==========================================================================
@@ -145,8 +145,8 @@ class Gathering:
         self.rank, self.world_size, self.seal = rank, world_size, seal
         self._store = store
         self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
-        self._nonces: list[str] = []
         self._round = 0
+        self._is_begun = False
         self._told = False
         self._failure: BaseException | None = None
         """What rank 0 has failed with in a meeting; and that meeting."""
@@ -164,13 +164,15 @@ class Gathering:
         `merge` on rank 0, UsageError when the ranks are not at the same point of the start, TimeoutError when a rank
         does not come.
         """
-        self.say(name, value)
+        self.say(name, value, timeout_s=timeout_s)
         if self.rank == 0:
             self.preside(name, merge, timeout_s=timeout_s)
         return self.hear(name, timeout_s=timeout_s)
 
-    def say(self, name: str, value: Any) -> None:
-        """First part of `gather`: publish this rank's value."""
+    def say(self, name: str, value: Any, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """First part of `gather`: publish this rank's value. Before the first one a rank waits for rank 0."""
+        if not self._has_session(timeout_s):
+            raise TimeoutError(f"rank {self.rank} waited {timeout_s:g} s for rank 0 at {name!r} of the start")
         key = f"round{self._round}"
         self._write({f"{key}/say/{self.rank}": f"{name}\n{json.dumps(value, separators=(',', ':'))}"})
         if self._count(f"{key}/count") == self.world_size:
@@ -190,7 +192,6 @@ class Gathering:
                 if not self._wait(keys, timeout_s):
                     raise TimeoutError(self._who_is_missing(key, name, timeout_s))
             said = [text.partition("\n") for text in self._read(keys, range(self.world_size))]
-            self._welcome(key)
             for rank, (what, _, _) in enumerate(said):
                 if what != name:
                     raise UsageError(
@@ -219,7 +220,6 @@ class Gathering:
         if not self._wait([f"{key}/answer"], timeout_s + _ANSWER_S):
             raise TimeoutError(f"rank {self.rank} waited {timeout_s:g} s for rank 0 at {name!r} of the start")
         self._round += 1  # not before: a rank that gives up its wait takes the answer of this round
-        self._be_welcomed(key)
         (text,) = self._read([f"{key}/answer"], [None])
         if is_failure(text) and self._failure is not None:
             raise self._failure  # rank 0's own; `fail` waits for the others to read it
@@ -275,7 +275,9 @@ class Gathering:
         key = self._failed_key if error is self._failure else f"round{self._round}"
         text = _failure_text(self.rank, error)
         try:
-            if not is_failure(self._answer_first(key, text)):
+            with suppress(UntrustedMessageError):  # the others open what is said without one
+                self._has_session(0.0)
+            if not is_failure(self._write_first(f"{key}/answer", text)):
                 # This rank has left its wait when rank 0 had answered (a Ctrl-C during a wait is raised at its end):
                 # the others go on to the next meeting.
                 key = f"round{self._round + 1}"
@@ -288,13 +290,6 @@ class Gathering:
                 heard = self._count(f"{key}/heard", 0)
         except Exception as problem:
             logger.debug("the other ranks cannot be told of %r: %s", error, problem)
-
-    def _answer_first(self, key: str, text: str) -> str:
-        try:
-            return self._write_first(f"{key}/answer", text)
-        except UntrustedMessageError:  # an answer of this start, into which rank 0 has not let this rank yet
-            self._be_welcomed(key)
-            return self._write_first(f"{key}/answer", text)
 
     # --- the store ---
 
@@ -348,10 +343,28 @@ class Gathering:
         with self._lock:
             for number in range(0, len(keys), _KEYS_AT_ONCE):
                 messages += self._store.multi_get(keys[number : number + _KEYS_AT_ONCE])
-        if len(keys) == self.world_size and not self.seal.has_joined and authors[0] is not None:
-            self._nonces, found = self._join(keys, messages)
-            return found
         return [self.open_from(*each) for each in zip(keys, messages, authors, strict=True)]
+
+    def _has_session(self, timeout_s: float) -> bool:
+        """Bind this rank's messages to this start, which rank 0 begins. False: that did not come in time."""
+        if self.rank == 0 and not self._is_begun:
+            own = self.seal.begin("start/session")
+            with self._lock:
+                self._is_begun = self._store.compare_set("start/session", "", own) == own.encode()
+            if not self._is_begun:
+                error = NotOursError("it was there before rank 0 has begun")
+                raise UntrustedMessageError(self._complaint("start/session", 0, error))
+        if self.seal.has_session:
+            return True
+        if not self._wait(["session"], timeout_s):
+            return False
+        with self._lock:
+            message = self._store.get("start/session")
+        try:
+            self.seal.enter("start/session", message)
+        except NotOursError as error:
+            raise UntrustedMessageError(self._complaint("start/session", 0, error)) from None
+        return True
 
     def open_from(self, key: str, message: bytes, author: int | None) -> str:
         try:
@@ -362,41 +375,11 @@ class Gathering:
             raise UntrustedMessageError(self._complaint(key, author, error)) from None
 
     def _early_failure(self, key: str, message: bytes) -> str:
-        """The error of a rank that left inside the first meeting, before it had entered the session; empty: none."""
+        """The error of a rank that left inside the first meeting, before it had the session; empty: none."""
         with suppress(NotOursError):
-            text = self.seal.open_early(key, message)
+            text = self.seal.open(key, message, early=True)
             return text if is_failure(text) else ""
         return ""
-
-    def _welcome(self, key: str) -> None:
-        """Rank 0 has all values of the first meeting: bind all later messages to this start."""
-        if self._nonces:
-            keys = [f"start/{key}/welcome/{rank}" for rank in range(self.world_size)]
-            self._set_all(keys, self.seal.welcomes(f"start/{key}/welcome", self._nonces))
-            self._nonces = []
-
-    def _be_welcomed(self, key: str) -> None:
-        """The first answer has arrived: the counterpart of `_welcome` on every rank."""
-        if self.seal.has_joined:
-            return
-        welcome = f"start/{key}/welcome"
-        with self._lock:
-            if not self._store.check([f"{welcome}/{self.rank}"]):
-                return  # a rank has failed before rank 0 had all the first values
-            message = self._store.get(f"{welcome}/{self.rank}")
-        try:
-            self.seal.enter(welcome, message)
-        except NotOursError as error:
-            raise UntrustedMessageError(self._complaint(f"{welcome}/{self.rank}", 0, error)) from None
-
-    def _join(self, keys: Sequence[str], messages: Sequence[bytes]) -> tuple[list[str], list[str]]:
-        """Rank 0: the nonces and the texts of the first values of all ranks."""
-        try:
-            return self.seal.join(keys, messages)
-        except NotOursError as error:
-            for rank, (key, message) in enumerate(zip(keys, messages, strict=True)):
-                self.open_from(key, message, rank)  # names the rank
-            raise UntrustedMessageError(self._complaint(keys[0], 0, error)) from None
 
     def _complaint(self, key: str, author: int | None, error: NotOursError) -> str:
         """What may be the cause."""

@@ -11,17 +11,12 @@ from mindx_elastic.agreement.sealed import NotOursError, Seal
 KEY = b"0123456789abcdef"
 
 
-def joined(key: bytes | None = KEY, scope: str = "mindx/0/0", count: int = 2) -> list[Seal]:
-    """The seals of all ranks, after the first values were collected."""
-    seals = [Seal(key, scope, rank) for rank in range(count)]
-    messages = [seal.close("start/first", f"of {seal.rank}") for seal in seals]
-    nonces, contents = seals[0].join(["start/first"] * count, messages)
-    assert contents == [f"of {rank}" for rank in range(count)]
-    for seal, message in zip(seals, seals[0].welcomes("start/welcome", nonces), strict=False):
-        if seal.rank:
-            seal.enter("start/welcome", message)
-    assert all(seal.has_joined for seal in seals)
-    return seals
+def joined(key: bytes | None = KEY, scope: str = "mindx/0/0") -> tuple[Seal, Seal]:
+    """The seals of two ranks, after rank 0 has begun a start."""
+    first, second = Seal(key, scope, 0), Seal(key, scope, 1)
+    second.enter("session", first.begin("session"))
+    assert first.has_session and second.has_session
+    return first, second
 
 
 @given(content=st.text(), key=st.sampled_from([KEY, None]))
@@ -57,44 +52,33 @@ def test_a_message_holds_for_one_key_one_rank_one_guard_and_one_start() -> None:
             others[1].open("stop/decision", text)
 
 
-def test_the_first_values_of_an_earlier_start_do_not_open_this_one() -> None:
-    """The prefix and the user's key may be the same: the nonces are not."""
-    old = [Seal(KEY, "mindx/0/0", rank) for rank in range(2)]
-    replayed = old[1].close("start/first", "of 1")
-    now = [Seal(KEY, "mindx/0/0", rank) for rank in range(2)]
-    told = [seal.close("start/first", f"of {seal.rank}") for seal in now]
-    nonces, contents = now[0].join(["start/first"] * 2, [told[0], replayed])
-    assert contents == ["of 0", "of 1"], "without the session it cannot be told from a new one"
-    with pytest.raises(NotOursError, match="another start"):  # the rank itself can
-        now[1].enter("start/welcome", now[0].welcomes("start/welcome", nonces)[1])
-    with pytest.raises(NotOursError):  # and what it says later is not opened
-        now[0].open("stop/offer/1", now[1].close("stop/offer/1", "7"))
-    again = Seal(KEY, "mindx/0/0", 1)
-    again.close("start/first", "of 1")
-    with pytest.raises(NotOursError, match="own message"):
-        again.join(["start/first"] * 2, [told[0], replayed])
-
-
-def test_a_welcome_is_for_one_rank_of_one_start() -> None:
-    seals = [Seal(KEY, "mindx/0/0", rank) for rank in range(3)]
-    messages = [seal.close("start/first", "") for seal in seals]
-    nonces, _ = seals[0].join(["start/first"] * 3, messages)
-    welcomes = seals[0].welcomes("start/welcome", nonces)
-    for wrong in (welcomes[2], welcomes[1][:-1], "", Seal(None, "mindx/0/0", 0).close("start/welcome/1", "x" * 64)):
+def test_a_session_of_an_earlier_start_is_of_no_use_with_this_ones_rank_0() -> None:
+    """The prefix and the user's key may be the same."""
+    replayed = Seal(KEY, "mindx/0/0", 0).begin("session")
+    first, second = Seal(KEY, "mindx/0/0", 0), Seal(KEY, "mindx/0/0", 1)
+    own = first.begin("session")
+    second.enter("session", replayed)
+    with pytest.raises(NotOursError):
+        first.open("stop/offer/1", second.close("stop/offer/1", "7"))
+    for wrong in (own[:-1], "", Seal(None, "mindx/0/0", 0).close("session", "x" * 32), second.close("session", "x")):
         with pytest.raises(NotOursError):
-            seals[1].enter("start/welcome", wrong)
-    seals[1].enter("start/welcome", welcomes[1])
-    assert seals[1].open("x", seals[0].close("x", "later")) == "later"
-    assert not seals[2].has_joined
+            second.enter("session", wrong)
+
+
+def test_before_the_session_a_rank_is_heard_by_those_who_ask_for_it() -> None:
+    first, _ = joined()
+    early = Seal(KEY, "mindx/0/0", 1).close("answer", "!")
+    assert first.open("answer", early, early=True) == "!"
+    with pytest.raises(NotOursError):
+        first.open("answer", early)
 
 
 def test_there_is_no_way_back_to_a_job_without_a_key() -> None:
     keyed, plain = Seal(KEY, "s", 0), Seal(None, "s", 1)
     with pytest.raises(NotOursError, match="not sealed"):
-        keyed.join(["first"] * 2, [keyed.close("first", ""), plain.close("first", "")])
+        keyed.open("first", plain.close("first", ""))
     with pytest.raises(NotOursError, match="this rank has none"):
-        plain.join(["first"] * 2, [keyed.close("first", ""), plain.close("first", "")])
-    assert not keyed.has_joined
+        plain.open("first", keyed.close("first", ""))
 
 
 def test_a_secret_is_derived_by_all_ranks_and_by_nobody_else() -> None:

@@ -478,6 +478,27 @@ def test_only_an_early_failure_of_this_job_is_heard(monkeypatch: pytest.MonkeyPa
             exchange.close()
 
 
+def test_who_fails_before_rank_0_has_come_is_heard_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_HEARD_S", 0.05)
+    with connections() as connect:
+        ranks = [StoreExchange(connect, rank=r, world_size=2, seal=Seal(b"0123456789abcdef", "s", r)) for r in range(2)]
+        ranks[1].fail(UsageError("no directory"))
+        with pytest.raises(UsageError, match=r"^rank 1: no directory$"):
+            ranks[0].gather("here", 0, Merged, timeout_s=60.0)
+        for exchange in ranks:
+            exchange.close()
+
+
+def test_a_session_that_rank_0_has_not_begun_ends_the_start() -> None:
+    key = b"0123456789abcdef"
+    with connections() as connect:
+        exchange = StoreExchange(connect, rank=0, world_size=2, seal=Seal(key, "s", 0))
+        connect().set("start/session", Seal(key, "s", 0).begin("start/session"))
+        with pytest.raises(UntrustedMessageError, match="it was there before rank 0"):
+            exchange.say("here", 0)
+        exchange.close()
+
+
 def test_a_value_that_its_rank_has_not_written_is_named() -> None:
     with attack(b"0123456789abcdef") as attacked:
         for exchange in attacked.ranks:

@@ -32,7 +32,7 @@ class BoardExchange(Gathering, Exchange):
     def __init__(self, board: Board, rank: int) -> None:
         Exchange.__init__(self)
         Gathering.__init__(self, cast(Store, None), Seal(None, "", rank), rank=rank, world_size=board.world_size)
-        self.board = board
+        self.board, self._is_begun = board, True
 
     def _write(self, texts: Mapping[str, str]) -> None:
         with self.board.changed:
