@@ -32,7 +32,6 @@ from mindx_elastic.capture.rank_weights import RankWeights
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
-from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
@@ -94,10 +93,11 @@ class Collector:
         for optimizer in self._optimizers.values():
             optimizer.set_names(places)
         self._copies = [component.copy for n, component in self.components.items() if n not in self._modules]
-        self.gate: UpdateGate | None = None
-        """Tells of unusual updates; a guard sets it. Without it each boundary is looked at closely."""
         self._num_copies = 0
         self._kept_in = [(component, component.KEPT_IN) for component in self.components.values()]
+        self.copies: list[Any] = [*starmap(getattr, self._kept_in)]
+        """The last boundary's copies of all small state but generators and buffers, one for each of `components`. What
+        is in them is never changed in place."""
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(c for _, c in self._plain)
         self._foreseen = dict(self._modules)
@@ -213,9 +213,8 @@ class Collector:
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""
         self._is_at_boundary = True
-        number, gate = self._num_copies, self.gate
-        closely = gate is None or not gate.as_usual or number < _FIRST or not number % _EVERY
-        self._num_copies = number + 1
+        closely = self._num_copies < _FIRST or not self._num_copies % _EVERY
+        self._num_copies += 1
         if self._has_changed():
             self._follow()
         for adapted in self._adapted:
@@ -225,6 +224,7 @@ class Collector:
             module.copy(closely=closely)
         for copy in self._copies:
             copy()
+        self.copies = [*starmap(getattr, self._kept_in)]
         if self.broadcasts.are_used:
             self.broadcasts.copy()
         if self.rank_weights is not None:
@@ -235,11 +235,6 @@ class Collector:
         if devices.is_used:
             # Kernels of this boundary's update may still run, and a reader in another thread waits for those only.
             devices.at_boundary(position.step, self.kept() if devices.keeps_older else None)
-
-    def copies(self) -> list[Any]:
-        """The last boundary's copies of all small state but generators and buffers, one for each of `components`. What
-        is in them is never changed in place."""
-        return [*starmap(getattr, self._kept_in)]
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
         """The places of these buffers, see `ModuleComponent.buffers_of_this_rank`."""
@@ -501,6 +496,13 @@ class Collector:
     def is_spread(self) -> bool:
         """Whether an optimizer's state is spread over the ranks although the weights are not (ZeRO)."""
         return any(optimizer.is_spread for optimizer in self._optimizers.values())
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the same state, so that one rank's file can replace any other's."""
+        setup = self.layouts.setup
+        whole = len(setup.replicas) == setup.world_size > 1 and not setup.ignored_by_ddp
+        return whole and not self.is_sharded and not self.is_spread
 
     def set_parallel_setup(self, setup: ParallelSetup) -> None:
         """From now on `layout` also says which other ranks hold the same. Main thread, at the start."""

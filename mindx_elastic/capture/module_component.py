@@ -160,7 +160,18 @@ class ModuleComponent:
     def copy(self, *, closely: bool = True) -> None:
         """`closely`: also look at what hardly a program does: buffers that mean something else by their memory."""
         if self._slot_names:
-            self._copy_buffers(closely=closely or self._retypes)
+            try:
+                live = [*map(getitem, self._slot_tables, self._slot_keys)]
+            except KeyError:  # one was deleted, and another one put in
+                self._find_slots()
+                live = [*map(getitem, self._slot_tables, self._slot_keys)]
+            reader = self._reader
+            if len(reader.slices) != len(live) or not reader.fits(live):
+                reader = self._reader = BufferReader(live)  # the first time, or a buffer was replaced or resized
+            elif (closely or self._retypes) and not reader.means_the_same():
+                self._retypes, reader = True, BufferReader(live)
+                self._reader = reader
+            self._block = reader.read(self._block)
         if self._extras:
             self.extras = self.look()
         self.flags.copy()
@@ -170,20 +181,6 @@ class ModuleComponent:
             self._masks.copy()
         if self._loose.are_used:
             self._loose.copy()
-
-    def _copy_buffers(self, *, closely: bool) -> None:
-        try:
-            live = [*map(getitem, self._slot_tables, self._slot_keys)]
-        except KeyError:  # one was deleted, and another one put in
-            self._find_slots()
-            live = [*map(getitem, self._slot_tables, self._slot_keys)]
-        reader = self._reader
-        if len(reader.slices) != len(live) or not reader.fits(live):
-            reader = self._reader = BufferReader(live)  # the first time, or a buffer was replaced or resized
-        elif closely and not reader.means_the_same():
-            self._retypes, reader = True, BufferReader(live)
-            self._reader = reader
-        self._block = reader.read(self._block)
 
     def kept(self) -> Any:
         places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
@@ -288,7 +285,7 @@ class ModuleComponent:
         """Look more closely than `copy` did. The program has not gone on since."""
         self._loose.recheck()
         if not self._reader.means_the_same():
-            self._copy_buffers(closely=True)
+            self.copy()
 
     def state(self) -> dict[str, Any]:
         if not self._reader.means_the_same():

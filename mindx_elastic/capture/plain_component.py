@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import SWALR
 
 from mindx_elastic.capture.adapters import TensorAdapter
 from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree, map_containers, map_tensors
@@ -112,8 +111,6 @@ class PlainComponent:
         """`stateful`: has the two methods, if `target` has not. others: ids of what is kept by itself."""
         self.name = name
         self.target = target
-        if isinstance(target, SWALR) and "anneal_func" in target.state_dict():
-            stateful = _OldSwaScheduler(target)
         self._stateful: Stateful = stateful or target
         self._is_scheduler = stateful is None and _is_stock_scheduler(target)
         self._copies_source = target if isinstance(target, GivesCopies) else None
@@ -209,17 +206,6 @@ class WrapperComponent(PlainComponent):
 
     def look(self) -> Any:
         return map_tensors(map_containers(self.live_state()), lambda t: t if t.dim() else t.detach().clone())
-
-
-class _OldSwaScheduler:
-    """`SWALR` as newer versions of torch have it: 2.6 to 2.9 at least have a function in its state."""
-
-    def __init__(self, scheduler: SWALR) -> None:
-        self._scheduler = scheduler
-        self.load_state_dict = scheduler.load_state_dict
-
-    def state_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in self._scheduler.state_dict().items() if key != "anneal_func"}
 
 
 def _is_stock_scheduler(target: Any) -> bool:

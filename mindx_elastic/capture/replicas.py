@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ __all__ = [
     "GradientOrders",
     "ddp_modules",
     "ignored_parameters",
-    "is_replicated",
     "outermost_replicas",
     "parallel_setup_of",
     "replica_ranks",
@@ -54,13 +53,16 @@ def _trained(targets: Mapping[str, Any]) -> dict[int, str]:
     weights is in none, though its parameters may ask for gradients."""
     optimizers = [t for t in targets.values() if isinstance(t, torch.optim.Optimizer)]
     optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    modules = {name: unwrap_module(t) for name, t in targets.items() if isinstance(t, nn.Module)}
     return {
-        id(parameter): f"{name}.{place}"
-        for name, module in modules.items()
-        for place, parameter in module.named_parameters()
-        if parameter.requires_grad and (id(parameter) in optimized or not optimized)
+        id(p): path for path, p in _parameters(targets) if p.requires_grad and (id(p) in optimized or not optimized)
     }
+
+
+def _parameters(targets: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Of the job's modules, with their paths in the checkpoint."""
+    for name, target in targets.items():
+        if isinstance(target, nn.Module):
+            yield from ((f"{name}.{place}", p) for place, p in unwrap_module(target).named_parameters())
 
 
 def _alone(targets: Mapping[str, Any], found: DdpModules) -> bool:
@@ -130,15 +132,7 @@ def ignored_parameters(targets: Mapping[str, Any], ddp: DdpModules) -> frozenset
         for name, parameter in module.module.named_parameters()
         if name in module.parameters_to_ignore
     }
-    if not ignored:
-        return frozenset()
-    modules = {name: unwrap_module(t) for name, t in targets.items() if isinstance(t, nn.Module)}
-    return frozenset(
-        f"{name}.{place}"
-        for name, module in modules.items()
-        for place, parameter in module.named_parameters()
-        if id(parameter) in ignored
-    )
+    return frozenset(path for path, parameter in _parameters(targets) if id(parameter) in ignored)
 
 
 def parallel_setup_of(
@@ -155,12 +149,6 @@ def parallel_setup_of(
         ignored_parameters(targets, ddp),
         ByHand(layouts or {}, ranks),
     )
-
-
-def is_replicated(targets: Mapping[str, Any], collector: Collector, world_size: int, ddp: DdpModules) -> bool:
-    """Whether every rank holds the same state, so that one rank's file can replace any other's."""
-    whole = len(replica_ranks(targets, ddp)) == world_size > 1 and not ignored_parameters(targets, ddp)
-    return whole and not collector.is_sharded and not collector.is_spread
 
 
 class GradientOrders:

@@ -97,9 +97,6 @@ class UpdateGate:
         """The `id` of the optimizers that the guard was given: each of their steps is an update."""
         self.had_updates = False
         """Whether an optimizer has stepped in the step that the last boundary has ended."""
-        self.as_usual = False
-        """Whether in that step the optimizers, and each parameter's changes, were as many as in the last one with
-        updates. It is known before the boundary is copied."""
         self.steady = True
         """Whether in every step with updates each optimizer has stepped equally often."""
         self.even = True
@@ -243,7 +240,6 @@ class UpdateGate:
             before, self.state = self.state, GateState.PASSING
         noted, versions = self._versions, list(map(_version_of, self._parameters))
         added = list(map(sub, versions, noted))
-        as_usual = self.as_usual = self._updates == self._usual and added == self._added
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
         if self._versions is not noted:
             versions = self._versions  # of other parameters: see `follow`
@@ -255,10 +251,9 @@ class UpdateGate:
             self.state, self.others = GateState.CLEAN, None
             self.had_updates = bool(self._updates)
             if self.had_updates:
-                if not as_usual:
-                    self.steady = self.steady and (not self._usual or self._usual == self._updates)
-                    self.even = self.even and self._added in (None, added)
-                    self._added = None if self._is_new else added
+                self.steady = self.steady and self._usual in ({}, self._updates)
+                self.even = self.even and self._added in (None, added)
+                self._added = None if self._is_new else added
                 self._usual, self._updates, self._is_new = self._updates, {}, False
             self._versions = versions
             if self._waiters:

@@ -87,7 +87,7 @@ class UpdateWindow:
         self._names = list(collector.components)
         self._broken: str | None = None
         # These copies are never changed in place, so the last two boundaries' are kept without another copy.
-        self._base: Sequence[Any] = collector.copies()
+        self._base: Sequence[Any] = collector.copies
         self._before: Sequence[Any] = self._base  # around the last step with updates
         self._after: Sequence[Any] = self._base
 
@@ -95,7 +95,7 @@ class UpdateWindow:
         """Boundary `step` has just been copied. Learns from the look into this step and plans the next one. `sample`:
         of the weights as they are, where one was taken."""
         self._boundaries += 1
-        before, self._base = self._base, self._collector.copies()
+        before, self._base = self._base, self._collector.copies
         if self._gate.had_updates:  # not in a step that the scaler has skipped
             self._before, self._after = before, self._base
         middle, self._middle = self._middle, None

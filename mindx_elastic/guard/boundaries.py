@@ -70,7 +70,7 @@ class Boundaries:
         """When the last of them were reached, by `time.monotonic`; the first one is the entry."""
         self.is_look = False
         """The last one is one of those where the program is looked at: 1, 2, 3, 4, 8, 16, ..."""
-        gate = self.gate = collector.gate = UpdateGate()
+        gate = self.gate = UpdateGate()
         gate.watch(collector.parameters, collector.optimizers())
         stack.callback(gate.unwatch)
         self._unreduced: UnreducedUpdates | None = None

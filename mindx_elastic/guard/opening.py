@@ -20,7 +20,7 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.replicas import ddp_modules, is_replicated, outermost_replicas, parallel_setup_of
+from mindx_elastic.capture.replicas import ddp_modules, outermost_replicas, parallel_setup_of
 from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, RejoinSettings, SavingSettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.active import check_that_one_may_enter
@@ -187,7 +187,7 @@ class Opening:
             ranks,
             self._events,
             resolved=self.resolved,
-            replicated=is_replicated(targets, self.collector, ranks.world_size, self.ddp),
+            replicated=self.collector.is_replicated,
             trust=self._trust,
             names=job_names(options.prefix, [*self.policies, *self.periodic]),
             unmanaged=self.unmanaged,
