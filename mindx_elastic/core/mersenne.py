@@ -8,7 +8,7 @@ copy of 2,500 bytes, below 1 us, and they show at once whether a generator has m
 numpy documents the address of its words. Where CPython and torch have them, and where numpy has the normal deviate that
 it keeps back, is not documented: that is compared once a process with what the libraries say of generators that are
 made for it (`_python_is_as_expected`, `_gauss_offset`, `_torch_block`). Where anything is not as expected (another
-interpreter, a subclass, a replaced function, another bit generator of numpy's) the libraries' own functions are used.
+interpreter, another bit generator of numpy's) the libraries' own functions are used.
 
 Rejected: to count draws (they are not counted anywhere), and to compare a few words only (one draw moves an index, but
 a seed may leave any of them as they were).
@@ -93,48 +93,34 @@ class PythonState:
         return random.Random.VERSION, _python_words(self.raw), self.gauss
 
 
-class _PythonAccess:
-    """Where the words are of the generator that `getstate` belongs to."""
-
-    def __init__(self, getstate: Any) -> None:
-        self.getstate = getstate
-        self.owner: Any = getattr(getstate, "__self__", None)
-        self.is_plain = type(self.owner) is random.Random and getstate.__func__ is random.Random.getstate
-        self.block = _python_block(self.owner) if self.is_plain and _python_is_as_expected() else None
-
-
-_python = _PythonAccess(None)
+_python: Any = random._inst
+"""The generator behind the module's functions."""
 
 
 def python_state(earlier: object = None) -> PythonState | tuple[Any, ...]:
     """What `random.getstate` says; as it gives it where that is the only way. `earlier` itself where that is equal."""
-    global _python
-    access = _python
-    if access.getstate is not random.getstate:  # the first time, or it was replaced since
-        access = _python = _PythonAccess(random.getstate)
-    if access.block is None:
+    words, gauss = _live_python(), _python.gauss_next
+    if words is None:
         return random.getstate()
-    gauss = access.owner.gauss_next
     # Both are as long: this compares, without a copy of the words, which costs more where they are not in the cache.
-    if type(earlier) is PythonState and earlier.raw.startswith(access.block) and earlier.gauss == gauss:
+    if type(earlier) is PythonState and earlier.raw.startswith(words) and earlier.gauss == gauss:
         return earlier
-    return PythonState(access.block.raw, gauss)
+    return PythonState(words.raw, gauss)
 
 
 def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
     """`random.setstate` for what `python_state` gives."""
-    access = _python
-    if not isinstance(state, PythonState):
-        random.setstate(state)
-    elif (
-        access.block is not None
-        and access.getstate is random.getstate
-        and id(getattr(random.setstate, "__self__", None)) == id(access.owner)
-    ):
-        access.block.raw = state.raw
-        access.owner.gauss_next = state.gauss
+    words = _live_python()
+    if isinstance(state, PythonState) and words is not None:
+        words.raw, _python.gauss_next = state.raw, state.gauss
     else:
-        random.setstate(state.as_tuple())
+        random.setstate(state.as_tuple() if isinstance(state, PythonState) else state)
+
+
+@cache
+def _live_python() -> Any:
+    """The index and the words; None: only Python's own functions will do."""
+    return _python_block(_python) if _python_is_as_expected() else None
 
 
 def _python_block(generator: Any) -> Any:
@@ -146,7 +132,6 @@ def _python_words(raw: bytes) -> tuple[int, ...]:
     return (*_WORDS.unpack_from(raw, _INDEX.size), *_INDEX.unpack_from(raw))
 
 
-@cache
 def _python_is_as_expected() -> bool:
     """Whether a `random.Random` is a header, an index and the words."""
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
@@ -226,8 +211,8 @@ class _NumpyAccess:
         self.current_bits: Callable[[], Any] = get_bit_generator
         bits = self.bits = get_bit_generator()
         owner = self._owner = mtrand._rand
-        self.is_plain = type(bits) is MT19937 and type(owner) is RandomState
-        offset = _gauss_offset() if self.is_plain else None
+        is_plain = type(bits) is MT19937 and type(owner) is RandomState
+        offset = _gauss_offset() if is_plain else None
         self.words: Any = None
         """The words and the index, live; None: only numpy's own functions will do."""
         if offset is not None:
@@ -406,8 +391,8 @@ def have_moved(python: object, numpy: object, torch: object) -> bool:
     was not imported. False: `python_state`, `numpy_state` and `torch_state` would give these very objects again.
 
     In one call, for after most steps none has moved."""
-    mine = _python
-    if mine.block is None or mine.getstate is not random.getstate or type(python) is not PythonState:
+    words = _live_python()
+    if words is None or type(python) is not PythonState:
         return True
     if type(numpy) is NumpyState and (access := _numpy) is not None and access.words is not None:
         if access.current_bits() is not access.bits:
@@ -416,7 +401,7 @@ def have_moved(python: object, numpy: object, torch: object) -> bool:
             return True
     elif numpy is not None or "numpy" in sys.modules:
         return True
-    if not (python.raw.startswith(mine.block) and python.gauss == mine.owner.gauss_next):
+    if not (python.raw.startswith(words) and python.gauss == _python.gauss_next):
         return True
     raw, last = _torch_last
     if last is torch and (block := _torch_block()) is not None:

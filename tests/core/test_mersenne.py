@@ -109,36 +109,6 @@ def test_a_state_is_the_librarys_after_any_mixture_and_comes_back(library: Libra
     assert library.state() != state
 
 
-class Own(random.Random):
-    """A generator of the program's with more state than the words."""
-
-    def __init__(self) -> None:
-        self.extra = 1
-        super().__init__(3)
-
-    def getstate(self) -> Any:
-        return self.extra, super().getstate()
-
-    def setstate(self, state: Any) -> None:
-        self.extra, inner = state
-        super().setstate(inner)
-
-
-@pytest.mark.parametrize("own", [Own(), random.Random(4)])
-def test_another_generator_behind_the_functions(own: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = python_state()
-    for name in ("getstate", "setstate", "random"):
-        monkeypatch.setattr(random, name, getattr(own, name))
-    state, expected = python_state(), own.getstate()
-    assert (state.as_tuple() if isinstance(state, PythonState) else state) == expected
-    assert isinstance(state, PythonState) is (type(own) is random.Random)
-    random.random()
-    put_back_python(state)
-    assert own.getstate() == expected
-    monkeypatch.undo()
-    assert python_state() == usual, "and the first one has not moved"
-
-
 def test_another_bit_generator_of_numpy() -> None:
     original = np.random.get_bit_generator()  # type: ignore[attr-defined]
     usual = numpy_state()
@@ -155,9 +125,8 @@ def test_another_bit_generator_of_numpy() -> None:
 
 
 def test_where_the_memory_is_not_as_expected_the_libraries_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mersenne, "_python_is_as_expected", lambda: False)
+    monkeypatch.setattr(mersenne, "_live_python", lambda: None)
     monkeypatch.setattr(mersenne, "_gauss_offset", lambda: None)
-    monkeypatch.setattr(mersenne, "_python", mersenne._PythonAccess(None))
     monkeypatch.setattr(mersenne, "_numpy", None)
     PYTHON.draw(), NUMPY.draw()
     python, numpy = python_state(), numpy_state()
