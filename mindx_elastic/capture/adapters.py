@@ -120,7 +120,6 @@ class _Object:
         self._target = target.target if isinstance(target, Attributes) else target
         self._name, self._others = name, others
         self._class = f"{type(self._target).__module__}.{type(self._target).__qualname__}"
-        self._nested: dict[str, tuple[object, Adapter | Any]] = {}
         for key in self._names or ():
             kind = inspect.getattr_static(type(self._target), key, None)
             if isinstance(kind, property) and kind.fset is None:
@@ -171,20 +170,13 @@ class _Object:
         )
 
     def _inner(self, key: str, value: object) -> Adapter | Any:
-        known = self._nested.get(key)
-        if known is not None and known[0] is value:
-            return known[1]
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             raise UsageError(
                 f"{self._name} is a {self._class}, and holds a {type(value).__name__} in {key}: name that by itself, "
                 f'stateful={{"{self._name}": ..., "{self._name}_{key}": {self._name}.{key}}}'
             )
         inner = generator_adapter(f"{self._name}.{key}", value)
-        if inner is None and has_method(value, "state_dict", "load_state_dict"):
-            inner = value  # type: ignore[assignment]
-        if inner is not None:
-            self._nested[key] = (value, inner)
-        return inner
+        return value if inner is None and has_method(value, "state_dict", "load_state_dict") else inner
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_kind(self._name, state, self._class)
