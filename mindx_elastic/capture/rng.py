@@ -7,13 +7,13 @@ that is possible (see `core.mersenne`); `pack_rng` turns it into plain values fo
 from __future__ import annotations
 
 import random
-import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 
 from mindx_elastic.core.looks import are_equal
@@ -54,11 +54,10 @@ def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     has_cuda = _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_available()
     old = earlier or {}
     is_comparable = bool(old) and not has_cuda and "cuda" not in old
-    if is_comparable and not have_moved(old["python"], old.get("numpy"), old["torch"]):
+    if is_comparable and not have_moved(old["python"], old["numpy"], old["torch"]):
         return old
-    state: dict[str, Any] = {"python": python_state(old.get("python")), "torch": torch_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = numpy_state(old.get("numpy"))
+    python, numpy = python_state(old.get("python")), numpy_state(old.get("numpy"))
+    state: dict[str, Any] = {"python": python, "torch": torch_state(), "numpy": numpy}
     if has_cuda:
         state["cuda"] = [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
     return state
@@ -66,26 +65,21 @@ def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
 
 def pack_rng(state: dict[str, Any]) -> dict[str, Any]:
     """Make a captured state fit for a checkpoint: long tuples become tensors. Do not change what it gives in place."""
-    packed = {**state, "python": _pack_python(state["python"])}
-    numpy = state.get("numpy")
+    numpy = state["numpy"]
     if isinstance(numpy, NumpyState):
         if numpy.packed is None:  # else it has not moved since it was packed
             numpy.packed = numpy.as_dict()
-        packed["numpy"] = numpy.packed
-    elif numpy is not None:
-        packed["numpy"] = dict(numpy)
-    return packed
+        numpy = numpy.packed
+    return {**state, "python": _pack_python(state["python"]), "numpy": numpy}
 
 
 def raw_rng(state: dict[str, Any]) -> dict[str, Any]:
     """As `pack_rng`, but all CPU states as bytes, in a microsecond; `unpack_raw_rng` does the rest."""
-    python, numpy = state["python"], state.get("numpy")
-    if type(python) is not PythonState or (numpy is not None and type(numpy) is not NumpyState):
+    python, numpy = state["python"], state["numpy"]
+    if type(python) is not PythonState or type(numpy) is not NumpyState:
         return pack_rng(state)
-    raw = {**state, "python": python.to_bytes(), "torch": state["torch"].numpy().tobytes()}
-    if numpy is not None:
-        raw["numpy"] = numpy.to_bytes()
-    return raw
+    words = state["torch"].numpy().tobytes()
+    return {**state, "python": python.to_bytes(), "torch": words, "numpy": numpy.to_bytes()}
 
 
 class RawRng:
@@ -108,14 +102,11 @@ class RawRng:
 
 def unpack_raw_rng(raw: dict[str, Any]) -> dict[str, Any]:
     """What `pack_rng` gives, from what `raw_rng` or `pack_rng` has given. Raises ValueError."""
-    python, numpy = raw.get("python"), raw.get("numpy")
-    if not isinstance(python, bytes):
+    if not isinstance(raw.get("python"), bytes):
         return raw
+    python, numpy = PythonState.from_bytes(raw["python"]), NumpyState.from_bytes(raw.get("numpy", b""))
     torch_state = torch.frombuffer(bytearray(raw["torch"]), dtype=torch.uint8)
-    state = {**raw, "python": PythonState.from_bytes(python), "torch": torch_state}
-    if isinstance(numpy, bytes):
-        state["numpy"] = NumpyState.from_bytes(numpy)
-    return pack_rng(state)
+    return pack_rng({**raw, "python": python, "torch": torch_state, "numpy": numpy})
 
 
 def _pack_python(state: Any) -> dict[str, Any]:
@@ -143,7 +134,7 @@ def moved_streams(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
         moved.append("python")
     if not _equal_bytes(one["torch"], other["torch"]):
         moved.append("torch")
-    if "numpy" in one and "numpy" in other and not _equal_numpy(one["numpy"], other["numpy"]):
+    if not _equal_numpy(one["numpy"], other["numpy"]):
         moved.append("numpy")
     if not all(map(torch.equal, one.get("cuda", ()), other.get("cuda", ()))):
         moved.append("cuda")
@@ -171,10 +162,7 @@ def seed_rng(seed: int) -> None:
     """Seed every generator with `seed` (0 to 2**63 - 1)."""
     random.seed(seed)
     torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        import numpy
-
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
 
 
 @contextmanager
@@ -182,7 +170,7 @@ def kept_rng() -> Iterator[None]:
     """Whatever is drawn or seeded inside is not seen outside, also when it ends with an exception. About 5 us.
 
     A generator that the block itself brings to life (CUDA's first use) begins at its seed afterwards, as it would have
-    without the block. Only numpy's, imported for the first time in there, goes on: it begins at random anyway.
+    without the block.
     """
     state = capture_rng()
     try:

@@ -387,19 +387,16 @@ def _torch_says(generator: Any) -> bytes:
 
 
 def have_moved(python: object, numpy: object, torch: object) -> bool:
-    """Whether one of the three may be another now than the states given here, of one moment each; None for numpy's: it
-    was not imported. False: `python_state`, `numpy_state` and `torch_state` would give these very objects again.
+    """Whether one of the three may be another now than the states given here, of one moment. False: `python_state`,
+    `numpy_state` and `torch_state` would give these very objects again.
 
     In one call, for after most steps none has moved."""
-    words = _live_python()
+    words, access = _live_python(), _numpy
     if words is None or type(python) is not PythonState:
         return True
-    if type(numpy) is NumpyState and (access := _numpy) is not None and access.words is not None:
-        if access.current_bits() is not access.bits:
-            return True
-        if not (numpy.raw.startswith(access.words) and numpy.gauss.startswith(access.gauss)):  # compares, as above
-            return True
-    elif numpy is not None or "numpy" in sys.modules:
+    if access is None or access.current_bits() is not access.bits or type(numpy) is not NumpyState:
+        return True
+    if not (numpy.raw.startswith(access.words) and numpy.gauss.startswith(access.gauss)):  # compares, as above
         return True
     if not (python.raw.startswith(words) and python.gauss == _python.gauss_next):
         return True
