@@ -94,7 +94,7 @@ class Opening:
         self._open_directories(stack)
         loaders.begin(stack, is_again=self._is_again)
         copies = RedundancySettings.from_env().with_copies(self.options.redundancy).copies
-        self._folders = RankDirectories(self._directories, self._trust, apart=copies > 1)
+        self._folders = RankDirectories(self._directories, self._trust, ranks, apart=copies > 1)
         self._open_saver()
 
     def meet(

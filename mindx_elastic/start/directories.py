@@ -12,7 +12,9 @@ into all that it can see, in the order of the ranks, and the first of them names
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import socket
 import stat
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -25,8 +27,7 @@ from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.events import EVENTS_FILE, logger
 from mindx_elastic.core.folders import rank_folder, step_folders_of_rank
 from mindx_elastic.core.owners import Owners, Trust, check_place, user_ids
-from mindx_elastic.core.printable import listed, printable
-from mindx_elastic.errors import SaveError, UnsafeDirectoryError
+from mindx_elastic.errors import SaveError, UnsafeDirectoryError, UsageError
 from mindx_elastic.persist.directory_lock import hold_directory
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.storage import check_free_space, prepare_owned_directory, remove_stale_temps
@@ -157,10 +158,10 @@ class RankDirectories(Part):
 
     name = "directories"
 
-    def __init__(self, own: Sequence[Path], trust: Trust, *, apart: bool) -> None:
+    def __init__(self, own: Sequence[Path], trust: Trust, ranks: RankInfo, *, apart: bool) -> None:
         """`own`: this rank's directories, resolved and made. `trust` learns the others'. `apart`: each node has a disk
         of its own, and the ranks send each other copies of their files."""
-        self._own, self._trust, self._apart = list(own), trust, apart
+        self._own, self._trust, self._ranks, self._apart = list(own), trust, ranks, apart
         self.all: list[Path] = list(own)
         """The directories with files of this job that this process can see."""
 
@@ -170,19 +171,16 @@ class RankDirectories(Part):
         return self.all[0]
 
     def say(self) -> Any:
-        return [self._apart, [[str(path), os.stat(path).st_ino] for path in self._own]]
+        ranks, node = self._ranks, os.environ.get("GROUP_RANK", "")
+        words = [str(ranks.rank), str(ranks.local_rank), node, socket.gethostname().partition(".")[0]]
+        return [self._apart, [[str(path), os.stat(path).st_ino] for path in self._own], words]
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        paths = [[str(path) for path, _ in places] for _, places in said]
-        if any(apart for apart, _ in said) or all(each == paths[0] for each in paths):
+        paths = [[str(path) for path, _ in places] for _, places, _ in said]
+        if any(apart for apart, _, _ in said) or all(each == paths[0] for each in paths):
             return Merged(None)  # also where each node has its own disk under that path
-        other = next(each for each in paths if each != paths[0])
-        logger.info(
-            "the ranks have different directories (%s, %s, ...): the next start needs the same ones, so their names "
-            "must not have the time in them",
-            *(printable(listed(each, 2)) for each in (paths[0], other)),
-        )
-        found = {(str(path), int(number)): None for _, places in said for path, number in places[:_MOST_TOLD]}
+        _refuse_names_by_chance(paths, [list(map(str, words)) for _, _, words in said])
+        found = {(str(path), int(number)): None for _, places, _ in said for path, number in places[:_MOST_TOLD]}
         return Merged([list(each) for each in found])
 
     def hear(self, answer: Answer) -> None:
@@ -199,6 +197,35 @@ class RankDirectories(Part):
                 self._trust.add(path)
                 found.append(path)
         self.all = list(dict.fromkeys(found)) or self._own
+
+
+def _refuse_names_by_chance(paths: Sequence[Sequence[str]], words: Sequence[Sequence[str]]) -> None:
+    """Raise UsageError for a rank whose directories are not rank 0's with its own number (`words`: rank, local rank,
+    node or host) in the place of rank 0's: the next start would give them other names, and look for nothing there."""
+    for rank, (own, of_rank) in enumerate(zip(paths, words, strict=True)):
+        pairs = list(zip(paths[0], own, strict=False))
+        if not any(all(_differ_by(*pair, *both) for pair in pairs) for both in zip(words[0], of_rank, strict=True)):
+            first, other = next(pair for pair in pairs if pair[0] != pair[1])
+            raise UsageError(
+                f"the directories differ: rank 0 saves in {first}, rank {rank} in {other}. Give one directory, or its "
+                "name with the rank's number; a name with the time is to be made once: in the command line, or on rank "
+                "0 with torch.distributed.broadcast_object_list"
+            )
+
+
+def _differ_by(first: str, other: str, word: str, other_word: str) -> bool:
+    """Whether `other` is `first` with `other_word` in some places of `word`; numbers may have leading zeros."""
+    ones, others = _pieces(first, word), _pieces(other, other_word)
+    same = (a == b or (_bare(a), _bare(b)) == (word, other_word) for a, b in zip(ones, others, strict=False))
+    return len(ones) == len(others) and all(same)
+
+
+def _pieces(text: str, word: str) -> list[str]:
+    return re.findall(rf"{re.escape(word)}(?!\d)|\d+|.", text) if word else [text]
+
+
+def _bare(text: str) -> str:
+    return str(int(text)) if text.isdecimal() else text
 
 
 def _is(path: Path, number: int) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.owners import Trust, find_owners
-from mindx_elastic.errors import DirectoryInUseError, GracefulExit, MismatchError
+from mindx_elastic.errors import DirectoryInUseError, GracefulExit, MismatchError, UsageError
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory
@@ -91,14 +91,28 @@ def test_an_evaluation_beside_a_training_leaves_its_files_alone(tmp_path: Path) 
         assert (tmp_path / ".resnet-1_1.0123.mindx-tmp").exists()
 
 
-def test_ranks_with_directories_of_their_own_look_into_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    places = [tmp_path / "ckpt_of_rank" / str(rank) for rank in range(2)]
-    for place in places:
-        place.mkdir(parents=True)
-    parts = [RankDirectories([place], Trust(), apart=False) for place in places]
-    answer = parts[0].merge([part.say() for part in parts])
-    for part in parts:
-        part.hear(Answer(answer.common, None, lambda keys: []))
-        assert part.all == places
-    assert "must not have the time in them" in caplog.text
+@pytest.mark.parametrize(
+    ("first", "second", "is_right"),
+    [
+        ("ckpt_of_rank/0", "ckpt_of_rank/1", True),
+        ("one", "one", True),
+        ("2026-11-29/10-00-49", "2026-11-29/10-00-50", False),
+        ("data0/10-00-07/0", "data0/10-00-08/1", False),
+    ],
+)
+def test_ranks_of_a_job_have_one_directory_or_one_by_their_number(
+    tmp_path: Path, first: str, second: str, is_right: bool
+) -> None:
+    parts = []
+    for rank, name in enumerate((first, second)):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        ranks = RankInfo(rank=rank, world_size=2, local_rank=rank)
+        parts.append(RankDirectories([tmp_path / name], Trust(), ranks, apart=False))
+    said = [part.say() for part in parts]
+    if is_right:
+        for part in parts:
+            part.hear(Answer(parts[0].merge(said).common, None, lambda keys: []))
+            assert {tmp_path / first, tmp_path / second} >= set(part.all)
+        return
+    with pytest.raises(UsageError, match=rf"differ: rank 0 saves in .*{first}, rank 1 in .*{second}\. Give one"):
+        parts[0].merge(said)
