@@ -100,7 +100,7 @@ def _common(
     mindx-elastic doctor ckpt --state 18GiB       before the first run: is anything wrong?
     mindx-elastic prove -- train.py               stop and resume it, and compare every step
     mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost?
-    mindx-elastic clean --dry-run                 list what dead jobs have left in shared memory
+    mindx-elastic clean                           list what dead jobs have left in shared memory
 
     top, status, logs, report, pause and resume look into ./mindx-run, where run writes, if no RUN_DIR is given.
     --install-completion lets TAB complete all of this; --json gives the same to scripts.

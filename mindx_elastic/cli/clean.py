@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +11,10 @@ from rich.console import Console
 
 from mindx_elastic.cli.common import (
     EXIT_BAD,
-    EXIT_GOOD,
     JSON_SCHEMA,
     JsonOption,
     fail,
     human_age,
-    make_console,
     say,
     show,
 )
@@ -32,67 +29,44 @@ _REMOVED, _WOULD, _KEPT, _IN_USE, _FAILED = "removed", "would remove", "kept", "
 
 
 def clean_command(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Also remove snapshots from which a job could still resume.")
     ] = False,
-    base: Annotated[
-        Path | None,
-        typer.Option(help="The memory file system to clean; default: MINDX_ARENA_DIR, else /dev/shm.", metavar="DIR"),
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without a question.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove it; without, it is only listed.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what dead jobs of this user have left in shared memory.
-
-    Lists what it would remove and asks; a script gives --yes.
+    """List what dead jobs of this user have left in shared memory, and with --yes remove it.
 
     A job that ends well leaves nothing there, nor does a `prove` that was not killed; folders of killed ones are
     removed. A job whose agent and workers were all killed leaves its agent's
     folder, which is removed, and its snapshots. Those may be the only copy of its newest steps, and the next start
     with the same command resumes from them. So they are listed and kept, unless their checkpoint directory is gone
-    or --all is given. What a living process uses, or another user owns, is never removed.
+    or --all is given. What a living process uses, or another user owns, is never removed. It looks in MINDX_ARENA_DIR,
+    or else in /dev/shm.
 
     \b
     [bold]Exit code[/bold]
     0  done, also when there was nothing to remove (no checkpoint on a disk is ever removed)
     1  something could not be removed
-    2  wrong usage: no such DIR, or something is to be removed without --yes where no one can be asked
+    2  wrong usage: MINDX_ARENA_DIR is no folder
 
     \b
     [bold]Examples[/bold]
-    mindx-elastic clean --dry-run
     mindx-elastic clean
+    mindx-elastic clean --yes
     mindx-elastic clean --all --yes
-    mindx-elastic clean --dry-run --json | jq '.arenas[] | select(.action == "kept")'
+    mindx-elastic clean --json | jq '.arenas[] | select(.action == "kept")'
     """
-    base = _default_base() if base is None else base
+    base = _base()
     if not base.is_dir():
         fail(f"{base} is not a folder")
-    if not (dry_run or yes):
-        would = _clean(base, dry_run=True, everything=everything)
-        if any(entry["action"] == _WOULD for entry in _entries(would)):
-            _ask(would, as_json=as_json)
-    report = _clean(base, dry_run=dry_run, everything=everything)
+    report = _clean(base, dry_run=not yes, everything=everything)
     show(report, as_json, _print)
-    if any(entry["action"] == _FAILED for entry in _entries(report)):
+    if any(entry["action"] == _FAILED for entry in [*report["agents"], *report["arenas"], *report["proofs"]]):
         raise typer.Exit(EXIT_BAD)
 
 
-def _entries(report: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*report["agents"], *report["arenas"], *report["proofs"]]
-
-
-def _ask(would: dict[str, Any], *, as_json: bool) -> None:
-    """Ends the command unless a person says yes."""
-    if as_json or not sys.stdin.isatty():
-        fail("something is to be removed, and no one can be asked: give --yes, or --dry-run to see it")
-    _print(make_console(), would)
-    if not typer.confirm("Remove that?"):
-        raise typer.Exit(EXIT_GOOD)
-
-
-def _default_base() -> Path:
+def _base() -> Path:
     from mindx_elastic.config import MemorySettings
 
     return MemorySettings.from_env().base or Path("/dev/shm")
@@ -166,12 +140,12 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     kept = [arena for arena in report["arenas"] if arena["action"] == _KEPT]
     if kept:
         say(console, "to go on from what was kept, start the job again with the same command")
-        say(console, "to drop it: mindx-elastic clean --all")
+        say(console, "to drop it: mindx-elastic clean --all --yes")
     if not report["agents"] and not report["arenas"] and not report["proofs"]:
         say(console, f"nothing of this user's jobs in {report['base']}")
         return
-    verb = "would be freed" if report["dry_run"] else "freed"
-    say(console, f"{human_size(report['freed_bytes'])} {verb}")
+    freed = human_size(report["freed_bytes"])
+    say(console, f"{freed} would be freed by --yes" if report["dry_run"] else f"{freed} freed")
 
 
 def _describe(arena: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +11,7 @@ import typer
 
 from mindx_elastic.cli.common import (
     EXIT_NOTHING,
-    JSON_SCHEMA,
     RUN_DIR,
-    JsonOption,
     RunDirArgument,
     fail,
     is_folder,
@@ -29,7 +26,6 @@ def report_command(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write; replaced where it exists.")
     ] = Path("report.html"),
-    as_json: JsonOption = False,
 ) -> None:
     """Write a run as one page: where the time went, each rank over time with faults, saves and recoveries, and
     every attempt.
@@ -61,16 +57,10 @@ def report_command(
         fail(f"{log} cannot be read: {error.strerror or error}")
     if story is None:
         text = f"nothing has run in {path}: it has no events of an agent or of a guard"
-        empty = {"schema": JSON_SCHEMA, "run_dir": str(path), "page": None, "size_bytes": 0}
-        typer.echo(json.dumps({**empty, "attempts": 0, "torn_lines": 0}, indent=2) if as_json else printable(text))
+        typer.echo(printable(text))
         raise typer.Exit(EXIT_NOTHING)
     data = make_page(story).encode("utf-8", "backslashreplace")
     _write(output, data, story.sources)
-    if as_json:
-        document = {"schema": JSON_SCHEMA, "run_dir": str(path), "page": str(output), "size_bytes": len(data)}
-        document |= {"attempts": len(story.run.records), "torn_lines": story.torn}
-        typer.echo(json.dumps(document, indent=2))
-        return
     torn = f"; {story.torn} torn or foreign lines were left out" if story.torn else ""
     count = len(story.run.records)
     attempts = "1 attempt" if count == 1 else f"{count} attempts"

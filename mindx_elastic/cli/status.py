@@ -67,7 +67,7 @@ def top_command(
 ) -> None:
     """Show a job live: each rank's step and rate, and what would be lost now if all were killed, or the machine lost.
 
-    Waits for the job where it has not been started yet. Into a pipe or a file it prints one frame after the other.
+    Waits for the job where it has not been started yet. Into a pipe or a file it prints one frame.
 
     \b
     [bold]Exit code[/bold]
@@ -79,4 +79,4 @@ def top_command(
     mindx-elastic top
     mindx-elastic top /data/job7/mindx-run --interval 5
     """
-    raise typer.Exit(watch(path, interval))
+    watch(path, interval)

@@ -1,9 +1,8 @@
-"""``mindx-elastic top``: a job live in the terminal, or frame by frame into a pipe."""
+"""``mindx-elastic top``: a job live in the terminal."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict
@@ -29,12 +28,11 @@ __all__ = ["Look", "print_frame", "watch"]
 
 _TAIL_BYTES = 1 << 17
 _MOST_ALARMS = 3
-_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
-def watch(path: Path, interval_s: float) -> int:
-    """Show the newest agent's job in RUN_DIR until that agent has ended, or Ctrl-C; returns the exit code. Waits for
-    the first agent that runs there.
+def watch(path: Path, interval_s: float) -> None:
+    """Show the newest agent's job in RUN_DIR until that agent has ended, or Ctrl-C. Waits for the first agent that runs
+    there. Into a pipe or a file, and in a terminal that can do nothing, one frame.
 
     The terminal is as it was when this returns or is left by SIGTERM or SIGHUP. Main thread.
     """
@@ -42,17 +40,10 @@ def watch(path: Path, interval_s: float) -> int:
     console = make_console()
     try:
         first = _wait_for_agent(path, look, interval_s)
-        if not sys.stdout.isatty() or console.is_dumb_terminal:
-            _print_frames(console, look, first, interval_s)
-        else:
-            last = _show_live(console, look, first, interval_s)
-            print_frame(console, last, look.run)
+        is_live = sys.stdout.isatty() and not console.is_dumb_terminal
+        print_frame(console, _show_live(console, look, first, interval_s) if is_live else first, look.run)
     except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
-        return _BROKEN_PIPE
-    return 0
+        pass
 
 
 def _wait_for_agent(path: Path, look: Look, interval_s: float) -> dict[str, Any]:
@@ -137,26 +128,10 @@ def _is_over(report: dict[str, Any]) -> bool:
     return report["agent"]["running"] is False
 
 
-# --- into a pipe, a file, or a terminal that can do nothing ---
-
-
-def _print_frames(console: Console, look: Look, report: dict[str, Any], interval_s: float) -> None:
-    while True:
-        print_frame(console, report, look.run)
-        if _is_over(report):
-            return
-        print(flush=True)
-        time.sleep(interval_s)
-        report = look.take() or report
-
-
 def print_frame(console: Console, report: dict[str, Any], run: AgentRun, *, with_clock: bool = True) -> None:
     for line in draw_frame(report, run, width=console.width, height=None, with_clock=with_clock):
         console.print(line, soft_wrap=True)
     sys.stdout.flush()
-
-
-# --- live ---
 
 
 def _show_live(console: Console, look: Look, report: dict[str, Any], interval_s: float) -> dict[str, Any]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,14 +14,14 @@ from mindx_elastic.core.status_page import StatusPage, page_path
 from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
 from mindx_elastic.memory.folders import MAKER_FILE, job_folder, make_own_folder, make_user_folder, user_folder
 from tests.cli.conftest import Run
-from tests.cli.terminal import run_in_terminal
 from tests.harness import start_code
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
+    monkeypatch.setenv("MINDX_ARENA_DIR", str(folder))
     return folder
 
 
@@ -69,16 +68,11 @@ def start() -> Iterator[Callable[..., None]]:
         yield begin
 
 
-def clean(run: Run, base: Path, *words: str) -> dict[str, Any]:
-    result = run("clean", "--base", base, "--yes", "--json", *words)
+def clean(run: Run, *words: str) -> dict[str, Any]:
+    result = run("clean", "--json", *words)
     assert result.exit_code == 0, result.stderr
     document: dict[str, Any] = json.loads(result.stdout)
     return document
-
-
-def test_the_base_comes_from_the_environment(run: Run, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINDX_ARENA_DIR", str(base))
-    assert str(base) in run("clean", "--dry-run").stdout
 
 
 def test_the_folder_of_a_dead_proof_is_removed(run: Run, base: Path, dead_pid: int) -> None:
@@ -88,20 +82,20 @@ def test_the_folder_of_a_dead_proof_is_removed(run: Run, base: Path, dead_pid: i
     others = [living.with_name("prove-notes"), living.with_name(f"prove-{dead_pid}-00fe")]
     others[0].mkdir()
     others[1].symlink_to(dead)
-    actions = {entry["path"]: entry["action"] for entry in clean(run, base, "--dry-run")["proofs"]}
+    actions = {entry["path"]: entry["action"] for entry in clean(run)["proofs"]}
     assert actions == {str(dead): "would remove", str(living): "in use"} and dead.exists()
-    entries = {entry["path"]: (entry["action"], entry["why"]) for entry in clean(run, base)["proofs"]}
+    entries = {entry["path"]: (entry["action"], entry["why"]) for entry in clean(run, "--yes")["proofs"]}
     assert entries == {
         str(dead): ("removed", f"proof {dead_pid} is gone"),
         str(living): ("in use", f"proof {os.getpid()} runs"),
     }
     assert sorted(living.parent.iterdir()) == sorted([living, *others])
-    assert f"in use  {living}: proof {os.getpid()} runs" in run("clean", "--base", base, "--yes").stdout
+    assert f"in use  {living}: proof {os.getpid()} runs" in run("clean", "--yes").stdout
     identity = living / MAKER_FILE
     identity.write_text(json.dumps({**json.loads(identity.read_text()), "started": "1"}))
     make_user_folder(living)
     make_agent(living, os.getpid())
-    (entry,) = clean(run, base)["proofs"]
+    (entry,) = clean(run, "--yes")["proofs"]
     assert entry["why"] == f"proof {os.getpid()} is gone, its job is not: agent {os.getpid()} runs"
 
 
@@ -112,7 +106,7 @@ def test_the_folder_of_a_dead_proof_is_removed(run: Run, base: Path, dead_pid: i
 def test_what_the_agent_itself_has_written(run: Run, base: Path, changes: dict[str, object], action: str) -> None:
     folder = make_agent(base, os.getpid())
     (folder / "agent.json").write_text(json.dumps({**json.loads(own_identity()), **changes}))
-    (entry,) = clean(run, base)["agents"]
+    (entry,) = clean(run, "--yes")["agents"]
     assert entry["action"] == action
     assert ("another container" in entry["why"]) == ("space" in changes)
 
@@ -120,7 +114,7 @@ def test_what_the_agent_itself_has_written(run: Run, base: Path, changes: dict[s
 def test_a_worker_that_outlives_its_agent_keeps_the_folder(run: Run, base: Path, dead_pid: int) -> None:
     folder = make_agent(base, dead_pid)
     StatusPage(page_path(folder, 0)).close()
-    (entry,) = clean(run, base)["agents"]
+    (entry,) = clean(run, "--yes")["agents"]
     assert entry["action"] == "in use" and f"its worker {os.getpid()} still runs" in entry["why"]
 
 
@@ -128,7 +122,7 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(run: Run, base: Path
     directory = tmp_path / "ckpt"
     directory.mkdir()
     folder = make_arena(base, directory, [(16, 17), (17, 18)])
-    (entry,) = clean(run, base)["arenas"]
+    (entry,) = clean(run, "--yes")["arenas"]
     assert entry.pop("size_bytes") >= 4 * 8192 and 0 <= entry.pop("age_s") < 600
     assert entry == {
         "path": str(folder),
@@ -140,11 +134,11 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(run: Run, base: Path
         "ranks": [0, 1],
         "newest_step": 17,
     }
-    text = run("clean", "--base", base, "--yes").stdout
+    text = run("clean", "--yes").stdout
     assert f"kept  {folder}: snapshot of step 17 for {directory}, run run-a, 2 ranks, " in text
-    assert "start the job again with the same command" in text and "mindx-elastic clean --all" in text
+    assert "start the job again with the same command" in text and "mindx-elastic clean --all --yes" in text
     assert text.splitlines()[-1] == "0 B freed"
-    (entry,) = clean(run, base, "--all")["arenas"]
+    (entry,) = clean(run, "--all", "--yes")["arenas"]
     assert entry["action"] == "removed" and entry["newest_step"] == 17 and not user_folder(base).exists()
     assert directory.exists()
 
@@ -152,16 +146,16 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(run: Run, base: Path
 def test_an_arena_in_use_is_never_removed(run: Run, base: Path, tmp_path: Path, start: Callable[..., None]) -> None:
     folder = make_arena(base, tmp_path / "gone", [(3, 4), (3, 4)])
     start(HOLDER, base, tmp_path / "gone")
-    (entry,) = clean(run, base, "--all")["arenas"]
+    (entry,) = clean(run, "--all", "--yes")["arenas"]
     assert (entry["action"], entry["why"]) == ("in use", "a job runs") and (folder / "rank_0" / "commit").exists()
 
 
 def test_a_job_that_is_just_starting(run: Run, base: Path, tmp_path: Path) -> None:
     folder = job_folder(base, tmp_path)
     folder.mkdir(parents=True)
-    assert clean(run, base, "--all")["arenas"][0]["action"] == "in use"
+    assert clean(run, "--all", "--yes")["arenas"][0]["action"] == "in use"
     os.utime(folder, (0, 0))
-    assert clean(run, base, "--all")["arenas"][0]["action"] == "removed"
+    assert clean(run, "--all", "--yes")["arenas"][0]["action"] == "removed"
 
 
 def test_links_and_other_names_are_left_alone(run: Run, base: Path, tmp_path: Path, dead_pid: int) -> None:
@@ -174,18 +168,18 @@ def test_links_and_other_names_are_left_alone(run: Run, base: Path, tmp_path: Pa
     (user / f"agent-{dead_pid}-link").symlink_to(elsewhere)
     (user / "notes").mkdir()
     (user / ("b" * 16)).touch()
-    document = clean(run, base, "--all")
+    document = clean(run, "--all", "--yes")
     assert document["agents"] == document["arenas"] == [] and len(document["not_ours"]) == 4
     arena = make_arena(base, tmp_path, [(3, 4)])
     (arena / "rank_0" / "link").symlink_to(elsewhere)
     (arena / "rank_7").symlink_to(elsewhere)
-    assert clean(run, base, "--all")["arenas"][0]["action"] == "removed"
+    assert clean(run, "--all", "--yes")["arenas"][0]["action"] == "removed"
     assert (elsewhere / "precious").exists() and (user / "notes").exists()
 
 
 def test_a_user_folder_of_somebody_else(run: Run, base: Path, tmp_path: Path) -> None:
     user_folder(base).symlink_to(tmp_path)
-    assert clean(run, base, "--all")["not_ours"] == [str(user_folder(base))]
+    assert clean(run, "--all", "--yes")["not_ours"] == [str(user_folder(base))]
     assert list(base.iterdir()) == [user_folder(base)] and tmp_path.exists()
 
 
@@ -195,22 +189,14 @@ def test_what_cannot_be_removed_is_1(run: Run, base: Path, dead_pid: int, monkey
 
     folder = make_agent(base, dead_pid)
     monkeypatch.setattr("shutil.rmtree", refuse)
-    result = run("clean", "--base", base, "--yes")
+    result = run("clean", "--yes")
     assert result.exit_code == 1
     assert result.stdout.startswith(f"FAILED  {folder}: Permission denied: {folder}")
 
 
-def test_without_yes_nothing_is_removed_where_nobody_can_be_asked(run: Run, base: Path, dead_pid: int) -> None:
+def test_without_yes_it_is_only_listed(run: Run, base: Path, dead_pid: int) -> None:
     path = make_agent(base, dead_pid)
-    for words in ([], ["--json"]):
-        result = run("clean", "--base", base, *words)
-        assert (result.exit_code, result.stdout) == (2, "") and "--yes" in result.stderr
-    assert path.exists()
-
-
-@pytest.mark.parametrize(("answer", "is_left"), [("", True), ("y", False)])
-def test_a_person_is_asked(base: Path, dead_pid: int, answer: str, is_left: bool) -> None:
-    path = make_agent(base, dead_pid)
-    command = [sys.executable, "-m", "mindx_elastic", "clean", "--base", str(base)]
-    code, printed, _ = run_in_terminal(command, typed=f"{answer}\n")
-    assert code == 0 and "would remove" in printed and path.exists() is is_left
+    result = run("clean")
+    assert result.exit_code == 0 and f"would remove  {path}" in result.stdout and path.exists()
+    assert "would be freed by --yes" in result.stdout
+    assert "freed" in run("clean", "--yes").stdout and not path.exists()

@@ -223,6 +223,4 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
         assert result.exit_code == 2 and said in result.stderr
     assert log.read_bytes() == before and Path("/dev/null").is_char_device()
     assert run("report", tmp_path / "empty", "-o", page).exit_code == 3
-    result = run("report", tmp_path / "empty", "-o", page, "--json")
-    assert result.exit_code == 3 and json.loads(result.stdout)["page"] is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "empty", "r.html", "run"]
