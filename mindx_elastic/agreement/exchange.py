@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic.agreement.gather import START_TIMEOUT_S, Answer, Merge
 from mindx_elastic.agreement.stop_step import FINISHED, Decision, Offer, conclude
@@ -14,8 +13,7 @@ from mindx_elastic.alarm.alarm import StopRequest
 __all__ = ["Exchange", "PauseRequest"]
 
 
-@dataclass(frozen=True, slots=True)
-class PauseRequest:
+class PauseRequest(NamedTuple):
     """To pause, or to go on. The orders of a job are numbered, and each comes after the one before it: two ranks that
     pass on the same order write the same one, a second pause in a pause changes nothing, and a rank that has missed
     some orders needs only the newest."""

@@ -39,9 +39,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -105,8 +105,7 @@ class Merged:
     """Values that ranks may ask for later, by key."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The answer as one rank receives it."""
 
     common: Any
@@ -447,7 +446,7 @@ def hear_all(parts: Sequence[Part], answer: Answer) -> None:
     for part in parts:
         with making_sense(f"the answer to {part.name!r}"):
             own = None if answer.own is None else answer.own.get(part.name)
-            part.hear(replace(answer, common=answer.common[part.name], own=own))
+            part.hear(answer._replace(common=answer.common[part.name], own=own))
 
 
 class _Fails(Protocol):

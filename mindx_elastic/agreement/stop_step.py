@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from mindx_elastic.core.fields import Between, Words, read_text
 from mindx_elastic.core.printable import printable
@@ -48,8 +48,7 @@ _MOST_STEPS = 1 << 53  # what every JSON reader keeps exact
 _MOST_AHEAD = 10_000  # steps that another rank may be ahead; far more than can be run within a grace period
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """An offer made without an alarm: this rank has reached its last boundary, `step`, and is ready to finish."""
 
     step: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, NamedTuple
 
 from mindx_elastic.alarm.deadline import Deadline
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code, exit_code_from_peer
@@ -63,8 +63,7 @@ class StopRequest:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Alarm:
+class Alarm(NamedTuple):
     """Heard by one rank, sent to all. Immutable; passes between threads."""
 
     kind: str
@@ -124,7 +123,7 @@ class Alarms:
 
     def of_agent_signal(self, signum: int) -> Alarm:
         """The signal with which the agent stops its workers, in a process whose policies do not ask for signals."""
-        return replace(self.of_request(signal_name(signum), exit_code("signal", signum=signum)), signum=signum)
+        return self.of_request(signal_name(signum), exit_code("signal", signum=signum))._replace(signum=signum)
 
     def of_exception(self, error: BaseException) -> Alarm:
         reason = f"exception: {type(error).__name__}: {error}".rstrip(": ")[:_MAX_EXCEPTION]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Deadline", "reserve_s"]
 
@@ -11,8 +11,7 @@ __all__ = ["Deadline", "reserve_s"]
 _ASSUMED_BYTES_PER_S = 200e6
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(NamedTuple):
     """`at` is in seconds of `time.monotonic` (this process); `grace_s` is the whole period, in seconds."""
 
     at: float

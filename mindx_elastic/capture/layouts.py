@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,8 +41,7 @@ LayoutByHand = Callable[[str, tuple[int, ...]], "LaidOut | None"]
 """(place, shape of the rank's part) -> its layout, where the user has given one."""
 
 
-@dataclass(frozen=True)
-class ParallelSetup:
+class ParallelSetup(NamedTuple):
     """What a rank knows of the job besides its own tensors: its number, its replicas, layouts given by hand."""
 
     rank: int = 0
@@ -54,8 +53,7 @@ class ParallelSetup:
     by_hand: LayoutByHand = lambda place, shape: None
 
 
-@dataclass(frozen=True)
-class Blueprint:
+class Blueprint(NamedTuple):
     """The parts that a rank's state is put together from when tensors get new layouts, by component."""
 
     parameters: Mapping[str, Sequence[str]]

@@ -4,11 +4,10 @@ schedulers change them between two."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -61,8 +60,7 @@ def _is_spread(optimizer: torch.optim.Optimizer) -> bool:
     return any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__)
 
 
-@dataclass(frozen=True)
-class _HostState:
+class _HostState(NamedTuple):
     """What an optimizer's state was at one boundary, as far as the program changes it at once."""
 
     state: dict[Any, Any]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import eq
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ _STOCK = frozenset((torch.Tensor, torch.nn.Parameter))
 _PIECES = 4  # a sample has an element more, of a large parameter the first one and about the last
 
 
-@dataclass(frozen=True)
-class WeightSample:
+class WeightSample(NamedTuple):
     """A sample of one module, or of other tensors."""
 
     kinds: Sequence[tuple[torch.device, torch.dtype]]

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import xxhash
 
@@ -144,8 +144,7 @@ def _entry(content: dict[str, Any]) -> CertifiedResume | None:
 # --- what it says of a job ---
 
 
-@dataclass(frozen=True)
-class ResumeProof:
+class ResumeProof(NamedTuple):
     """What is known of resumes of a job."""
 
     exact: bool | None

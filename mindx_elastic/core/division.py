@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -24,8 +24,7 @@ MAX_PARTS = 1024
 _MAX_DIMS = 64
 
 
-@dataclass(frozen=True)
-class RowPiece:
+class RowPiece(NamedTuple):
     """Rows `start` to `stop` of a tensor."""
 
     part: int
@@ -33,8 +32,7 @@ class RowPiece:
     stop: int
 
 
-@dataclass(frozen=True)
-class Divided:
+class Divided(NamedTuple):
     """One tensor of a division."""
 
     dtype: str

@@ -18,12 +18,12 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mindx_elastic.core.printable import printable
 
@@ -32,16 +32,14 @@ __all__ = ["Between", "Text", "Words", "load_json", "read", "read_text", "read_v
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Between:
+class Between(NamedTuple):
     """The bounds of a number, both allowed. Without them a whole number is 0 to 2**63, and any other one finite."""
 
     low: float
     high: float
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """The bound of a text that is compared or used as a name, in characters; 2000 by default."""
 
     most: int
@@ -49,8 +47,7 @@ class Text:
     """The whole text matches it."""
 
 
-@dataclass(frozen=True)
-class Words:
+class Words(NamedTuple):
     """The bound of a text for a person: a longer one is cut, and what a terminal would obey is escaped."""
 
     most: int

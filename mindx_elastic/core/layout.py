@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic.errors import UsageError
 
@@ -47,8 +47,7 @@ MAX_RANKS = 1 << 18
 _MAX_NAME = 256
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """What one mesh dimension does to a tensor. Without a ``dim`` every rank along it holds the same."""
 
     dim: int | None = None

@@ -18,8 +18,9 @@ import os
 import pwd
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import UnsafeDirectoryError, UntrustedFileError, UsageError
@@ -30,8 +31,7 @@ _MOST_LINKS = 40
 _OVERFLOW_UID = 65534
 
 
-@dataclass(frozen=True)
-class Owners:
+class Owners(NamedTuple):
     """The users whose files count in one directory."""
 
     uids: frozenset[int]
@@ -155,7 +155,7 @@ class Trust:
         # We have made no file there. On the same file system our files have the same user id.
         alike = [owners for owners in self.roots.values() if owners.device == device and owners.seen_as is not None]
         seen_as = {owners.seen_as for owners in alike if owners.seen_as is not None}
-        return replace(found, uids=found.uids | seen_as, modes_count=all(owners.modes_count for owners in alike))
+        return found._replace(uids=found.uids | seen_as, modes_count=all(owners.modes_count for owners in alike))
 
 
 def check_place(path: Path) -> None:

@@ -17,10 +17,9 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic.errors import StrPath
 
@@ -124,8 +123,7 @@ def _own_folder_mode(path: StrPath) -> int | None:
 # --- processes ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessStat:
+class ProcessStat(NamedTuple):
     """The fields of ``/proc/PID/stat`` that are used here."""
 
     state: str

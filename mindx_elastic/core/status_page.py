@@ -10,10 +10,9 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from dataclasses import dataclass, fields
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic.core.posix import new_map, read_small
 
@@ -54,8 +53,7 @@ class WorkerPhase(IntEnum):
     """The guard was left: finished, stopped gracefully (`exit_code`), or failed."""
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(NamedTuple):
     """The content of one page at one moment."""
 
     pid: int = 0
@@ -130,7 +128,8 @@ class Status:
     """Where the rank saves its checkpoints."""
 
 
-_INDEX = {"magic": 0} | {name: n for n, name in enumerate((f.name for f in fields(Status) if f.type == "int"), start=1)}
+_NUMBERS = {name: value for name, value in Status._field_defaults.items() if isinstance(value, int)}
+_INDEX = {"magic": 0} | {name: number for number, name in enumerate(_NUMBERS, start=1)}
 
 
 def page_path(agent_dir: Path, rank: int) -> Path:
@@ -146,9 +145,8 @@ class StatusPage:
         agent) no process reads it."""
         self._map = mmap.mmap(-1, PAGE_BYTES) if path is None else new_map(path, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
-        for field in fields(Status):
-            if field.default == -1:
-                self._words[_INDEX[field.name]] = -1
+        for name, value in _NUMBERS.items():
+            self._words[_INDEX[name]] = value
         self._words[_INDEX["pid"]] = os.getpid()
         self._words[_INDEX["phase"]] = WorkerPhase.STARTING
         self._words[_INDEX["magic"]] = _MAGIC

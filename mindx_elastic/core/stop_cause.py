@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["StopCause", "add_last_act", "flush_output", "last_acts", "note_stop_cause", "noted_stop_cause"]
 
 
-@dataclass(frozen=True)
-class StopCause:
+class StopCause(NamedTuple):
     """The stop of a training."""
 
     kind: str

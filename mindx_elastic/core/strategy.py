@@ -81,8 +81,7 @@ class TensorSpec:
         return self.name, self.layout.ranks[0]
 
 
-@dataclass(frozen=True)
-class LayoutClass:
+class LayoutClass(NamedTuple):
     """All tensors with one layout."""
 
     layout: Layout

@@ -23,13 +23,12 @@ fewer than `per_step`, what was learned is wrong, and nothing counts as fetched 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Fetches", "LookAhead"]
 
 
-@dataclass(frozen=True, slots=True)
-class Fetches:
+class Fetches(NamedTuple):
     """What was asked of a loader up to some moment, since the process began to train."""
 
     handed: int = 0

@@ -25,7 +25,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -67,8 +67,7 @@ _SAMPLES = 256  # tensors that are compared
 _ROUND = "share"
 
 
-@dataclass(frozen=True)
-class SavingGroup:
+class SavingGroup(NamedTuple):
     """The ranks that divide a state among them."""
 
     ranks: tuple[int, ...] = ()

@@ -19,11 +19,10 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic.agreement.connect import connect_store, current_seal
 from mindx_elastic.agreement.sealed import Seal
@@ -53,8 +52,7 @@ _MOST_STEPS = 100_000  # between two looks at the clock
 _clocks = itertools.count()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveEvery:
+class SaveEvery(NamedTuple):
     """When to save; of the three one counts."""
 
     steps: int = 0

@@ -12,10 +12,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -301,8 +300,7 @@ def tell_of_block(ranks: RankInfo, *, is_layered: bool) -> None:
         tell_once(ranks, layered if is_layered else block)
 
 
-@dataclass(frozen=True)
-class _AheadOfRank:
+class _AheadOfRank(NamedTuple):
     """What a spare has made before it was told its rank."""
 
     objects: ObjectsBeforeCall

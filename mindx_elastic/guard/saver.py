@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -390,7 +389,7 @@ class Saver:
                 raise
             result = write()  # another rank has renamed a tree that looked finished to it
         moved = [finish(name) for name in dict.fromkeys((path, *also))]
-        result = replace(result, path=moved[0])
+        result = result._replace(path=moved[0])
         self.newest_step = max(self.newest_step, info.step)
         speed = result.nbytes / max(result.duration_s, 1e-6)
         self.bytes_per_s = speed if self.bytes_per_s is None else min(speed, self.bytes_per_s)

@@ -30,11 +30,10 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -71,8 +70,7 @@ class SlotState(IntEnum):
     """A finished checkpoint file."""
 
 
-@dataclass(frozen=True)
-class SlotRecord:
+class SlotRecord(NamedTuple):
     """What the commit file says about one slot."""
 
     state: SlotState = SlotState.EMPTY
@@ -250,7 +248,7 @@ class RankArena:
         for index in range(NUM_SLOTS):
             record = self.record(index)
             if record.state is not SlotState.EMPTY and (record.attempt, record.step) == (attempt, step):
-                self.set_record(index, replace(record, sequence=self.newest().sequence + 1))
+                self.set_record(index, record._replace(sequence=self.newest().sequence + 1))
 
     def oldest(self) -> int:
         """The slot to write next."""

@@ -20,9 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -189,7 +188,7 @@ class Snapshotter:
         collector = self._collector
         snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out)
         self._nbytes = snapshot.nbytes
-        self._laid_out = replace(snapshot, tensors={})  # keeps no tensor alive
+        self._laid_out = snapshot._replace(tensors={})  # keeps no tensor alive
         return snapshot
 
     def _copy(self) -> int | None:
@@ -348,8 +347,7 @@ class Snapshotter:
 _HASH_PIECE = 4 << 20
 
 
-@dataclass(frozen=True)
-class SnapshotLayout:
+class SnapshotLayout(NamedTuple):
     """What is to be copied, and where to."""
 
     info: CheckpointInfo
@@ -476,7 +474,7 @@ def seal_slot(arena: RankArena, index: int, *, go_on: Callable[[], bool] = lambd
         return False
     # Half a header makes the file unreadable, and the record still says that the bytes are all there.
     memory[: len(header)] = header
-    arena.set_record(index, replace(record, state=SlotState.SEALED))
+    arena.set_record(index, record._replace(state=SlotState.SEALED))
     return True
 
 

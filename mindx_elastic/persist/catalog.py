@@ -16,8 +16,8 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.core.owners import Owners, find_owners
@@ -58,8 +58,7 @@ _FILE_TYPES = {
 }
 
 
-@dataclass(frozen=True)
-class CatalogEntry:
+class CatalogEntry(NamedTuple):
     """One file (or one folder that could not be listed)."""
 
     path: Path

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -263,8 +263,7 @@ _LISTS: tuple[tuple[str, int, Callable[[object], bool], str], ...] = (
 """Fields that are lists: how long at most, what an item is, and that in words."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Which parts of a divided state a file holds."""
 
     division: Division
@@ -279,8 +278,7 @@ class Held:
         return f"{self.division.digest}/{self.sample}"
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Everything before the data section, checked against itself and against the file's size."""
 
     info: CheckpointInfo

@@ -15,10 +15,10 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,8 +49,7 @@ Flat = tuple[Tree, dict[str, torch.Tensor]]
 """A state as `flatten` gives it."""
 
 
-@dataclass(frozen=True)
-class SaveResult:
+class SaveResult(NamedTuple):
     """A save that is durable."""
 
     path: Path

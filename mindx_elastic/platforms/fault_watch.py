@@ -8,9 +8,8 @@ ConfigMap has changed: contents are compared, not file times.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.events import logger
@@ -24,8 +23,7 @@ __all__ = ["FaultEvent", "FaultWatch"]
 _MAX_PROBLEMS = 8  # in a line for a person
 
 
-@dataclass(frozen=True)
-class FaultEvent:
+class FaultEvent(NamedTuple):
     """The platform wants the job to stop."""
 
     kind: Literal["fault", "request"]

@@ -20,10 +20,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.events import logger
@@ -64,8 +63,7 @@ _MAX_PROBLEMS = 8  # in a line for a person
 _MAX_KEYS = 64
 
 
-@dataclass(frozen=True)
-class Faults:
+class Faults(NamedTuple):
     """What a platform says of faulty ranks."""
 
     ranks: frozenset[int] = frozenset()
@@ -139,7 +137,7 @@ def _parse_data(data: Mapping[str, str], world_size: int | None) -> Faults:
         except ValueError as error:
             raise ValueError(f"has a key {key} that {error}") from None
         problems, remarks = (tuple(f"has a key {key} that {e}" for e in said) for said in (part.problems, part.remarks))
-        faults = merge(faults, replace(part, problems=problems, remarks=remarks))
+        faults = merge(faults, part._replace(problems=problems, remarks=remarks))
     return faults
 
 
@@ -268,7 +266,7 @@ def read_faults(source: Path, *, world_size: int | None) -> Faults:
             raise ValueError("; ".join(faults.problems[:_MAX_PROBLEMS]))
         for remark in faults.remarks:
             logger.warning("the fault report %s %s; its ranks count all the same", source, remark)
-        return replace(faults, source=str(source))
+        return faults._replace(source=str(source))
 
 
 def _read_mount(folder: Path, keys: tuple[str, ...], world_size: int | None) -> Faults:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mindx_elastic.config import RankInfo, mpirun_grace_s
 from mindx_elastic.errors import UsageError
@@ -53,8 +53,7 @@ def current_ranks(env: RankInfo) -> RankInfo:
     return env
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Launcher:
+class _Launcher(NamedTuple):
     """Its variables of a process: the rank, the number of ranks, the rank on this machine."""
 
     rank: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.compare import Difference, DifferingPart, Reference, VariableNotRestored, is_digest
@@ -97,8 +97,7 @@ _USUAL = {
 """The usual cause and what to write, by the kind of the first difference, and where it is."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Explained:
+class Explained(NamedTuple):
     """A difference for a person."""
 
     what: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mindx_elastic.core.printable import printable
 from mindx_elastic.prove.records import ProcessRecord, Sample, WitnessedStep, split_kind
@@ -40,8 +41,7 @@ _ORDER = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DifferingPart:
+class DifferingPart(NamedTuple):
     """One kind of thing that differs at one place of a step."""
 
     where: str
@@ -115,8 +115,7 @@ def short_of(name: str) -> str:
     return name.partition('"')[2].rpartition('" (')[0] or name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """The first step of a process that differs."""
 
     life: ProcessRecord

@@ -20,9 +20,9 @@ import dis
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 __all__ = ["Loop", "carried", "loops_around", "rebound_in"]
 
@@ -34,8 +34,7 @@ _PUT_ASIDE = "LOAD_FAST_AND_CLEAR"
 """From 3.12 on a comprehension runs in the function's own code: what has its variable's name is put aside meanwhile."""
 
 
-@dataclass(frozen=True)
-class Loop:
+class Loop(NamedTuple):
     """A loop that stands in a code object."""
 
     body: frozenset[int]
@@ -48,8 +47,7 @@ class Loop:
     """What the ``for`` itself binds."""
 
 
-@dataclass(frozen=True)
-class _Code:
+class _Code(NamedTuple):
     """The graph of one code object. `after[n]`: the instructions that may come after the one with number n."""
 
     ops: list[dis.Instruction]

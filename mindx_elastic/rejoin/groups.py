@@ -13,10 +13,9 @@ import gc
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -45,8 +44,7 @@ _types = count(100)  # torch's own are below
 _timeouts: dict[str, timedelta] = {}
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """A process group that this rank is in."""
 
     handle: Any

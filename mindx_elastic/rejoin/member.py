@@ -11,9 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic.agreement.connect import open_connection
 from mindx_elastic.agreement.sealed import NotOursError
@@ -47,8 +46,7 @@ class UnfitSpareError(Exception):
     """This process was a spare, and another one must take the place; it has told the others nothing yet."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuardEntry:
+class GuardEntry(NamedTuple):
     """What a rank enters its guard again with."""
 
     generation: int

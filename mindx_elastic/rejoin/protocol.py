@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from mindx_elastic.core.fields import Words, read
 from mindx_elastic.core.rank_lists import rank_list
@@ -58,8 +58,7 @@ class Report:
         return read(cls, {**content, "rank": rank})
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecoveryVerdict:
+class RecoveryVerdict(NamedTuple):
     """What all ranks do next."""
 
     refusal: str = ""

@@ -7,8 +7,9 @@ parts of several files.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 from mindx_elastic.core.layout import Layout, overlap
 from mindx_elastic.core.moment import Moment
@@ -29,8 +30,7 @@ _NOT_SHARED = (
 )
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """The inputs of a plan that are the same for all steps."""
 
     world: World

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -63,8 +63,7 @@ class Transport(Protocol):
         """Copy a file of this rank from another rank; returns its path. Raises OSError or CheckpointError."""
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(NamedTuple):
     """The files that one process sees; their headers are not read yet."""
 
     directories: tuple[Path, ...]

@@ -9,9 +9,8 @@ restarted.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic.agreement.gather import Answer, Merged
 from mindx_elastic.capture.copying import copy_tree
@@ -28,8 +27,7 @@ from mindx_elastic.start.restore import FollowedPart, Resumed, records_of
 __all__ = ["Boundary", "InPlacePart"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Boundary:
+class Boundary(NamedTuple):
     """What all ranks have agreed to go on from."""
 
     generation: int
@@ -80,17 +78,17 @@ class InPlacePart(FollowedPart):
         is not there."""
         moment, donor, path = self._boundary.moment, self._boundary.donor, self._boundary.snapshot()
         if self._boundary.live is not None:
-            self.resumed = replace(self._resumed(self._boundary.live, path), is_live=True)
+            self.resumed = self._resumed(self._boundary.live, path)._replace(is_live=True)
             return
         checkpoint = self._read(path)
-        found = replace(self._resumed(checkpoint, path), donor=donor)
+        found = self._resumed(checkpoint, path)._replace(donor=donor)
         foreseen = checkpoint.info.coordinates.get("foreseen")  # of the donor, which has passed the boundary
         rings = own_rings((), self._arenas, self._ranks.rank)
         for ring in rings:
             own = own_states(ring, self._trust.of(ring)).get(moment)
             if own is not None and own.forecast and (foreseen == 0 or not (own.trusted or foreseen == 1)):
                 own = None
-            found = replace(found, own=own)
+            found = found._replace(own=own)
         self.resumed = records_of(found, rings, own_rings((), self._arenas, donor), self._trust)
 
     def _read(self, path: Path) -> Checkpoint:

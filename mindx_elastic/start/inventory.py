@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.printable import listed
@@ -49,8 +49,7 @@ class _File:
     """By holding rank, the place from which others can fetch it."""
 
 
-@dataclass(frozen=True)
-class _Damage:
+class _Damage(NamedTuple):
     """A file whose content turned out to be damaged."""
 
     path: str

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -188,8 +187,7 @@ def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
 # --- a rank that has no file of the step ---
 
 
-@dataclass(frozen=True)
-class RingStates:
+class RingStates(NamedTuple):
     """What the rings of both ranks have of one object. Lists: its states at the boundaries that both have kept before
     the step, the newest first."""
 
@@ -203,8 +201,7 @@ class RingStates:
     """The donor's forecast of the same has not come true."""
 
 
-@dataclass(frozen=True)
-class ChosenState:
+class ChosenState(NamedTuple):
     """The state to use, and what speaks against it; empty: nothing does. MISSING: as the program has built it."""
 
     value: Any

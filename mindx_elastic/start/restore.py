@@ -19,9 +19,9 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic import errors
 from mindx_elastic.agreement.exchange import Exchange
@@ -94,8 +94,7 @@ class Target:
     """The layouts of all ranks; only rank 0 learns it, when they meet."""
 
 
-@dataclass(frozen=True)
-class Resumed:
+class Resumed(NamedTuple):
     """The checkpoint that a rank resumes from."""
 
     path: Path
@@ -482,7 +481,7 @@ class PlanPart(FollowedPart):
             return
         with making_sense("the answer to 'plan'"):
             own_strategy = None if self._target is None else self._target.own
-            share = share_in(replace(answer, common=answer.common["plan"]), self._ranks.rank, own_strategy)
+            share = share_in(answer._replace(common=answer.common["plan"]), self._ranks.rank, own_strategy)
             lines = [str(line) for line in answer.common["lines"]]
         checkpoint, self._problems = self.reader.read(share, None if self._target is None else self._target.blueprint)
         self.resumed = None
@@ -502,7 +501,7 @@ class PlanPart(FollowedPart):
             places = self._places
             mine, theirs = (own_rings(places.directories, places.arenas, each) for each in (self._ranks.rank, donor))
             found = records_of(found, mine, theirs, places.trust)
-        self.resumed = replace(found, only_in_memory=in_memory, next_attempt=self.attempt)
+        self.resumed = found._replace(only_in_memory=in_memory, next_attempt=self.attempt)
 
 
 def records_of(found: Resumed, mine: Sequence[Path], theirs: Sequence[Path], trust: Trust) -> Resumed:
@@ -519,7 +518,7 @@ def records_of(found: Resumed, mine: Sequence[Path], theirs: Sequence[Path], tru
         records = [each for ring in rings for each in small_records(ring, trust.of(ring), confirmed=confirmed)]
         return [each for each in records if each.moment[0] == moment[0] and each.moment <= moment]
 
-    return replace(found, own_records=read(mine), donor_records=read(theirs))
+    return found._replace(own_records=read(mine), donor_records=read(theirs))
 
 
 def read_together(exchange: Exchange, plan: FollowedPart) -> Resumed | None:

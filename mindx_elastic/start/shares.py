@@ -8,8 +8,8 @@ rows of all files.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from mindx_elastic.agreement.gather import Answer, Merged
 from mindx_elastic.core.fields import read
@@ -26,8 +26,7 @@ _COMMON = ("moment", "epoch", "step_in_epoch", "resharded", "inexact", "unmanage
 """What a plan says to all ranks alike."""
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What one rank reads."""
 
     plan: ResumePlan

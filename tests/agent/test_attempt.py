@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +72,7 @@ class Workers:
                 del self.live[rank]
                 status = self.pages[rank]
                 if status is not None and code >= 0 and status.phase < WorkerPhase.LEFT:
-                    status = replace(status, phase=WorkerPhase.LEFT, exit_code=code)
+                    status = status._replace(phase=WorkerPhase.LEFT, exit_code=code)
                 sent = frozenset(self.sent[rank])
                 self.coming.remove((when, rank, code))
                 found.append(WorkerExit(rank=rank, pid=1, code=code, status=status, sent=sent))
@@ -192,7 +191,7 @@ class Replacing:
     def hear_end(self, end: WorkerExit) -> None:
         self.replaced.append(end.rank)
         self.workers.exits = [each for each in self.workers.exits if each.rank != end.rank]
-        self.workers.pages[end.rank] = replace(IN_TRAINING, pid=2, boundaries=0, entered_ns=clock.monotonic_ns())
+        self.workers.pages[end.rank] = IN_TRAINING._replace(pid=2, boundaries=0, entered_ns=clock.monotonic_ns())
         self.workers.live[end.rank] = self.workers.processes[end.rank]
 
     @property
@@ -219,7 +218,7 @@ def test_two_ranks_killed_for_one_hang_are_not_blamed_when_their_replacements_fi
     run: Callable[..., Ending],
 ) -> None:
     pages: dict[int, Status | None] = {0: IN_TRAINING, 1: IN_TRAINING}
-    pages[2] = replace(IN_TRAINING, boundaries=0, entered_ns=clock.monotonic_ns())
+    pages[2] = IN_TRAINING._replace(boundaries=0, entered_ns=clock.monotonic_ns())
     made: list[Replacing] = []
 
     def recovery(workers: Workers) -> Replacing:
@@ -325,7 +324,7 @@ def test_who_does_not_stop_is_urged_and_then_killed(run: Callable[..., Ending]) 
 
 def test_who_has_saved_may_take_a_moment_longer_to_exit(run: Callable[..., Ending], inbox: SignalInbox) -> None:
     def react(rank: int, signum: int) -> int | None:
-        workers.pages[rank] = replace(IN_TRAINING, phase=WorkerPhase.STOPPING, saved_step=3, saved_ns=1, exit_code=143)
+        workers.pages[rank] = IN_TRAINING._replace(phase=WorkerPhase.STOPPING, saved_step=3, saved_ns=1, exit_code=143)
         if rank == 0:
             workers.coming.append((clock.now + 1.5, rank, 143))
         return None
@@ -386,7 +385,7 @@ def test_a_node_that_waits_makes_everybody_meet_anew(run: Callable[..., Ending],
 def test_a_node_that_waits_while_a_rank_fails_takes_the_place_of_a_lost_one(
     run: Callable[..., Ending], inbox: SignalInbox, phase: WorkerPhase
 ) -> None:
-    page = replace(IN_TRAINING, phase=phase, reason="exception: RuntimeError: Connection closed by peer")
+    page = IN_TRAINING._replace(phase=phase, reason="exception: RuntimeError: Connection closed by peer")
     workers = Workers({0: page}, guard)
     workers.coming.append((clock.now + 5.0, 0, -6))
     ending = run(workers, membership=Nodes(inbox, waiting=1))
@@ -413,7 +412,7 @@ def test_a_lost_node(page: Status | None, run: Callable[..., Ending], inbox: Sig
 def past(*, finished: bool = True, **more: Any) -> Status:
     """A guard that was left a minute ago."""
     left_ns = clock.monotonic_ns() - 60 * 10**9
-    return replace(IN_TRAINING, phase=WorkerPhase.LEFT, left_ns=left_ns, finished=int(finished), **more)
+    return IN_TRAINING._replace(phase=WorkerPhase.LEFT, left_ns=left_ns, finished=int(finished), **more)
 
 
 class ExitBarriers:
@@ -449,7 +448,7 @@ def test_a_rank_that_fails_because_the_one_it_waited_for_was_ended(run: Callable
             workers.end(0, 1)
         return obey(rank, signum)
 
-    recent = replace(past(), left_ns=clock.monotonic_ns() + 3600 * 10**9)
+    recent = past()._replace(left_ns=clock.monotonic_ns() + 3600 * 10**9)
     workers = Workers({0: recent, 1: past()}, react)
     ending = run(workers, exit_timeout_s=30)
     assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)

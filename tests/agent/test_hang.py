@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +23,7 @@ class Job:
         self.watch = HangWatch(timeout_s)
         self.now = 1000.0
         page = Status(phase=WorkerPhase.TRAINING, entered_ns=ns(self.now))
-        self.pages = {rank: replace(page, pid=100 + rank) for rank in range(num_ranks)}
+        self.pages = {rank: page._replace(pid=100 + rank) for rank in range(num_ranks)}
 
     def change(self, rank: int, **fields: object) -> None:
         self.pages[rank] = Status(**{**vars(self.pages[rank]), **fields})

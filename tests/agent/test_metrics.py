@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,8 @@ def test_what_the_pages_say(server: MetricsServer) -> None:
     record = AttemptRecord(attempt=0, outcome="failed", steps_lost=3, detect_s=1.5, in_place=2)
     first = page(step=10, boundaries=10, boundary_ns=now - 10 * SECOND)
     server.metrics.look({0: first, 1: page(step=9, boundaries=9, boundary_ns=now)}, [record])
-    later = replace(first, step=14, boundaries=14, boundary_ns=now - 2 * SECOND, stall_ns=SECOND // 2)
-    later = replace(later, durable_step=12, durable_ns=now - 5 * SECOND, durable_bytes=4096, alarm_ns=now)
+    later = first._replace(step=14, boundaries=14, boundary_ns=now - 2 * SECOND, stall_ns=SECOND // 2)
+    later = later._replace(durable_step=12, durable_ns=now - 5 * SECOND, durable_bytes=4096, alarm_ns=now)
     server.metrics.look({0: later}, [record])
     found = read(server)
     assert found['mindx_step{rank="0"}'] == 14 and found['mindx_step{rank="1"}'] == 9
@@ -90,7 +89,7 @@ def test_the_step_on_disk_is_known_over_a_restart() -> None:
     begun = page(step=100, boundaries=100)
     for status, step in (
         (begun, -1),
-        (replace(begun, durable_step=90), 90),
+        (begun._replace(durable_step=90), 90),
         (page(pid=8, entered_ns=0), 90),
         (page(pid=8, resumed_step=100, resumed_path="/dev/shm/a/slot_0.safetensors"), 90),
         (page(pid=9, resumed_step=80, resumed_path="/dev/shm/a/slot_0.safetensors"), 80),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,7 +174,7 @@ def test_the_same_end_at_the_same_step_again_and_again_is_left_to_the_restart(no
     ],
 )
 def test_a_survivor_that_cannot_take_part(node: Node, change: dict[str, Any], words: str) -> None:
-    node.pages[0] = replace(node.pages[0], **change)
+    node.pages[0] = node.pages[0]._replace(**change)
     assert words in node.recovery.why_not([1])
 
 
@@ -210,14 +209,14 @@ def test_a_spare_that_cannot_be_this_rank_is_followed_by_another_process(node: N
 
 def finish(node: Node, step: int) -> None:
     """All ranks have passed a boundary."""
-    pages = {rank: replace(page, step=step, generation=1) for rank, page in node.pages.items()}
+    pages = {rank: page._replace(step=step, generation=1) for rank, page in node.pages.items()}
     assert node.recovery.look_at_first_step(pages)
 
 
 def test_what_a_recovery_was(node: Node) -> None:
     node.spares = 1
     began = time.time()
-    node.pages[2] = replace(node.pages[2], step=8)
+    node.pages[2] = node.pages[2]._replace(step=8)
     assert node.recovery.begin(node.end(1), KILLED)
     node.report(0)
     node.report(2, step=8)
@@ -264,7 +263,7 @@ def test_a_stuck_rank_had_failed_before_it_was_killed(node: Node) -> None:
 def test_the_next_death_comes_right_after_the_first_step(node: Node) -> None:
     """Before the agent has looked."""
     node.succeed(1, 1)
-    node.pages = {rank: replace(page, step=8, generation=1) for rank, page in node.pages.items()}
+    node.pages = {rank: page._replace(step=8, generation=1) for rank, page in node.pages.items()}
     assert node.recovery.begin(node.end(2), KILLED)
     assert "first_step" in node.told[0].stages
 

@@ -9,7 +9,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ def test_it_waits_for_a_job_that_is_not_started_yet(run: Run, run_dir: Path, mon
 
 
 def page(**fields: Any) -> Status:
-    return replace(Status(pid=7, phase=WorkerPhase.TRAINING, entered_ns=1), **fields)
+    return Status(pid=7, phase=WorkerPhase.TRAINING, entered_ns=1)._replace(**fields)
 
 
 def test_without_a_directory_nothing_is_claimed() -> None:
@@ -148,9 +147,9 @@ def test_rates_follow_the_steps() -> None:
     second = 1_000_000_000
     first = page(first_boundary_ns=now - 4 * second, boundary_ns=now, boundaries=21)
     assert rates.update({0: first}) == {0: pytest.approx(5)}
-    faster = replace(first, boundary_ns=now + second, boundaries=41)
+    faster = first._replace(boundary_ns=now + second, boundaries=41)
     assert rates.update({0: faster})[0] == pytest.approx(20), "since the look before"
-    stuck = replace(first, pid=8, boundary_ns=now - 100 * second, first_boundary_ns=now - 102 * second)
+    stuck = first._replace(pid=8, boundary_ns=now - 100 * second, first_boundary_ns=now - 102 * second)
     rates.update({0: stuck})
     assert rates.update({0: stuck})[0] == pytest.approx(0.01, rel=0.1), "a rank that waits has no rate of before"
     assert rates.update({0: page()}) == {}

@@ -174,7 +174,7 @@ class Worker:
 
     def _set(self, **fields: Any) -> None:
         if self.status is not None:
-            self.status = replace(self.status, **fields)
+            self.status = self.status._replace(**fields)
 
     def _now_ns(self) -> int:
         return int(self.job.world.now * 1e9)

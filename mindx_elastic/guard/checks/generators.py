@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ _MOST_NAMES = 3
 """More generators are told by the objects that have them."""
 
 
-@dataclass(frozen=True)
-class _Look:
+class _Look(NamedTuple):
     """At a generator's state."""
 
     state: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,8 +22,7 @@ def is_sharded_in_part(module: nn.Module) -> bool:
     return not all(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-@dataclass(frozen=True)
-class TensorsLook:
+class TensorsLook(NamedTuple):
     """Some tensors as they are now."""
 
     sample: WeightSample

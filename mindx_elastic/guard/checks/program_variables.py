@@ -16,12 +16,11 @@ import weakref
 from collections import ChainMap, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from pathlib import PurePath
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,8 +91,7 @@ _OUR_DATA = f"{_OURS}.data"
 _TO_LOADERS = (DataLoader, partial, types.MethodType)
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """An object and the name that the program has for it."""
 
     name: str
