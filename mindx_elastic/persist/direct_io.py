@@ -47,8 +47,9 @@ _MADV_HUGEPAGE = 14  # 8 page faults instead of 4096 before the first byte moves
 _MADV_WIPEONFORK = 18  # Linux 4.14; not in Python's mmap
 _libc = ctypes.CDLL(None, use_errno=True)
 # Measured, whatever the size of the tensors: a save's peak is 0.2 MiB and 1.6 to 1.9 KiB a tensor.
-_LEAST_ROOM_BYTES = 2 << 20
+_LEAST_ROOM_BYTES = 1 << 20
 _ROOM_BYTES_PER_TENSOR = 2560
+_BESIDE_BYTES = 1 << 20  # of a file, for what is not counted in its size: the header, buffers, all small state
 _TOUCH_S = 5.0  # it takes milliseconds; in a forked child, where the thread is missing, for ever
 
 
@@ -290,9 +291,9 @@ class Reserve:
     """What the last save of a dying process needs, reserved at the start. One per guard, for one save at a time. Any
     thread.
 
-    * the ring of blocks that a file is written through, with its pages: 4 MiB, and 16 MiB from a file of 12 MiB on
+    * the ring of blocks that a file is written through, with its pages: those of a small file, and at most 16 MiB
     * a thread for each block, that writes it
-    * room for what Python allocates during the save (the state's tree, the file's header): 2 MiB and 2.5 KiB a tensor,
+    * room for what Python allocates during the save (the state's tree, the file's header): 1 MiB and 2.5 KiB a tensor,
       returned to the system when the save begins
     """
 
@@ -310,7 +311,7 @@ class Reserve:
         if not self.writers:
             raise RuntimeError("no thread can be started")
         # In parallel with the start: the kernel takes 15 ms to allocate and clear the pages.
-        self._touched = self.writers[0].submit(partial(_touch, ring))
+        self._touched = self.writers[0].submit(partial(_touch, ring, nbytes + _BESIDE_BYTES))
         self._rooms: list[mmap.mmap] | None = []
         self.make_room(num_tensors)
         self._pin: PinnedMemory | None = None
@@ -332,7 +333,7 @@ class Reserve:
         # unmap what it has at that address by then.
         _advise(room, _MADV_WIPEONFORK)
         _advise(room, _MADV_HUGEPAGE)
-        self._touched = self.writers[0].submit(partial(_touch, room))
+        self._touched = self.writers[0].submit(partial(_touch, room, nbytes))
         rooms.append(room)
 
     def release(self) -> None:
@@ -363,8 +364,8 @@ class Reserve:
         self._blocks = None
 
 
-def _touch(memory: mmap.mmap) -> None:
-    """Have the kernel allocate the pages of new memory now."""
+def _touch(memory: mmap.mmap, nbytes: int) -> None:
+    """Have the kernel allocate the pages of the first `nbytes` of new memory now."""
     view = (ctypes.c_char * len(memory)).from_buffer(memory)
-    ctypes.memset(view, 0, len(memory))  # without the GIL
+    ctypes.memset(view, 0, min(nbytes, len(memory)))  # without the GIL
     del view  # or the memory could not be closed

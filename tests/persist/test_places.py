@@ -81,5 +81,5 @@ def test_trees_looked_through_together_have_the_same_places(trees: list[dict[str
 )
 def test_a_tree_that_says_nonsense_or_has_no_bottom_has_no_places(tmp_path: Path, tree: Any) -> None:
     header = header_of(tmp_path, {"t": torch.ones(1)})
-    object.__setattr__(header, "tree", {"here": tree})
+    header = header._replace(tree={"here": tree})
     assert tensor_places(header) == {}

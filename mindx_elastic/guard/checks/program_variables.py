@@ -62,6 +62,8 @@ _LIBRARIES = frozenset(
     """.split()  # noqa: SIM905
 )
 _CLOSED = _LIBRARIES | sys.stdlib_module_names | {_OURS, "builtins"}
+_closed_names: set[str] = set()
+"""Modules in these packages that were met: most of the two thousand are torch's, and each look would judge them all."""
 _HOLDERS = (types.SimpleNamespace,)  # of the standard library, that programs keep their objects in
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _OPTIMIZER_INTERNALS = frozenset(("state", "param_groups", "defaults"))
@@ -353,10 +355,11 @@ def is_library(module: str) -> bool:
 def _program_modules() -> list[types.ModuleType]:
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
-    # By the package first: most of the two thousand are torch's.
-    roots = {name.partition(".")[0] for name in list(sys.modules)} - _CLOSED
+    others = [name for name in list(sys.modules) if name not in _closed_names]
+    _closed_names.update(name for name in others if name.partition(".")[0] in _CLOSED)
+    roots = {name.partition(".")[0] for name in others} - _CLOSED  # by the package first: it has many modules
     own = {root for root in roots if not is_library(root)}
-    names = [name for name in list(sys.modules) if name.partition(".")[0] in own and not is_library(name)]
+    names = [name for name in others if name.partition(".")[0] in own and not is_library(name)]
     for module in map(sys.modules.get, names):
         if module is None or type(module) is not types.ModuleType or module is main:
             continue
