@@ -97,8 +97,14 @@ def _to_proto(world_size: int, items: _Items, others: Iterable[TensorSpec], stag
     """A ``ParallelStrategyMap`` of ``strategy.proto``, its fields in the order of their numbers."""
     nodes = [message((1, f"stage-{stage}"), (2, message((1, stage)))) for stage in stages]
     layouts = [message((1, name), (2, _layouts(fields, spec))) for name, fields, spec in items]
-    ours = [(1000, world_size), *((1001, _exact(spec)) for spec in others)]
-    return message((1, 1), *((2, node) for node in nodes), *((3, layout) for layout in layouts), *ours)
+    exact = [_exact(spec) for spec in others]
+    return message(
+        (1, 1),
+        *((2, node) for node in nodes),
+        *((3, layout) for layout in layouts),
+        (1000, world_size),
+        *((1001, each) for each in exact),
+    )
 
 
 def _layouts(fields: Fields, spec: TensorSpec) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +27,8 @@ class Job:
         page = Status(phase=WorkerPhase.TRAINING, entered_ns=ns(self.now))
         self.pages = {rank: page._replace(pid=100 + rank) for rank in range(num_ranks)}
 
-    def change(self, rank: int, **fields: object) -> None:
-        self.pages[rank] = Status(**{**vars(self.pages[rank]), **fields})
+    def change(self, rank: int, **fields: Any) -> None:
+        self.pages[rank] = self.pages[rank]._replace(**fields)
 
     def step(self, *ranks: int, at: float | None = None, count: int = 1) -> None:
         for rank in ranks or self.pages:

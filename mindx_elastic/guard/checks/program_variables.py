@@ -356,7 +356,7 @@ def _program_modules() -> list[types.ModuleType]:
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
     others = [name for name in list(sys.modules) if name not in _closed_names]
-    _closed_names.update(name for name in others if name.partition(".")[0] in _CLOSED)
+    _closed_names.update([name for name in others if name.partition(".")[0] in _CLOSED])
     roots = {name.partition(".")[0] for name in others} - _CLOSED  # by the package first: it has many modules
     own = {root for root in roots if not is_library(root)}
     names = [name for name in others if name.partition(".")[0] in own and not is_library(name)]
