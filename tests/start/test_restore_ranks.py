@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import random
 import threading
@@ -127,7 +126,7 @@ def test_copies_of_one_path_on_two_disks_are_both_verified(saved: Path, monkeypa
 
     def list_files(directories: Any, arenas: Any = None) -> Any:
         found = real_list(directories, arenas)
-        return dataclasses.replace(found, disk=f"{found.disk} of {node.name}")
+        return found._replace(disk=f"{found.disk} of {node.name}")
 
     def read(fd: int, header: Any, entry: Any, path: Path, wanted: Any) -> None:
         if entry.name == "model.w":
