@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ _FIELDS = (
 )
 """What follows the step in an entry."""
 _NONE = math.nan
-"""A rate or a loss that was not given, or cannot be read at once. One object: lists of it are equal."""
+"""A rate or a loss that was not given, or cannot be read at once."""
 
 _Entry = tuple[Any, ...]
 
@@ -71,11 +71,7 @@ class KeptSteps:
         self._equal: list[_Entry] = []
         """First and last entry that came out as before."""
         self._newest = seen.position.step
-        self._rng: Mapping[str, Any] = {}
-        self._parts: dict[str, tuple[Any, int]] = {}
         self._optimizers = self._collector.optimizers()
-        self._rates: list[float] = []
-        self._rates_digest = 0
         self._is_broken = False
         stack.callback(self._file.close)
         stack.callback(self._tell_equal)
@@ -100,17 +96,11 @@ class KeptSteps:
             logger.debug("steps are not kept for a comparison: %s: %s", type(error).__name__, error)
 
     def _note(self, position: Position, loss: object) -> _Entry:
-        if self._collector.rng is not self._rng:
-            self._rng = self._collector.rng
-            for name, state in self._rng.items():
-                if name in _STREAMS and (name not in self._parts or self._parts[name][0] is not state):
-                    self._parts[name] = state, stream_digest(state)
+        rng = self._collector.rng
         rates = [_number(group.get("lr")) for each in self._optimizers for group in each.param_groups]
-        if rates != self._rates:
-            self._rates, self._rates_digest = rates, xxhash.xxh3_64_intdigest(array("d", rates))
-        streams = [self._parts[name][1] if name in self._parts else 0 for name in _STREAMS]
-        first = rates[0] if rates else _NONE
-        return (*position[:3], *streams, self._rates_digest, first, _number(loss))
+        streams = [stream_digest(rng[name]) if name in rng else 0 for name in _STREAMS]
+        digest = xxhash.xxh3_64_intdigest(array("d", rates)) if rates else 0
+        return (*position[:3], *streams, digest, rates[0] if rates else _NONE, _number(loss))
 
     def _write(self, entry: _Entry) -> None:
         _ENTRY.pack_into(self._map, _HEAD.size + self._num % CAPACITY * _ENTRY.size, *entry)
