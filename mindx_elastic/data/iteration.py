@@ -29,8 +29,8 @@ class Iteration(Iterator[Any]):
     do not count.
 
     `progress(n)` is (samples consumed, no batch is left) after n batches of this iteration. `announce` runs once,
-    before the first batch is fetched. `workers` end with the iteration; `shared` says that persistent workers, which
-    outlive it, make the batches. Training thread only.
+    before the first batch is fetched; `check` runs before each one is asked for, and may raise. `workers` end with the
+    iteration; `shared` says that persistent workers, which outlive it, make the batches. Training thread only.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Iteration(Iterator[Any]):
         announce: Callable[[], None] | None,
         workers: WorkerSet | None,
         shared: bool,
+        check: Callable[[], None] | None,
     ) -> None:
         self._cursor = cursor
         self.loader: weakref.ref[Any] = weakref.ref(loader)
@@ -52,6 +53,7 @@ class Iteration(Iterator[Any]):
         self._announce = announce
         self._workers = workers
         self._shared = shared
+        self._check = check
         self._count = 0
         self._stopped = False
         self.outdated: Callable[[], None] | None = None
@@ -68,6 +70,8 @@ class Iteration(Iterator[Any]):
             raise StopIteration
         if self.outdated is not None:
             self.outdated()
+        if self._check is not None:
+            self._check()
         if self._shared and self._token != self._cursor.token:
             raise UsageError("a newer iterator of this loader uses its persistent workers; this one has ended")
         if self._announce is not None:
@@ -156,6 +160,7 @@ class Engine:
         loader: Any,
         progress: Progress,
         announce: Callable[[], None] | None,
+        check: Callable[[], None] | None = None,
     ) -> Iteration:
         batches, workers = opened
         shared = batches is self._torch_iterator
@@ -167,6 +172,7 @@ class Engine:
             announce=announce,
             workers=workers,
             shared=shared,
+            check=check,
         )
         if (older := self.live) is not None and self.at_overlap is not None:
             older.outdated = self.at_overlap

@@ -147,7 +147,13 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         except BaseException:
             cursor.abandon()
             raise
-        return self._engine.iterate(opened, loader=self, progress=partial(_progress, plan), announce=self._announce)
+        return self._engine.iterate(
+            opened,
+            loader=self,
+            progress=partial(_progress, plan),
+            announce=self._announce,
+            check=partial(self._sampler.check_size, plan),
+        )
 
     def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""

@@ -7,6 +7,7 @@ import inspect
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -137,7 +138,13 @@ class ReplayLoader(EngineLoader):
         except BaseException:
             cursor.abandon()
             raise
-        return self._engine.iterate(opened, loader=self, progress=lambda count: (0, False), announce=announce)
+        return self._engine.iterate(
+            opened,
+            loader=self,
+            progress=lambda count: (0, False),
+            announce=announce,
+            check=None if self._skipper is None else partial(self._skipper.check_size, self._skipper.batch_size),
+        )
 
     def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
@@ -429,6 +436,11 @@ class _SkippingSampler(Sampler[Any]):
         """Of torch's batch sampler, which takes it anew for each batch; others may change theirs by themselves."""
         return self.inner.batch_size if type(self.inner) is BatchSampler else 0
 
+    def check_size(self, begun: int) -> None:
+        """Raise UsageError where the program has set another batch size than `begun`, and the epoch is not over."""
+        if not self.cursor.is_at_end:
+            check_batch_size(begun, self.batch_size)
+
     def __len__(self) -> int:
         return len(self.inner)
 
@@ -454,7 +466,6 @@ class _Walk(Iterator[Any]):
         self._skip = sampler._skip
         self._prefix = sampler._prefix
         self._batch = 0  # batches so far
-        self._size = sampler.batch_size
 
     def skip_now(self) -> None:
         wanted, self._skip = self._skip, 0
@@ -467,7 +478,6 @@ class _Walk(Iterator[Any]):
             self._sampler.check_order(self.orders[-1] if len(self.orders) == wanted else None)
 
     def _take(self) -> Any:
-        check_batch_size(self._size, self._sampler.batch_size)
         with self._streams.used():
             item = next(self._items)
         if len(self.orders) == self._batch:

@@ -253,10 +253,17 @@ class ResumableBatchSampler(Sampler[Any]):
         """What the program may set between two epochs, and a position depends on. At each boundary."""
         if self.source is not None:
             self._take_over()
-        plan, cursor = self.newest_plan, self.cursor
+        plan, cursor, size = self.newest_plan, self.cursor, self.batch_size
         if plan is not None and self._token == cursor.token and cursor.live and not cursor.finished:
+            size = plan.batch_size  # of the rest of the epoch, see `check_size`
+        return {"batch_size": size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+
+    def check_size(self, plan: EpochPlan) -> None:
+        """Raise UsageError where the program has set another batch size than that of its iteration, which has `plan`
+        and is not over."""
+        self._take_over()
+        if not self.cursor.finished:
             check_batch_size(plan.batch_size, self.batch_size)
-        return {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def put(self, settings: Mapping[str, Any]) -> None:
         vars(self).update(settings)
@@ -276,8 +283,6 @@ class ResumableBatchSampler(Sampler[Any]):
         order = Permutation(size, mix(self.seed, epoch, _ORDER)) if self.shuffle else None
         prefix = mix(self.seed, epoch, _BATCH)
         for indices in chain.from_iterable(self._of_plan(plan, rank, order)):
-            self._take_over()
-            check_batch_size(plan.batch_size, self.batch_size)
             yield mix(prefix, indices[0]), indices
 
     def _of_plan(self, plan: EpochPlan, rank: int, order: Permutation | None) -> Iterator[list[list[int]]]:

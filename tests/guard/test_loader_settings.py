@@ -140,6 +140,8 @@ def test_and_is_kept(make: Make, stops: tuple[int, ...], tmp_path: Path) -> None
 def test_a_batch_size_that_is_set_in_mid_epoch_is_refused(make: Make, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="batch size of the loader was set from 4 to 6 in the middle of an epoch"):
         run(loop_with(in_mid_epoch), tmp_path, loader=make())
+    p, _ = run(loop_with(lambda *_: None), tmp_path, loader=make())
+    assert p.guard.resumed_from_step == 14 and len(p.log[-1]) == 4, "mended, it goes on"
 
 
 def test_a_sampler_that_cannot_give_the_epoch_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from mindx_elastic.capture.containers import put_back
 from mindx_elastic.capture.copying import copy_tree, same_tree
@@ -202,7 +202,9 @@ class DataSettings:
         loaded, self._loaded = self._loaded, None
         if self._goes_on:
             self._goes_on = False
-            self._put({key: value for key, value in _flat(loaded and loaded.get("now")).items() if key in self._begun})
+            now = {key: value for key, value in _flat(loaded and loaded.get("now")).items() if key in self._begun}
+            # The batch size is an epoch's: another one in its middle was refused.
+            self._put({key: each for key, each in now.items() if type(self.parts[key[0]]) is not BatchSampler})
 
     def _put(self, values: Mapping[_Key, Any]) -> None:
         for (path, name), value in values.items():
