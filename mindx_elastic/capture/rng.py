@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindx_elastic.core.looks import are_equal
+from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.core.mersenne import (
     NumpyState,
     PythonState,
@@ -134,7 +134,7 @@ def moved_streams(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
         moved.append("python")
     if not _equal_bytes(one["torch"], other["torch"]):
         moved.append("torch")
-    if not _equal_numpy(one["numpy"], other["numpy"]):
+    if not same_tree(one["numpy"], other["numpy"]):
         moved.append("numpy")
     if not all(map(torch.equal, one.get("cuda", ()), other.get("cuda", ()))):
         moved.append("cuda")
@@ -144,18 +144,6 @@ def moved_streams(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     # `torch.equal` takes three times as long for bytes.
     return one is other or (one.shape == other.shape and bool(one.numpy().tobytes() == other.numpy().tobytes()))
-
-
-def _equal_numpy(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, NumpyState):
-        return bool(one == other)
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict) and one.keys() == other.keys() and all(_equal_numpy(one[k], other[k]) for k in one)
-        )
-    return are_equal(one, other)
 
 
 def seed_rng(seed: int) -> None:
