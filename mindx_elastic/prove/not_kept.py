@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mindx_elastic.capture.adapters import Attributes
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
@@ -55,7 +56,9 @@ class NotKept:
         """Loaders, and those that adapters follow: where what draws from them stands is kept."""
         modules = [(n, c) for n, c in collector.components.items() if isinstance(c, ModuleComponent)]
         self._partly = {name: targets[name] for name, component in modules if not component.keeps_attributes}
-        """Modules whose own attributes are in no state."""
+        """Modules whose own attributes are in no state, but for those that `attributes` names."""
+        given = [each for each in targets.values() if isinstance(each, Attributes)]
+        self._given = {(id(each.target), name) for each in given for name in each.names}
         self.num_looks = 0
         self._collector = collector
         self._gradients: dict[str, tuple[ref[torch.Tensor], int]] = {}
@@ -99,7 +102,7 @@ class NotKept:
 
     def _look(self, frames: Sequence[FrameType]) -> dict[str, str]:
         found = self._variables(frames, self._ids)
-        return found | attributes_of_kept(self._partly, quick=True)
+        return found | attributes_of_kept(self._partly, quick=True, but=self._given)
 
     def _variables(self, frames: Sequence[FrameType], but: Collection[int]) -> dict[str, str]:
         frame = frames[0] if frames else None

@@ -98,18 +98,20 @@ def own_variables(
     return walk.run()
 
 
-def attributes_of_kept(targets: Mapping[str, Any], *, quick: bool = False) -> dict[str, str]:
+def attributes_of_kept(
+    targets: Mapping[str, Any], *, quick: bool = False, but: Collection[tuple[int, str]] = ()
+) -> dict[str, str]:
     """``"model.head.calls" (kept object)`` -> as `own_variables`: attributes of the named objects, of modules in them,
     and of parameters, which no state_dict need have. Private ones count too, unless the class is a library's: an
-    optimizer may keep its own count there."""
+    optimizer may keep its own count there. `but`: `id` of owners and names of their attributes, which are left out."""
     walk = _Walk(set(map(id, targets.values())), quick=quick)
     for name, target in targets.items():
         with suppress(Exception):  # a table that changes meanwhile
-            walk.waiting.extend(_attributes(name, target))
+            walk.waiting.extend(_attributes(name, target, but))
     return walk.run()
 
 
-def _attributes(name: str, target: Any) -> list[tuple[str, str, Any, int]]:
+def _attributes(name: str, target: Any, but: Collection[tuple[int, str]]) -> list[tuple[str, str, Any, int]]:
     owners: list[tuple[str, Any]] = [(name, target)]
     if type(target).__module__.startswith("mindx_elastic."):  # an adapter around an object of the program
         owners = [(name, held) for held in attributes_of(target).values() if kind_of(type(held)) == "instance"]
@@ -123,7 +125,9 @@ def _attributes(name: str, target: Any) -> list[tuple[str, str, Any, int]]:
         own = object.__getattribute__(owner, "__dict__") if has_table else attributes_of(owner)
         for key in sorted(own.keys() - _OF_TORCH):  # nearly all modules and parameters have nothing else
             value = own[key]
-            if key.startswith(_OF_TORCH_TOO) or (type(type(value)) is not type and not is_comparable(type(value))):
+            if key.startswith(_OF_TORCH_TOO) or (id(owner), key) in but:
+                continue
+            if type(type(value)) is not type and not is_comparable(type(value)):
                 continue
             is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
             is_inner = not has_table and kind_of(type(value)) in _INNER

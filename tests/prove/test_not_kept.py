@@ -90,9 +90,9 @@ def facts(caplog: pytest.LogCaptureFixture) -> list[str]:
 Loop = Callable[[mx.Guard, nn.Module, torch.optim.Optimizer, Any], None]
 
 
-def run(folder: Path, loop: Loop, num_samples: int = 0, **stateful: Any) -> None:
+def run(folder: Path, loop: Loop, num_samples: int = 0, model: nn.Module | None = None, **stateful: Any) -> None:
     torch.manual_seed(0)
-    model = Model()
+    model = model or Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(num_samples, 4), torch.randn(num_samples, 2))
     loader = DataLoader(data, batch_size=2, shuffle=True) if num_samples else None
@@ -155,6 +155,13 @@ def test_what_is_kept_or_bound_anew_is_not_named(loop: Loop, tmp_path: Path, cap
     caplog.set_level(logging.INFO, "mindx_elastic")
     run(tmp_path, loop, num_samples=20)
     assert facts(caplog) in ([], ["model.forwards"])
+
+
+def test_an_attribute_of_the_model_that_is_named_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    model = Model()
+    run(tmp_path, supervised, num_samples=20, model=model, counts=mx.attributes(model, "forwards"))
+    assert facts(caplog) == []
 
 
 @pytest.mark.parametrize("num_samples", [0, 30])
