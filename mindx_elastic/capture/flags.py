@@ -61,10 +61,12 @@ class Flags:
         self._lead_wrappers()
 
     def state(self) -> dict[str, Any]:
-        """The copied ones, by name: all of them, because a file may hold a part of the model."""
+        """The copied ones, by name: all of them, because a file may hold a part of the model. A frozen parameter that
+        an update outside of `torch.no_grad` has made part of a graph requires gradients, and as a leaf it could not be
+        updated so again: it is frozen still."""
         training = dict(zip(self._names, self.seen, strict=False))
         trainable = {id(t): flag for t, flag in zip(self._tensors, self.seen[len(self._modules) :], strict=True)}
-        named = {name: trainable[id(p)] for name, p in self._parameters.items()}
+        named = {name: trainable[id(p)] and p.is_leaf for name, p in self._parameters.items()}
         return {
             "training": [name for name, flag in training.items() if flag],
             "eval": [name for name, flag in training.items() if not flag],

@@ -10,6 +10,7 @@ in some steps of a process     between a boundary and the first update after it,
                                next boundary (`UpdateWindow`): the first steps, then two in fifty
 once something was found, or   elements are kept at every boundary
 where no optimizer is named
+at an epoch's end              elements are kept: code after it may exchange the weights for averaged ones
 wherever elements are kept     the reader compares first: a state that has changed is not a boundary, as with
                                changes that are counted. A peer may die before the first update has shown anything
 =============================  ========================================================================================
@@ -45,6 +46,12 @@ class HiddenChanges:
         self._boundaries = 0
         self.are_known = False
         """They were seen."""
+
+    def watch(self) -> Mapping[str, WeightSample]:
+        """Look at the boundary that was just copied as well. Returns the sample."""
+        if self.sample is None:
+            self.sample = self._samples.take()
+        return self.sample
 
     def at_boundary(self, step: int) -> bool:
         """Boundary `step` has just been copied. Returns whether such changes were found just now, in a step in which

@@ -339,7 +339,7 @@ class Guard(LayeredGuard):
         self._loops.tail.enter(
             self._collector,
             is_alone=self._ranks.world_size == 1,
-            is_clean=self._update_gate.is_clean,
+            hidden=self._boundaries.hidden,
             stop=partial(self._stop_between_steps, is_between=False),
             after=self._pass_tail,
             keep_again=self._keep_again,

@@ -23,6 +23,7 @@ MODES = ("error", "warn")
 _MOST_NOTES = 32
 _MOST_CHARACTERS = 400
 _MOST_NAMES = 12
+_SHOWN_LATER = "The next resume shows whether they matter"
 NOW_AND_THEN = "now and then: "
 """In `Unmanaged.not_kept`, in front of what does not change in each step."""
 
@@ -79,11 +80,12 @@ class Unmanaged:
         parts = [listed(in_steps, _MOST_NAMES), NOW_AND_THEN * bool(later) + listed(later, _MOST_NAMES)]
         self.not_kept = printable("; ".join(filter(None, parts)))[:_MOST_CHARACTERS]
 
-    def say_not_kept(self, names: Sequence[str], how: str) -> None:
-        """They are noted, in the first process of a run."""
+    def say_not_kept(self, names: Sequence[str], how: str, *, is_resumed: bool) -> None:
+        """They are noted, in the first process of a run that knows them."""
         if names:
-            told = "%s and are not kept: %s. The next resume shows whether they matter"
-            logger.info(told, how, printable(listed(names, _MOST_NAMES))[:_MOST_CHARACTERS])
+            found = printable(listed(names, _MOST_NAMES))[:_MOST_CHARACTERS]
+            effect = "This run was resumed without them and may differ" if is_resumed else _SHOWN_LATER
+            logger.info("%s and are not kept: %s. %s", how, found, effect)
 
     @property
     def refusal(self) -> UnmanagedStateError | None:

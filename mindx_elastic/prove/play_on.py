@@ -105,7 +105,7 @@ class Overlap:
             self._not_kept = NotKept(opening.targets, opening.collector)
             info = self._not_compared  # of a process that was too short to know
             is_new = opening.start.step is None or (info is not None and not info.not_kept)
-            self._says = stopper.ranks.rank == 0 and is_new
+            self._says, self._is_resumed = stopper.ranks.rank == 0 and is_new, info is not None
             boundaries.look_for_not_kept, boundaries.not_kept_at = self._look_for_not_kept, FIRST_LOOK
         self._rehearsal = Rehearsal(opening, stopper, trains=proof is None and trains)
         self._look_again()
@@ -134,7 +134,8 @@ class Overlap:
         if names:
             unmanaged.note_not_kept(found.in_steps, found.later)
         if self._says:
-            unmanaged.say_not_kept(names, "go on from step to step" if is_second else "have changed")
+            how = "go on from step to step" if is_second else "have changed"
+            unmanaged.say_not_kept(names, how, is_resumed=self._is_resumed)
         return names
 
     def _tell_not_compared(self, info: CheckpointInfo, what: str, counts: Sequence[str] = ()) -> None:

@@ -70,6 +70,16 @@ def test_a_boundary_can_be_taken_again() -> None:
     assert state["count"]["value"] == [2] and torch.equal(state["rng"]["torch"], torch.get_rng_state())
 
 
+def test_an_average_that_is_updated_with_gradients_can_be_updated_after_a_resume() -> None:
+    model, average = network(1), network(2).requires_grad_(False)
+    for held, trained in zip(average.parameters(), model.parameters(), strict=True):
+        held.lerp_(trained, 0.1)
+    saved = through_format(Collector({"model": model, "average": average}).state())
+    again = network(3).requires_grad_(False)
+    Collector({"model": network(4), "average": again}).load_flags(saved)
+    assert not any(p.requires_grad for p in again.parameters())
+
+
 def test_a_frozen_layer_that_has_kept_its_gradient() -> None:
     """With `zero_grad(set_to_none=False)` an optimizer goes on with it: by momentum and weight decay."""
 

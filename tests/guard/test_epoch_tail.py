@@ -365,3 +365,35 @@ def test_a_loop_that_was_left_early_goes_on_with_more_patience(tmp_path: Path) -
     asked, result = train(tmp_path / "job", 4)
     assert asked == [2, 3, 4]
     assert_same(result, train(tmp_path / "straight", 4)[1])
+
+
+def exchange(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    parameter.data = value
+
+
+def overwrite(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    parameter.data.copy_(value)
+
+
+@pytest.mark.parametrize("put", [exchange, overwrite])
+def test_averaged_weights_that_an_exception_leaves_in_the_model_are_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, put: Any
+) -> None:
+    """As in the evaluation of an EMA after each epoch. Put back, they are no change."""
+
+    def loop(p: Program) -> None:
+        for epoch in p.guard.epochs(EPOCHS):
+            for batch in p.loader:
+                p.train(batch)
+            own = {parameter: parameter.detach().clone() for parameter in p.network.parameters()}
+            for parameter in own:
+                put(parameter, torch.zeros_like(parameter))
+            if epoch == 2:
+                raise ValueError("in the evaluation")
+            for parameter, value in own.items():
+                put(parameter, value)
+
+    with pytest.raises(ValueError, match="in the evaluation"):
+        run(loop, tmp_path)
+    assert "6 parameters were changed since the boundary without torch's knowledge" in caplog.text
+    assert not [*tmp_path.glob("*.safetensors")]

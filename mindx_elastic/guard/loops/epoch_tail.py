@@ -30,6 +30,7 @@ from typing import Any
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.capture.hidden_changes import HiddenChanges
 from mindx_elastic.capture.loop_tail import CHANGES_WEIGHTS, FRONT, OVER, VALUES, without_end
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
@@ -60,17 +61,17 @@ class EpochTail:
         collector: Collector,
         *,
         is_alone: bool,
-        is_clean: Callable[[], bool],
+        hidden: HiddenChanges,
         stop: Callable[[], None],
         after: Callable[[], None],
         keep_again: Callable[[bool], None],
     ) -> None:
-        """`is_alone`: there are no other ranks. `is_clean`: as `UpdateGate.is_clean`. `stop`: stops the job at the last
+        """`is_alone`: there are no other ranks. `hidden`: watches the weights. `stop`: stops the job at the last
         boundary, after code that has fetched a batch. `after`: the tail has run, copy its boundary again. `keep_again`:
         the boundary was kept somewhere without what its tail reads; is told whether the end was foreseen, so that
         snapshots and saves wait for the tail."""
         self._collector, self._samples = collector, WeightSamples(collector)
-        self.is_alone, self._is_clean = is_alone, is_clean
+        self.is_alone, self._hidden = is_alone, hidden
         self._stop, self._after, self._keep_again = stop, after, keep_again
         self.is_pending = False
         self._weights_in_front: Mapping[str, WeightSample] = {}
@@ -114,8 +115,8 @@ class EpochTail:
     def _wait(self) -> None:
         if not self.is_pending:
             self.is_pending = True
-            if not self.is_alone:
-                self._weights_in_front = self._samples.take()
+            # The tail may exchange the weights for averaged ones, and no boundary has these.
+            self._weights_in_front = self._hidden.watch()
 
     def pass_step(self) -> None:
         """Another step has ended, or the tail, or another epoch begins."""
@@ -184,7 +185,7 @@ class EpochTail:
             loop[VALUES] = values
         if not self.is_alone and pass_boundary is None:
             sample, self._weights_in_front = self._weights_in_front, {}
-            changed = not self._is_clean() and bool(self._samples.changed_since(sample))
+            changed = bool(self._samples.changed_since(sample))
             loop[FRONT] = {**collector.copy_of_small(), CHANGES_WEIGHTS: changed}
         collector.loop = {**loop, OVER: {"epoch": epoch, "move_on": self._loaders.at_rest(), "left": is_left}}
         (pass_boundary or self._after)()
