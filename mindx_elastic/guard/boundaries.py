@@ -29,7 +29,7 @@ from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UnsupportedStateError
-from mindx_elastic.guard.checks.checks import FIRST_LOOKS
+from mindx_elastic.guard.checks.checks import FIRST_LOOKS, Checks
 from mindx_elastic.guard.checks.comm_hooks import CommHooks
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.unreduced_updates import UnreducedUpdates
@@ -56,10 +56,9 @@ class Boundaries:
         self,
         stack: ExitStack,
         opening: Opening,
-        *,
-        hear_not_kept: Callable[[Sequence[str]], None],
+        checks: Checks,
     ) -> None:
-        """`hear_not_kept`: is told the names of what goes on from step to step and is not kept."""
+        """`checks`: is told the names of what goes on from step to step and is not kept."""
         targets, ddp, world_size = opening.targets, opening.ddp, opening.saver.ranks.world_size
         collector, unmanaged = self._collector, self._unmanaged = opening.collector, opening.unmanaged
         self.has_passed = False
@@ -101,14 +100,14 @@ class Boundaries:
         by_hand = bool(opening.options.layouts) or opening.evaluates
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
         self._make_room = opening.saver.make_room
-        self._num_without_update = 0  # steps in front of the first boundary
+        self._num_without_update = 0  # steps since the last boundary
         self._weights: TensorsLook | None = None  # as the last but one of those that are waited for has left them
         self._num_functions = [(name, t, count) for name, t in targets.items() if (count := _num_functions_of(t))]
         self.look_for_not_kept: Callable[[], Sequence[str]] = lambda: ()
         """Called at boundary `not_kept_at`, which it moves on; gives the names that are new of what changes in the
         training and is not kept."""
         self.not_kept_at = math.inf
-        self._hear_not_kept = hear_not_kept
+        self._checks = checks
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._unreduced is not None:
@@ -124,9 +123,11 @@ class Boundaries:
         gate = self.gate
         return gate.state is _CLEAN and self._accumulates and gate.window_open()
 
-    def inside_first_window(self) -> None:
-        """A step has ended inside of an accumulation window, and none with a boundary yet. Without torch's knowledge
-        (``p.data -= ...``, C++) updates show nowhere: each step looks like a part of one window that never ends."""
+    def inside_window(self) -> None:
+        """A step has ended inside of an accumulation window. Without torch's knowledge (``p.data -= ...``, C++) updates
+        show nowhere: each step looks like a part of one window that never ends. So does one that an optimizer makes of
+        new parameters, which the guard was not given. Raises UnmanagedStateError."""
+        self._checks.inside_window()
         self._num_without_update += 1
         if self._num_without_update not in (_LONG_WINDOW - 1, _LONG_WINDOW):
             return
@@ -149,6 +150,7 @@ class Boundaries:
             self._unreduced.at_boundary()
         self.copy(position)
         number = self.number = self.number + 1
+        self._num_without_update = 0
         self.times.append(time.monotonic())
         self.is_look = number <= FIRST_LOOKS or not number & (number - 1)
         if self.is_look and self._hooks.watched:
@@ -164,7 +166,7 @@ class Boundaries:
     def tell_not_kept(self) -> None:
         """Look for what changes in the training and is not kept."""
         if names := self.look_for_not_kept():
-            self._hear_not_kept(names)
+            self._checks.hear_not_kept(names)
 
     def _pack_for_trial(self, *, refuses: bool) -> None:
         """Make all of a file but its bytes: what no checkpoint can hold is found here, and not at the stop. `refuses`:

@@ -295,7 +295,7 @@ class Guard(LayeredGuard):
 
     def _start_stages(self, stack: ExitStack, opening: Opening) -> None:
         """Start to watch updates and then to listen for alarms."""
-        boundaries = self._boundaries = Boundaries(stack, opening, hear_not_kept=self._checks.hear_not_kept)
+        boundaries = self._boundaries = Boundaries(stack, opening, self._checks)
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
         around, saver, peers, relay = opening.around, opening.saver, opening.start.peers, opening.relay
@@ -457,8 +457,8 @@ class Guard(LayeredGuard):
         self._finished_step = False
         # Without a call after an update.
         is_inside = self._update_gate.state is GateState.CLEAN and self._boundaries.is_inside_accumulation()
-        if is_inside and not self._boundaries.has_passed:
-            self._boundaries.inside_first_window()
+        if is_inside:
+            self._boundaries.inside_window()
         self._cut = self._known and not is_inside and loops.is_boundary()
         if self._cut:
             self._pass_boundary()

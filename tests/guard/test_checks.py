@@ -85,3 +85,23 @@ def test_a_look_waits_for_the_devices_first(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_line_to_write_is_python_for_a_part_of_a_sequential() -> None:
     assert Remedies({}).stateful_line(["model.0.gen"]) == 'Write Guard(stateful={"gen": model[0].gen}, ...)'
+
+
+def test_an_optimizer_of_new_parameters_is_refused_where_frozen_ones_keep_their_gradients(tmp_path: Path) -> None:
+    """As adapters that are trained in place of the model: each step looks like a part of one accumulation."""
+    model, adapter, x = nn.Linear(2, 1), nn.Linear(2, 1), torch.ones(3, 2)
+
+    def train() -> None:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mx.Guard(model=model, optimizer=optimizer, directory=tmp_path) as guard:
+            for step in guard.steps(8):
+                if step == 3:
+                    model.requires_grad_(False)
+                    optimizer = torch.optim.Adam(adapter.parameters())
+                optimizer.zero_grad()
+                (model(x) + adapter(x)).sum().backward()
+                optimizer.step()
+                guard.step_end()
+
+    with pytest.raises(UnmanagedStateError, match="steps and is not named"):
+        train()

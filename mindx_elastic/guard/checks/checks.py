@@ -141,6 +141,11 @@ class Checks:
             self._look_again(sys._getframe(1))
         self.has_news = bool(self._schedulers or self.refreshed.steps)
 
+    def inside_window(self) -> None:
+        """A step has ended, inside of an accumulation window. Raises UnmanagedStateError."""
+        if self._is_on and self._strangers.waiting:
+            self._check_strangers(sys._getframe(1))
+
     def hear_not_kept(self, names: Sequence[str]) -> None:
         """What goes on from step to step and is not kept: see `prove.not_kept`."""
         self._rebound.tell(names, sys._getframe(1))
