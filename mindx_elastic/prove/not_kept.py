@@ -1,19 +1,20 @@
 """Names what goes on from step to step and is in no checkpoint: facts of a run, without a verdict.
 
-Variables of the running functions count when the compiler's own dataflow says that the next iteration may read them
-(`loop_variables`). Containers, tensors and attributes of the program's objects, and attributes of named modules, count
-when they differ between the process's first and fifth boundary; so do gradients to which each step adds. Those that
-change later, as the best loss of an early stop does at an epoch's end, are found by later looks. Left out is what each
-iteration binds again, and what the guard keeps; what the states of other named objects leave out is shown by a
-comparison only. Whether any of it matters is shown by the next resume, which compares its first step (`overlap`).
+Variables of the running functions, and of generators over a loader, count when the compiler's own dataflow says that
+the next iteration may read them (`loop_variables`). Containers, tensors and attributes of the program's objects, and
+attributes of named modules, count when they differ between the process's first and fifth boundary; so do gradients to
+which each step adds. Those that change later, as the best loss of an early stop does at an epoch's end, are found by
+later looks. Left out is what each iteration binds again, and what the guard keeps; what the states of other named
+objects leave out is shown by a comparison only. Whether any of it matters is shown by the next resume, which compares
+its first step (`overlap`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import FrameType, GeneratorType
 from typing import Any
 from weakref import ref
 
@@ -26,10 +27,10 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
-from mindx_elastic.guard.checks.program_variables import kind_of, locals_of, program_frames, reachable
+from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, program_frames, reachable
 from mindx_elastic.prove.compare import root_of, short_of
 from mindx_elastic.prove.loop_variables import carried, loops_around
-from mindx_elastic.prove.variables import KEPT, attributes_of_kept, is_clock, own_variables
+from mindx_elastic.prove.variables import KEPT, attributes_of_kept, draws_from, is_clock, own_variables
 from mindx_elastic.prove.witness import kept_of
 
 __all__ = ["FIRST_LOOK", "SECOND_LOOK", "NotKept", "counts_from_the_start"]
@@ -132,19 +133,38 @@ class NotKept:
         return [f"gradients of {added[0]} and {len(added) - 1} more parameters (no optimizer clears them)"]
 
     def _carried(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
+        found = [name for each in frames for name in self._carried_by(each, carried(each), is_ahead)]
+        for each in self._generators_over_loaders(frames):
+            # A resumed run begins the generator again: what its outer loops count begins, too.
+            counts = {name for loop in loops_around(each)[:-1] for name in loop.targets}
+            names = self._carried_by(each, carried(each), is_ahead) + self._carried_by(each, counts, is_ahead)
+            found += [f"{name} of {each.f_code.co_name}()" for name in names]
+        return found
+
+    def _generators_over_loaders(self, frames: Sequence[FrameType]) -> Iterator[FrameType]:
+        """Where the program's generators stand that hand on the batches of a loader; the others are named themselves.
+        `frames` have them in variables."""
+        for frame in frames:
+            for value in locals_of(frame).values():
+                inner = value.gi_frame if type(value) is GeneratorType else None
+                if inner is None or is_library(str(inner.f_globals.get("__name__"))):
+                    continue
+                if draws_from(value, self._sources):
+                    yield inner
+
+    def _carried_by(self, frame: FrameType, names: Collection[str], is_ahead: bool) -> list[str]:
+        """Those of `names`, variables of `frame`, that have something for the next step."""
         found: list[str] = []
-        for each in frames:
-            names = carried(each)
-            variables = locals_of(each) if names else {}
-            for name in sorted(names):
-                if name not in variables or id(value := variables[name]) in self._ids:
-                    continue
-                if type(value) is float and is_clock(value):
-                    continue
-                is_data, is_value = isinstance(value, _DATA), isinstance(value, (*_VALUES, type(None)))
-                is_object = kind_of(type(value)) == "instance" and not hasattr(type(value), "__next__")
-                if is_value or is_object or (is_data and not is_ahead):
-                    found.append(name)
+        variables = locals_of(frame) if names else {}
+        for name in sorted(names):
+            if name not in variables or id(value := variables[name]) in self._ids:
+                continue
+            if type(value) is float and is_clock(value):
+                continue
+            is_data, is_value = isinstance(value, _DATA), isinstance(value, (*_VALUES, type(None)))
+            is_object = kind_of(type(value)) == "instance" and not hasattr(type(value), "__next__")
+            if is_value or is_object or (is_data and not is_ahead):
+                found.append(name)
         return found
 
     def _changed(self, frames: Sequence[FrameType], after: Mapping[str, str], is_ahead: bool) -> list[str]:

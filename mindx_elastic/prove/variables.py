@@ -34,7 +34,7 @@ from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.program_variables import is_library, kind_of, variables_of
 from mindx_elastic.prove.digests import digest
 
-__all__ = ["KEPT", "attributes_of_kept", "is_clock", "own_variables"]
+__all__ = ["KEPT", "attributes_of_kept", "draws_from", "is_clock", "own_variables"]
 
 KEPT = "kept object"
 """The place of what `attributes_of_kept` gives."""
@@ -203,7 +203,7 @@ class _Walk:
             return None
         if kind in _QUEUES:
             return "the length of ", str(len(value.queue))
-        if self._sources and _draws_from(value, self._sources):
+        if self._sources and draws_from(value, self._sources):
             return None
         return "the position of ", _position(value)
 
@@ -371,7 +371,7 @@ def _position(value: Any, depth: int = 0) -> str:
     return " ".join(parts)
 
 
-def _draws_from(iterator: Any, sources: Collection[int]) -> bool:
+def draws_from(iterator: Any, sources: Collection[int]) -> bool:
     """Whether one of these, or a loader of torch or ours, is among what the iterator holds."""
     waiting, seen = [iterator], set[int]()
     while waiting and len(seen) < _MOST_ITEMS:

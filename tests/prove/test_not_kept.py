@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
@@ -165,17 +166,18 @@ def test_an_attribute_of_the_model_that_is_named_is_kept(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("num_samples", [0, 30])
-def test_a_generator_goes_on_where_it_does_not_draw_from_a_loader(
+def test_a_generator_goes_on_and_of_one_over_a_loader_what_it_carries(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, num_samples: int
 ) -> None:
     caplog.set_level(logging.INFO)
 
     def batches(loader: Any) -> Any:
         number = 0
-        while True:
+        for epoch in itertools.count():
             if loader is not None:
-                yield from loader
-            number += 1
+                for x, y in loader:
+                    yield x * epoch, y
+            number = number + 1
             yield torch.full((2, 4), float(number)), torch.ones(2, 2)
 
     def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
@@ -184,7 +186,9 @@ def test_a_generator_goes_on_where_it_does_not_draw_from_a_loader(
             train(guard, model, optimizer, next(source))
 
     run(tmp_path, loop, num_samples)
-    assert facts(caplog) == ["model.forwards" if num_samples else "source, model.forwards"]
+    assert facts(caplog) == [
+        "number of batches(), epoch of batches(), model.forwards" if num_samples else "source, model.forwards"
+    ]
 
 
 @pytest.mark.parametrize("clears_all", [False, True])

@@ -13,7 +13,9 @@ from torch import nn
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import copy_tree, same_tree
+from mindx_elastic.capture.hidden_changes import HiddenChanges
 from mindx_elastic.capture.loop_tail import front_of
+from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.guard.loops.epoch_tail import EpochTail
@@ -47,7 +49,7 @@ class Rank:
         tail.enter(
             self.collector,
             is_alone=False,
-            is_clean=lambda: not changes_weights,
+            hidden=HiddenChanges(WeightSamples(self.collector), lambda: None),
             stop=lambda: None,
             after=lambda: self.collector.copy(END),
             keep_again=lambda is_foreseen: None,
