@@ -2,8 +2,9 @@
 compared with the stopped one.
 
 Numbers, texts, tensors, arrays, and the length of containers, by the name that the program has for them: local and
-global variables, attributes of the program's objects, functions and classes (`own_variables`), and those of what the
-guard keeps (`attributes_of_kept`). It runs no code of the program (see `checks.program_variables`), and it is bounded.
+global variables, those of generators, attributes of the program's objects, functions and classes (`own_variables`), and
+those of what the guard keeps (`attributes_of_kept`). It runs no code of the program (see `checks.program_variables`),
+and it is bounded.
 Of texts only a hash is noted, because one may be a password.
 """
 
@@ -33,6 +34,7 @@ from mindx_elastic.core.looks import attributes_of, is_comparable
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.program_variables import is_library, kind_of, variables_of
 from mindx_elastic.prove.digests import digest
+from mindx_elastic.prove.loop_variables import rebound_in
 
 __all__ = ["KEPT", "attributes_of_kept", "draws_from", "is_clock", "own_variables"]
 
@@ -176,6 +178,8 @@ class _Walk:
                 if treatment == "value":
                     if (shown := self._shown(value)) is not None:
                         found.setdefault(f'{shown[0]}"{name}" ({place})', shown[1])
+                    elif kind is GeneratorType and depth < _DEPTH and id(value) not in self._known:
+                        self._go_into_generator(place, value, depth)
                     continue
                 if treatment == "function" and self._positions:  # another one is bound to the name: that is wrapped
                     functions.setdefault(f'"{name}" ({place})', f"{value.__module__}.{value.__qualname__}")
@@ -221,6 +225,17 @@ class _Walk:
             return None
         self._left -= value.nbytes
         return digest(value)
+
+    def _go_into_generator(self, place: str, value: GeneratorType[Any, Any, Any], depth: int) -> None:
+        """What it has for its next item: a resumed run makes it again, from the beginning."""
+        frame = value.gi_frame
+        if frame is None or value.gi_running or is_library(str(frame.f_globals.get("__name__"))):
+            return
+        self._known.add(id(value))
+        again = rebound_in(frame)
+        for name, variable in frame.f_locals.items():
+            if name not in again:
+                self.waiting.append((f"{name} of {value.__name__}()", place, variable, depth + 1))
 
     def _go_into(self, kind: str, name: str, place: str, value: Any, depth: int) -> None:
         if kind in ("function", "class") and is_library(str(value.__module__)):

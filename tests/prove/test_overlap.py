@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -153,6 +154,35 @@ def test_a_count_that_is_not_kept_is_told(
     train(Quiet(tmp_path, seed=1))  # it had finished
     assert not lines(caplog, "is not compared"), caplog.text
     assert lines(caplog, "no step was left after step 15, and code that follows may differ by what is not kept: count")
+
+
+def test_what_a_generator_over_the_loader_counts_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It begins again in a resumed run, and nothing may show that before its next epoch."""
+    caplog.set_level(logging.INFO)
+
+    def batches(loader: Any) -> Any:
+        for epoch in itertools.count():
+            for x, y in loader:
+                yield x, y, epoch
+
+    def train(job: Job) -> None:
+        with job.guard as guard:
+            source = batches(job.loader)
+            for _ in guard.steps(15):
+                x, y, epoch = next(source)
+                (torch.nn.functional.cross_entropy(job.network(x), y) + epoch).backward()
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+                if guard.step + 1 == STOP and guard.resumed_from_step is None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    wait_until(lambda: guard.stopper.agreed_step == STOP, "the agreement")
+                guard.step_end()
+
+    with pytest.raises(SystemExit):
+        train(Quiet(tmp_path))
+    train(Quiet(tmp_path, seed=1))
+    told = "step 8 is equal to the one of the stopped process; not got back: epoch of batches() (1, now 0)"
+    assert lines(caplog, told), caplog.text
 
 
 def test_a_step_whose_forwards_are_in_a_transform_is_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
