@@ -28,6 +28,7 @@ from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, program_frames, reachable
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.prove.compare import root_of, short_of
 from mindx_elastic.prove.loop_variables import carried, loops_around
 from mindx_elastic.prove.variables import KEPT, attributes_of_kept, draws_from, is_clock, own_variables
@@ -58,8 +59,11 @@ class NotKept:
         modules = [(n, c) for n, c in collector.components.items() if isinstance(c, ModuleComponent)]
         self._partly = {name: targets[name] for name, component in modules if not component.keeps_attributes}
         """Modules whose own attributes are in no state, but for those that `attributes` names."""
-        given = [each for each in targets.values() if isinstance(each, Attributes)]
-        self._given = {(id(each.target), name) for each in given for name in each.names}
+        self._targets = targets
+        self._given: set[tuple[int, str]] = set()
+        """The `id` of objects and the names of their attributes that are kept."""
+        self._data: set[int] = set()
+        """The `id` of containers, tensors and arrays among these."""
         self.num_looks = 0
         self._collector = collector
         self._gradients: dict[str, tuple[ref[torch.Tensor], int]] = {}
@@ -102,12 +106,24 @@ class NotKept:
             return ()
 
     def _look(self, frames: Sequence[FrameType]) -> dict[str, str]:
+        given = list(self._kept_attributes())
+        self._given = {(id(owner), name) for owner, name in given}
+        values = [attributes_of(owner).get(name) for owner, name in given]
+        self._data = {id(value) for value in values if isinstance(value, _DATA)}
         found = self._variables(frames, self._ids)
         return found | attributes_of_kept(self._partly, quick=True, but=self._given)
 
+    def _kept_attributes(self) -> Iterator[tuple[object, str]]:
+        for each in self._targets.values():
+            if isinstance(each, Attributes):
+                yield from ((each.target, name) for name in each.names)
+            elif isinstance(each, FollowedLoader) and each.settings is not None:
+                yield from each.settings.kept()
+
     def _variables(self, frames: Sequence[FrameType], but: Collection[int]) -> dict[str, str]:
         frame = frames[0] if frames else None
-        return own_variables(frame, but, positions=True, quick=True, sources=self._sources)
+        kept = self._data.union(but)
+        return own_variables(frame, kept, positions=True, quick=True, sources=self._sources, but=self._given)
 
     def _uncleared(self) -> dict[str, tuple[ref[torch.Tensor], int]]:
         """The gradients of parameters that no optimizer of the job updates, and so clears, and their versions. Their
@@ -157,7 +173,7 @@ class NotKept:
         found: list[str] = []
         variables = locals_of(frame) if names else {}
         for name in sorted(names):
-            if name not in variables or id(value := variables[name]) in self._ids:
+            if name not in variables or id(value := variables[name]) in self._ids | self._data:
                 continue
             if type(value) is float and is_clock(value):
                 continue

@@ -84,13 +84,15 @@ def own_variables(
     without_epoch: Collection[int] = (),
     quick: bool = False,
     sources: Collection[int] = (),
+    but: Collection[tuple[int, str]] = (),
 ) -> dict[str, str]:
     """``"best_loss" (train.py)`` -> the value where it is short, else a digest; of a file that is read where it stands.
     `frame` and its callers have the local variables. `kept`: `id` of what the guard keeps, which is left out.
     `positions`: also where iterators stand, and how many items queues have. `without_epoch`: `id` of objects of which
     all but the ``epoch`` is noted. `quick`: of tensors and arrays only what changes with each assignment, for
-    comparisons within a process. `sources`: `id` of loaders: what draws from them is left out."""
-    walk = _Walk(kept, positions=positions, without_epoch=without_epoch, quick=quick, sources=sources)
+    comparisons within a process. `sources`: `id` of loaders: what draws from them is left out. `but`: `id` of objects
+    and names of their attributes, which are left out."""
+    walk = _Walk(kept, positions=positions, without_epoch=without_epoch, quick=quick, sources=sources, but=but)
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
             if isinstance(name, str):
@@ -105,7 +107,7 @@ def attributes_of_kept(
 ) -> dict[str, str]:
     """``"model.head.calls" (kept object)`` -> as `own_variables`: attributes of the named objects, of modules in them,
     and of parameters, which no state_dict need have. Private ones count too, unless the class is a library's: an
-    optimizer may keep its own count there. `but`: `id` of owners and names of their attributes, which are left out."""
+    optimizer may keep its own count there. `but`: see `own_variables`."""
     walk = _Walk(set(map(id, targets.values())), quick=quick)
     for name, target in targets.items():
         with suppress(Exception):  # a table that changes meanwhile
@@ -149,6 +151,7 @@ class _Walk:
         without_epoch: Collection[int] = (),
         quick: bool = False,
         sources: Collection[int] = (),
+        but: Collection[tuple[int, str]] = (),
     ) -> None:
         """See `own_variables`."""
         self.waiting: deque[tuple[str, str, Any, int]] = deque()
@@ -157,7 +160,7 @@ class _Walk:
         """The variables that were begun with; what functions share with them is not noted twice."""
         self._known = set(kept)
         self._positions, self._without_epoch, self._quick = positions, without_epoch, quick
-        self._sources = sources
+        self._sources, self._but = sources, but
         self._left = _MOST_BYTES_IN_ALL
 
     def run(self) -> dict[str, str]:
@@ -248,7 +251,8 @@ class _Walk:
                     if self.of_callers.get(variable) != id(cell.cell_contents):
                         self.waiting.append((variable, where, cell.cell_contents, depth + 1))
         for suffix, part in _parts(kind, value):
-            if suffix != ".epoch" or id(value) not in self._without_epoch:
+            is_kept = suffix == ".epoch" and id(value) in self._without_epoch
+            if not is_kept and (id(value), suffix[1:]) not in self._but:
                 self.waiting.append((f"{name}{suffix}", place, part, depth + 1))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import mindx_elastic as mx
 from mindx_elastic.errors import GracefulExit
@@ -156,6 +156,27 @@ def test_what_is_kept_or_bound_anew_is_not_named(loop: Loop, tmp_path: Path, cap
     caplog.set_level(logging.INFO, "mindx_elastic")
     run(tmp_path, loop, num_samples=20)
     assert facts(caplog) in ([], ["model.forwards"])
+
+
+class Levelled(TensorDataset):
+    level = 1
+
+
+def test_what_a_loader_keeps_of_its_data_and_samplers_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    model, weights = Model(), torch.ones(20, dtype=torch.double)
+    data = Levelled(torch.randn(20, 4), torch.randn(20, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data, batch_size=2, sampler=WeightedRandomSampler(weights, 20))  # type: ignore[arg-type]
+    with mx.Guard(model=model, optimizer=optimizer, loader=loader, directory=tmp_path) as guard:
+        for epoch in guard.epochs(3):
+            data.level = epoch
+            for batch in loader:
+                weights[0] += 1
+                train(guard, model, optimizer, batch)
+    assert "weights" not in caplog.text and "level" not in caplog.text
 
 
 def test_an_attribute_of_the_model_that_is_named_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

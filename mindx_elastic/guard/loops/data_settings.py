@@ -86,6 +86,10 @@ class DataSettings:
         self._loaded, self._tells = None, False
         self._put({key: value for key, value in self._start.items() if key not in self._made})
 
+    def kept(self) -> Iterator[tuple[object, str]]:
+        """Objects, and the names of their attributes that a checkpoint has once they are other than at the entry."""
+        return ((self.parts[path], name) for path, name in self._now if (path, name) not in self._made)
+
     # --- a boundary ---
 
     def state(self) -> dict[str, Any] | None:
