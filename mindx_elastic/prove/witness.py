@@ -176,13 +176,14 @@ class Witness:
 
 
 def kept_of(targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[int]]:
-    """The objects of a guard that are kept as a whole, and the `id` of these and of what adapters around them hold.
-    The data set of a loader is the program's."""
+    """The objects of a guard that are kept as a whole, and the `id` of these, of the modules inside of them and of what
+    adapters around them hold. The data set of a loader is the program's."""
     loaders = (DataLoader, FollowedLoader, PositionedLoader)
     kept = {n: t for n, t in targets.items() if not (_LOADER.fullmatch(n) or isinstance(t, loaders))}
     adapters = [target for target in kept.values() if type(target).__module__.startswith("mindx_elastic.")]
     held = (value for adapter in adapters for value in attributes_of(adapter).values())
-    return kept, {*map(id, kept.values()), *map(id, held)}
+    inside = (inner for target in kept.values() if isinstance(target, nn.Module) for inner in target.modules())
+    return kept, {*map(id, kept.values()), *map(id, held), *map(id, inside)}
 
 
 def _is_transformed() -> bool:

@@ -158,6 +158,30 @@ def test_what_is_kept_or_bound_anew_is_not_named(loop: Loop, tmp_path: Path, cap
     assert facts(caplog) in ([], ["model.forwards"])
 
 
+class Queue(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)
+        queue = self.get_buffer("queue").add_(output.detach().mean(0))
+        return output + queue.clone()
+
+
+def test_the_module_inside_of_a_wrapper_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    network = Queue()
+
+    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
+        for _step in guard.steps(7):
+            train(guard, model, optimizer, (torch.ones(2, 4), torch.ones(2, 2)))
+        assert network.get_buffer("queue").any()
+
+    run(tmp_path, loop, model=nn.Sequential(network))
+    assert facts(caplog) == []
+
+
 class Levelled(TensorDataset):
     level = 1
 
