@@ -11,6 +11,7 @@ its first step (`overlap`).
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -150,6 +151,9 @@ class NotKept:
 
     def _carried(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
         found = [name for each in frames for name in self._carried_by(each, carried(each), is_ahead)]
+        for each in frames:  # it keeps the batches of a loader's first epoch
+            cycles = [(n, value) for n, value in locals_of(each).items() if type(value) is itertools.cycle]
+            found += [name for name, value in cycles if draws_from(value, self._sources)]
         for each in self._generators_over_loaders(frames):
             # A resumed run begins the generator again: what its outer loops count begins, too.
             counts = {name for loop in loops_around(each)[:-1] for name in loop.targets}

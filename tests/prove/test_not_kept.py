@@ -236,6 +236,18 @@ def test_a_generator_goes_on_and_of_one_over_a_loader_what_it_carries(
     ]
 
 
+def test_batches_that_are_cycled_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        batches = itertools.cycle(loader)
+        for _ in guard.steps(7):
+            train(guard, model, optimizer, next(batches))
+
+    run(tmp_path, loop, 30)
+    assert facts(caplog) == ["batches, model.forwards"]
+
+
 @pytest.mark.parametrize("clears_all", [False, True])
 def test_gradients_that_no_optimizer_clears_go_on(
     clears_all: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
