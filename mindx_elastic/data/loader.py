@@ -67,6 +67,8 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
     the following epoch, *also after a break*, unless `set_epoch` names another. Until then the position stays where the
     break left it; ``load_state_dict(state_dict())`` makes the next iteration go on there.
 
+    ``batch_sampler.batch_size`` may be set between two epochs; in the middle of one the next batch is a UsageError.
+
     All methods belong to the training thread, except `shutdown`. Raises UsageError for arguments that cannot work.
     """
 
