@@ -123,7 +123,7 @@ def test_the_batch_size_acts_as_in_torch(tmp_path: Path) -> None:
 
 ALL = (with_workers, dropping, of_two_ranks, adopted, own_batches, resumable, replayed_with_workers)
 CASES = [
-    (replayed_with_workers, (15,)),
+    (replayed_with_workers, (12, 15)),
     (dropping, (15, 18)),
     (of_two_ranks, (15,)),
     *itertools.product(ALL, [(9, 12, 13, 14, 15, 16, 18)]),

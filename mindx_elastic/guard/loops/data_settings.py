@@ -200,15 +200,16 @@ class DataSettings:
         else:
             self._look()
 
-    def at_opened(self) -> None:
-        """Its workers are there, and its sampler has skipped what was used."""
+    def at_opened(self, *, is_at_end: bool = True) -> None:
+        """Its workers are there, and its sampler has skipped what was used. `is_at_end`: that was all of the epoch."""
         self.end_making()
         loaded, self._loaded = self._loaded, None
         if self._goes_on:
             self._goes_on = False
             now = {key: value for key, value in _flat(loaded and loaded.get("now")).items() if key in self._begun}
             # The batch size is an epoch's: another one in its middle was refused.
-            self._put({key: each for key, each in now.items() if type(self.parts[key[0]]) is not BatchSampler})
+            in_epoch = [key for key in now if is_at_end or type(self.parts[key[0]]) is not BatchSampler]
+            self._put({key: now[key] for key in in_epoch})
 
     def _put(self, values: Mapping[_Key, Any]) -> None:
         for (path, name), value in values.items():

@@ -219,9 +219,9 @@ class FollowedLoader(GivesCopies, GoesThroughData):
     def follow(self) -> None:
         cursor = self.engine.cursor
         self.track = cursor.track = Track(cursor.mark())
-        if self.settings is not None:
-            self.track.at_fetch, self.track.at_made = self.settings.begin_making, self.settings.end_making
-            self.track.at_opened = self.settings.at_opened
+        if (settings := self.settings) is not None:
+            self.track.at_fetch, self.track.at_made = settings.begin_making, settings.end_making
+            self.track.at_opened = lambda: settings.at_opened(is_at_end=cursor.is_at_end)
         cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
         self.track.at_begin = self._at_begin
 
