@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.policy import breakpoint_policy
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.mirror.wire import Incoming
+from mindx_elastic.mirror.wire import incoming
+from mindx_elastic.persist.direct_io import BlockWriter
 from mindx_elastic.persist.storage import prepare_owned_directory, quarantine
 from mindx_elastic.platforms.small_files import write_whole
 from mindx_elastic.platforms.tft_tree import settle_tft_file, tft_path
@@ -104,14 +104,13 @@ def test_a_planners_file_survives(disk: StrictDisk, tmp_path: Path) -> None:
 
 def test_a_copy_from_another_node_survives(disk: StrictDisk, tmp_path: Path) -> None:
     class Sender:
-        def receive_file(self, fd: int, size: int) -> None:
-            os.write(fd, source.read_bytes())
-            os.fsync(fd)
+        def receive_file(self, blocks: BlockWriter, size: int) -> None:
+            blocks.put(torch.frombuffer(bytearray(source.read_bytes()), dtype=torch.uint8))
 
     source = write(tmp_path / "source" / "x.safetensors")
     target = tmp_path / "a" / "rank_0" / "copy.safetensors"
-    with Incoming(target, source.stat().st_size) as incoming:
-        incoming.receive(Sender(), rank=0, world_size=1)  # type: ignore[arg-type]
+    with incoming(target, source.stat().st_size, rank=0, world_size=1) as receive:
+        receive(Sender())  # type: ignore[arg-type]
     disk.check(target)
 
 

@@ -27,11 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, ended_before, meaning
-from mindx_elastic.agent.exit_barrier import ExitBarrier
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck, is_between_steps
 from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.nodes import Membership
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
-from mindx_elastic.agent.rendezvous import Membership
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import WorkerExit, Workers, process_state, write_stacks
 from mindx_elastic.alarm.alarm import signal_name
@@ -46,6 +45,7 @@ __all__ = ["Attempt", "AttemptContext"]
 
 _LOOK_S = 0.5
 _LEAVE_TOO_S = 3.0  # how long a guarded rank may take to hear by itself that another one leaves
+_NEWS_S = 1.0  # in which a rank hears by itself of a failure for which another node waits already
 _STOPS_S = 0.2  # between two looks whether a rank that stops has ended
 _STUCK_S = 5.0  # how long a stuck rank may take to save by itself, which its watcher thread often can
 _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers hear of the stop
@@ -62,8 +62,6 @@ class AttemptContext:
     inbox: SignalInbox
     hang: HangWatch
     exits: ExitWatch
-    barrier: ExitBarrier | None
-    """None: there are no other nodes."""
     stop_files: StopFiles
     membership: Membership | None
     """None: there can be no other nodes."""
@@ -101,6 +99,7 @@ class Attempt:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
         self._lost_since: float | None = None
+        self._waiting_since: float | None = None
         self._woke_at = time.monotonic()
         self._cut_off: dict[int, str] = {}  # what became of ranks that were ended after their training, in words
         self._hurried: set[int] = set()  # ranks past their guards that are being ended
@@ -135,7 +134,7 @@ class Attempt:
             and self.stop is None
             and self._signum is None
             and membership
-            and membership.ask()
+            and membership.ask().waiting
         ):
             # Another node's agent was faster to stop everybody for the newcomer.
             return Ending(outcome="membership", code=ending.code, cause="nodes have come or come back")
@@ -353,8 +352,8 @@ class Attempt:
         told = f"stacks: {', '.join(map(str, files)) or 'none could be written'}"
         ranks = [each.rank for each in overdue]
         finished = [rank for rank in ranks if late[rank].finished]
-        if finished and self._context.barrier is not None:
-            self._context.barrier.tell(finished)
+        if finished and self._context.membership is not None:
+            self._context.membership.tell_cut_off(finished)
         for each in overdue:
             status, stopped = late[each.rank], _STOPPED if each.stopped else ""
             what = f"rank {each.rank} has not ended {each.seconds:.1f} s after its training{stopped}"
@@ -388,8 +387,8 @@ class Attempt:
         status = end.status
         if status is None or status.phase != WorkerPhase.LEFT or not status.finished:
             return False
-        barrier = self._context.barrier
-        ended = list(self._cut_off) or ([] if barrier is None else barrier.heard())
+        membership = self._context.membership
+        ended = list(self._cut_off) or ([] if membership is None else membership.ask().cut_off)
         if ended:
             why = f"rank {end.rank} ended after its training with {describe(end)}, because rank {ended[0]} was ended"
             logger.warning("%s; the job has finished, but what it did then may be incomplete", why)
@@ -407,17 +406,22 @@ class Attempt:
         statuses = self.workers.statuses().values()
         return any(status.phase >= WorkerPhase.STOPPING and not status.finished for status in statuses)
 
+    def _is_new(self, seconds: float) -> bool:
+        """Whether nodes have begun to wait less than so long ago."""
+        self._waiting_since = self._waiting_since or time.monotonic()
+        return time.monotonic() < self._waiting_since + seconds
+
     def _look_at_nodes(self, membership: Membership) -> None:
         membership.wakeup.drain()
         if self.stop is not None or self._signum is not None or self._deadline is not None or not self.workers.live:
             return
-        if (membership.num_waiting or membership.lost) and self._has_finished():
+        if (membership.news.waiting or membership.lost) and self._has_finished():
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
-        elif membership.num_waiting > 0 and self._stops_by_itself():
+        elif membership.news.waiting > 0 and (self._stops_by_itself() or self._is_new(_NEWS_S)):
             self._after(_STOPS_S, lambda: None)  # how it ends says more: a node may wait in the place of a lost one
-        elif membership.num_waiting > 0:
-            logger.warning("%d nodes want to join: all nodes stop and meet again", membership.num_waiting)
-            self._context.events.emit("membership", reason=f"nodes waiting: {membership.num_waiting}")
+        elif membership.news.waiting > 0:
+            logger.warning("%d nodes want to join: all nodes stop and meet again", membership.news.waiting)
+            self._context.events.emit("membership", reason=f"nodes waiting: {membership.news.waiting}")
             self._regroup("")
         elif not membership.lost:
             self._lost_since = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ _WAIT_S = 30.0
 """Its imports take as long as a fresh worker's, and have begun earlier. Longer: a file system hangs."""
 _FIRST_WAIT_S = 600.0
 """Of the first attempt's workers, where that was asked for: a fresh interpreter would import the same."""
+_LOOK_S = 0.1
 _MOST_ZYGOTES = 3
 """Who kills it more often has a reason."""
 _MOST_BYTES = 1 << 20
@@ -63,13 +64,15 @@ class ForkedStart:
         self._may_preload = True
         self._said = ""
 
-    def prepare(self, number: int) -> None:
+    def prepare(self, number: int, check: Callable[[], None]) -> None:
         """Before `start`: wait for imports that are still going on. Those of fresh workers would take longer. In the
-        first attempt only where that was asked for."""
+        first attempt only where that was asked for. `check`: called meanwhile; what it raises ends the wait."""
         if number == 0 and self._also_first:
             self._start_zygote()
         if self._zygote is not None:
-            self._zygote.wait(_WAIT_S if number else _FIRST_WAIT_S)
+            end = time.monotonic() + (_WAIT_S if number else _FIRST_WAIT_S)
+            while not self._zygote.wait(_LOOK_S) and not self._zygote.problem and time.monotonic() < end:
+                check()
 
     @contextmanager
     def start(self) -> Iterator[None]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,19 +32,12 @@ from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
 from mindx_elastic.memory.folders import job_folder, rank_folders, read_owner
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.memory.snapshots import adopt_slots
-from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.direct_io import BlockWriter
 from mindx_elastic.persist.directory_lock import hold_ranks
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import verify_file
-from mindx_elastic.persist.storage import (
-    check_free_space,
-    create_temp,
-    fsync_dir,
-    make_directory_durable,
-    prepare_owned_directory,
-    publish,
-)
-from mindx_elastic.persist.writer import keep_older
+from mindx_elastic.persist.storage import prepare_owned_directory
+from mindx_elastic.persist.writer import copied_file
 from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import list_files, scan
 from mindx_elastic.start.inventory import Inventory, SavedStep, until_sound
@@ -345,33 +337,14 @@ def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None) -
     try:
         memory = open_regular(source)
         try:
-            make_directory_durable(target.parent)
-            _copy(memory, target, info)
+            size = os.fstat(memory).st_size
+            with copied_file(target, size, lambda temp: info) as blocks:
+                _pour(memory, size, blocks)
         finally:
             os.close(memory)
     except OSError as error:
         problem = f"{target}: cannot be written from memory, where a start on this machine finds it: "
         raise SaveError(f"{problem}{error.strerror or error}", path=target) from error
-
-
-def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:
-    size = os.fstat(memory).st_size
-    fd, temp = create_temp(target)
-    try:
-        if not preallocate(fd, size):
-            check_free_space(target.parent, size)
-        with closing(BlockWriter(fd, 0)) as blocks:
-            _pour(memory, size, blocks)
-            blocks.finish()
-        os.ftruncate(fd, size)  # direct I/O writes whole blocks
-        os.fsync(fd)
-        if info is not None:
-            keep_older(target, info)
-        publish(temp, target)
-        fsync_dir(target.parent)
-    finally:
-        temp.unlink(missing_ok=True)
-        os.close(fd)
 
 
 def _pour(memory: int, size: int, blocks: BlockWriter) -> None:

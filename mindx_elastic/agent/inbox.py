@@ -1,21 +1,14 @@
 """The signals that the agent gets.
 
-Handlers only append the number to a list, and the main loop polls `fd`. While the main thread is inside torch (a
-rendezvous, a barrier), where it could wait for other nodes for many minutes, they raise torch's own `SignalException`.
-
-That does not help inside C++ (a read from a store whose machine is gone): Python runs no handler before the call
-returns. So a helper thread gives such a wait a few seconds after the signal and then ends the process; at these moments
-no worker of ours is alive.
+Handlers only append the number to a list, and the main loop polls `fd`. Where the main thread waits elsewhere (for
+other nodes, for a zygote) it looks again and again whether there is one (`check`).
 """
 
 from __future__ import annotations
 
-import os
-import select
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -25,7 +18,6 @@ from mindx_elastic.core.wakeup import Wakeup
 
 __all__ = ["SignalInbox", "parse_signals"]
 
-_PATIENCE_S = 3.0
 _OF_THE_TERMINAL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 """One of these that is ignored at the start stays ignored: ``nohup`` and ``command &`` in a script mean it. An
 ignored SIGTERM comes from a wrapper's own ``trap '' TERM`` and would leave the platform no way to stop the job; it is
@@ -49,23 +41,20 @@ def parse_signals(names: str) -> tuple[int, ...]:
 class SignalInbox:
     """Main thread only. Use as a context manager; handlers are restored at the end."""
 
-    def __init__(self, signals: Sequence[int], *, on_stuck: Callable[[int], None], last: bool = False) -> None:
-        """on_stuck: called in a helper thread when the main thread does not come back; must end the process.
-
-        Of `signals` those of the terminal that are ignored already stay ignored, see `ignored`.
+    def __init__(self, signals: Sequence[int], *, last: bool = False) -> None:
+        """Of `signals` those of the terminal that are ignored already stay ignored, see `ignored`.
 
         last: the process ends next. Signals are ignored from then on, for the exit code is settled and must not become
         that of a signal which comes while the interpreter shuts down.
         """
         self._last = last
-        self._signals, self._on_stuck = tuple(signals), on_stuck
+        self._signals = tuple(signals)
         self.heard: list[int] = []
         """All that came, in order."""
         self.ignored: tuple[int, ...] = ()
         """Those asked for that stay ignored, as they were when the process was started (``nohup``)."""
         self._previous: dict[int, object] = {}
         self._untouched: dict[int, object] = {}
-        self._raising = False
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -107,49 +96,11 @@ class SignalInbox:
         """Empty the pipe `fd`; what came is in `heard`."""
         self._wakeup.drain()
 
-    def stop_waiting(self) -> None:
-        """Any thread: a wait inside of `interrupting` ends as by a SIGTERM. Outside of one nothing happens."""
-        if self._raising:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Inside, a signal that comes (or has come) raises SignalException. For waits that torch makes."""
-        over, wake = os.pipe2(os.O_CLOEXEC)
-        done = threading.Event()
-        self._raising = True
-        thread = threading.Thread(target=self._watch, args=(over, done), name="mindx-patience", daemon=True)
-        try:
-            if self.heard:
-                self._raise(self.heard[0])
-            thread.start()
-            yield
-        finally:
-            self._raising = False
-            done.set()
-            os.close(wake)
-            if thread.ident is not None:
-                thread.join()
-            os.close(over)
+    def check(self) -> None:
+        """Raises SignalException where a signal has come. For waits that `fd` does not end."""
+        if self.heard:
+            number = signal.Signals(self.heard[0])
+            raise SignalException(f"the agent got {number.name}", sigval=number)
 
     def _mark(self, signum: int, frame: FrameType | None) -> None:
         self.heard.append(signum)
-        if self._raising:
-            self._raise(signum)
-
-    def _raise(self, signum: int) -> None:
-        self._raising = False
-        number = signal.Signals(signum)
-        raise SignalException(f"the agent got {number.name}", sigval=number)
-
-    def _watch(self, over: int, done: threading.Event) -> None:
-        poll = select.poll()
-        poll.register(over, select.POLLHUP)
-        poll.register(self.fd, select.POLLIN)
-        ready = [fd for fd, _ in poll.poll()]
-        if over in ready or done.wait(_PATIENCE_S):
-            return
-        with suppress(OSError):
-            signals = [number for number in os.read(self.fd, 512) if number in self._previous]
-            if signals:
-                self._on_stuck(signals[0])

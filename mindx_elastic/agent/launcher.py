@@ -8,42 +8,41 @@ import shlex
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.elastic import events as torch_events
 from torch.distributed.elastic import metrics
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
-from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from mindx_elastic.agent import child
+from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.last_lines import LastLines
 from mindx_elastic.agent.ledger import print_block, render
 from mindx_elastic.agent.metrics import MetricsServer
+from mindx_elastic.agent.nodes import Membership, NodeHost, host_table
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.places import NodePlaces
-from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous, say_goodbye, watch_meetings
+from mindx_elastic.agent.rendezvous import Rendezvous
 from mindx_elastic.agent.result import ResultFile, find_progress
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor
 from mindx_elastic.agent.zygote import WORKER_DEFAULTS
 from mindx_elastic.agreement.hosting import ask_again_soon
+from mindx_elastic.agreement.job_key import find_key
 from mindx_elastic.alarm.alarm import signal_name
-from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
+from mindx_elastic.alarm.exit_codes import exit_code_of_signal
+from mindx_elastic.cluster.messages import How
 from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
-from mindx_elastic.core.ready_thread import ReadyThread
-from mindx_elastic.core.stop_cause import flush_output
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.notices import NoticeWatch
@@ -58,50 +57,31 @@ _NEWER_FIELDS = (
     "virtual_local_rank",
 )
 """What some versions of torch from 2.6 on lack."""
-_IN_A_STORE = (
-    *("mindx-exit-barrier", "mindx-goodbye", "mindx-membership", "mindx-nodes", "mindx-reconnect"),
-    *("PeriodicTimer", "RendezvousKeepAliveTimer"),
-)
-"""Threads of the agent's and of torch's rendezvous that may wait in a store whose host is gone. One that comes out of
-torch's code while the interpreter ends aborts the process ("terminate called without an active exception")."""
 _EXIT_USAGE = 2
-_GOODBYE_S = 5.0
+_OTHERS_LEAVE_S, _OTHERS_STOP_S = 30.0, 3.0
+"""How long the table is served for the other nodes, when the job has finished or ended otherwise."""
 _LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
 
 
 def launch(arguments: Sequence[str], *, about: str = "") -> int:
     """Run the job that the command line describes; returns the agent's exit code. Main thread, once a process.
 
-    about: see `options.parse`. Raises UsageError for what cannot work, before anything is started. Ends the process
-    with that code where a thread is left in a store.
+    about: see `options.parse`. Raises UsageError for what cannot work, before anything is started.
     """
     with ResultFile() as result:
-        code = _launch(parse(arguments, on_run_dir=result.open, about=about), result)
-    if any(thread.name.startswith(_IN_A_STORE) for thread in threading.enumerate()):
-        logging.shutdown()
-        flush_output()
-        os._exit(code)
-    return code
+        return _launch(parse(arguments, on_run_dir=result.open, about=about), result)
 
 
 def _launch(plan: Launch, result: ResultFile) -> int:
     attach_console(RankFilter(process="mindx_elastic agent"), plan.options.log_level)
     plan = _with_possible_recovery(plan)
     options, config = plan.options, plan.config
-    # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     metrics_server = None if options.metrics is None else MetricsServer(*options.metrics, options.arena_base)
     signals = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     folder = AgentFolder(options.arena_base)
 
-    def give_up(signum: int) -> NoReturn:
-        folder.remove()
-        code = exit_code_of_signal(signum)
-        result.write_soon("stopped", code, f"{signal_name(signum)}; the agent was stuck in a wait for other nodes")
-        os._exit(code)
-
     try:
-        with SignalInbox(parse_signals(signals), on_stuck=give_up, last=True) as inbox:
+        with SignalInbox(parse_signals(signals), last=True) as inbox:
             _share_signals(inbox)
             return run_job(plan, folder, inbox, result, metrics_server)
     finally:
@@ -110,9 +90,10 @@ def _launch(plan: Launch, result: ResultFile) -> int:
         folder.remove()
 
 
-def _is_alone(config: LaunchConfig) -> bool:
-    """Whether the job has one node, and its own rendezvous."""
-    return config.max_nodes == 1 and config.rdzv_backend == "c10d" and config.rdzv_endpoint in ("", "localhost:0")
+def _is_alone(plan: Launch) -> bool:
+    """Whether the job has one node, and no other one may stand by at an endpoint. In place there is none."""
+    config = plan.config
+    return config.max_nodes == 1 and (plan.options.in_place or config.rdzv_endpoint in ("", "localhost:0"))
 
 
 def _with_possible_recovery(plan: Launch) -> Launch:
@@ -153,20 +134,21 @@ def run_job(
     _set_environment(plan, folder)
     events = EventLog(options.run_dir / EVENTS_FILE, run_id=config.run_id)
     _say_start(plan, folder, events)
-    handler = None
+    host: NodeHost | None = None
+    membership: Membership | None = None
     supervisor = None
     lines = LastLines(folder.path, options.run_dir, config.nproc_per_node)
     code, cause, early = 1, None, "failed"
     event_log = getattr(config, "event_log_handler", "null")  # torch 2.6 has no choice
-    notices = NoticeWatch(options.notices, on_notice=inbox.stop_waiting).start() if options.notices else None
+    notices = NoticeWatch(options.notices).start() if options.notices else None
     try:
         try:
-            with inbox.interrupting():
-                handler = _open_rendezvous(config, hosts=options.in_place)
+            if not _is_alone(plan):
+                host, membership = _join_nodes(plan)
         except ValueError as error:
             code, cause, early = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"
             raise UsageError(cause) from error
-        supervisor = _make_supervisor(plan, handler, folder, inbox, events, notices, lines)
+        supervisor = _make_supervisor(plan, membership, folder, inbox, events, notices, lines)
         if metrics_server is not None:
             supervisor.metrics = metrics_server.metrics
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
@@ -177,10 +159,6 @@ def run_job(
         code, cause, early = exit_code_of_signal(stop.sigval), signal_name(stop.sigval), "stopped"
         if supervisor is not None:
             torch_events.record(supervisor.get_event_failed(), event_log)
-    except RendezvousError as error:  # the node that hosts it may not be up yet
-        code = EXIT_TEMPORARY
-        cause = f"the rendezvous cannot be opened: {error.__cause__ or error}"
-        logger.error("%s", cause)
     except Exception as error:
         if supervisor is not None:
             supervisor.note_error(error)
@@ -191,7 +169,11 @@ def run_job(
         if notices is not None:
             notices.close()
         if supervisor is not None:
-            _conclude(supervisor, handler, inbox)
+            _conclude(supervisor)
+        if membership is not None:
+            _leave_nodes(membership, host, None if supervisor is None else supervisor.ending)
+        if supervisor is not None:
+            _say_end(supervisor)
             cause = supervisor.ending.cause or None
         _write_result(result, supervisor, early, code, cause)
         events.emit(
@@ -254,11 +236,9 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
         os.environ["MINDX_JOB_KEY_FILE"] = str(folder.make_key())
 
 
-def _open_rendezvous(config: LaunchConfig, *, hosts: bool) -> RendezvousHandler:
-    """`hosts`: the agent keeps the workers' store, for recoveries in place. No other node has to meet at an
-    endpoint."""
-    if _is_alone(config) or hosts:
-        return OneNodeRendezvous(config.run_id, config.local_addr, hosts=hosts)
+def _join_nodes(plan: Launch) -> tuple[NodeHost | None, Membership]:
+    """Raises ValueError for an endpoint that is none, and UsageError."""
+    config = plan.config
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -268,14 +248,24 @@ def _open_rendezvous(config: LaunchConfig, *, hosts: bool) -> RendezvousHandler:
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    handler = rendezvous_registry.get_rendezvous_handler(parameters)
-    watch_meetings(handler)
-    return FreshStoreRendezvous(handler) if handler.get_backend() == "static" else handler
+    # Not the key that a job of one node has made for itself: another node may stand by.
+    key = find_key(KeySettings(text=KeySettings.from_env().text, file=plan.options.job_key_file), 1)
+    membership = Membership(parameters, key, workers=config.nproc_per_node, role=config.role)
+    return host_table(parameters, key), membership
+
+
+def _leave_nodes(membership: Membership, host: NodeHost | None, ending: Ending | None) -> None:
+    """The others must not wait for this node; nor it for them, but as long as they still have to hear of the end."""
+    outcome, code, cause = ("stopped", 0, "") if ending is None else (ending.outcome, ending.code, ending.cause)
+    hows: dict[str, How] = {"finished": "done", "stopped": "left"}  # it has not begun: the others may go on waiting
+    membership.leave(hows.get(outcome, "failed"), code, cause)
+    if host is not None:
+        host.close(_OTHERS_LEAVE_S if outcome == "finished" else _OTHERS_STOP_S)
 
 
 def _make_supervisor(
     plan: Launch,
-    handler: RendezvousHandler,
+    membership: Membership | None,
     folder: AgentFolder,
     inbox: SignalInbox,
     events: EventLog,
@@ -288,6 +278,7 @@ def _make_supervisor(
         name: getattr(config, name) for name in _NEWER_FIELDS if name in known and hasattr(config, name)
     }
     shim = child.shim()
+    handler: Any = Rendezvous(config.run_id, hosts=plan.options.in_place)
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -321,7 +312,7 @@ def _make_supervisor(
         events=events,
         stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env(), notices),
         lines=lines,
-        num_nodes=config.max_nodes,
+        membership=membership,
         forks=forks,
         shrinking=_make_shrinking(plan, events),
         start_method=config.start_method,
@@ -341,8 +332,8 @@ def _make_shrinking(plan: Launch, events: EventLog) -> Shrinking | None:
     )
 
 
-def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: SignalInbox) -> None:
-    """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
+def _conclude(supervisor: Supervisor) -> None:
+    """What memory holds goes to disk."""
     ending, ledger = supervisor.ending, supervisor.ledger
     for arena in sorted(map(Path, supervisor.arenas)):
         from mindx_elastic.agent.holder import drop, flush  # see `supervisor`
@@ -354,16 +345,11 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
         ledger.note_flushed(flushed.step)
         for line in flushed.lines:
             logger.info("from memory to disk: %s", line)
-    if handler is not None and ending.outcome != "stopped" and not supervisor.has_lost_host:
-        # Closes the rendezvous for good: the other nodes must not wait for this one. After a stop it stays open, so
-        # that the job can be started again under the same id.
-        thread = ReadyThread("mindx-goodbye")
-        try:
-            with inbox.interrupting():
-                thread.call(lambda: say_goodbye(handler), _GOODBYE_S)
-        except (Exception, SignalException) as error:  # TimeoutError: its host stands still
-            logger.debug("the rendezvous could not be closed: %s", error)
-        thread.close(0.0)
+
+
+def _say_end(supervisor: Supervisor) -> None:
+    """The account is printed."""
+    ending, ledger = supervisor.ending, supervisor.ledger
     ledger.note_last_loss(ending)
     ledger.close(ending.outcome, exit_code=ending.code, directories=sorted(map(str, supervisor.directories)))
     if ledger.is_eventful:

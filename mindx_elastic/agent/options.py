@@ -328,6 +328,7 @@ def parse(
         of = f"torch refuses --nnodes {args.nnodes} --nproc-per-node {args.nproc_per_node}"  # 2.9 gives no words
         raise UsageError(str(error) or of) from error
     _check_number(args, config)
+    _check_backend(config)
     _check_shrinking(args, config)
     if shutil.which(str(command)) is None:
         raise UsageError(f"{command}: no such program (or it may not be executed)")
@@ -478,6 +479,14 @@ def _check_number(args: Namespace, config: LaunchConfig) -> None:
         raise UsageError(f"--nproc-per-node {args.nproc_per_node}: give at least 1")
 
 
+def _check_backend(config: LaunchConfig) -> None:
+    if config.rdzv_backend not in ("c10d", "static"):
+        raise UsageError(
+            f"--rdzv-backend {config.rdzv_backend}: the nodes meet at one of their agents; give --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT, HOST being one of the nodes"
+        )
+
+
 def _check_shrinking(args: Namespace, config: LaunchConfig) -> None:
     least = args.min_nproc
     if least is None:
@@ -497,8 +506,8 @@ def _check_shrinking(args: Namespace, config: LaunchConfig) -> None:
 def _simplify_rendezvous(args: Namespace) -> tuple[str, int] | None:
     """What torchrun's own `run` does before it reads the rest, and more of it.
 
-    A job of one node always gets a private rendezvous on a free port, so that each restart meets in a fresh store
-    (`FreshStoreRendezvous`); a MASTER_PORT that the user has fixed stays what the workers use.
+    A job of one node always gets a private rendezvous on a free port, so that each restart meets in a fresh store; a
+    MASTER_PORT that the user has fixed stays what the workers use.
     """
     master = None
     if args.standalone:

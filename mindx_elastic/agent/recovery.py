@@ -21,7 +21,6 @@ from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
 from mindx_elastic.rejoin.record import (
     FINISHED,
-    FRESH,
     IN_PLACE,
     RESTART,
     STOPPED,
@@ -31,11 +30,10 @@ from mindx_elastic.rejoin.record import (
 )
 from mindx_elastic.rejoin.spare import UNFIT
 
-__all__ = ["ERRORS", "LOOK_S", "NewProcess", "Recovery", "joining_command"]
+__all__ = ["ERRORS", "LOOK_S", "NewProcess", "Recovery"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
-_JOINER = "mindx_elastic.rejoin.joiner"
 _LONGEST = 300
 ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 """What a board, a note on it and the start of a process raise."""
@@ -209,7 +207,7 @@ class Recovery:
         if self.is_active:
             self._take_in()
         if self.is_active and self._now is not None and time.monotonic() > self._now.deadline:
-            self._machine.note_refusal(self._why_late(self._now))
+            self._machine.note_refusal(self._why_late())
         if self._machine.phase is Phase.FALLBACK and not self._has_given_up:
             self._give_up()
         return self._machine.phase
@@ -235,14 +233,12 @@ class Recovery:
         except ERRORS as error:
             machine.note_refusal(f"{type(error).__name__}: {error}")
 
-    def _why_late(self, now: _Generation) -> str:
+    def _why_late(self) -> str:
         """What has not come when the time is over."""
         machine = self._machine
         missing = listed([f"rank {rank}" for rank in machine.missing], 5)
         what = {Phase.CUT: "come out of the training", Phase.AGREED: "come back"}[machine.phase]
-        slow = [who.rank for who in now.stood_in.values() if who.by == FRESH and who.rank in machine.missing]
-        more = "; its process was a fresh interpreter, and a busy machine needs more time for that" if slow else ""
-        return f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout){more}"
+        return f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout)"
 
     def look_at_first_step(self, statuses: Mapping[int, Status]) -> bool:
         """After a success: whether all ranks have passed a boundary, or have ended; says so once."""
@@ -362,14 +358,3 @@ class Recovery:
         what_then = "; the job stops" if stops else "" if self._has_finished else "; the job is restarted"
         logger.warning("no recovery in place: %s%s", self._machine.reason, what_then)
         self._tell_of_failure(FINISHED if self._has_finished else RESTART)
-
-
-def joining_command(command: Sequence[str], executable: str) -> tuple[str, ...] | None:
-    """The command of a new process in the place of a dead one, from that of the workers; None: it does not run a Python
-    program in this interpreter."""
-    if not command or command[0] != executable:
-        return None
-    for index, word in enumerate(command[1:], 1):
-        if word == "-m" or not word.startswith("-"):
-            return (*command[:index], "-m", _JOINER, *command[index:])
-    return None

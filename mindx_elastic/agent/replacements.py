@@ -1,4 +1,4 @@
-"""Starts the new process of a dead rank: a warm spare, a fork of the zygote, or a fresh interpreter.
+"""Starts the new process of a dead rank: a warm spare, or a fork of the zygote.
 
 It gets what torch has given the dead one: environment, log files, error file. Main thread only.
 """
@@ -6,21 +6,18 @@ It gets what torch has given the dead one: environment, log files, error file. M
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.forked_start import ForkedStart
-from mindx_elastic.agent.recovery import NewProcess, joining_command
+from mindx_elastic.agent.recovery import NewProcess
 from mindx_elastic.agent.zygote import ForkedWorker, ZygoteError
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import Status
-from mindx_elastic.rejoin.record import FORKED, FRESH, SPARE
+from mindx_elastic.rejoin.record import FORKED, SPARE
 from mindx_elastic.rejoin.spare import PIPE_VARIABLE, WAITS, environment_of_spare, promotion
 
 __all__ = ["Replacements"]
@@ -46,23 +43,20 @@ class Replacements:
         self._forks, self._context, self._local = forks, context, dict(local_ranks)
         self._spares: _Spares | None = None
         if num_spares:
-            self._spares = _Spares(
-                num_spares, folder, self._fork_spare, environment_of_spare(os.environ, context.envs[0])
-            )
+            env = environment_of_spare(os.environ, context.envs[0])
+            self._spares = _Spares(num_spares, folder, self._fork, env)
 
     def start(self, rank: int, generation: int) -> NewProcess:
         """The new process of `rank` in the recovery `generation`. Raises OSError, RuntimeError."""
         context, local = self._context, self._local[rank]
-        arguments = [str(each) for each in context.args[local]]
-        whole = [str(context.entrypoint), *arguments]
         own = {**context.envs[local], "MINDX_REJOIN": str(generation)}
         outputs = (context.stdouts[local] or "", context.stderrs[local] or "")
         found: Any = None if self._spares is None else self._spares.take(own, *outputs)
         by = SPARE
         if found is None:
-            by, found = FORKED, self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=_JOINER)
+            by, found = FORKED, self._fork({**os.environ, **own}, *outputs, local=local, hook=_JOINER)
         if found is None:
-            by, found = FRESH, self._start_fresh(whole, {**os.environ, **own}, outputs)
+            raise RuntimeError("its new process cannot be forked (MINDX_ZYGOTE=0, or the log says why)")
         context.subprocess_handlers[local].proc = found
         return NewProcess(found, by)
 
@@ -78,21 +72,11 @@ class Replacements:
         if self._spares is not None:
             self._spares.close()
 
-    def _fork_spare(self, env: Mapping[str, str]) -> ForkedWorker | None:
-        arguments = [str(each) for each in self._context.args[0]]
-        return self._forks.fork([str(self._context.entrypoint), *arguments], env, "", "", hook=_SPARE)
-
-    def _start_fresh(
-        self, whole: Sequence[str], env: Mapping[str, str], outputs: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
-        command = joining_command(whole[len(self._forks.shim) :], sys.executable)
-        if command is None:
-            raise RuntimeError("the program is not run by this Python interpreter")
-        with ExitStack() as stack:
-            files = [stack.enter_context(open(path, "a")) if path else None for path in outputs]
-            return subprocess.Popen(
-                [*self._forks.shim, *command], env=env, stdout=files[0], stderr=files[1], start_new_session=True
-            )
+    def _fork(
+        self, env: Mapping[str, str], stdout: str = "", stderr: str = "", *, local: int = 0, hook: str = _SPARE
+    ) -> ForkedWorker | None:
+        command = [str(each) for each in (self._context.entrypoint, *self._context.args[local])]
+        return self._forks.fork(command, env, stdout, stderr, hook=hook)
 
 
 @dataclass

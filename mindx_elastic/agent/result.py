@@ -31,7 +31,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -58,7 +57,6 @@ _WORTH_IT = frozenset({EXIT_TEMPORARY, 129, 130, 137, 138, 143})
 """Failures that another start may cure: another node's, and ends by signals that come from outside."""
 _MAX_REASON = 2000
 _EXIT_USAGE = 2
-_PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +128,6 @@ class ResultFile:
     def __init__(self) -> None:
         self._run_dir: Path | None = None
         self._before = 0
-        self._lock = threading.Lock()
         self._written = False
 
     def open(self, run_dir: Path) -> None:
@@ -152,14 +149,13 @@ class ResultFile:
         *,
         final: bool = False,
     ) -> None:
-        """The job has ended so. Only the first call counts; without a run directory none does. Any thread.
+        """The job has ended so. Only the first call counts; without a run directory none does.
 
         final: the end cannot be cured by another start, whatever the exit code says.
         """
-        with self._lock:
-            if self._run_dir is None or self._written:
-                return
-            self._written = True
+        if self._run_dir is None or self._written:
+            return
+        self._written = True
         progress = progress or RunProgress()
         fruitless = self._before
         if outcome != "usage":
@@ -183,12 +179,6 @@ class ResultFile:
             write_whole(self._run_dir / RESULT_FILE, content.encode())
         except SaveError as error:
             logger.error("%s; the exit code %d is all that tells how the job ended", error, exit_code)
-
-    def write_soon(self, outcome: str, exit_code: int, reason: str) -> None:
-        """As `write`, where the process ends next, and a file system that hangs must not keep it. Any thread."""
-        thread = threading.Thread(target=self.write, args=(outcome, exit_code, reason), daemon=True)
-        thread.start()
-        thread.join(_PATIENCE_S)
 
     def __enter__(self) -> ResultFile:
         return self

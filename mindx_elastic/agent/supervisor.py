@@ -7,12 +7,12 @@ happened (`endings`), and the decision whether another restart helps (`restarts`
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -21,16 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
-from torch.distributed import PrefixStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
-from mindx_elastic.agent.exit_barrier import ExitBarrier, NodeEnd, end_together
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
@@ -38,26 +36,18 @@ from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
 from mindx_elastic.agent.metrics import Metrics
+from mindx_elastic.agent.nodes import HostLostError, Membership
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.recovery import Recovery
-from mindx_elastic.agent.rendezvous import (
-    CONNECTION_ERRORS,
-    HostLostError,
-    Membership,
-    OneNodeRendezvous,
-    after_meeting,
-    agree_on_highest,
-    identify,
-    open_again,
-    require_host,
-)
 from mindx_elastic.agent.replacements import Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import Workers
+from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
+from mindx_elastic.cluster.messages import Group
 from mindx_elastic.config import RejoinSettings
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable
@@ -71,8 +61,6 @@ __all__ = ["Supervisor"]
 _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
 _OWN_ERRORS, _MOST_OF_ERROR = f"{UsageError.__module__}.", 300
-_MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
-_END_S = 300.0  # for the end of the other nodes' ranks; torch's own, where it has none
 
 
 class Supervisor(LocalElasticAgent):
@@ -89,12 +77,12 @@ class Supervisor(LocalElasticAgent):
         events: EventLog,
         stop_files: StopFiles,
         lines: LastLines,
-        num_nodes: int,
+        membership: Membership | None,
         forks: ForkedStart,
         shrinking: Shrinking | None = None,
         **torch_arguments: Any,
     ) -> None:
-        """num_nodes: most that may take part. With one, no membership thread is started. shrinking: goes on with fewer
+        """membership: of this node in a job of several; None: there can be no others. shrinking: goes on with fewer
         workers where one cannot be replaced; None: there are always all of them."""
         self._replacements: Replacements | None = None
         super().__init__(spec, lines.specs(logs_specs), **torch_arguments)
@@ -109,7 +97,7 @@ class Supervisor(LocalElasticAgent):
         self.error_file = ""
         """What the first failed worker wrote about its exception; empty: nothing."""
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
-        self._stop_files, self._num_nodes, self._forks = stop_files, num_nodes, forks
+        self._stop_files, self._membership, self._forks = stop_files, membership, forks
         self._shrinking = shrinking
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
@@ -117,14 +105,15 @@ class Supervisor(LocalElasticAgent):
         """The last attempt was a refused one that had started over: what is in memory is of no use."""
         self.is_hopeless = False
         """The job was stopped because of equal failures: another start would only meet the next one."""
-        self.has_lost_host = False
-        """The rendezvous has ended with its host, and cannot be closed any more."""
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
         self._number = -1
-        self._barrier: ExitBarrier | None = None
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
         self._held = HeldSockets(folder.path) if options.in_place else None
+        self._handler: Any = spec.rdzv_handler
+        self._address = spec.local_addr or socket.getfqdn()
+        self._hosted: Any = None
+        """The workers' store of this attempt, where the agent hosts it."""
         self._shutdown_timeout = math.ceil(options.grace_s)
         self._error_files: dict[int, str] = {}
 
@@ -141,7 +130,8 @@ class Supervisor(LocalElasticAgent):
                 self._initialize_workers(self._worker_group)
                 attempt = self._run_attempt()
                 goes_on = self._goes_on(attempt)
-                self._say_end()
+                if self._membership is not None:
+                    self._membership.note_end(self.ending)
                 if not goes_on:
                     break
                 # Another node's failures are in it, too: it may be lower than what this agent has left.
@@ -152,7 +142,7 @@ class Supervisor(LocalElasticAgent):
                 code = exit_code_of_signal(stop.sigval)
                 self.ending = Ending(outcome="stopped", code=code, cause=signal_name(stop.sigval))
                 self._stops_for_notice()
-        except (RendezvousError, torch.distributed.DistError) as error:
+        except RendezvousError as error:
             self.ending = self._end_without_nodes(error)
         except LostFolderError as error:
             cause = f"{self.ending.cause}; then {error}"
@@ -171,10 +161,16 @@ class Supervisor(LocalElasticAgent):
                 logger.warning("the platform is clearing faults (FaultFlushing in reset.json): the start is held back")
                 self._events.emit("hold", reason="FaultFlushing")
                 held = True
-            with self._inbox.interrupting():
-                time.sleep(_FLUSH_POLL_S)
+            time.sleep(_FLUSH_POLL_S)
+            self._check_stop()
         if held:
             logger.info("the platform has cleared the faults: starting")
+
+    def _check_stop(self) -> None:
+        """While no workers run. Raises SignalException where the job is to stop."""
+        self._inbox.check()
+        if (notice := self._stop_files.notice()) is not None:
+            raise SignalException(notice.reason, sigval=signal.SIGTERM)
 
     def _stops_for_notice(self) -> bool:
         """Whether this machine is about to be taken away, so that no workers are started on it any more."""
@@ -186,27 +182,17 @@ class Supervisor(LocalElasticAgent):
         return notice is not None
 
     def _run_attempt(self) -> Attempt:
-        group, membership = self._worker_group, None
-        num_nodes, node = int(group.group_world_size or 1), int(group.group_rank or 0)
-        if self._num_nodes > 1:
-            interval = group.spec.monitor_interval
-            membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
-        self._barrier = None
-        if num_nodes > 1:
-            world_size = group.workers[0].world_size
-            self._barrier = ExitBarrier(group.store, node=node, num_nodes=num_nodes, world_size=world_size)
-        attempt = self._begin_attempt(membership, node)
+        membership = self._membership
+        attempt = self._begin_attempt()
         try:
             self.ending = attempt.run()
-            if self.ending.outcome == "finished" and self._barrier is not None:
-                self.ending = self._end_with_others(self._barrier, membership)
+            if self.ending.outcome == "finished" and membership is not None:
+                self.ending = membership.end_together(self.ending, self._inbox)
         finally:
             if self._replacements is not None:
                 self._replacements.close()
             self._note_arenas(attempt.workers.last_statuses())
             attempt.workers.close()
-            if membership is not None:
-                membership.stop()
         self.ledger.end_attempt(attempt, self.ending)
         if self.metrics is not None:
             self.metrics.look(attempt.workers.last_statuses(), self.ledger.records)
@@ -215,7 +201,7 @@ class Supervisor(LocalElasticAgent):
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
 
-    def _begin_attempt(self, membership: Membership | None, node: int) -> Attempt:
+    def _begin_attempt(self) -> Attempt:
         """The workers run."""
         group, shrinking = self._worker_group, self._shrinking
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
@@ -228,7 +214,7 @@ class Supervisor(LocalElasticAgent):
             self._number,
             world_size=world_size,
             num_workers=len(ranks),
-            node=node,
+            node=int(group.group_rank or 0),
             restarts=self._restarts.total,
             full_size=None if shrinking is None else shrinking.places.count,
             why_fewer="" if shrinking is None else shrinking.reason,
@@ -240,9 +226,8 @@ class Supervisor(LocalElasticAgent):
             inbox=self._inbox,
             hang=self._hang,
             exits=ExitWatch(self._options.exit_timeout_s),
-            barrier=self._barrier,
             stop_files=self._stop_files,
-            membership=membership,
+            membership=self._membership,
             events=self._events,
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
@@ -252,35 +237,12 @@ class Supervisor(LocalElasticAgent):
         )
         return Attempt(workers, context, number=self._number)
 
-    def _end_with_others(self, barrier: ExitBarrier, membership: Membership | None) -> Ending:
-        """This node's ranks have finished: how the attempt has ended for all nodes."""
-        if self._rdzv_handler.get_backend().startswith("etcd"):  # a store without `compare_set`
-            with suppress(SignalException), self._inbox.interrupting():
-                self._exit_barrier()  # type: ignore[no-untyped-call]
-            return self.ending
-        assert membership is not None, "there are other nodes"
-        return end_together(
-            self.ending,
-            barrier,
-            functools.partial(membership.missing_besides, barrier.node),
-            inbox=self._inbox,
-            new_store=functools.partial(open_again, self._rdzv_handler),
-            timeout_s=float(getattr(self, "_exit_barrier_timeout", _END_S)),
-        )
-
-    def _say_end(self) -> None:
-        """To the other nodes, which may have finished and wait for this one."""
-        if self._barrier is not None:
-            self._barrier.say(NodeEnd(self.ending.outcome, self.ending.cause))
-            self._barrier.close()
-
     def _make_recovery(self, workers: Workers) -> Recovery | None:
         """What replaces dead ranks in place in this attempt; None: nothing does."""
         if not self._options.in_place:
             return None
-        handler, group, scope = self._rdzv_handler, self._worker_group, str(self._number)
-        assert isinstance(handler, OneNodeRendezvous) and handler.hosted is not None
-        store: Any = PrefixStore(f"mindx/rejoin/{scope}", handler.hosted)
+        group, scope = self._worker_group, str(self._number)
+        store: Any = PrefixStore(f"mindx/rejoin/{scope}", self._hosted)
         self._replacements = Replacements(
             self._forks,
             self._pcontext,
@@ -347,7 +309,6 @@ class Supervisor(LocalElasticAgent):
 
     def _end_without_nodes(self, error: Exception) -> Ending:
         if isinstance(error, HostLostError):  # the last line of the job says it
-            self.has_lost_host = True
             what = str(error)
         else:
             what = f"the nodes cannot meet: {type(error).__name__}: {error}".rstrip(": ")
@@ -382,48 +343,49 @@ class Supervisor(LocalElasticAgent):
     # --- torch's steps, changed ---------------------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with self._inbox.interrupting():
-            has_lasted = self._number >= 0  # since the connection to the store was opened
-            for pause_s in _MEET_AGAIN_S:
-                try:
-                    if has_lasted:
-                        require_host(self._rdzv_handler)
-                    self._meet(worker_group)
-                    return
-                except (*CONNECTION_ERRORS, torch.distributed.DistStoreError) as error:
-                    # A node that has lost its connection in the middle of it lets the others wait in vain for its
-                    # part (DistStoreError): all of them meet once more.
-                    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                    logger.warning("the nodes have not met: %s; trying again", text)
-                    time.sleep(pause_s)
-                    has_lasted = True
-            require_host(self._rdzv_handler)
-            self._meet(worker_group)
+        spec = worker_group.spec
+        self._handler.group = group = self._meet(spec.local_world_size, spec.max_restarts - self._remaining_restarts)
+        # TORCHELASTIC_RESTART_COUNT is the same on all nodes: an agent that first hears of another one's restart takes
+        # it for a change of the nodes, and workers with different counts would do different things.
+        self._remaining_restarts = max(0, spec.max_restarts - group.restarts)
+        super()._rendezvous(worker_group)
 
-    def _meet(self, worker_group: WorkerGroup) -> None:
-        try:
-            super()._rendezvous(worker_group)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            # Addresses and ranks come as JSON out of the store, where anybody may have put something else.
-            what = printable(f"{type(error).__name__}: {error}", 300)
-            raise RendezvousError(f"what the store of the rendezvous holds makes no sense ({what})") from error
-        if (worker_group.group_world_size or 1) > 1:
-            # TORCHELASTIC_RESTART_COUNT is the same on all nodes: an agent that first hears of another one's restart
-            # takes it for a change of the nodes, and workers with different counts would do different things.
-            most = worker_group.spec.max_restarts
-            restarts = agree_on_highest(worker_group, "restarts", most - self._remaining_restarts, most)
-            self._remaining_restarts = most - restarts
-        worker_group.store = after_meeting(worker_group.store)
+    def _meet(self, count: int, restarts: int) -> Group:
+        """The group of the next attempt, to which this node brings `count` workers."""
+        if self._options.in_place:  # of one node
+            # One for each round: a new attempt must not find the addresses of the old one's ranks.
+            self._hosted = host_store(self._address)
+            port = int(self._hosted.port)
+        else:
+            with _reserve_port() as reserved:
+                port = reserved.getsockname()[1]
+                if self._membership is not None:
+                    return self._membership.meet(count, restarts, port, self._check_stop)
+        return Group(
+            generation=0, rank=0, size=count, role_size=count, restarts=restarts, host=self._address, port=port
+        )
+
+    def _assign_worker_ranks(self, store: Store, rank: int, size: int, spec: WorkerSpec) -> list[Worker]:
+        group: Group = self._handler.group
+        return [
+            Worker(
+                local_rank=local,
+                global_rank=group.rank + local,
+                role_rank=group.role_rank + local,
+                world_size=group.size,
+                role_world_size=group.role_size,
+            )
+            for local in range(spec.local_world_size)
+        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._folder.forget_workers() and self._held is not None:
             self._held.close()
             self._held = HeldSockets(self._folder.path)
         self._number += 1
-        os.environ["MINDX_JOB_ID"] = identify(self._rdzv_handler) if self._num_nodes > 1 else ""
+        os.environ["MINDX_JOB_ID"] = "" if self._membership is None else self._membership.job
         os.environ["MINDX_ATTEMPT"] = str(self._number)
-        with self._inbox.interrupting():
-            self._forks.prepare(self._number)
+        self._forks.prepare(self._number, self._check_stop)
         try:
             with self._forks.start():
                 ids: dict[int, Any] = super()._start_workers(worker_group)
@@ -484,6 +446,14 @@ class Supervisor(LocalElasticAgent):
                 message = json.loads(file.read(_MAX_ERROR_BYTES))["message"]
             said = str(message["message"] if isinstance(message, dict) else message)
         return printable(said.strip().partition("\n")[0].removeprefix(_OWN_ERRORS)[:_MOST_OF_ERROR])
+
+
+def _reserve_port() -> socket.socket:
+    """A free port, which the system gives to nobody else until the socket is closed; a server may listen there."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
 
 
 def _import_for_the_end() -> None:

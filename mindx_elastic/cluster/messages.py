@@ -1,15 +1,19 @@
-"""What workers and the scheduler of a dynamic cluster say to each other. Pure.
+"""What the members of a job and the table of them (`cluster.table`) say to each other. Pure.
+
+A member is a worker that was started by hand, with one rank, or the agent of a node, with all the ranks of that.
 
 ============  =================================  ======================================================================
-worker says   what                               then
+member says   what                               then
 ============  =================================  ======================================================================
-`Register`    who it is, and where its store is  `Welcome`, `Refused` or `Dead`; `Group`, when all are there
-`Beat`        it lives                           nothing
+`Register`    who it is, and where it stands     `Welcome`, `Refused` or `Dead`; `Group`, when all are there
+`Beat`        it lives                           `Beat`
 `Farewell`    how it ends                        `Noted`, and the connection is closed
 ============  =================================  ======================================================================
 
-The scheduler says besides: `Death` (of another rank), `Fail` (the job is over). Each is a JSON object with ``op``;
-`parse` makes nothing of a message but these classes, whose fields say what may be in them (`core.fields`).
+It is told besides: `News` (of its group), `Over` (the job is).
+
+Each is a JSON object with ``op``; `parse` makes nothing of a message but these classes, whose fields say what may be in
+them (`core.fields`).
 """
 
 from __future__ import annotations
@@ -24,9 +28,8 @@ __all__ = [
     "MAX_WORKERS",
     "NODE_ID",
     "Beat",
+    "Count",
     "Dead",
-    "Death",
-    "Fail",
     "Farewell",
     "Generation",
     "Group",
@@ -35,8 +38,10 @@ __all__ = [
     "Incarnation",
     "Message",
     "Name",
+    "News",
     "NodeId",
     "Noted",
+    "Over",
     "Port",
     "Rank",
     "Refused",
@@ -57,6 +62,7 @@ Name = Annotated[str, Text(300)]
 Port = Annotated[int, Between(1, 65535)]
 Generation = Annotated[int, Between(-1, 1 << 30)]
 Rank = Annotated[int, Between(0, MAX_WORKERS - 1)]
+Count = Annotated[int, Between(0, MAX_WORKERS)]
 Why = Annotated[str, Words(2000)]
 How: TypeAlias = Literal["done", "left", "away", "failed"]
 
@@ -76,18 +82,34 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Register:
-    """A worker has connected."""
+    """All that the table must know of a member: said over each new connection, and when it changes."""
 
     process: Identity
     incarnation: Incarnation
+    """Another one for each group that it wants to be in."""
     node_id: Annotated[str, Text(128, f"({NODE_ID})?")]
-    """As the user has named it; empty: the scheduler gives a name."""
-    size: Annotated[int, Between(1, MAX_WORKERS)]
-    recovery: bool
+    """As the user has named it, or the table; empty: the table gives a name."""
+    size: Count = 0
+    """Members of the job, as a worker was told; 0: an agent, for which the table's own number counts."""
+    recovery: bool = True
     store: tuple[Name, Port]
-    """Address and port of one that it hosts, for the group in which it is rank 0."""
+    """Address and port of one that it hosts, for the group in which it is the first."""
     job: Name = ""
-    """Of the scheduler that has admitted it; empty: a new process."""
+    """Of the table that has admitted it; empty: a new member."""
+    run_id: Name = ""
+    """``--rdzv-id``."""
+    ranks: Annotated[int, Between(1, MAX_WORKERS)] = 1
+    """That it brings."""
+    role: Name = ""
+    """``--role``."""
+    restarts: Annotated[int, Between(0, 1 << 30)] = 0
+    """How many it has counted."""
+    why: Why = ""
+    """What has ended its part of the group before."""
+    has_finished: bool = False
+    """Its ranks have, and it waits for the others' end."""
+    cut_off: tuple[Rank, ...] = ()
+    """Ranks that had not ended after their training, and were ended by it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +119,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Farewell:
-    """The worker ends."""
+    """The member ends."""
 
     how: How
     """Its training is finished; it was stopped with its state saved; it comes back in place; it has failed."""
@@ -107,70 +129,92 @@ class Farewell:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The worker has a place."""
+    """The member has a place."""
 
     job: Name
     node_id: NodeId
     heartbeat_s: Annotated[float, Between(0.1, 86400)]
-    """The scheduler's counts for all."""
+    """The table's counts for all."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The worker is not admitted."""
+    """The member is not admitted."""
 
     why: Why
-    is_over: bool = False
-    """The job is."""
+    over: Annotated[int, Between(0, 255)] | None = None
+    """The job is; its code, as in `Over`."""
     wait_s: Annotated[float, Between(0, 3600)] = 0.0
     """Its place may be free after so long."""
 
 
 @dataclass(frozen=True)
 class Dead:
-    """The scheduler holds the worker for dead."""
+    """The member is held for dead."""
 
     why: Why
 
 
 @dataclass(frozen=True)
 class Noted:
-    """The worker's farewell is in the table, also for a scheduler that is started again."""
+    """The member's farewell is in the table, also for a scheduler that is started again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A formed group, as one of its ranks sees it."""
+    """A formed group, as one of its members sees it."""
 
     generation: Generation
-    """How often all processes of the job have started over."""
+    """How often the table has formed one before."""
+    node: Rank = 0
+    """The member's number; a worker's is its rank."""
+    nodes: Count = 1
     rank: Rank
+    """The first that the member brings."""
     size: Annotated[int, Between(1, MAX_WORKERS)]
-    local_rank: Rank
-    local_size: Annotated[int, Between(1, MAX_WORKERS)]
+    """Of the world."""
+    role_rank: Rank = 0
+    role_size: Count = 1
+    """Of all ranks with the member's role."""
+    local_rank: Rank = 0
+    local_size: Count = 1
+    """Among the members on its machine."""
+    restarts: Annotated[int, Between(0, 1 << 30)] = 0
+    """The most that a member has counted."""
     host: Name
     """Of the group's store."""
     port: Port
 
 
 @dataclass(frozen=True)
-class Death:
-    """A rank of the group that was formed last has died."""
+class News:
+    """Of the group that was formed last: told when members begin or cease to wait, or are gone."""
 
-    rank: Rank
+    waiting: Count
+    """How many want to be in the next group, and have room there: new ones, and those whose part of this one is over.
+    """
+    missing: tuple[Rank, ...]
+    """The numbers of members that are not in the group any more."""
     why: Why
+    """What became of the first of them."""
+    failed: bool = False
+    """It is dead, or its part of the group has failed."""
+    cut_off: tuple[Rank, ...] = ()
+    """As all members have said with `Register`: others that waited for these ranks may fail now."""
 
 
 @dataclass(frozen=True)
-class Fail:
-    """The job is over."""
+class Over:
+    """The job is."""
 
+    code: Annotated[int, Between(0, 255)]
+    """0: all training is finished; that of a member that was stopped; 1: it has failed."""
     why: Why
     rank: Rank | None = None
-    """Whose death has ended it; None: of none."""
+    """The member whose death has ended it; None: of none."""
 
 
-Message: TypeAlias = Register | Beat | Farewell | Welcome | Refused | Dead | Noted | Group | Death | Fail
+Message: TypeAlias = Register | Beat | Farewell | Welcome | Refused | Dead | Noted | Group | News | Over
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in Message.__args__}
 
 

@@ -7,11 +7,9 @@ in ``--log_dir``. With ``--join=True`` the command waits for the job and returns
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +23,7 @@ from typing import Any, NoReturn
 from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster.messages import MAX_WORKERS
+from mindx_elastic.cluster.scheduler import is_own_address
 from mindx_elastic.core.posix import answered_by
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
@@ -131,7 +130,7 @@ def plan_of(arguments: Sequence[str], *, about: str = "") -> Plan:
         "MS_TOPO_TIMEOUT": str(args.cluster_time_out),
     }
     processes = []
-    if args.node_rank == 0 or (args.node_rank < 0 and (is_whole or _is_here(args.master_addr))):
+    if args.node_rank == 0 or (args.node_rank < 0 and (is_whole or is_own_address(args.master_addr))):
         env = {**common, "MS_ROLE": "MS_SCHED", "MS_NODE_ID": "sched"}
         processes.append(MsrunProcess(name="scheduler", log=args.log_dir / "scheduler.log", env=env))
     is_named = is_whole or args.node_rank >= 0
@@ -151,18 +150,6 @@ def _command(script: str, arguments: Sequence[str]) -> tuple[str, ...]:
     if script.endswith(".py"):
         return (sys.executable, script, *arguments)
     return (script, *arguments)
-
-
-def _is_here(host: str) -> bool:
-    """Whether `host` is an address of this machine."""
-    with suppress(OSError, ValueError):
-        for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-                return True
-            with socket.socket(family, socket.SOCK_STREAM) as sock, suppress(OSError):
-                sock.bind((address[0], 0))
-                return True
-    return False
 
 
 def main(arguments: Sequence[str], *, about: str = "") -> int:

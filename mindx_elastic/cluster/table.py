@@ -1,18 +1,24 @@
-"""The scheduler's table: which process has which rank, who is alive, who may come in. Pure: time is an argument.
+"""The table of a job's members: who has which number, who is alive, who may come in. Pure: time is an argument.
 
-A *place* is one of the job's ranks, named by its node id. A process takes a place by registering; it gets an
-*incarnation*, a random name that no other process has. A *group* is formed when every place has a living process that
-is in none yet; then ranks are final, rank 0 hosts the group's store, and all are told. A process is in one group: after
-a death the others start over, and the next *generation* is a group of new incarnations. `ProcessState` says what
-becomes of a process, and `_NEXT` what may come after what.
+A member is a worker that was started by hand and brings one rank, or the agent of a node and brings its ranks. A
+*place* is a number among the members, named by a node id. A process takes a place by registering; it gets an
+*incarnation*, a random name that nothing else has. A *group* is formed when no member of the last one trains any more,
+and all that may take part wait, or enough of them for a while; the first member hosts the group's store, and all are
+told. An incarnation is in one group: after a death the others start over, and the next *generation* is a group of new
+incarnations. `ProcessState` says what becomes of one, and `_NEXT` what may come after what.
 
-Promises, which ``tests/simulation/cluster.py`` plays thousands of schedules against:
+Workers are as many as the job has ranks, and keep their ranks. Agents may be fewer or more (``--nnodes MIN:MAX``), live
+on from one group to the next, and keep their numbers as long as there are so many; one that was not heard is in its
+group again if it is heard before the next. Who finds no room waits (a standby node).
+
+Promises, which ``tests/simulation/cluster.py`` and ``agents.py`` play thousands of schedules against:
 
 * A node id that a user has given keeps the rank that it has once got; one that the table gave until its place is taken
   by name.
 * A place has at most one living process. A second one is refused until the first one's heartbeat has run out, or its
   death is seen.
-* The table that `to_json` gives after any event, read back by a new scheduler, keeps both promises.
+* The table that `to_json` gives after any event, read back by a new scheduler, keeps both promises. One that knows
+  nothing forms the next group of the agents that come; the one that trains meanwhile it does not know.
 
 Each event method changes the table and puts what is to be told into `outbox`. The caller writes the table down before
 it delivers that, so that a process knows nothing which a scheduler that is started again does not know.
@@ -21,6 +27,7 @@ it delivers that, so that a process knows nothing which a scheduler that is star
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,18 +35,19 @@ from typing import Annotated, Any
 
 from mindx_elastic.alarm.exit_codes import EXIT_ERROR
 from mindx_elastic.cluster import messages
-from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID, Farewell, Identity, Register
+from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID, Farewell, Register
 from mindx_elastic.core.fields import Between, read
 from mindx_elastic.core.printable import listed
 
-__all__ = ["JobOutcome", "Limits", "ProcessState", "RankPlace", "Table"]
+__all__ = ["JobOutcome", "Limits", "Place", "ProcessState", "Table"]
 
-_SCHEMA = 4
+_SCHEMA = 5
 _NUMBERS = re.compile(r"(\d+)")
 _SHOWN = 8
-_RECONNECT_S = 1.0
 _AWAY_S = 60.0
 """How long a place is kept for a process that starts over in it, from those that do not ask for it by name."""
+_MOST_TOLD = 100
+"""Numbers of missing members."""
 
 
 class ProcessState(str, enum.Enum):
@@ -49,6 +57,8 @@ class ProcessState(str, enum.Enum):
     """It lives, and waits for the next group."""
     TRAINING = "training"
     """It lives, in the group that was formed last."""
+    ENDED = "ended"
+    """An agent whose ranks have finished: it lives, and waits for the others' end."""
     DEAD = "dead"
     """It has ended without finishing; its place waits for another process."""
     AWAY = "away"
@@ -61,7 +71,12 @@ class ProcessState(str, enum.Enum):
     @property
     def lives(self) -> bool:
         """Whether it is heard within the heartbeat."""
-        return self in (ProcessState.WAITING, ProcessState.TRAINING)
+        return self is ProcessState.WAITING or self.is_in_group
+
+    @property
+    def is_in_group(self) -> bool:
+        """Whether it has yet to wait for the next one."""
+        return self in (ProcessState.TRAINING, ProcessState.ENDED)
 
     @property
     def is_missed(self) -> bool:
@@ -69,10 +84,12 @@ class ProcessState(str, enum.Enum):
         return self in (ProcessState.WAITING, ProcessState.DEAD, ProcessState.AWAY)
 
 
+_ENDS = {ProcessState.WAITING, ProcessState.DEAD, ProcessState.AWAY, ProcessState.LEFT, ProcessState.DONE}
 _NEXT = {
-    ProcessState.WAITING: {ProcessState.TRAINING, ProcessState.DEAD},
-    ProcessState.TRAINING: {ProcessState.DEAD, ProcessState.AWAY, ProcessState.LEFT, ProcessState.DONE},
-    ProcessState.DEAD: {ProcessState.WAITING},
+    ProcessState.WAITING: {ProcessState.WAITING, ProcessState.TRAINING, ProcessState.DEAD},
+    ProcessState.TRAINING: {ProcessState.ENDED, *_ENDS},
+    ProcessState.ENDED: _ENDS,
+    ProcessState.DEAD: {ProcessState.WAITING, ProcessState.TRAINING},
     ProcessState.AWAY: {ProcessState.WAITING},
     ProcessState.LEFT: {ProcessState.WAITING},
     ProcessState.DONE: set(),
@@ -87,34 +104,38 @@ class Limits:
     """A process that is not heard for so long is dead."""
     formation_s: float = 600.0
     """How long all places may take to have a process, at the start and after a death."""
-
-    @property
-    def reconnect_s(self) -> float:
-        """A process whose connection has ended is dead unless it connects again within this time."""
-        return min(_RECONNECT_S, self.heartbeat_s)
+    reconnect_s: float = 1.0
+    """A process whose connection has ended is dead unless it connects again within this time, or the heartbeat's."""
+    last_call_s: float = 0.0
+    """How long fewer members than may take part wait for others."""
 
 
 @dataclass(kw_only=True)
-class RankPlace:
-    """One of the job's ranks, and its process."""
+class Place:
+    """One of the job's members, and its process."""
 
     node_id: messages.NodeId
     named: bool
     """By the user, not by the table."""
-    process: Identity
-    incarnation: messages.Incarnation
-    store: tuple[messages.Name, messages.Port]
-    """That this process hosts, for the group in which it is rank 0."""
+    said: Register
+    """By its process."""
     state: ProcessState = ProcessState.WAITING
     rank: messages.Rank | None = None
+    """The member's number, a worker's rank."""
     code: int = 0
     """Exit code of a process that has LEFT."""
     why: messages.Why = ""
     """What ended it."""
 
     def __str__(self) -> str:
-        rank = "a worker" if self.rank is None else f"rank {self.rank}"
-        return f"{rank} (node id {self.node_id}, {self.process})"
+        of_worker, of_agent = ("a worker", "rank"), ("an agent", "node")
+        alone, kind = of_worker if self.said.size else of_agent
+        who = alone if self.rank is None else f"{kind} {self.rank}"
+        return f"{who} (node id {self.node_id}, {self.said.process})"
+
+    @property
+    def incarnation(self) -> str:
+        return self.said.incarnation
 
 
 @dataclass(frozen=True)
@@ -138,7 +159,7 @@ class _Formed:
 class _Patience:
     """How long a place is kept for its process, which lives or is AWAY."""
 
-    place: RankPlace
+    place: Place
     until: float
     lost_why: str = ""
     """Why it is not connected; empty: it is."""
@@ -151,7 +172,7 @@ class _OnDisk:
     schema: int
     job: messages.Name
     size: Annotated[int, Between(1, MAX_WORKERS)]
-    places: list[RankPlace]
+    places: list[Place]
     group: _Formed | None
     lost_why: messages.Why
     outcome: JobOutcome | None
@@ -160,9 +181,13 @@ class _OnDisk:
 class Table:
     """One per job. Single-threaded; every method that takes `now` (seconds, any monotonic clock) is an event."""
 
-    def __init__(self, size: int, *, job: str, recovery: bool, limits: Limits, now: float) -> None:
+    def __init__(
+        self, size: int, *, job: str, recovery: bool, limits: Limits, now: float, least: int | None = None
+    ) -> None:
+        """`size`: members, at most where they are agents. `least`: of these; None: they are workers."""
         self.size, self.job, self.recovery, self.limits = size, job, recovery, limits
-        self.places: dict[str, RankPlace] = {}
+        self.least, self.of_agents = least or size, least is not None
+        self.places: dict[str, Place] = {}
         self._patience: dict[str, _Patience] = {}
         """By incarnation. Not on disk: it says how this scheduler has heard of them."""
         self.group: _Formed | None = None
@@ -174,6 +199,10 @@ class Table:
         self.changed = True
         """Whether what `to_json` gives has changed since the caller last set this to False."""
         self._waiting_since: float | None = now
+        self._form_at = math.inf
+        self._told: object = None
+        """What the last news were about."""
+        self._run_id = ""
         self._lost_why = ""  # the last death, for the reason of a job that does not come back
 
     # --- what there is ---
@@ -183,53 +212,61 @@ class Table:
         """Of the group that was formed last; -1: none."""
         return -1 if self.group is None else self.group.generation
 
-    def living(self) -> list[RankPlace]:
+    def living(self) -> list[Place]:
         return [place for place in self.places.values() if place.state.lives]
 
-    def find(self, incarnation: str) -> RankPlace | None:
+    def _members(self) -> list[Place]:
+        """Of the group that was formed last, by their numbers."""
+        return sorted((m for m in self.places.values() if m.rank is not None), key=lambda m: m.rank or 0)
+
+    def find(self, incarnation: str) -> Place | None:
         return next((m for m in self.places.values() if m.incarnation == incarnation), None)
 
-    def _alive(self, incarnation: str) -> RankPlace | None:
+    def _alive(self, incarnation: str) -> Place | None:
         patience = self._patience.get(incarnation)
         return patience.place if patience is not None and patience.place.state.lives else None
 
     # --- events ---
 
     def register(self, who: Register, now: float) -> None:
-        """A process connects, or connects again. It is told `Welcome`, `Refused` or `Dead`."""
+        """A member connects, connects again, or says what has changed. It is told `Welcome`, `Refused` or `Dead`."""
         answer = self._answer(who, now)
         self.outbox.append((who.incarnation, answer))
         place = self._alive(who.incarnation)
         if isinstance(answer, messages.Welcome) and place is not None:
-            if place.state is ProcessState.TRAINING:
+            if place.state.is_in_group:
                 self._tell_group(place)
-            self._form()
+            self._go_on(now)
 
-    def _tell_group(self, place: RankPlace) -> None:
-        """To a process that has connected again: what it may not have heard of its group, the deaths too."""
+    def _tell_group(self, place: Place) -> None:
+        """To a member that has connected again: what it may not have heard."""
         self.outbox.append((place.incarnation, self._group_message(place)))
-        for other in self.places.values():
-            if other.state.is_missed:
-                why = self._lost_why or f"{other} has left the group"
-                self.outbox.append((place.incarnation, messages.Death(other.rank or 0, why)))
+        news = self._news()
+        if news.waiting or news.missing or news.cut_off:
+            self.outbox.append((place.incarnation, news))
 
     def _answer(self, who: Register, now: float) -> messages.Welcome | messages.Refused | messages.Dead:
-        if refused := self._refusal(who):
-            return messages.Refused(refused, is_over=self.outcome is not None)
         known = self.find(who.incarnation)
+        if refused := self._refusal(who):
+            return messages.Refused(refused, over=None if self.outcome is None else self.outcome.code)
+        if known is not None and known.state is ProcessState.DEAD and self.of_agents:
+            self._move(known, ProcessState.TRAINING)
+            self._patience[who.incarnation] = _Patience(known, now)
         if known is not None and self.hear(who.incarnation, now):
+            known.said = who if self.of_agents else known.said
+            if who.has_finished and known.state is ProcessState.TRAINING:
+                self._move(known, ProcessState.ENDED)
             return self._welcome(known)
         if known is not None or who.job:
             why = known.why if known is not None else "another process has taken its place"
-            return messages.Dead(f"the scheduler holds this process for dead: {why}")
+            return messages.Dead(f"this process is held for dead: {why}")
         place = self._place_for(who, now)
-        if not isinstance(place, RankPlace):
+        if not isinstance(place, Place):
             return place
         if place.node_id in self.places:
             self._move(place, ProcessState.WAITING)
             self._patience.pop(place.incarnation, None)
-            place.incarnation, place.process, place.store = who.incarnation, who.process, who.store
-            place.why, place.code = "", 0
+            place.said, place.why, place.code = who, who.why, 0
         if who.node_id not in ("", place.node_id):
             del self.places[place.node_id]
             place.node_id, place.named = who.node_id, True
@@ -237,7 +274,7 @@ class Table:
         self._patience[who.incarnation] = _Patience(place, now + self.limits.heartbeat_s)
         return self._welcome(place)
 
-    def _move(self, place: RankPlace, state: ProcessState) -> None:
+    def _move(self, place: Place, state: ProcessState) -> None:
         assert state in _NEXT[place.state], f"{place} is {place.state.value}, and becomes {state.value}"
         place.state, self.changed = state, True
 
@@ -259,10 +296,11 @@ class Table:
         if (place := self._alive(incarnation)) is None:
             return
         del self._patience[incarnation]
-        if self.generation < 0:
+        if place.rank is None or (self.of_agents and not place.state.is_in_group):
             del self.places[place.node_id]  # nothing depends on it yet
             self.changed = True
             self.notes.append(f"{place} is gone before the group is formed: {why}")
+            self._go_on(now)
             return
         self._move(place, ProcessState.DEAD)
         place.why = why
@@ -273,11 +311,8 @@ class Table:
         if not self.recovery:
             self.fail(f"{text}. MS_ENABLE_RECOVERY=1 is not set, so the job ends", place.rank)
             return
-        assert place.rank is not None
-        for other in self.living():
-            self.outbox.append((other.incarnation, messages.Death(place.rank, text)))
-        self._settle()
-        if self.outcome is None:
+        self._go_on(now)
+        if self.outcome is None and not self.of_agents:
             text += "; start it again with the same variables: the others wait for it"
         self.notes.append(text)
 
@@ -288,25 +323,31 @@ class Table:
         if (place := self._alive(incarnation)) is None:
             return
         if how == "failed" or place.state is ProcessState.WAITING:
+            is_end = self.of_agents and how == "failed" and place.rank is not None and self.outcome is None
             self.die(incarnation, why or f"it has ended with exit code {code}", now)
+            if is_end and self.outcome is None:
+                self.fail(f"{place} has ended the job: {why}", place.rank)
             return
         self._move(place, ProcessState(how))
         place.code, place.why = code, why
         del self._patience[incarnation]
         if place.state is ProcessState.AWAY:
             self._patience[incarnation] = _Patience(place, now + _AWAY_S)
-        self._settle()
+        self._go_on(now)
 
     def forgive(self, held_s: float) -> None:
-        """The scheduler itself was held up for so long: what it has not heard meanwhile says nothing of the workers."""
+        """The scheduler itself was held up for so long: what it has not heard meanwhile says nothing of the members."""
         for each in self._patience.values() if held_s > 0 else ():
             each.until += held_s
 
     def fail(self, why: str, rank: int | None = None) -> None:
         """The job is over for this reason, the death of `rank` if it names one."""
-        self.outcome, self.changed = JobOutcome(EXIT_ERROR, why), True
+        self._end(JobOutcome(EXIT_ERROR, why), rank)
+
+    def _end(self, outcome: JobOutcome, rank: int | None = None) -> None:
+        self.outcome, self.changed = outcome, True
         for place in self.living():
-            self.outbox.append((place.incarnation, messages.Fail(why, rank)))
+            self.outbox.append((place.incarnation, messages.Over(outcome.code, outcome.why, rank)))
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -317,6 +358,8 @@ class Table:
             if now >= patience.until:
                 why = patience.lost_why or f"it has sent nothing for {self.limits.heartbeat_s:g} s"
                 self.die(place.incarnation, why, now)
+        if self.outcome is None:
+            self._form(now)
         if self.group is not None and not any(m.state.is_missed for m in self.places.values()):
             self._waiting_since = None
             return
@@ -332,17 +375,26 @@ class Table:
                 f"(MS_TOPO_TIMEOUT){why}; missing: {listed(missing, _SHOWN)}"
             )
 
-    # --- how it goes on ---
+    # --- who comes in ---
 
     def _refusal(self, who: Register) -> str:
         """Why this process cannot come in, whatever the place; empty: nothing speaks against it."""
         if self.outcome is not None:
             return f"the job is over: {self.outcome.why or 'its training is finished'}"
         if who.job not in ("", self.job):
+            if self.of_agents:
+                return "the rendezvous has been started again"
             return (
                 "this scheduler does not know the job that this worker is in: it was started without the table of the "
                 "first one. Start it with the same MS_RECOVERY_PATH"
             )
+        if self.of_agents:
+            self._run_id = self._run_id or who.run_id
+            if who.run_id != self._run_id:
+                return f"--rdzv-id {who.run_id}, but the job that meets here has another one"
+            if who.node_id.isdecimal() and int(who.node_id) >= self.size:
+                return f"--node-rank {who.node_id}, and --nnodes {self.size} where the nodes meet"
+            return ""
         if who.size != self.size:
             return f"MS_WORKER_NUM={who.size} here and {self.size} at the scheduler; give all processes the same number"
         if who.recovery != self.recovery:
@@ -350,16 +402,17 @@ class Table:
             return f"MS_ENABLE_RECOVERY={here} here and {there} at the scheduler; give all processes the same"
         return ""
 
-    def _place_for(self, who: Register, now: float) -> RankPlace | messages.Refused:
-        """The place that a new process takes; else why it gets none."""
+    def _place_for(self, who: Register, now: float) -> Place | messages.Refused:
+        """The place that a new incarnation takes; else why it gets none."""
         self.tick(now)
         if self.outcome is not None:
-            return messages.Refused(self.outcome.why, is_over=True)
+            return messages.Refused(self.outcome.why, over=self.outcome.code)
         place = self.places.get(who.node_id) or self._nameless_place(who, now)
         if place is not None and (until := self._held_until(place, who)) > now:
+            name = "--node-rank" if self.of_agents else "MS_NODE_ID"
             why = (
-                f"MS_NODE_ID={place.node_id} belongs to {place.process}, which is alive: a node id has one process. "
-                "End that one, or give this one another MS_NODE_ID"
+                f"{name}={place.node_id} belongs to {place.said.process}, which is alive: it has one process. End that "
+                f"one, or give this one another {name}"
             )
             return messages.Refused(why, wait_s=until - now)
         over = [m for m in self.places.values() if m.state is ProcessState.DONE]
@@ -367,26 +420,23 @@ class Table:
             return messages.Refused(f"{over[0]} has finished its training already: the job is at its end")
         if self.generation >= 0 and not self.recovery:
             return messages.Refused("the job runs already, and takes in no other process without MS_ENABLE_RECOVERY=1")
-        if place is None and len(self.places) >= self.size:
+        if place is None and len(self.places) >= self.size and not self.of_agents:
             return messages.Refused(self._full(who))
-        return place or RankPlace(
-            node_id=who.node_id or self._new_name(who.process.host),
-            named=bool(who.node_id),
-            process=who.process,
-            incarnation=who.incarnation,
-            store=who.store,
-        )
+        name = who.node_id or self._new_name(who.process.host)
+        return place or Place(node_id=name, named=bool(who.node_id), said=who)
 
-    def _held_until(self, place: RankPlace, who: Register) -> float:
+    def _held_until(self, place: Place, who: Register) -> float:
         """Until when the place is kept for the process that has it; 0: it is free for `who`."""
+        if place.said.process == who.process and place.node_id == who.node_id:
+            return 0.0  # it has started over
         if place.state.lives or (place.state is ProcessState.AWAY and place.node_id != who.node_id):
             return self._patience[place.incarnation].until
         return 0.0
 
-    def _nameless_place(self, who: Register, now: float) -> RankPlace | None:
+    def _nameless_place(self, who: Register, now: float) -> Place | None:
         """A free place of a process without a node id, for one that has no place, on its machine first."""
         found = [m for m in self.places.values() if not m.named and self._held_until(m, who) <= now]
-        return min(found, key=lambda m: (m.process.host != who.process.host, _natural(m.node_id)), default=None)
+        return min(found, key=lambda m: (m.said.process.host != who.process.host, _natural(m.node_id)), default=None)
 
     def _full(self, who: Register) -> str:
         free = [m.node_id for m in self.places.values() if not m.state.lives]
@@ -402,74 +452,130 @@ class Table:
         base = host[:100] if re.fullmatch(NODE_ID, host[:100]) else "worker"
         return next(name for k in range(self.size + len(self.places) + 1) if (name := f"{base}-{k}") not in self.places)
 
-    def _welcome(self, place: RankPlace) -> messages.Welcome:
+    def _welcome(self, place: Place) -> messages.Welcome:
         return messages.Welcome(self.job, place.node_id, self.limits.heartbeat_s)
 
-    def _form(self) -> None:
-        """Form the next group, when every place has a process that waits for it and is connected."""
-        are_there = len(self.places) == self.size and all(m.state is ProcessState.WAITING for m in self.places.values())
-        if self.outcome is not None or not are_there or any(each.lost_why for each in self._patience.values()):
+    # --- how it goes on ---
+
+    def _go_on(self, now: float) -> None:
+        self._settle()
+        if self.outcome is None:
+            self._form(now)
+            self._tell_news()
+
+    def _form(self, now: float) -> None:
+        """Form the next group, when no member of the last one trains and enough wait, all connected."""
+        waiting = [m for m in self.places.values() if m.state is ProcessState.WAITING]
+        if len(waiting) < self.least:
+            self._form_at = math.inf
             return
-        if self.group is None:
-            self._assign_ranks()
-        places = sorted(self.places.values(), key=lambda m: m.rank or 0)
-        self.group = _Formed(self.generation + 1, places[0].store)
-        self._waiting_since = None
-        for place in places:
+        if any(m.state.is_in_group for m in self.places.values()):
+            return
+        if any(self._patience[m.incarnation].lost_why for m in waiting):
+            return
+        self._form_at = min(self._form_at, now + self.limits.last_call_s)
+        if len(waiting) < self.size and now < self._form_at:
+            return
+        self.places = {name: m for name, m in self.places.items() if m.state is ProcessState.WAITING}
+        self._number(waiting)
+        members = self._members()
+        self.group = _Formed(self.generation + 1, members[0].said.store)
+        self._waiting_since, self._form_at = None, math.inf
+        for place in members:
             self._move(place, ProcessState.TRAINING)
+        self._told = self._topics()
+        for place in members:
             self.outbox.append((place.incarnation, self._group_message(place)))
 
-    def _assign_ranks(self) -> None:
-        """Before the first group: an integer node id is its rank, the others follow in natural order."""
-        numbers = [str(rank) for rank in range(self.size)]
-        others = iter(sorted(self.places.keys() - set(numbers), key=_natural))
-        for rank, number in enumerate(numbers):
-            self.places[number if number in self.places else next(others)].rank = rank
+    def _number(self, waiting: list[Place]) -> None:
+        """A member keeps its number, an integer node id is its own; the others follow in natural order."""
+        chosen = sorted(waiting, key=lambda m: m.rank is None)[: self.size]
+        chosen.sort(key=lambda m: (m.rank is None, _natural(m.node_id)))
+        wanted = [m.node_id if m.rank is None else str(m.rank) for m in chosen]
+        for place in waiting:
+            place.rank = None
+        free = {str(number): number for number in range(len(chosen))}
+        for place, number in zip(chosen, wanted, strict=True):
+            place.rank = free.pop(number, None)
+        for place, rank in zip([m for m in chosen if m.rank is None], free.values(), strict=True):
+            place.rank = rank
 
-    def _group_message(self, place: RankPlace) -> messages.Group:
+    def _group_message(self, place: Place) -> messages.Group:
         """What a process needs to enter the group that was formed last."""
         assert self.group is not None and place.rank is not None
-        near = sorted(m.rank for m in self.places.values() if m.rank is not None and self._are_near(m, place))
+        members = self._members()
+        role = [m for m in members if m.said.role == place.said.role]
+        near = [m.rank for m in members if self._are_near(m, place)]
         host, port = self.group.store
         return messages.Group(
             generation=self.group.generation,
-            rank=place.rank,
-            size=self.size,
+            node=place.rank,
+            nodes=len(members),
+            rank=sum(m.said.ranks for m in members[: members.index(place)]),
+            size=sum(m.said.ranks for m in members),
+            role_rank=sum(m.said.ranks for m in role[: role.index(place)]),
+            role_size=sum(m.said.ranks for m in role),
             local_rank=near.index(place.rank),
             local_size=len(near),
+            restarts=max(m.said.restarts for m in members),
             host=host,
             port=port,
         )
 
     @staticmethod
-    def _are_near(one: RankPlace, other: RankPlace) -> bool:
+    def _are_near(one: Place, other: Place) -> bool:
         """Whether both are on one machine."""
-        if one.process.space and other.process.space:
-            return one.process.space == other.process.space
-        return one.process.host == other.process.host
+        here, there = one.said.process, other.said.process
+        return here.space == there.space if here.space and there.space else here.host == there.host
+
+    def _news(self) -> messages.News:
+        members = self._members()
+        num_waiting = sum(m.state is ProcessState.WAITING for m in self.places.values())
+        room = self.size - sum(m.state.is_in_group for m in members)
+        missing = sorted((m for m in members if m.state.is_missed), key=lambda m: m.state is not ProcessState.DEAD)
+        why = ""
+        if missing:
+            how = "is dead" if missing[0].state is ProcessState.DEAD else "has left the group"
+            why = f"{missing[0]} {how}: {missing[0].why}".removesuffix(": ")
+        cut_off = sorted({rank for m in members for rank in m.said.cut_off})
+        ranks = tuple(m.rank or 0 for m in missing[:_MOST_TOLD])
+        failed = bool(missing and missing[0].why)
+        return messages.News(min(num_waiting, room), ranks, why, failed, tuple(cut_off[:_MOST_TOLD]))
+
+    def _topics(self) -> object:
+        """News are told when this changes: not with each member that comes or goes, for most go together."""
+        news, dead = self._news(), {m.rank for m in self.places.values() if m.state is ProcessState.DEAD}
+        return news.waiting > 0, bool(news.missing), dead, news.cut_off
+
+    def _tell_news(self) -> None:
+        told, self._told = self._told, self._topics()
+        if told != self._told:
+            news = self._news()
+            for place in self._members():
+                if place.state.is_in_group:
+                    self.outbox.append((place.incarnation, news))
 
     def _settle(self) -> None:
         """Conclude when no process is left that could go on, and none is waited for."""
         if self.outcome is not None or self.generation < 0:
             return
-        places = sorted(self.places.values(), key=lambda m: m.rank or 0)
+        places = self._members()
         states = {m.state for m in places}
-        if self.living():
+        if states & {ProcessState.WAITING, ProcessState.TRAINING}:
             # New processes for dead ones wait for a group that a finished rank will never be in.
             is_over = ProcessState.DONE in states and not states & {ProcessState.AWAY, ProcessState.TRAINING}
             if self._lost_why and is_over:
                 self.fail(f"{self._lost_why}; the other ranks have finished")
             return
         left = [m for m in places if m.state is ProcessState.LEFT]
-        if states == {ProcessState.DONE}:
-            self.outcome = JobOutcome(0)
+        if states <= {ProcessState.DONE, ProcessState.ENDED}:
+            self._end(JobOutcome(0))
         elif left:
             codes = [m for m in left if m.code] or left
-            self.outcome = JobOutcome(
-                codes[0].code, f"{codes[0]} has left with exit code {codes[0].code}: {codes[0].why}"
-            )
+            why = f"{codes[0]} has left with exit code {codes[0].code}: {codes[0].why}"
+            self._end(JobOutcome(codes[0].code, why))
         elif ProcessState.DONE in states:
-            self.outcome = JobOutcome(EXIT_ERROR, f"{self._lost_why}; the other ranks have finished")
+            self._end(JobOutcome(EXIT_ERROR, f"{self._lost_why}; the other ranks have finished"))
         # else: all are dead, and any of them may be started again
 
     # --- on disk ---

@@ -58,7 +58,7 @@ class WorkerEnd:
         self._once = threading.Lock()
         self._is_joining = True
         self._pid = os.getpid()
-        connection.hear = self.hear
+        connection.on_break = self.hear
 
     def watch(self) -> None:
         """From now on the scheduler is told how this process ends. Main thread."""
@@ -71,15 +71,15 @@ class WorkerEnd:
         """torch's process group is there. Main thread."""
         self._is_joining = False
 
-    def hear(self, message: messages.Death | messages.Fail | messages.Dead) -> None:
+    def hear(self, message: messages.News | messages.Over | messages.Dead) -> None:
         """The group cannot go on. In the connection's thread; does not block."""
         match message:
-            case messages.Death(rank):
+            case messages.News(missing=(rank, *_)):
                 # Without a guard the program's own collectives fail. torch's start of a process group does not: it
                 # waits half an hour for a rank that has died before it was there.
                 if not report_death(rank) and self._is_joining:
                     threading.Thread(target=self._join_again, name="mindx-cluster-join", daemon=True).start()
-            case messages.Fail(why, rank):
+            case messages.Over(why=why, rank=rank):
                 from mindx_elastic.guard.active import request_stop
 
                 # The guard saves and leaves; a program without one is ended after a while.
@@ -130,7 +130,7 @@ class WorkerEnd:
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, RuntimeError) and connection.wait_until_broken(_PATIENCE_S):
                 self._follow(text, EXIT_TEMPORARY)
-            elif self._recovery and not connection.is_over and _is_of_others(error) and self._num_anew < _MOST_ANEW:
+            elif self._recovery and connection.over is None and _is_of_others(error) and self._num_anew < _MOST_ANEW:
                 # The scheduler may be gone as well, or has not seen it yet.
                 self._env[_ANEW] = str(self._num_anew + 1)
                 self._follow(text, EXIT_TEMPORARY)
@@ -145,7 +145,7 @@ class WorkerEnd:
         """The training of this process could not go on because of another one."""
         connection = self._connection
         told = connection.wait_until_broken(_PATIENCE_S)  # which rank it was, and why
-        if not self._recovery or connection.is_over:
+        if not self._recovery or connection.over is not None:
             connection.leave("failed", code, told or why)
             return
         if told:

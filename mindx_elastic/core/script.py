@@ -2,9 +2,7 @@
 line.
 
 The script becomes ``__main__`` in a new module, with its folder (with ``-m``: the working directory) first on
-the path. `run` also runs it: exceptions, `sys.exit`, `atexit` and threads find what they find under the interpreter
-itself, because it only calls the script and returns.
-"""
+the path."""
 
 from __future__ import annotations
 
@@ -20,17 +18,7 @@ from typing import Any
 
 from mindx_elastic.errors import UsageError
 
-__all__ = ["execute", "prepare", "puts_folder_first", "run", "script_folder"]
-
-
-def run(command: Sequence[str]) -> None:
-    """Run the script `command` names, with its arguments. Main thread, once a process."""
-    execute(*prepare(command))
-
-
-def execute(code: types.CodeType, namespace: dict[str, Any]) -> None:
-    """Run what `prepare` has made."""
-    exec(code, namespace)  # noqa: S102 - the user's own script, named on the command line
+__all__ = ["prepare", "puts_folder_first", "script_folder"]
 
 
 def prepare(command: Sequence[str]) -> tuple[types.CodeType, dict[str, Any]]:

@@ -29,7 +29,7 @@ from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import CheckpointError, UsageError
 from mindx_elastic.mirror.partners import all_partners
 from mindx_elastic.mirror.server import Server
-from mindx_elastic.mirror.wire import PATIENCE_S, Channel, Endpoint, Incoming, ask, header_digest, rank_of
+from mindx_elastic.mirror.wire import PATIENCE_S, Channel, Endpoint, ask, header_digest, incoming, rank_of
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.storage import remove_stale_temps
 
@@ -331,14 +331,15 @@ class Mirror:
 
         Main thread, at the start. The holder's server answers in a separate thread.
         """
-        if not 0 <= root < len(self._roots) or rank_of(name) != self._ranks.rank:
-            raise OSError(f"{name!r} is not a place for a file of rank {self._ranks.rank}")
+        rank = self._ranks.rank
+        if not 0 <= root < len(self._roots) or rank_of(name) != rank:
+            raise OSError(f"{name!r} is not a place for a file of rank {rank}")
         path = self._roots[root] / name
         with (
             self._asked(holder, "get", time.monotonic() + _FETCH_S, root=root, name=name) as channel,
-            Incoming(path, channel.answer().get("size")) as incoming,
+            incoming(path, channel.answer().get("size"), rank=rank, world_size=self._ranks.world_size) as receive,
         ):
-            incoming.receive(channel, rank=self._ranks.rank, world_size=self._ranks.world_size)
+            receive(channel)
         return path
 
     # --- the end ------------------------------------------------------------------------------------------------------

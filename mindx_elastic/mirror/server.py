@@ -21,7 +21,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import read
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError
-from mindx_elastic.mirror.wire import Channel, Endpoint, Incoming, MirrorRequest, header_digest, rank_of
+from mindx_elastic.mirror.wire import Channel, Endpoint, MirrorRequest, header_digest, incoming, rank_of
 from mindx_elastic.persist.format import open_checkpoint, read_header
 
 __all__ = ["Server"]
@@ -127,9 +127,9 @@ class Server:
         with self._changed:
             self._receiving += 1
         try:
-            with Incoming(path, request.size) as incoming:
+            with incoming(path, request.size, rank=source, world_size=self._ranks.world_size) as receive:
                 channel.send({"send": True})
-                incoming.receive(channel, rank=source, world_size=self._ranks.world_size)
+                receive(channel)
         finally:
             with self._changed:
                 self._receiving -= 1

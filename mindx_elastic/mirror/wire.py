@@ -26,8 +26,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,16 +39,9 @@ from mindx_elastic.core.fields import Between, Text
 from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.core.frames import HEAD_BYTES, content_length, frame
 from mindx_elastic.errors import CorruptCheckpointError
-from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.direct_io import BlockWriter
 from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
-from mindx_elastic.persist.storage import (
-    check_free_space,
-    create_temp,
-    fsync_dir,
-    make_directory_durable,
-    publish,
-)
-from mindx_elastic.persist.writer import keep_older
+from mindx_elastic.persist.writer import copied_file
 
 __all__ = [
     "MAX_FILE_BYTES",
@@ -56,10 +49,10 @@ __all__ = [
     "PATIENCE_S",
     "Channel",
     "Endpoint",
-    "Incoming",
     "MirrorRequest",
     "ask",
     "header_digest",
+    "incoming",
     "rank_of",
 ]
 
@@ -185,22 +178,18 @@ class Channel:
             sent += count
         self._send(digest.digest())
 
-    def receive_file(self, fd: int, size: int) -> None:
-        """Write what `send_file` sends, and flush it. Raises CorruptCheckpointError for a digest that differs."""
+    def receive_file(self, blocks: BlockWriter, size: int) -> None:
+        """Write what `send_file` sends. Raises CorruptCheckpointError for a digest that differs."""
         digest, buffer = xxhash.xxh3_128(), torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu")
         view = buffer.numpy().data
         left = size
-        with closing(BlockWriter(fd, 0)) as blocks:
-            while left:
-                count = self._receive_some(view[: min(_PIECE_BYTES, left)])
-                digest.update(view[:count])
-                blocks.put(buffer[:count])
-                left -= count
-            blocks.finish()
+        while left:
+            count = self._receive_some(view[: min(_PIECE_BYTES, left)])
+            digest.update(view[:count])
+            blocks.put(buffer[:count])
+            left -= count
         if self._receive_exactly(digest.digest_size) != digest.digest():
             raise CorruptCheckpointError("the file was damaged on its way")
-        os.ftruncate(fd, size)  # direct I/O writes whole blocks
-        os.fsync(fd)
 
     def wait_for_end(self) -> None:
         """Block until the other side, or `abort`, ends the connection, or its machine answers no more. The only wait
@@ -251,38 +240,19 @@ def ask(endpoint: Endpoint, rank: int, op: str, *, deadline: float = math.inf, *
     return channel
 
 
-class Incoming:
-    """A file that is coming in: reserves the space at once, appears under its name whole and durable, or not at all."""
+@contextmanager
+def incoming(path: Path, size: object, *, rank: int, world_size: int) -> Iterator[Callable[[Channel], None]]:
+    """A file of `rank` that is coming in, see `copied_file`; yields what takes its bytes from a channel. Raises OSError
+    when there is no room, or for a size that cannot be, CheckpointError for no file of `rank`."""
+    if type(size) is not int or not 0 < size <= MAX_FILE_BYTES:
+        raise OSError(f"{size!r} is not a size of a file")
 
-    def __init__(self, path: Path, size: object) -> None:
-        """Raises OSError when there is no room, or for a size that cannot be."""
-        if type(size) is not int or not 0 < size <= MAX_FILE_BYTES:
-            raise OSError(f"{size!r} is not a size of a file")
-        self._path, self._size = path, size
-        make_directory_durable(path.parent)
-        self._fd, self._temp = create_temp(path)
-        try:
-            if not preallocate(self._fd, size):
-                check_free_space(path.parent, size)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __enter__(self) -> Incoming:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._temp.unlink(missing_ok=True)  # gone already when all went well
-        os.close(self._fd)
-
-    def receive(self, channel: Channel, *, rank: int, world_size: int) -> CheckpointInfo:
-        """Take the bytes from `channel` and give the file its name. Raises CheckpointError for no file of `rank`."""
-        channel.receive_file(self._fd, self._size)
-        info = read_header(self._temp).info
+    def look(temp: Path) -> CheckpointInfo:
+        info = read_header(temp).info
         if (info.rank, info.world_size) != (rank, world_size):
             problem = f"a file of rank {info.rank} of {info.world_size}, not of {rank} of {world_size}"
-            raise CorruptCheckpointError(f"{self._path.name}: {problem}", path=self._path)
-        keep_older(self._path, info)
-        publish(self._temp, self._path)
-        fsync_dir(self._path.parent)
+            raise CorruptCheckpointError(f"{path.name}: {problem}", path=path)
         return info
+
+    with copied_file(path, size, look) as blocks:
+        yield lambda channel: channel.receive_file(blocks, size)

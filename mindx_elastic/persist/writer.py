@@ -14,7 +14,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,12 +34,13 @@ from mindx_elastic.persist.storage import (
     free_space,
     fsync_dir,
     keep_as,
+    make_directory_durable,
     publish,
     publish_copy,
     quarantine,
 )
 
-__all__ = ["Flat", "SaveResult", "keep_older", "pieces_of", "previous_path", "write_checkpoint"]
+__all__ = ["Flat", "SaveResult", "copied_file", "keep_older", "pieces_of", "previous_path", "write_checkpoint"]
 
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of reading the older file that come from this process's limits and not from the file."""
@@ -208,6 +209,30 @@ class _Save:
 
     def keep_older(self, path: Path) -> None:
         keep_older(path, self.info)
+
+
+@contextlib.contextmanager
+def copied_file(path: Path, size: int, look: Callable[[Path], CheckpointInfo | None]) -> Iterator[BlockWriter]:
+    """For the bytes of a file that is copied here: its space is reserved at once, and after the block it has its name,
+    whole and durable, or there is nothing. `look`: is called with the temporary file in the end, and returns its
+    header; None: it is no checkpoint, and takes the place of what has its name. Raises OSError."""
+    make_directory_durable(path.parent)
+    fd, temp = create_temp(path)
+    try:
+        if not preallocate(fd, size):
+            check_free_space(path.parent, size)
+        with contextlib.closing(BlockWriter(fd, 0)) as blocks:
+            yield blocks
+            blocks.finish()
+        os.ftruncate(fd, size)  # direct I/O writes whole blocks
+        os.fsync(fd)
+        if (info := look(temp)) is not None:
+            keep_older(path, info)
+        publish(temp, path)
+        fsync_dir(path.parent)
+    finally:
+        temp.unlink(missing_ok=True)  # gone already when all went well
+        os.close(fd)
 
 
 def keep_older(path: Path, info: CheckpointInfo) -> None:

@@ -357,9 +357,8 @@ class NoticeWatch:
     what the threads have found.
     """
 
-    def __init__(self, sources: Sequence[Source], *, on_notice: Callable[[], None] = lambda: None) -> None:
-        """on_notice: called in a thread of this object, again and again while there is a notice that counts."""
-        self._sources, self._on_notice = tuple(sources), on_notice
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = tuple(sources)
         self._started_at = process_started_at()
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -409,8 +408,6 @@ class NoticeWatch:
             if notice is not None and not self._is_stale(source, notice):
                 with self._lock:
                     self._found = self._found or notice
-            if self._found is not None:
-                self._on_notice()
             self._closing.wait(source.period_s)
 
     def _is_stale(self, source: Source, notice: Notice) -> bool:

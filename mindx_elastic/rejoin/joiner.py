@@ -9,7 +9,6 @@ and the job is restarted; a barrier is passed.
 from __future__ import annotations
 
 import functools
-import importlib
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -19,9 +18,8 @@ from mindx_elastic.alarm.signals import hold_signals
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import table_of
-from mindx_elastic.core.script import run
 
-__all__ = ["end_setup", "hold", "main", "prepare"]
+__all__ = ["end_setup", "hold", "prepare"]
 
 _COLLECTIVES = (
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
@@ -136,19 +134,3 @@ def end_setup() -> None:
     """The program has built its objects: from here on groups are real ones. Before they get their connections."""
     while _undo:
         _undo.pop()()
-
-
-def main() -> None:
-    """``python -m mindx_elastic.rejoin.joiner SCRIPT ARGUMENTS``: run the program as a new process of a running job."""
-    if not RejoinSettings.from_env().generation:
-        sys.exit("this module is started by mindx-elastic run")
-    importlib.import_module(_FUNCTIONAL)
-    prepare()
-    run(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    # The module under its own name, not a second one under this: `end_setup` is to undo what `prepare` has done.
-    from mindx_elastic.rejoin import joiner  # noqa: PLW0406
-
-    joiner.main()

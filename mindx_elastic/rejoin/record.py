@@ -15,7 +15,6 @@ from mindx_elastic.core.printable import listed, printable
 __all__ = [
     "FINISHED",
     "FORKED",
-    "FRESH",
     "IN_PLACE",
     "REJOIN",
     "RESTART",
@@ -35,8 +34,8 @@ REJOIN = "rejoin"
 IN_PLACE, RESTART, STOPPED, FINISHED = "in place", "restart", "stopped", "finished"
 """Values of `RecoveryRecord.outcome`: it has succeeded; the job is restarted; the job was stopped meanwhile; a rank had
 finished its training meanwhile, so that there is a restart only if another one of that node has not."""
-SPARE, FORKED, FRESH = "spare", "zygote", "fresh"
-"""Values of `Replacement.by`: a warm spare, a fork of the zygote, a new interpreter."""
+SPARE, FORKED = "spare", "zygote"
+"""Values of `Replacement.by`: a warm spare, a fork of the zygote."""
 STAGES = ("detect", "heard", "out", "agreed", "connected", "donated", "state", "ready", "first_step")
 """Names in `RecoveryRecord.stages`, in the order of events."""
 _SHOWN = tuple(name for name in STAGES if name not in ("heard", "donated"))
@@ -52,7 +51,7 @@ class Replacement:
     rank: int
     pid: int
     by: str
-    """How it was started: `SPARE`, `FORKED` or `FRESH`."""
+    """How it was started: `SPARE` or `FORKED`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,7 @@ def _what(record: RecoveryRecord) -> str:
 
 
 def _stand_in(each: Replacement, *, alone: bool) -> str:
-    how = {SPARE: "a spare", FORKED: "a fork of the zygote", FRESH: "a fresh process"}
+    how = {SPARE: "a spare", FORKED: "a fork of the zygote"}
     text = f"{how.get(each.by, 'a new process')} (pid {each.pid}) stands in"
     return text if alone else f"{text} for rank {each.rank}"
 

@@ -16,6 +16,7 @@ from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
+from mindx_elastic.cluster.messages import News
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL, AgentFolder
@@ -125,7 +126,7 @@ class Faults:
 
 @pytest.fixture
 def inbox() -> Iterator[SignalInbox]:
-    with SignalInbox([signal.SIGUSR1], on_stuck=lambda signum: None) as found:
+    with SignalInbox([signal.SIGUSR1]) as found:
         yield found
 
 
@@ -137,7 +138,6 @@ def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
             inbox=inbox,
             hang=HangWatch(more.get("hang_timeout_s", 0)),
             exits=ExitWatch(more.get("exit_timeout_s", 0)),
-            barrier=more.get("barrier"),
             stop_files=faults or Faults(),  # type: ignore[arg-type]
             membership=more.get("membership"),
             events=EventLog(tmp_path / "events.jsonl"),
@@ -368,11 +368,15 @@ class Nodes:
     """Stands in for `Membership`."""
 
     def __init__(self, inbox: SignalInbox, *, waiting: int = 0, lost: str = "") -> None:
-        self.num_waiting, self.lost = waiting, lost
+        self.news, self.lost = News(waiting, (), ""), lost
+        self.told: list[int] = []
         self.wakeup = SimpleNamespace(fd=inbox.fd, drain=lambda: None)
 
-    def ask(self) -> int:
-        return self.num_waiting
+    def ask(self) -> News:
+        return self.news
+
+    def tell_cut_off(self, ranks: list[int]) -> None:
+        self.told += ranks
 
 
 def test_a_node_that_waits_makes_everybody_meet_anew(run: Callable[..., Ending], inbox: SignalInbox) -> None:
@@ -415,26 +419,14 @@ def past(*, finished: bool = True, **more: Any) -> Status:
     return IN_TRAINING._replace(phase=WorkerPhase.LEFT, left_ns=left_ns, finished=int(finished), **more)
 
 
-class ExitBarriers:
-    """Stands in for `ExitBarrier`."""
-
-    def __init__(self, heard: list[int]) -> None:
-        self.told: list[int] = []
-        self._heard = heard
-
-    def tell(self, ranks: list[int]) -> None:
-        self.told += ranks
-
-    def heard(self) -> list[int]:
-        return self._heard
-
-
-def test_a_rank_that_does_not_end_is_ended_and_the_job_has_finished(run: Callable[..., Ending], tmp_path: Path) -> None:
+def test_a_rank_that_does_not_end_is_ended_and_the_job_has_finished(
+    run: Callable[..., Ending], inbox: SignalInbox, tmp_path: Path
+) -> None:
     workers = Workers({0: past(), 1: past()}, ignore)
     workers.end(0, 0)
-    barrier = ExitBarriers([])
-    ending = run(workers, exit_timeout_s=30, barrier=barrier, grace_s=0.4)
-    assert barrier.told == [1], "the other nodes know"
+    nodes = Nodes(inbox)
+    ending = run(workers, exit_timeout_s=30, membership=nodes, grace_s=0.4)
+    assert nodes.told == [1], "the other nodes know"
     assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
     assert "rank 1 has not ended 60" in ending.cause and "may be incomplete" in ending.cause
     assert workers.sent == {0: [], 1: [TERM, KILL]}, "SIGTERM, and SIGKILL for one that does not heed it"

@@ -21,6 +21,7 @@ from mindx_elastic.memory.boundaries import BoundaryRing
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
+from mindx_elastic.persist import writer
 from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.packed import pack_state
@@ -362,7 +363,7 @@ def test_a_full_disk_costs_nothing(sharded: Job, monkeypatch: pytest.MonkeyPatch
     sharded.snapshot(9)
     on_disk, in_memory = files(sharded.directory), files(sharded.job)
     with monkeypatch.context() as patch:
-        patch.setattr(holder, "preallocate", disk_full(after))
+        patch.setattr(writer, "preallocate", disk_full(after))
         flushed = flush(sharded.job)
     assert flushed.step is None and "No space left on device" in flushed.lines[-1] and "is kept" in flushed.lines[-1]
     assert sharded.remembered() == [0, 1] and files(sharded.job) == in_memory

@@ -5,35 +5,22 @@ from __future__ import annotations
 import os
 import select
 import signal
-import threading
-import time
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from mindx_elastic.agent import inbox as inbox_module
 from mindx_elastic.agent.inbox import SignalInbox
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
-
-
-def refuse(signum: int) -> None:
-    raise AssertionError("not stuck")
 
 
 def refuse_signal(signum: int, frame: object) -> None:
     raise AssertionError(f"signal {signum} was to be ignored")
 
 
-def wait_for_torch(inbox: SignalInbox) -> None:
-    with inbox.interrupting():
-        os.kill(os.getpid(), USR1)
-        time.sleep(30)
-
-
 def test_a_signal_is_marked_and_wakes_a_poll() -> None:
     before = signal.getsignal(USR1)
-    with SignalInbox([USR1, USR2], on_stuck=refuse) as inbox:
+    with SignalInbox([USR1, USR2]) as inbox:
         assert inbox.first is None
         os.kill(os.getpid(), USR1)
         os.kill(os.getpid(), USR2)
@@ -46,47 +33,27 @@ def test_a_signal_is_marked_and_wakes_a_poll() -> None:
 
 
 def test_it_takes_the_signals_back_from_torch() -> None:
-    with SignalInbox([USR1], on_stuck=refuse) as inbox:
+    with SignalInbox([USR1]) as inbox:
         signal.signal(USR1, signal.SIG_IGN)
         inbox.install()
         os.kill(os.getpid(), USR1)
         assert inbox.heard == [USR1]
 
 
-def test_inside_a_wait_of_torch_it_raises() -> None:
-    with SignalInbox([USR1], on_stuck=refuse) as inbox:
+def test_a_wait_that_asks_ends_with_the_first_signal() -> None:
+    with SignalInbox([USR1]) as inbox:
+        inbox.check()
+        os.kill(os.getpid(), USR1)
         with pytest.raises(SignalException) as raised:
-            wait_for_torch(inbox)
+            inbox.check()
         assert raised.value.sigval == USR1
-        with pytest.raises(SignalException), inbox.interrupting():
-            raise AssertionError("it has come already")
-    assert not [thread for thread in threading.enumerate() if thread.name == "mindx-patience"]
-
-
-def test_a_wait_that_cannot_be_interrupted_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in C++: the exception is held back there, here it is swallowed."""
-    monkeypatch.setattr(inbox_module, "_PATIENCE_S", 0.05)
-    stuck: list[int] = []
-    ended = threading.Event()
-
-    def end(signum: int) -> None:
-        stuck.append(signum)
-        ended.set()
-
-    with SignalInbox([USR1], on_stuck=end) as inbox, inbox.interrupting():
-        try:
-            os.kill(os.getpid(), USR1)
-            time.sleep(30)
-        except SignalException:
-            assert ended.wait(20)
-    assert stuck == [USR1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
 def test_what_nohup_or_a_shell_ignores_stays_ignored(number: signal.Signals) -> None:
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with SignalInbox([number, USR1], on_stuck=refuse) as inbox:
+        with SignalInbox([number, USR1]) as inbox:
             assert (inbox.ignored, inbox.taken) == ((number,), (USR1,))
             os.kill(os.getpid(), number)
             signal.signal(number, refuse_signal)  # as torch does when it starts workers
@@ -102,7 +69,7 @@ def test_an_ignored_sigterm_is_taken_all_the_same() -> None:
     """It is how a platform stops a job; whoever started the agent has ignored it for itself."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with SignalInbox([signal.SIGTERM], on_stuck=refuse) as inbox:
+        with SignalInbox([signal.SIGTERM]) as inbox:
             os.kill(os.getpid(), signal.SIGTERM)
             assert inbox.heard == [signal.SIGTERM] and inbox.ignored == ()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN

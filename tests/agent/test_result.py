@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +95,6 @@ def test_before_there_is_a_run_directory_nothing_is_written(tmp_path: Path, monk
     with ResultFile() as file:
         file.write("failed", 1)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_system_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    release = threading.Event()
-    monkeypatch.setattr("mindx_elastic.agent.result.write_whole", lambda *args: release.wait(60))
-    monkeypatch.setattr("mindx_elastic.agent.result._PATIENCE_S", 0.01)
-    with ResultFile() as file:
-        file.open(tmp_path)
-        file.write_soon("stopped", 143, "SIGTERM")
-    release.set()
 
 
 GOOD = {"version": 1, "outcome": "stopped", "exit_code": 143, "retry": True}

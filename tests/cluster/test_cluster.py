@@ -143,7 +143,7 @@ def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
         finally:
             os.kill(jobs[1].process.pid, signal.SIGCONT)
         # From the scheduler, or from its connections to the others, whichever it looks at first.
-        jobs[1].wait_for("holds this process for dead|rank 1 is gone on rank 0")
+        jobs[1].wait_for("this process is held for dead|rank 1 is gone on rank 0")
         finish(run, scheduler, jobs)
         assert all(len(job.matches("READY")) == 2 for job in jobs)
 

@@ -133,7 +133,7 @@ def test_a_rank_that_finishes_while_a_new_process_waits_for_it_ends_the_job_with
     table.leave(f"{0:032d}", Farewell("done", 0, ""), 3.0)
     assert table.outcome is not None and table.outcome.code == 1
     assert table.outcome.why.endswith("is dead: killed; the other ranks have finished")
-    assert [process for process, _ in told(table, "fail")] == [7]
+    assert [process for process, _ in told(table, "over")] == [7]
 
 
 def test_workers_that_never_come_are_counted() -> None:

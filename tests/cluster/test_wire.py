@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.cluster.messages import Beat, Death, Fail, Farewell, Identity, Register, as_json, parse
+from mindx_elastic.cluster.messages import Beat, Farewell, Identity, Over, Refused, Register, as_json, parse
 from mindx_elastic.cluster.wire import Line, WireError
 
 KEY = b"a key that only the job has"
@@ -41,15 +41,15 @@ def pair(key: bytes | None = None, other: bytes | None = None) -> tuple[Line, Li
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "sealed"])
 def test_messages_arrive_in_pieces_of_any_size(key: bytes | None) -> None:
     worker, scheduler = pair(key)
-    data = b"".join(worker.pack(Death(number, "")) for number in range(3))
+    data = b"".join(worker.pack(Refused(str(number))) for number in range(3))
     found = [message for byte in data for message in scheduler.feed(bytes([byte]))]
-    assert found == [Death(0, ""), Death(1, ""), Death(2, "")]
-    assert list(worker.feed(scheduler.pack(Fail("it is over")))) == [Fail("it is over")]
+    assert found == [Refused("0"), Refused("1"), Refused("2")]
+    assert list(worker.feed(scheduler.pack(Over(1, "it is over")))) == [Over(1, "it is over")]
 
 
 def test_a_sealed_message_counts_once_in_its_place_and_direction() -> None:
     worker, scheduler = pair(KEY)
-    first, second = worker.pack(Beat()), worker.pack(Death(1, ""))
+    first, second = worker.pack(Beat()), worker.pack(Refused(""))
     with pytest.raises(WireError, match="not of this job"):
         list(scheduler.feed(second))  # the first one was left out
     worker, scheduler = pair(KEY)
@@ -61,7 +61,7 @@ def test_a_sealed_message_counts_once_in_its_place_and_direction() -> None:
     with pytest.raises(WireError, match="not of this job"):
         list(scheduler.feed(data))
     with pytest.raises(WireError, match="not of this job"):
-        list(worker.feed(worker.pack(Fail(""))))  # sent back
+        list(worker.feed(worker.pack(Over(1, ""))))  # sent back
 
 
 @given(st.binary(max_size=200))
@@ -87,7 +87,7 @@ GOOD = Register(process=IDENTITY, incarnation="a" * 32, node_id="0", size=2, rec
     [
         *({"node_id": value} for value in ("../x", "a" * 129, "a b", "\x1b")),
         *({"incarnation": value} for value in ("short", "../" + "a" * 29)),
-        *({"size": value} for value in (0, 10**9)),
+        *({"size": value} for value in (-1, 10**9)),
         *({"process": {**as_json(GOOD)["process"], **value}} for value in ({"pid": 1 << 40}, {"space": ["x"]})),
         *({"store": ("h", port)} for port in (0, 1 << 16)),
         *({"process": 3}, {"job": 1}, {"op": "nothing"}, {"op": []}),

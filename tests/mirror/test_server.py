@@ -17,6 +17,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.mirror.server import Server
 from mindx_elastic.mirror.wire import MAX_FILE_BYTES, MAX_MESSAGE_BYTES, Channel, Endpoint, ask, header_digest, rank_of
 from mindx_elastic.persist.format import open_checkpoint, read_header
+from mindx_elastic.persist.writer import copied_file
 from tests.checkpoint_files import write
 from tests.harness import wait_until
 
@@ -86,8 +87,8 @@ def test_a_file_arrives_as_it_is_and_comes_back(server: Server, root: Path, tmp_
     assert put(server.endpoint, path) == {"have": True}, "what is there is not sent again"
     with ask(server.endpoint, 2, "get", root=0, name=NAME) as channel:
         size = channel.answer()["size"]
-        with open(tmp_path / "back", "w+b") as file:
-            channel.receive_file(file.fileno(), size)
+        with copied_file(tmp_path / "back", size, lambda temp: None) as blocks:
+            channel.receive_file(blocks, size)
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
 
 

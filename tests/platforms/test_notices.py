@@ -197,19 +197,17 @@ class Told:
         return self._look()
 
 
-def watch(look: Callable[[], Notice | None]) -> tuple[NoticeWatch, threading.Event]:
-    heard = threading.Event()
+def watch(look: Callable[[], Notice | None]) -> NoticeWatch:
     source = Told(look)
-    made = NoticeWatch([source], on_notice=heard.set).start()
+    made = NoticeWatch([source]).start()
     assert source.twice.wait(60)
     made.close()
-    return made, heard
+    return made
 
 
 def test_the_time_that_is_left_becomes_the_grace_period() -> None:
     notice = Notice(reason="r", deadline=time.time() + 100)
-    watching, heard = watch(lambda: notice)
-    assert heard.wait(60)
+    watching = watch(lambda: notice)
     found = watching.poll()
     assert found is not None and found.grace_s is not None and 90 < found.grace_s <= 98
 
@@ -217,7 +215,7 @@ def test_the_time_that_is_left_becomes_the_grace_period() -> None:
 @pytest.mark.parametrize("deadline", [None, -10.0])
 def test_a_notice_whose_time_cannot_be_told_counts(deadline: float | None) -> None:
     at = None if deadline is None else time.time() + deadline
-    found = watch(lambda: Notice(reason="r", deadline=at))[0].poll()
+    found = watch(lambda: Notice(reason="r", deadline=at)).poll()
     assert found is not None and found.grace_s is None
 
 
@@ -231,7 +229,7 @@ def test_a_notice_whose_time_cannot_be_told_counts(deadline: float | None) -> No
 def test_a_notice_that_is_left_over_stops_nothing(
     notice: Notice, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert watch(lambda: notice)[0].poll() is None
+    assert watch(lambda: notice).poll() is None
     assert sum(said in line for line in caplog.messages) == 1, "once"
 
 
@@ -245,8 +243,8 @@ def test_an_error_is_named_once_and_stops_nothing(error: Exception, caplog: pyte
     def fail() -> Notice | None:
         raise error
 
-    watching, heard = watch(fail)
-    assert watching.poll() is None and not heard.is_set()
+    watching = watch(fail)
+    assert watching.poll() is None
     assert len(caplog.messages) == 1 and "told" in caplog.messages[0]
 
 

@@ -1,8 +1,8 @@
 """A job of several nodes, each with an agent, in a simulated world: starts, failures, restarts, lost nodes, ends.
 
 Real are the agent from the first meeting of the nodes to its exit code (`agent.launcher.run_job`, and with it the
-supervisor, the attempt, workers, endings, restarts, exit barrier, membership, inbox), torch's agent and its dynamic
-rendezvous. Simulated are the kernel (`kernel`), the store, the workers (`workers`), and what goes wrong::
+supervisor, the attempt, workers, endings, restarts, membership, inbox), the table with its server, and torch's agent.
+Simulated are the kernel (`kernel`), the network, the workers (`workers`), and what goes wrong::
 
     python -m tests.simulation.agents --schedules 20000 --first 0 --jobs 2
     python -m tests.simulation.agents --seed 4711          # its story
@@ -22,44 +22,37 @@ live. Where nothing happens but orders to stop, pauses and slow stores, all stop
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
-import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
-from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server import api as torch_agent
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousParameters,
-    dynamic_rendezvous,
-)
 from torch.distributed.elastic.rendezvous import api as rendezvous_api
-from torch.distributed.elastic.rendezvous import utils as rendezvous_utils
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.launcher.api import LaunchConfig
 
-from mindx_elastic.agent import attempt, launcher, rendezvous, supervisor, workers
+from mindx_elastic.agent import attempt, launcher, supervisor, workers
+from mindx_elastic.agent import nodes as agent_nodes
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.options import AgentOptions, Launch
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
+from mindx_elastic.cluster import connection
+from mindx_elastic.cluster.table import Limits, Table
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from tests.simulation.kernel import Child, Kernel
+from tests.simulation.network import Machine, Network
 from tests.simulation.schedules import main, quiet
-from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.workers import Meeting, Worker
 from tests.simulation.world import Process, Stuck, World
 
@@ -74,7 +67,6 @@ __all__ = [
     "Node",
     "Outcome",
     "Plan",
-    "PrefixStore",
     "Started",
     "count",
     "plan_of",
@@ -88,14 +80,14 @@ _PATIENCE_S = 600.0
 _PORT, _RUN_ID = 29400, "simulated"
 _MODULES = (
     "mindx_elastic.agent",
+    "mindx_elastic.cluster",
     "mindx_elastic.core",
     "torch.distributed.elastic.agent.server",
-    "torch.distributed.elastic.rendezvous",
 )
-GENTLE = frozenset({"sigterm agent", "sigterm all", "sigterm worker", "slow store", "freeze agent"})
+GENTLE = frozenset({"sigterm agent", "sigterm all", "sigterm worker", "slow network", "freeze agent"})
 """They fail nothing."""
 CURABLE = frozenset({"kill worker", "exception", "hang", "deaf", "freeze worker", "kill node", "kill agent", "reset",
-                     "slow store", "never ends"})  # fmt: skip
+                     "slow network", "never ends"})  # fmt: skip
 """A restart mends them: what is killed comes back."""
 KINDS = (
     *sorted(GENTLE | CURABLE),
@@ -106,9 +98,11 @@ KINDS = (
     "join",
     "double sigterm",
     "clock jump",
-    "store hangs",
+    "host stands still",
 )
-_HARMLESS = frozenset({"reset", "slow store", "never ends", "join"})
+_HARMLESS = frozenset({"reset", "slow network", "never ends", "join"})
+_BACK_S = 3.0
+"""A host that is back so soon is met."""
 _STANDSTILL_S = 10.0
 """A node that stands still for so long is lost."""
 
@@ -145,7 +139,7 @@ class Plan:
     is_guarded: bool
     hears_connections: bool
     host_is_apart: bool
-    """The rendezvous' store is not the first node's."""
+    """The table is not served by the first node's agent."""
     max_restarts: int
     faults: tuple[Fault, ...]
 
@@ -197,124 +191,6 @@ def plan_of(seed: int) -> Plan:
         max_restarts=random.choice((1, 3, 3)),
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )
-
-
-# --- the network of the rendezvous ---
-
-
-class _Line:
-    """One TCP connection to the store. Once reset it is for ever, as torch's."""
-
-    def __init__(self, network: _Network, server: SimulatedStore, process: Process) -> None:
-        self.server, self.process, self.is_broken = server, process, False
-        self.world, self.host, self.values = network.world, server.host, server.values
-
-    def ask(self, act: Callable[[], object]) -> None:
-        try:
-            if not self.is_broken:
-                self.server.ask(act)
-        except ConnectionResetError:
-            self.is_broken = True
-        if self.is_broken:
-            raise DistNetworkError("recvVector failed: Connection reset by peer")
-
-
-class _Network:
-    """Reaches the store of the rendezvous; each connection to it."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.server: SimulatedStore | None = None
-        self.lines: list[_Line] = []
-        self.cut_off: set[Process] = set()
-        self.messages = 0
-
-    def host(self, process: Process) -> None:
-        """A new and empty store in `process`."""
-        self.messages += 0 if self.server is None else self.server.messages
-        self.server = SimulatedStore(self.world, process)
-        self.server.cut_off = self.cut_off
-
-    @property
-    def is_up(self) -> bool:
-        return self.server is not None and self.server.host.is_alive
-
-    def connect(self, timeout_s: float) -> _Line:
-        process = self.world.process
-        assert process is not None
-        answers = lambda: self.is_up and process not in self.cut_off  # noqa: E731
-        if not self.world.wait(answers, timeout_s, is_interruptible=False) or self.server is None:
-            raise DistNetworkError("The client socket has timed out while trying to connect")
-        self.lines.append(_Line(self, self.server, process))
-        return self.lines[-1]
-
-    def create_connection(self, address: tuple[str, int], timeout: float) -> Any:
-        """`socket.create_connection`: refused at once where no process listens."""
-        if not self.is_up:
-            raise ConnectionRefusedError
-        if not self.world.wait(lambda: self.world.process not in self.cut_off, timeout, is_interruptible=False):
-            raise TimeoutError
-        return SimpleNamespace(close=lambda: None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(socket, name)
-
-
-class _TCPStore(Connection):
-    """`torch.distributed.TCPStore`, a client: reads wait for their keys."""
-
-    network: _Network
-
-    def __init__(self, host: str, port: int, *, timeout: timedelta = timedelta(seconds=60), **_: Any) -> None:
-        self.host, self.port, self.timeout = host, port, timeout
-        self._line = self.network.connect(timeout.total_seconds())
-        super().__init__(self._line)  # type: ignore[arg-type]
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes], /) -> None:
-        texts = [value.decode() if isinstance(value, bytes) else value for value in values]
-        super().multi_set(keys, texts)
-
-    def multi_get(self, keys: Sequence[str], /) -> list[bytes]:
-        line = self._line
-        line.ask(lambda: None)
-
-        def ends() -> bool:
-            return all(key in line.values for key in keys) or line.is_broken or not line.host.is_alive
-
-        if not line.world.wait(ends, self.timeout.total_seconds(), is_interruptible=False):
-            raise DistStoreError("wait timeout")
-        return super().multi_get(keys)
-
-
-class PrefixStore:
-    """`torch.distributed.PrefixStore`."""
-
-    def __init__(self, prefix: str, store: Any) -> None:
-        self.prefix, self.underlying_store = prefix, store
-
-    def _key(self, key: str) -> str:
-        return f"{self.prefix}/{key}"
-
-    def set(self, key: str, value: str) -> None:
-        self.underlying_store.set(self._key(key), value)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self.underlying_store.get(self._key(key)))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        self.underlying_store.multi_set([*map(self._key, keys)], values)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [*self.underlying_store.multi_get([*map(self._key, keys)])]
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self.underlying_store.check([*map(self._key, keys)]))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return bytes(self.underlying_store.compare_set(self._key(key), expected, desired))
 
 
 # --- one node and its agent ---
@@ -380,7 +256,8 @@ class Node:
         return [child.process for each in self.agents for child in (*(w.child for w in each.workers), each.child)]
 
     def start(self) -> None:
-        child = self.job.kernel.fork(f"agent {self.number}{'+' * len(self.agents)}")
+        name, node = f"agent {self.number}{'+' * len(self.agents)}", f"node{self.number}"
+        child = self.job.kernel.fork(name, lambda pid: Machine(self.job.network, name, node=node, pid=pid, host=node))
         self.agents.append(Agent(self, child))
         child.process.on_end.append(self._end_workers)
         child.process.start(lambda: self.job.run_agent(self))
@@ -416,7 +293,7 @@ class Forks:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def prepare(self, number: int) -> None:
+    def prepare(self, number: int, check: Any) -> None:
         pass
 
     def start(self) -> Any:
@@ -458,28 +335,6 @@ class Started:
             child.process.kill()
 
 
-class _EachProcess:
-    """A lock of a module, of which each process has its own."""
-
-    def __init__(self, world: World, make: Callable[[], Any]) -> None:
-        self._world, self._make = world, make
-        self._made: dict[Process | None, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._made.setdefault(self._world.process, self._make()), name)
-
-
-class _Datetime(datetime):
-    """`datetime.datetime`, with the world's clock."""
-
-    world: World
-
-    @classmethod
-    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
-        process = cls.world.process
-        return datetime.fromtimestamp(1.8e9 + cls.world.now + (process.clock.ahead_s if process else 0.0), tz)
-
-
 class Job:
     """All of it."""
 
@@ -489,11 +344,13 @@ class Job:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.world = plan, World(plan.seed, most_switches=10_000 * plan.nodes)
-        self.kernel, self.network = Kernel(self.world), _Network(self.world)
+        self.kernel, self.network = Kernel(self.world), Network(self.world)
         self.steps, self.step_s, self.start_s = plan.steps, plan.step_s, plan.start_s
         self.save_s, self.after_s, self.is_guarded = plan.save_s, plan.after_s, plan.is_guarded
         self.hears_connections = plan.hears_connections
         self.durable_step = -1
+        self.host: Process | None = None
+        """Serves the table."""
         self.failures = 0
         """Of the faults so far, those that may cost a restart."""
         self.wrong: list[str] = []
@@ -514,12 +371,6 @@ class Job:
     def run_agent(self, node: Node) -> int:
         """As `launcher.launch`, without what it does to the real process."""
         plan = self.plan
-        process = node.agent.process
-
-        def give_up(signum: int) -> NoReturn:
-            node.agents[-1].cause = "the agent was stuck in a wait for other nodes"
-            process.exit(exit_code_of_signal(signum))
-
         folder: Any = SimpleNamespace(
             path=Path(f"/simulated/{node.agent.pid}"),
             order=node.give_order,
@@ -535,26 +386,39 @@ class Job:
         config = LaunchConfig(
             min_nodes=plan.min_nodes, max_nodes=plan.nodes, nproc_per_node=plan.workers,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull), run_id=_RUN_ID, rdzv_backend="c10d",
-            rdzv_endpoint="" if plan.nodes == 1 else f"host:{_PORT}", max_restarts=plan.max_restarts,
+            rdzv_endpoint="" if plan.nodes == 1 else f"{self.host_name}:{_PORT}", max_restarts=plan.max_restarts,
             rdzv_configs={"join_timeout": int(JOIN_S), "last_call_timeout": 5}, monitor_interval=1.0,
             local_addr=f"node{node.number}",
         )  # fmt: skip
         launch = Launch(options=options, config=config, command=self.command, master=None)
         result: Any = SimpleNamespace(write=lambda *_, **__: None)
-        with SignalInbox(parse_signals("SIGTERM"), on_stuck=give_up, last=True) as inbox:
+        with SignalInbox(parse_signals("SIGTERM"), last=True) as inbox:
             return launcher.run_job(launch, folder, inbox, result, None)
 
-    def open_rendezvous(self, parameters: RendezvousParameters) -> RendezvousHandler:
-        """As torch's c10d backend: the node whose name is that of the endpoint hosts the store."""
-        node = self.node_of_process()
-        if node.number == 0 and not self.plan.host_is_apart:
-            self.network.host(node.agent.process)
-        try:
-            store: Any = vars(rendezvous)["TCPStore"]("host", _PORT)
-            backend = C10dRendezvousBackend(store, parameters.run_id)
-        except RuntimeError as error:
-            raise RendezvousConnectionError("The connection to the C10d store has failed.") from error
-        return dynamic_rendezvous.create_handler(store, backend, parameters)
+    @property
+    def host_name(self) -> str:
+        return "apart" if self.plan.host_is_apart else "node0"
+
+    def serve_apart(self) -> None:
+        """The table, in a process of its own."""
+        self.host = Machine(self.network, "host of the table", node="apart", pid=1, host="apart")
+        limits = Limits(heartbeat_s=15.0, formation_s=math.inf, reconnect_s=3.0, last_call_s=5.0)
+        least, most = self.plan.min_nodes, self.plan.nodes
+        table = Table(most, least=least, job="job", recovery=True, limits=limits, now=self.world.now)
+        self.host.run_beside(lambda: agent_nodes.NodeHost(table, self.listen("", _PORT), None))
+
+    def listen(self, _: str, port: int) -> Any:
+        listener = self.network.listen((self.host_name, port))
+        self.host = self.world.process
+        return listener
+
+    def _is_here(self, _: str) -> bool:
+        return not self.plan.host_is_apart and self.node_of_process().number == 0
+
+    @contextmanager
+    def _reserve_port(self) -> Iterator[Any]:
+        port = self.world.number()
+        yield SimpleNamespace(getsockname=lambda: ("", port))
 
     def start_processes(self, *, envs: Mapping[int, Mapping[str, str]], **_: Any) -> Started:
         """Torch's, for the workers of the running agent."""
@@ -582,30 +446,19 @@ class Job:
     def replaced(self) -> Iterator[None]:
         """The agent's modules, and torch's, use this job's world."""
         world, kernel, network = self.world, self.kernel, self.network
-        store_class = type("_TCPStore", (_TCPStore,), {"network": network})
-        clock = type("_Datetime", (_Datetime,), {"world": world})
+        names = network.names()
+        more = {module: names[module] for module in ("socket", "selectors", "secrets")}
+        more["os"] = {"register_at_fork": names["os"]["register_at_fork"]}
         nothing = lambda *_, **__: None  # noqa: E731
         with ExitStack() as stack:
-            stack.enter_context(patch.dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", MINDX_ZYGOTE="0"))
+            stack.enter_context(patch.dict(os.environ, MINDX_ZYGOTE="0"))
             stack.enter_context(quiet())
             stack.callback(logging.disable, logging.root.manager.disable)
             logging.disable(logging.CRITICAL)
-            stack.enter_context(world.replaced(prefixes=_MODULES, stand_ins=kernel.stand_ins))
-            threads: Any = vars(rendezvous)["threading"]
-            for module, names in {
-                rendezvous: {
-                    "TCPStore": store_class,
-                    "PrefixStore": PrefixStore,
-                    "socket": network,
-                    "_lock": _EachProcess(world, threads.Lock),
-                },
-                dynamic_rendezvous: {
-                    "datetime": clock,
-                    "dist": SimpleNamespace(PrefixStore=PrefixStore),
-                    "construct_and_record_rdzv_event": nothing,
-                    "get_method_name": nothing,
-                },
-                rendezvous_utils: {"Event": threads.Event, "Thread": threads.Thread, "random": world.random},
+            stack.enter_context(world.replaced(more, prefixes=_MODULES, stand_ins=kernel.stand_ins))
+            stand_ins: dict[Any, dict[str, Any]] = {
+                agent_nodes: {"listen": self.listen, "is_own_address": self._is_here},
+                connection: {"own_space": lambda: ""},
                 rendezvous_api: {"get_free_port": world.number},
                 torch_agent: {"record": nothing, "_get_fq_hostname": lambda: "simulated"},
                 local_elastic_agent: {"start_processes": self.start_processes},
@@ -614,10 +467,9 @@ class Job:
                     "ForkedStart": Forks,
                     "LastLines": _Lines,
                     "StopFiles": lambda *arguments: self.node_of_process().stop_files(*arguments),
-                    "rendezvous_registry": SimpleNamespace(get_rendezvous_handler=self.open_rendezvous),
                     "print_block": nothing,
                 },
-                supervisor: {"print_block": nothing, "ProgressLog": Forks},
+                supervisor: {"print_block": nothing, "ProgressLog": Forks, "_reserve_port": self._reserve_port},
                 attempt: {"write_stacks": lambda *_, **__: []},
                 workers: {
                     "read_page": self.read_page,
@@ -627,8 +479,9 @@ class Job:
                     "thread_pidfds": kernel.thread_pidfds,
                     "catches": kernel.catches,
                 },
-            }.items():
-                for name, instead in names.items():
+            }
+            for module, parts in stand_ins.items():
+                for name, instead in parts.items():
                     stack.enter_context(patch.object(module, name, instead))
             stack.callback(world.close)
             yield
@@ -682,25 +535,23 @@ class Job:
                     process.kill()
                 if fault.kind == "kill node":
                     world.at(until, lambda: self._come_back(node))
-            case "lose host":
-                if self.network.server is not None:
-                    self.network.server.host.kill()
+            case "lose host" if self.host is not None:
+                self.host.kill()
             case "reset":
-                for line in self.network.lines:
-                    line.is_broken = line.is_broken or line.process is agent.child.process
-            case "slow store" if self.network.server is not None:
-                server, before = self.network.server, self.network.server.slowest_s
-                server.slowest_s = 0.5
-                world.at(until, lambda: setattr(server, "slowest_s", before))
-            case "store hangs" if self.network.server is not None:
-                self.network.server.hang(until)
+                self.network.reset(f"node{node.number}")
+            case "slow network":
+                self.network.slowest_s = 0.5
+                world.at(until, lambda: setattr(self.network, "slowest_s", 0.002))
+            case "host stands still" if self.host is not None:
+                self.host.frozen_until = until
             case "clock jump":
                 agent.child.process.clock.ahead_s += world.random.choice((-1, 1)) * 180 * fault.length_s
             case "partition":
-                processes = set(node.processes)
-                self.network.cut_off |= processes
-                node.is_cut_off = True
-                world.at(until, lambda: self._join_up(node, processes))
+                node.is_cut_off, name = True, f"node{node.number}"
+                for other in {"apart", *(f"node{each.number}" for each in self.nodes)} - {name}:
+                    self.network.cut(name, other, fault.length_s)
+                    self.network.cut(other, name, fault.length_s)
+                world.at(until, lambda: setattr(node, "is_cut_off", False))
             case "fault report":
                 node.report = SimpleNamespace(kind="fault", reason="rank 0 is faulty", grace_s=None)
             case "join":
@@ -735,10 +586,6 @@ class Job:
                 process.kill()
             node.start()
 
-    def _join_up(self, node: Node, processes: set[Process]) -> None:
-        self.network.cut_off -= processes
-        node.is_cut_off = False
-
 
 def play(plan: Plan, make: type[Job] = Job) -> Outcome:
     """Play one schedule of such a job to its end. Any number, one after the other."""
@@ -746,8 +593,7 @@ def play(plan: Plan, make: type[Job] = Job) -> Outcome:
     world = job.world
     with job.replaced():
         if plan.host_is_apart:
-            host = Process(world, "host of the rendezvous")
-            job.network.host(host)
+            job.serve_apart()
         for node in job.nodes:
             node.start()
         until = max((fault.at + fault.length_s for fault in plan.faults), default=0.0)
@@ -762,7 +608,6 @@ def play(plan: Plan, make: type[Job] = Job) -> Outcome:
         except Stuck as error:
             outcome.stuck = str(error)
         outcome.story, outcome.switches, outcome.seconds = world.story, world.switches, world.now - 1000.0
-    job.network.host(Process(world, "nobody"))
     outcome.messages = job.network.messages
     outcome.agents = [agent for node in job.nodes for agent in node.agents]
     outcome.wrong = job.faults_of(outcome)
@@ -800,9 +645,8 @@ def _faults_of_kinds(job: Job, outcome: Outcome) -> list[str]:
         codes = {agent.code for agent in outcome.agents if agent.was_there} - {-9}
     told = ", ".join(sorted(map(str, codes)))
     is_hopeless = any(agent.is_hopeless for agent in outcome.agents)
-    loses_host = not plan.host_is_apart and plan.nodes > 1 and any(
-        fault.kind in ("kill agent", "kill node") and fault.node == 0 for fault in plan.faults
-    )  # fmt: skip
+    gone = [fault for fault in plan.faults if fault.kind in ("kill agent", "kill node") and fault.length_s > _BACK_S]
+    loses_host = not plan.host_is_apart and plan.nodes > 1 and any(fault.node == 0 for fault in gone)
     never_seen = not plan.is_guarded and kinds & {"hang", "deaf", "freeze worker", "never ends"}
     is_curable = kinds <= CURABLE and job.failures <= plan.max_restarts
     if is_curable and not (is_hopeless or loses_host or never_seen) and (not job.has_finished or codes != {0}):
@@ -816,7 +660,7 @@ def count(outcome: Outcome) -> Counter[str]:
     counts = Counter(
         {
             "switches": outcome.switches,
-            "messages to the store": outcome.messages,
+            "messages": outcome.messages,
             "simulated seconds": round(outcome.seconds),
             "restarts": sum(agent.restarts for agent in outcome.agents),
         }

@@ -35,9 +35,9 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch.distributed
+from torch.distributed import DistNetworkError
 
 from mindx_elastic.agent import launcher, replacements, supervisor
-from mindx_elastic.agent import rendezvous as agent_rendezvous
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.status_page import Status, WorkerPhase
@@ -51,12 +51,12 @@ from mindx_elastic.rejoin.protocol import RecoveryVerdict, Report
 from mindx_elastic.rejoin.record import IN_PLACE, RESTART, STOPPED
 from mindx_elastic.rejoin.spare import PIPE_VARIABLE, UNFIT, WAITS
 from tests.simulation import agents
-from tests.simulation.agents import Agent, Fault, Job, Outcome, PrefixStore, Started
+from tests.simulation.agents import Agent, Fault, Job, Outcome, Started
 from tests.simulation.kernel import Child
 from tests.simulation.schedules import main
 from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.workers import Alarm, Meeting, Worker
-from tests.simulation.world import World
+from tests.simulation.world import Process, World
 
 __all__ = ["KINDS", "STAGES", "Plan", "plan_of", "play"]
 
@@ -85,6 +85,84 @@ _HEARD_S = 1.0
 """Until the agent knows of a death at the latest."""
 _MOST_S = 300.0
 """What a schedule may take, beside the faults that last."""
+
+
+# --- the network of the workers' store ---
+
+
+class _Line:
+    """One TCP connection to the store. Once reset it is for ever, as torch's."""
+
+    def __init__(self, network: _Stores, server: SimulatedStore, process: Process) -> None:
+        self.server, self.process, self.is_broken = server, process, False
+        self.world, self.host, self.values = network.world, server.host, server.values
+
+    def ask(self, act: Callable[[], object]) -> None:
+        try:
+            if not self.is_broken:
+                self.server.ask(act)
+        except ConnectionResetError:
+            self.is_broken = True
+        if self.is_broken:
+            raise DistNetworkError("recvVector failed: Connection reset by peer")
+
+
+class _Stores:
+    """Reaches the agent's store; each connection to it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.server: SimulatedStore | None = None
+        self.lines: list[_Line] = []
+        self.cut_off: set[Process] = set()
+        self.messages = 0
+
+    def host(self, process: Process) -> None:
+        """A new and empty store in `process`."""
+        self.messages += 0 if self.server is None else self.server.messages
+        self.server = SimulatedStore(self.world, process)
+        self.server.cut_off = self.cut_off
+
+    @property
+    def is_up(self) -> bool:
+        return self.server is not None and self.server.host.is_alive
+
+    def connect(self, timeout_s: float) -> _Line:
+        process = self.world.process
+        assert process is not None
+        answers = lambda: self.is_up and process not in self.cut_off  # noqa: E731
+        if not self.world.wait(answers, timeout_s, is_interruptible=False) or self.server is None:
+            raise DistNetworkError("The client socket has timed out while trying to connect")
+        self.lines.append(_Line(self, self.server, process))
+        return self.lines[-1]
+
+
+class PrefixStore:
+    """`torch.distributed.PrefixStore`."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self.prefix, self.underlying_store = prefix, store
+
+    def _key(self, key: str) -> str:
+        return f"{self.prefix}/{key}"
+
+    def set(self, key: str, value: str) -> None:
+        self.underlying_store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.underlying_store.get(self._key(key)))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        self.underlying_store.multi_set([*map(self._key, keys)], values)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [*self.underlying_store.multi_get([*map(self._key, keys)])]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self.underlying_store.check([*map(self._key, keys)]))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return bytes(self.underlying_store.compare_set(self._key(key), expected, desired))
 
 
 @dataclass(frozen=True)
@@ -612,6 +690,7 @@ class InPlaceJob(Job):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        self.stores = _Stores(self.world)
         self.spares = plan.spares
         self.memory: dict[Path, int] = {}
         """The steps of the states in shared memory."""
@@ -693,12 +772,10 @@ class InPlaceJob(Job):
     def show_page(self, worker: _Rank) -> None:
         self.pages[self._page(worker.rank)] = worker
 
-    def fork(self, env: Mapping[str, str], *, fresh: bool = False) -> Child | None:
+    def fork(self, env: Mapping[str, str]) -> Child | None:
         is_spare = PIPE_VARIABLE in env and "RANK" not in env
         if self._no_starts and not is_spare:
             self._no_starts -= 1
-            if fresh:
-                raise OSError("Resource temporarily unavailable")
             return None
         child = self.kernel.fork("new process")
         if is_spare:
@@ -706,11 +783,6 @@ class InPlaceJob(Job):
         else:
             self._become(child, env)
         return child
-
-    def _popen(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> Child:
-        made = self.fork(env, fresh=True)
-        assert made is not None
-        return made
 
     def _start_spare(self, child: Child, env: Mapping[str, str]) -> None:
         agent, pipe = self.nodes[0].agents[-1], env[PIPE_VARIABLE]
@@ -745,13 +817,13 @@ class InPlaceJob(Job):
             stack.enter_context(super().replaced())
             stand_ins: dict[Any, dict[str, Any]] = {
                 launcher: {"ForkedStart": lambda *_, **__: _Forks(self)},
-                agent_rendezvous: {"host_store": self._host_store, "PrefixStore": PrefixStore},
                 supervisor: {
+                    "host_store": self._host_store,
                     "PrefixStore": PrefixStore,
                     "HeldSockets": agents.Forks,
                     "board_key": lambda: _KEY,
                 },
-                replacements: {"os": _Os(self.files), "subprocess": SimpleNamespace(Popen=self._popen)},
+                replacements: {"os": _Os(self.files)},
                 torch.distributed: {"PrefixStore": PrefixStore},
                 rejoin_member: {
                     "groups": groups,
@@ -784,14 +856,14 @@ class InPlaceJob(Job):
 
     def _host_store(self, address: str) -> Any:
         """By the agent, for a new attempt."""
-        self.network.host(self.nodes[0].agent.process)
-        assert self.network.server is not None
-        store: Any = Connection(_OwnStore(self.world, self.network.server))  # type: ignore[arg-type]
+        self.stores.host(self.nodes[0].agent.process)
+        assert self.stores.server is not None
+        store: Any = Connection(_OwnStore(self.world, self.stores.server))  # type: ignore[arg-type]
         store.port = self.world.number()
         return store
 
     def _open_connection(self) -> Any:
-        return Connection(self.network.connect(10.0))  # type: ignore[arg-type]
+        return Connection(self.stores.connect(10.0))  # type: ignore[arg-type]
 
     def _connect(self, store: PrefixStore, rank: int, timeout_s: float) -> int:
         """`groups.connect`: the members of a generation tell each other their addresses."""
@@ -861,9 +933,15 @@ class InPlaceJob(Job):
                 self._no_starts = 3
             case "slow start":
                 self._next_slow_s = fault.length_s
+            case "slow store" if self.stores.server is not None:
+                server, before = self.stores.server, self.stores.server.slowest_s
+                server.slowest_s = 0.5
+                self.world.at(self.world.now + fault.length_s, lambda: setattr(server, "slowest_s", before))
+                self.world.note(fault.kind)
+                return
             case "reset" if living:
                 process = living[fault.local_rank % len(living)].child.process
-                for line in self.network.lines:
+                for line in self.stores.lines:
                     line.is_broken = line.is_broken or line.process is process
             case "kill worker":
                 if len(self.plan.faults) == 1:
@@ -895,7 +973,7 @@ class InPlaceJob(Job):
 
     def _check_told(self, agent: Agent, fields: Mapping[str, Any]) -> None:
         """What must be true at the moment at which a recovery is told of."""
-        number, server = fields["generation"], self.network.server
+        number, server = fields["generation"], self.stores.server
         if fields["outcome"] == IN_PLACE and server is not None:
             ready = [key for key in server.values if f"/{number}/ready/" in key]
             if len(ready) < self.plan.workers:

@@ -82,9 +82,10 @@ class Kernel:
         self._wakeups: dict[Process, int] = {}
         self.stand_ins = {"os": _Os(self), "select": _Select(self), "signal": _Signal(self)}
 
-    def fork(self, name: str) -> Child:
-        """A new process, which has yet to be started."""
-        child = Child(100 + len(self.children), Process(self.world, name))
+    def fork(self, name: str, make: Callable[[int], Process] | None = None) -> Child:
+        """A new process, which has yet to be started; `make`: of this process number."""
+        pid = 100 + len(self.children)
+        child = Child(pid, Process(self.world, name) if make is None else make(pid))
         if self.world.process is not None:
             child.process.clock = self.world.process.clock
         self.children[child.pid] = child
@@ -199,18 +200,24 @@ class _Poll:
         self._kernel = kernel
         self._wanted: dict[int, int] = {}
 
-    def register(self, fd: int, events: int = select.POLLIN) -> None:
-        self._wanted[fd] = events | select.POLLHUP
+    def register(self, what: Any, events: int = select.POLLIN) -> None:
+        self._wanted[what if isinstance(what, int) else what.fileno()] = events | select.POLLHUP
+
+    def _find(self, fd: int) -> Any:
+        """A pipe, a process, or a socket of the network."""
+        return self._kernel._fds.get(fd) or self._kernel.world.descriptors.get(fd)
 
     def _ready(self) -> list[tuple[int, int]]:
-        known = self._kernel._fds
-        return [
-            (fd, found) for fd, wanted in self._wanted.items() if fd in known and (found := known[fd].events & wanted)
-        ]
+        return [(fd, found) for fd, wanted in self._wanted.items() if (found := self._events(self._find(fd)) & wanted)]
+
+    def _events(self, what: Any) -> int:
+        if isinstance(what, _Pipe | _Pidfd):
+            return what.events
+        return select.POLLIN if what is not None and what.is_readable() else 0
 
     def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
-        timeout_s, known = None if timeout_ms is None else timeout_ms / 1000, self._kernel._fds
-        topics = [known[fd].topic for fd in self._wanted if fd in known]
+        timeout_s = None if timeout_ms is None else timeout_ms / 1000
+        topics = [found.topic for fd in self._wanted if (found := self._find(fd)) is not None]
         self._kernel.world.wait(lambda: bool(self._ready()), timeout_s, on=topics)
         return self._ready()
 

@@ -99,29 +99,29 @@ MUTANTS = (
     Mutant(
         "workers are told before the table is written",
         "cluster/scheduler.py",
-        "        if self._write() and self.table.outbox:\n",
-        "        if (self._write() or True) and self.table.outbox:\n",
+        "        if self._write() and table.outbox:\n",
+        "        if (self._write() or True) and table.outbox:\n",
         "cluster",
     ),
     Mutant(
         "the others are not told of a death",
         "cluster/table.py",
-        "            self.outbox.append((other.incarnation, messages.Death(place.rank, text)))",
-        "            pass",
+        "                    self.outbox.append((place.incarnation, news))",
+        "                    pass",
         "cluster",
     ),
     Mutant(
         "a farewell is not waited for",
         "cluster/connection.py",
-        "                answer_by, leaves = now + self._patience_s, True\n",
-        "                self._is_understood()\n",
+        "            self._leaves_at = now\n",
+        "            self._understood()\n",
         "cluster",
     ),
     Mutant(
         "a farewell is answered before the table is written",
         "cluster/scheduler.py",
         "                self.table.leave(name, message, now)",
-        "                self.table.leave(name, message, now) or self._send(connection, messages.Noted())",
+        "                self.table.leave(name, message, now) or self.send(connection, messages.Noted())",
         "cluster",
     ),
     Mutant(
@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "a worker that waits for its admission says nothing",
         "cluster/connection.py",
-        "                line.send(messages.Beat())",
-        "                if self.job:\n                    line.send(messages.Beat())",
+        "            line.send(messages.Beat())",
+        "            if self.job:\n                line.send(messages.Beat())",
         "cluster",
     ),
     Mutant(
@@ -169,15 +169,15 @@ MUTANTS = (
     Mutant(
         "a new process gets any free rank",
         "cluster/table.py",
-        "        if self.group is None:\n            self._assign_ranks()\n",
-        "        for rank, place in enumerate(sorted(self.places.values(), key=lambda m: m.incarnation)):\n"
+        "        self._number(waiting)\n",
+        "        for rank, place in enumerate(sorted(waiting, key=lambda m: m.incarnation)):\n"
         "            place.rank = rank\n",
         "cluster",
     ),
     Mutant(
         "a job is finished though a rank was lost",
         "cluster/table.py",
-        "if states == {ProcessState.DONE}:",
+        "if states <= {ProcessState.DONE, ProcessState.ENDED}:",
         "if ProcessState.DONE in states:",
         "cluster",
     ),
@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         "all nodes count their own restarts",
         "agent/supervisor.py",
-        'agree_on_highest(worker_group, "restarts", most - self._remaining_restarts, most)',
-        "most - self._remaining_restarts",
+        "max(0, spec.max_restarts - group.restarts)",
+        "self._remaining_restarts",
         "agents",
     ),
     Mutant(
@@ -225,9 +225,9 @@ MUTANTS = (
     ),
     Mutant(
         "a connection that is reset is not opened again",
-        "agent/rendezvous.py",
-        "or self._stopping.is_set() or not reconnect(self._handler):",
-        "or self._stopping.is_set() or True:",
+        "agent/nodes.py",
+        "        return not self.closed.is_set()\n",
+        "        return False\n",
         "agents",
     ),
     Mutant(
@@ -253,15 +253,15 @@ MUTANTS = (
     ),
     Mutant(
         "an agent that is told to stop at its end takes the store with it",
-        "agent/exit_barrier.py",
-        "    ends = wait_for_all(barrier, lost",
-        "    ends = {} if inbox.first is not None else wait_for_all(barrier, lost",
+        "agent/nodes.py",
+        "                    until = min(until, now + _HURRY_S)",
+        "                    break",
         "agents",
     ),
     Mutant(
         "nodes that finish do not wait for the others",
         "agent/supervisor.py",
-        '            if self.ending.outcome == "finished" and self._barrier is not None:',
+        '            if self.ending.outcome == "finished" and membership is not None:',
         "            if False:",
         "agents",
     ),

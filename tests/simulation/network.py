@@ -265,12 +265,16 @@ class Network:
         assert isinstance(process, Machine)
         return process
 
+    def listen(self, address: tuple[str, int]) -> _Listener:
+        """In the process that runs."""
+        return _Listener(self, address)
+
     def names(self) -> Mapping[str, Mapping[str, object]]:
         """For `World.replaced`."""
         return {
             "socket": {
                 "create_connection": self.connect,
-                "create_server": lambda address, **_: _Listener(self, address),
+                "create_server": lambda address, **_: self.listen(address),
                 "getaddrinfo": lambda *address, **_: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address)],
                 "gethostname": lambda: self.process().host,
             },
@@ -389,6 +393,9 @@ class _Selector:
 
     def get_key(self, what: Any) -> selectors.SelectorKey:
         return self._keys[what.fileno()]
+
+    def close(self) -> None:
+        self._keys = {}
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         topics = [self._world.descriptors[fd].topic for fd in self._keys]

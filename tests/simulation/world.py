@@ -109,6 +109,10 @@ class Process:
         self.world.num_running += self.is_alive
         self.main.start()
 
+    def run_beside(self, run: Callable[[], object]) -> None:
+        """Run a thread; the world does not wait for the end of this process."""
+        _Thread(self.world, target=run, name=self.name, process=self).start()
+
     def exit(self, code: int) -> NoReturn:
         """As ``os._exit``, in a thread of this process."""
         self.end(code)

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
+import math
 import re
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
+from mindx_elastic.agent.nodes import NodeHost
+from mindx_elastic.cluster.scheduler import listen
+from mindx_elastic.cluster.table import Limits, Table
 from tests.harness import Job, free_port, start_agent
 
-__all__ = ["End", "Nodes", "end_of"]
+__all__ = ["End", "Nodes", "end_of", "serve_table"]
 
 JOB = "in_place.py"
 CONF = "is_host=0,last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
+
+
+def serve_table(stack: ExitStack, port: int, nnodes: str) -> NodeHost:
+    """This process serves the table of a job, so that none of its agents is special."""
+    least, _, most = nnodes.partition(":")
+    listener = listen("127.0.0.1", port)
+    limits = Limits(heartbeat_s=10.0, formation_s=math.inf, reconnect_s=3.0, last_call_s=5.0)
+    table = Table(int(most or least), least=int(least), job="job", recovery=True, limits=limits, now=time.monotonic())
+    host = NodeHost(table, listener, None)
+    stack.callback(host.close, 0.0)
+    return host
+
 
 End = tuple[dict[int, str], dict[tuple[str, str], str]]
 
@@ -31,8 +44,8 @@ def end_of(*jobs: Job) -> End:
 
 
 class Nodes:
-    """The agents of one job. This process hosts the rendezvous, so that none of them is special; or one of them does,
-    `host`: the number of the one that is started so."""
+    """The agents of one job. This process serves their table; or one of them does, `host`: the one that is
+    started so."""
 
     def __init__(
         self,
@@ -48,7 +61,7 @@ class Nodes:
         self.folder, self._stack, self._ranks, self._args, self._options = folder, stack, ranks, args, options
         self._port, self._nnodes = free_port(), nnodes or str(num_nodes)
         if host is None:
-            self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+            self._table = serve_table(stack, self._port, self._nnodes)
         self.jobs: list[Job] = []
         for number in range(num_nodes):
             self.start(hosts=number == host)
@@ -67,16 +80,10 @@ class Nodes:
         self.jobs.append(self._stack.enter_context(job))
         return self.jobs[-1]
 
-    def met(self) -> tuple[int, bool]:
-        """How many nodes are in torch's rendezvous, which this process hosts, and whether the meeting is over."""
-        key = "torch.rendezvous.nodes"
-        if not self._store.check([key]):
-            return 0, False
-        try:
-            state = pickle.loads(base64.b64decode(self._store.get(key)))
-        except (ValueError, pickle.UnpicklingError):  # nothing was written yet
-            return 0, False
-        return len(state.participants), state.complete
+    @property
+    def num_at_table(self) -> int:
+        """How many nodes are at the table, which this process serves."""
+        return len(self._table.connections)
 
     def expect(self, code: int = 0) -> None:
         for job in self.jobs:

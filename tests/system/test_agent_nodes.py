@@ -11,10 +11,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from tests.harness import Job, events, free_port, start_agent, wait_until
 from tests.resets import can_reset, reset_connections
+from tests.system.nodes import serve_table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("in_own_folder")]
 
@@ -29,7 +29,7 @@ class Nodes:
     def __init__(self, stack: ExitStack, *args: object, nnodes: str, options: Sequence[str] = ()) -> None:
         self._stack, self._args = stack, args
         port = free_port()
-        self.store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        serve_table(stack, port, nnodes)
         self._options = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "nodes", "--rdzv-conf", CONF]
         self._options += ["--rdzv-endpoint", f"127.0.0.1:{port}", *options]
         self.jobs: dict[str, Job] = {}

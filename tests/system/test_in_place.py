@@ -191,7 +191,7 @@ def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
         assert [each["pid"] for one in found for each in one["stood_in"] if each["rank"] == rank] == pids[1:]
     for each in found:
         (stand_in,) = each["stood_in"]
-        assert stand_in["by"] in ("zygote", "fresh")
+        assert stand_in["by"] == "zygote"
         assert (each["cause"], each["reason"], each["steps_lost"]) == ("killed by SIGKILL", "", 0)
         assert each["donor"] not in each["ranks"]
     totals = document["totals"]

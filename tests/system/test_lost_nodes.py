@@ -194,14 +194,11 @@ def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(
 
 @drill
 def test_a_node_that_dies_while_the_nodes_meet_is_missed(tmp_path: Path, plain: Plain) -> None:
-    """It has joined, and is dead when the meeting is over. Torch's agents would wait for its part for a minute."""
+    """It waits with the first one for a third, and is dead before they begin. Another one comes in its place."""
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, nnodes="2:3")
-        wait_until(lambda: nodes.met()[0] == 2, "both nodes in the meeting", 200)
+        wait_until(lambda: nodes.num_at_table == 2, "both nodes at the table", 200)
         nodes.jobs[1].process.kill()
-        wait_until(lambda: nodes.met()[1], "the end of the meeting", 200)
         new = nodes.start()
         assert nodes.jobs[0].wait(400) == 0 and new.wait(400) == 0, nodes.report()
-        assert nodes.jobs[0].matches(r"have not met: .*node \d gives no sign of life since the nodes have met")
-        assert not nodes.found("wait timeout after"), nodes.report()
         assert nodes.end == plain(2), nodes.report()

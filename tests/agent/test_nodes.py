@@ -1,0 +1,166 @@
+"""How agents meet at the table, over real connections."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from mindx_elastic.agent import nodes as module
+from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.nodes import HostLostError, Membership, NodeHost, host_table
+from mindx_elastic.cluster.messages import Group
+from tests.harness import free_port, wait_until
+from tests.resets import can_reset, reset_connections
+
+FINISHED = Ending(outcome="finished", code=0, cause="")
+FAILED = Ending(outcome="failed", code=1, cause="why")
+
+
+def meet(member: Membership, workers: int, restarts: int, port: int) -> Group:
+    return member.meet(workers, restarts, port, lambda: None)
+
+
+def parameters(port: int, *, backend: str = "c10d", nodes: int = 2, **more: Any) -> RendezvousParameters:
+    return RendezvousParameters(
+        backend=backend,
+        endpoint=f"127.0.0.1:{port}",
+        run_id="job",
+        min_nodes=nodes,
+        max_nodes=nodes,
+        local_addr="127.0.0.1",
+        **more,
+    )
+
+
+class Agents:
+    """Two of them in threads."""
+
+    def __init__(self, stack: ExitStack, key: bytes | None = None) -> None:
+        asked = parameters(free_port())
+        host = host_table(asked, key)
+        assert host is not None
+        self.host: NodeHost = host
+        self.members = [Membership(asked, key, workers=2, role="default") for _ in range(2)]
+        for each in self.members:
+            stack.callback(each.close)
+        stack.callback(self.host.close, 0.0)
+
+    def meet(self, restarts: int = 0) -> list[tuple[int, int, int]]:
+        found: list[tuple[int, int, int]] = []
+
+        def run(number: int) -> None:
+            group = meet(self.members[number], 2, restarts if number else 0, 1000 + number)
+            found.append((group.node, group.size, group.restarts))
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(100)
+        return sorted(found)
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    with ExitStack() as stack:
+        yield Agents(stack)
+
+
+@pytest.fixture
+def inbox() -> Iterator[SignalInbox]:
+    with SignalInbox([signal.SIGUSR1]) as found:
+        yield found
+
+
+@pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
+def test_agents_meet_again_over_new_connections(agents: Agents) -> None:
+    assert agents.meet() == [(0, 4, 0), (1, 4, 0)]
+    assert reset_connections(os.getpid()) > 0, "the fault has fired"
+    assert agents.meet(restarts=2) == [(0, 4, 2), (1, 4, 2)]
+    assert [each.lost for each in agents.members] == ["", ""]
+
+
+def test_an_agent_hears_that_another_one_wants_to_meet_again_and_which_ranks_it_ends(agents: Agents) -> None:
+    agents.meet()
+    one, two = agents.members
+    one.note_end(FAILED)
+    thread = threading.Thread(target=lambda: meet(one, 2, 1, 1))
+    thread.start()
+    wait_until(lambda: two.news.waiting, "the news")
+    assert two.ask().waiting == 1 and two.lost.endswith("has left the group: why")
+    meet(two, 2, 0, 1)
+    thread.join(100)
+    one.tell_cut_off([3])
+    wait_until(lambda: two.ask().cut_off, "the ranks")
+    assert two.ask().cut_off == (3,)
+
+
+def test_agents_that_have_finished_end_together(agents: Agents, inbox: SignalInbox) -> None:
+    agents.meet()
+    one, two = agents.members
+    two.leave("left", 143, "SIGTERM")
+    end = one.end_together(FINISHED, inbox)
+    assert (end.outcome, end.code, end.elsewhere) == ("stopped", 75, True)
+
+
+def test_a_signal_makes_the_wait_for_the_others_short(
+    agents: Agents, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_HURRY_S", 0.1)
+    agents.meet()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    end = agents.members[0].end_together(FINISHED, inbox)
+    assert (end.outcome, end.code) == ("stopped", 128 + signal.SIGUSR1)
+
+
+def test_a_host_that_is_gone_is_named(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    agents.meet()
+    agents.host.close(0.0)
+    monkeypatch.setattr(module, "_HOST_AGAIN_S", 0.5)
+    one = agents.members[0]
+    wait_until(lambda: one.lost, "the loss")
+    with pytest.raises(HostLostError, match=f"127.0.0.1:{one.port} is gone .*start the same command on all nodes"):
+        meet(one, 2, 0, 1)
+
+
+def test_nobody_at_the_endpoint_and_too_few_nodes() -> None:
+    alone = Membership(parameters(free_port(), read_timeout=1), None, workers=1, role="x")
+    with pytest.raises(RendezvousConnectionError, match="nothing answers"):
+        meet(alone, 1, 0, 1)
+    alone.close()
+    asked = parameters(free_port(), join_timeout=1)
+    host, one = host_table(asked, None), Membership(asked, None, workers=1, role="x")
+    assert host is not None and host_table(asked, None) is None, "one serves it"
+    with pytest.raises(RendezvousTimeoutError, match="too few nodes"):
+        meet(one, 1, 0, 1)
+    one.leave("failed", 1, "")
+    host.close(5.0)
+
+
+def test_who_has_not_the_jobs_key_is_not_heard() -> None:
+    asked = parameters(free_port(), nodes=1, join_timeout=2)
+    host = host_table(asked, b"the job's key")
+    assert host is not None
+    stranger = Membership(asked, b"another key", workers=1, role="x")
+    with pytest.raises(RendezvousTimeoutError):
+        meet(stranger, 1, 0, 1)
+    stranger.close()
+    host.close(0.0)
+
+
+def test_the_static_backend_has_its_host_at_node_0() -> None:
+    asked = parameters(free_port(), backend="static", rank=1)
+    assert host_table(asked, None) is None
+    assert Membership(asked, None, workers=1, role="x").node_id == "1"
