@@ -29,7 +29,6 @@ from mindx_elastic.errors import UsageError
 
 __all__ = ["find_key", "read_key_file", "write_key_file"]
 
-_MARK = "mindx-elastic job key 1 "
 _MAX_BYTES = 1 << 16
 _LEAST_CHARACTERS = 16
 
@@ -59,25 +58,30 @@ def find_key(settings: KeySettings, world_size: int) -> bytes | None:
         return None
 
 
-def read_key_file(path: Path, what: str) -> bytes:
-    """Read the key from a private file of the user. `what`: the setting that names the file. Raises UsageError."""
-    remedy = "give a file that only its owner can read (chmod 600), the same on every node"
+def read_key_file(path: Path, what: str = "") -> bytes:
+    """Read the key from a private file of the user. `what`: the setting that names the file; empty: it is the one in
+    the temporary folder, where others may put theirs. Raises UsageError."""
+    named = f"{what}={path}" if what else f"{path} (without MINDX_JOB_KEY_FILE)"
+    remedy = "remove it, or set MINDX_JOB_KEY"
+    if what:
+        remedy = "give a file that only its owner can read (chmod 600), the same on every node"
     try:
-        with open(open_regular(path, follow_link=True), "rb") as file:
+        with open(open_regular(path, follow_link=bool(what)), "rb") as file:
             status, content = os.fstat(file.fileno()), file.read(_MAX_BYTES)
     except OSError as error:
-        raise UsageError(f"{what}={path} cannot be read: {error.strerror}; {remedy}") from error
+        raise UsageError(f"{named} cannot be read: {error.strerror}; {remedy}") from error
     # Readable for the group: secrets that Kubernetes mounts for a pod with fsGroup.
-    if status.st_mode & 0o027 or status.st_uid not in (os.geteuid(), 0):
+    forbidden, owners = (0o027, (os.geteuid(), 0)) if what else (0o077, (os.geteuid(),))
+    if status.st_mode & forbidden or status.st_uid not in owners:
         raise UsageError(
-            f"{what}={path} (mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}) could be read or changed by "
+            f"{named} (mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}) could be read or changed by "
             f"others; {remedy}"
         )
     try:
         text = content.decode()
     except UnicodeDecodeError:
         text = content.hex()
-    return _check(text.strip(), f"{what}={path}")
+    return _check(text.strip(), named)
 
 
 def write_key_file(path: Path) -> None:
@@ -98,38 +102,13 @@ def _check(text: str, what: str) -> bytes:
 
 def _share(path: Path) -> bytes:
     """Read the key in `path`; the first process to come creates it, atomically. Raises OSError, UsageError."""
-    with suppress(FileNotFoundError):
-        return _read_shared(path)
-    fd, temp = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 600
-    try:
-        with open(fd, "w") as file:
-            file.write(f"{_MARK}{secrets.token_hex(32)}\n")
-        with suppress(FileExistsError):
-            os.link(temp, path)
-    finally:
-        os.unlink(temp)
-    return _read_shared(path)
-
-
-def _read_shared(path: Path) -> bytes:
-    try:
-        fd = open_regular(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UsageError(
-            f"{path} belongs to another user ({error.strerror}); remove it, or set MINDX_JOB_KEY"
-        ) from error
-    try:
-        status = os.fstat(fd)
-        content = os.read(fd, _MAX_BYTES)
-    finally:
-        os.close(fd)
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise UsageError(
-            f"{path} (mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}) is not this user's own with mode "
-            "600: another user may know the key in it. Remove it, or set MINDX_JOB_KEY"
-        )
-    if not content.startswith(_MARK.encode()):
-        raise UsageError(f"{path} holds no key; remove it, or set MINDX_JOB_KEY")
-    return content.removeprefix(_MARK.encode()).strip()
+    if not os.path.lexists(path):
+        fd, temp = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 600
+        try:
+            with open(fd, "w") as file:
+                file.write(f"{secrets.token_hex(32)}\n")
+            with suppress(FileExistsError):
+                os.link(temp, path)
+        finally:
+            os.unlink(temp)
+    return read_key_file(path)

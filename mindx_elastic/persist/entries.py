@@ -20,7 +20,6 @@ from mindx_elastic.persist.flatten import MAX_DIMS
 __all__ = [
     "SURROGATE",
     "TensorEntry",
-    "entries_of",
     "entries_of_text",
     "entry_texts",
     "place_tensors",
@@ -101,21 +100,23 @@ def entry_texts(entries: Iterable[TensorEntry]) -> list[str]:
 
 
 def entries_of_text(text: str) -> dict[str, TensorEntry]:
-    """The same as `entries_of`, of what a header's text says after its first value. The files of thousands of ranks
-    and steps differ in that one, and say this alike: it is read once. Do not change what this gives."""
+    """The tensors of a header's text after its first value, in the order of the file. Raises ValueError and others
+    where it is malformed.
+
+    The files of thousands of ranks and steps differ in that first value, and say this alike: it is read once. Do not
+    change what this gives."""
     text = text.rstrip(" ")  # of which there are as many as the other values leave room for
     return _known_entries(text) if len(text) <= _MOST_KEPT else _read(text)
 
 
 def _read(text: str) -> dict[str, TensorEntry]:
-    return entries_of(json.loads("{" + text.removeprefix(",")))
+    return _entries_of(json.loads("{" + text.removeprefix(",")))
 
 
 _known_entries = lru_cache(maxsize=4)(_read)
 
 
-def entries_of(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """The tensors of a header's JSON, in the order of the file. Raises ValueError and others where it is malformed."""
+def _entries_of(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
     if SURROGATE.search("\n".join(content)):
         raise ValueError("a tensor's name has surrogates")
     numbers: list[Any] = []

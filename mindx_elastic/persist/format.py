@@ -48,7 +48,7 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from mindx_elastic.persist.dtypes import BY_NAME
-from mindx_elastic.persist.entries import SURROGATE, TensorEntry, entries_of, entries_of_text, entry_texts
+from mindx_elastic.persist.entries import SURROGATE, TensorEntry, entries_of_text, entry_texts
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
 from mindx_elastic.persist.shared_json import SharedJson
 
@@ -463,18 +463,15 @@ def _read_raw(fd: int, size: int) -> bytes:
     return prefix + text
 
 
-def _split(raw: bytes) -> tuple[Any, str | dict[str, Any]]:
-    """The metadata of a header, and what it says of its tensors. Raises ValueError for what is not JSON."""
-    text = raw[8:].decode("utf-8", "surrogatepass") if raw.startswith(_OUR_BEGINNING, 8) else ""
-    if text:
-        metadata, end = _DECODER.raw_decode(text, len(_OUR_BEGINNING))
-        rest = text[end:]
-        if rest.startswith((",", "}")) and '"__metadata__":' not in rest:
-            return metadata, rest
-    content = json.loads(raw[8:])
-    if not isinstance(content, dict):
-        raise ValueError("not a JSON object")
-    return content.pop("__metadata__", {}), content
+def _split(raw: bytes) -> tuple[Any, str]:
+    """The metadata of a header, and the text of what it says of its tensors. Raises ValueError for what is not JSON."""
+    if not raw.startswith(_OUR_BEGINNING, 8):
+        if b"mindx." in raw:
+            raise ValueError("it does not begin as we write it: another program has rewritten it, or bits have changed")
+        raise _ForeignError("not written by mindx_elastic (it does not begin with metadata)")
+    text = raw[8:].decode("utf-8", "surrogatepass")
+    metadata, end = _DECODER.raw_decode(text, len(_OUR_BEGINNING))
+    return metadata, text[end:]
 
 
 def _metadata(metadata: Any, raw: bytes, *, sealed: bool) -> dict[str, str]:
@@ -500,10 +497,8 @@ def _digest_of(raw: bytes, start: int, end: int) -> str:
     return digest.hexdigest()
 
 
-def _checked(
-    tensors: str | dict[str, Any], metadata: Mapping[str, str], raw: bytes, size: int, shared: SharedJson | None
-) -> Header:
-    entries = entries_of_text(tensors) if isinstance(tensors, str) else entries_of(tensors)
+def _checked(tensors: str, metadata: Mapping[str, str], raw: bytes, size: int, shared: SharedJson | None) -> Header:
+    entries = entries_of_text(tensors)
     last = next(reversed(entries.values()), None)
     data_start, data_size = len(raw), 0 if last is None else last.end
     if size != data_start + data_size:
