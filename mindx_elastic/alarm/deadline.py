@@ -25,10 +25,6 @@ class Deadline(NamedTuple):
         """Seconds left; negative once it has passed."""
         return self.at - time.monotonic()
 
-    def salvage_at(self, reserve: float) -> float:
-        """When to stop waiting for the step to end (`time.monotonic` seconds): `reserve` seconds before the end."""
-        return self.at - reserve
-
 
 def reserve_s(nbytes: int, grace_s: float, *, bytes_per_s: float | None = None) -> float:
     """Seconds to keep back for agreeing on a step and writing `nbytes`; at most half of the grace period.

@@ -192,7 +192,7 @@ class Stopper(StopState):
         if cannot_go_on:
             self.salvage(alarm)
             return
-        self.watcher.call_at(alarm.deadline.salvage_at(self.save.reserve_s(alarm)), lambda: self.salvage(alarm))
+        self.watcher.call_at(alarm.deadline.at - self.save.reserve_s(alarm), lambda: self.salvage(alarm))
         bound = min(self.settings.agreement_s, max(0.1, alarm.deadline.remaining_s() / 3))
         decision = self._stop_decision = self._agree("stop", offer, bound)
         if decision == FINISHED:  # the alarm came after the end of the training, on every rank

@@ -9,7 +9,7 @@ from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
 from mindx_elastic.persist.format import Header
 from mindx_elastic.persist.shared_json import SharedJson
 
-__all__ = ["NEIGHBOURS", "Places", "SharedPlaces", "neighbours_in", "places_in", "shape_of_node", "tensor_places"]
+__all__ = ["NEIGHBOURS", "Places", "SharedPlaces", "neighbours_in", "places_in", "shape_of_node"]
 
 NEIGHBOURS = "neighbours"
 """The component that holds other ranks' small states of the step: rank -> packed (`memory.boundaries.OwnState`)."""
@@ -17,11 +17,6 @@ _LONGEST_PLACE = 1 << 16
 
 Places = dict[str, dict[str, Any]]
 """``$tensor`` nodes of a tree by their path."""
-
-
-def tensor_places(header: Header) -> Places:
-    """The tensors of a file. Tied tensors have several paths and one name in the file."""
-    return places_in(header.tree)
 
 
 def neighbours_in(header: Header) -> dict[int, Tree]:
@@ -34,7 +29,7 @@ def neighbours_in(header: Header) -> dict[int, Tree]:
 
 
 def places_in(tree: Tree) -> Places:
-    """The same of a tree that is not in a file yet."""
+    """The tensors of a tree, in a file or not. Tied tensors have several paths and one name."""
     found: Places = {}
     _walk(tree, "", 0, found)
     return found

@@ -32,7 +32,7 @@ from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.entries import TensorEntry
 from mindx_elastic.persist.format import Header, open_checkpoint
-from mindx_elastic.persist.places import tensor_places
+from mindx_elastic.persist.places import places_in
 from mindx_elastic.persist.reader import Checkpoint, read_checked, read_some
 from mindx_elastic.persist.regions import read_box
 from mindx_elastic.persist.unflatten import unflatten
@@ -209,7 +209,7 @@ class _PartFile:
         self._wanted: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         parameters = header.layout.get("parameters", {})
         self.parameters: Mapping[str, Sequence[str]] = parameters
-        self._nodes = {global_name(place, parameters)[0]: node for place, node in tensor_places(header).items()}
+        self._nodes = {global_name(place, parameters)[0]: node for place, node in places_in(header.tree).items()}
         self._pool = pool
         self._reads: list[Future[object]] = []
         self._num_bytes = 0
