@@ -215,7 +215,8 @@ def _prepare(arguments: list[str], env: dict[str, str], cwd: str) -> CodeType:
         delattr(main, name)
     if arguments[0] == "-u" or env.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+            # Lines, too: there is still a buffer below, which a fresh interpreter would not have.
+            stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     arguments = arguments[arguments[0] == "-u" :]
     if arguments[0] == "-W":
         warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
