@@ -65,6 +65,8 @@ class NotKept:
         """The `id` of objects and the names of their attributes that are kept."""
         self._data: set[int] = set()
         """The `id` of containers, tensors and arrays among these."""
+        self._cycles: dict[str, None] = {}
+        """Names of `itertools.cycle` over a loader: it keeps the batches of an epoch, and no loader after that."""
         self.num_looks = 0
         self._collector = collector
         self._gradients: dict[str, tuple[ref[torch.Tensor], int]] = {}
@@ -111,6 +113,9 @@ class NotKept:
         self._given = {(id(owner), name) for owner, name in given}
         values = [attributes_of(owner).get(name) for owner, name in given]
         self._data = {id(value) for value in values if isinstance(value, _DATA)}
+        for each in frames:
+            cycles = [(n, value) for n, value in locals_of(each).items() if type(value) is itertools.cycle]
+            self._cycles.update((name, None) for name, value in cycles if draws_from(value, self._sources))
         found = self._variables(frames, self._ids)
         return found | attributes_of_kept(self._partly, quick=True, but=self._given)
 
@@ -151,9 +156,7 @@ class NotKept:
 
     def _carried(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
         found = [name for each in frames for name in self._carried_by(each, carried(each), is_ahead)]
-        for each in frames:  # it keeps the batches of a loader's first epoch
-            cycles = [(n, value) for n, value in locals_of(each).items() if type(value) is itertools.cycle]
-            found += [name for name, value in cycles if draws_from(value, self._sources)]
+        found += self._cycles
         for each in self._generators_over_loaders(frames):
             # A resumed run begins the generator again: what its outer loops count begins, too.
             counts = {name for loop in loops_around(each)[:-1] for name in loop.targets}

@@ -236,7 +236,10 @@ def test_a_generator_goes_on_and_of_one_over_a_loader_what_it_carries(
     ]
 
 
-def test_batches_that_are_cycled_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("num_samples", [6, 30])
+def test_batches_that_are_cycled_are_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_samples: int
+) -> None:
     caplog.set_level(logging.INFO)
 
     def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
@@ -244,7 +247,7 @@ def test_batches_that_are_cycled_are_not_kept(tmp_path: Path, caplog: pytest.Log
         for _ in guard.steps(7):
             train(guard, model, optimizer, next(batches))
 
-    run(tmp_path, loop, 30)
+    run(tmp_path, loop, num_samples)
     assert facts(caplog) == ["batches, model.forwards"]
 
 
