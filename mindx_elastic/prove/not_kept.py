@@ -159,7 +159,7 @@ class NotKept:
         found += self._cycles
         for each in self._generators_over_loaders(frames):
             # A resumed run begins the generator again: what its outer loops count begins, too.
-            counts = {name for loop in loops_around(each)[:-1] for name in loop.targets}
+            counts = {name for loop in loops_around(each)[:-1] for name in loop.targets if name != "_"}
             names = self._carried_by(each, carried(each), is_ahead) + self._carried_by(each, counts, is_ahead)
             found += [f"{name} of {each.f_code.co_name}()" for name in names]
         return found
