@@ -175,11 +175,14 @@ def small_program(folder: Path) -> dict[str, float]:
 
 
 def reserved_mib(guard: Any) -> float:
-    """Without what there is for each parameter."""
+    """Without what there is for each parameter; of the ring the pages that it has."""
     reserve = guard._saver.reserve
-    rooms = vars(reserve).get("_rooms") or [reserve._room]  # an older build has one
-    nbytes: int = sum(map(len, rooms)) + reserve._blocks.numel()
-    return nbytes / (1 << 20) - len(guard._saver.collector.parameters) / 1024
+    start = f"{reserve.take().data_ptr():x}-"  # waits until its pages are there
+    reserve.give_back()
+    mappings = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    pages_kib = int(mappings[mappings.index(f"\n{start}") :].partition("\nRss:")[2].split()[0])
+    rooms: int = sum(map(len, reserve._rooms))
+    return pages_kib / 1024 + rooms / (1 << 20) - len(guard._saver.collector.parameters) / 1024
 
 
 def many_layers(folder: Path) -> dict[str, float]:

@@ -62,6 +62,9 @@ def test_a_closed_reserve_holds_no_memory() -> None:
     blocks = reserve.take()  # waits until its pages are there
     own = mapped() - before
     assert blocks is not None and own
+    mappings = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    start = mappings.index(f"\n{blocks.data_ptr():x}-")
+    assert int(mappings[start:].partition("\nRss:")[2].split()[0]) <= 2048, "KiB: the file of a small state has no more"
     reserve.give_back()
     del blocks
     reserve.close()
