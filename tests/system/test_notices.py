@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from contextlib import ExitStack
 from datetime import datetime, timezone
@@ -95,12 +96,15 @@ def test_each_source_stops_a_job_that_then_ends_like_an_uninterrupted_one(source
 
 @pytest.mark.drill
 def test_after_a_notice_no_restart_begins() -> None:
-    """A rank is killed at the moment of the notice: its machine is as good as gone."""
-    with MetadataServer() as server, agent("--kill", "end:27:1", options=["--notice", f"{server.base}/n"]) as job:
-        job.wait_for("KILLED")
+    """A rank is killed once the notice is heard: its machine is as good as gone."""
+    with MetadataServer() as server, agent("--hold-at", 7, options=["--notice", f"{server.base}/n"]) as job:
+        job.wait_for("HOLD", 2)
+        job.signal_rank(1, signal.SIGSTOP)  # it is to live until then
         server.answers["/n"] = reply('{"stop": true, "seconds": 60}')
-        job.wait_for("the job stops; the workers have|no workers are started")
+        job.wait_for("the job stops; the workers have")
+        job.signal_rank(1, signal.SIGKILL)
         job.expect(75)
+    assert not job.matches("restart 1 of"), job.report()
 
 
 @pytest.mark.drill

@@ -100,7 +100,7 @@ def test_with_warnings_one_ranks_note_is_in_its_files_and_in_the_plan(tmp_path: 
     (step,) = ask("inspect", tmp_path)["steps"]
     assert (step["complete"], step["unmanaged"]) == (True, [_WORDS])
     shown = CliRunner().invoke(app, ["plan", str(tmp_path)], env={"COLUMNS": "300"}).stdout
-    assert f"NO: {_WORDS}" in shown
+    assert f"exact     no: {_WORDS}" in shown
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "300"}).stdout
     assert f"not exact from step 12: {_WORDS}" in shown
     # What the weights have gone through stays true of them, on every rank.
