@@ -469,7 +469,7 @@ class Job:
                     "StopFiles": lambda *arguments: self.node_of_process().stop_files(*arguments),
                     "print_block": nothing,
                 },
-                supervisor: {"print_block": nothing, "ProgressLog": Forks, "_reserve_port": self._reserve_port},
+                supervisor: {"print_block": nothing, "_reserve_port": self._reserve_port},
                 attempt: {"write_stacks": lambda *_, **__: []},
                 workers: {
                     "read_page": self.read_page,
