@@ -74,7 +74,9 @@ def flush(arena: Path) -> Flushed:
             return flushed  # removed by the workers: everything is on disk
         base = arena.parent.parent
         if job_folder(base, directory) != arena or not directory.is_dir():
-            flushed.lines.append(f"{arena} belongs to {directory}, which is gone; `mindx-elastic clean` removes it")
+            flushed.lines.append(
+                f"{arena} belongs to {directory}, which is gone; `mindx-elastic clean --yes` removes it"
+            )
             return flushed
         for rank in rank_folders(arena):
             try:
@@ -127,7 +129,9 @@ def drop(arena: Path) -> None:
             if directory is not None:
                 RankArena(arena.parent.parent, directory, rank).remove()
         except OSError as error:
-            logger.warning("%s cannot be removed: %s; `mindx-elastic clean` does it", folder, error)
+            logger.warning(
+                "%s cannot be removed: %s; `mindx-elastic clean --all` lists it, and --yes removes it", folder, error
+            )
 
 
 def trust_in(directory: Path) -> Trust:
@@ -169,7 +173,8 @@ def _flush_all(directory: Path, job: Path, arenas: Mapping[int, RankArena], trus
         # Emptied by somebody, or a disk that cannot be read at the moment: then this is all that is left.
         raise CheckpointError(
             f"{directory / 'events.jsonl'} does not know the run that it is of, nor does a file there (files of other "
-            "users count if MINDX_TRUSTED_USERS names them for the agent, too); `mindx-elastic clean` removes it"
+            "users count if MINDX_TRUSTED_USERS names them for the agent, too); `mindx-elastic clean --all` lists it, "
+            "and --yes removes it"
         )
     wanted = _sound(machine, flushed)
     problems = _copy_rings(machine, rings)
@@ -290,7 +295,8 @@ def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
             kept.add(rank)
             flushed.lines.append(
                 f"the memory of rank {rank} is kept: its step {newest.moment[2]} is newer than what is on disk, and "
-                f"{rank_list(machine.lacking(newest))} cannot give it; `mindx-elastic clean` removes it"
+                f"{rank_list(machine.lacking(newest))} cannot give it; `mindx-elastic clean --all` lists "
+                "it, and --yes removes it"
             )
     return kept
 

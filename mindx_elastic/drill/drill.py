@@ -362,7 +362,7 @@ class Driller(Baseline):
         if not found:
             return None
         what = f"left behind: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}"
-        explained = Explained(what=what, remedy="mindx-elastic clean removes what dead jobs left in memory")
+        explained = Explained(what=what, remedy="mindx-elastic clean --yes removes what dead jobs left in memory")
         return replace(result, outcome="left behind", explained=explained, leftovers=found)
 
 
