@@ -29,6 +29,7 @@ from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.core.strategy import TensorSpec
 from mindx_elastic.errors import (
     CorruptCheckpointError,
+    ForeignCheckpointError,
     MismatchError,
     NoUsableCheckpointError,
     UsageError,
@@ -44,6 +45,10 @@ __all__ = ["OurStep", "find_step", "read_step"]
 _OF_EACH_RANK = {*RESERVED_NAMES, "loader", "train", "callbacks"}
 """Components that differ between ranks by their nature; the lowest rank's is taken."""
 _FEW_RANKS = 1 << 12
+_OF_OTHERS = (
+    "what another program has written is not converted: torch.load(FILE, weights_only=True) or "
+    "safetensors.torch.load_file(FILE) loads its weights (docs/porting.md)"
+)
 
 
 @dataclass
@@ -59,11 +64,14 @@ class OurStep:
 def find_step(path: Path, step: int | None) -> OurStep:
     """What to convert: a file, or of a directory the newest step all of whose tensors are there, or `step`.
 
-    Raises NoUsableCheckpointError when there is nothing, CorruptCheckpointError when nothing can be used, UsageError
-    for one rank's file of a sharded job.
+    Raises NoUsableCheckpointError when there is nothing, CorruptCheckpointError when nothing can be used,
+    ForeignCheckpointError for another program's file, UsageError for one rank's file of a sharded job.
     """
     if not path.is_dir():
-        file = RankFile(path, read_header(path))
+        try:
+            file = RankFile(path, read_header(path))
+        except (CorruptCheckpointError, ForeignCheckpointError) as error:
+            raise type(error)(f"{error}; {_OF_OTHERS}", path=path) from None
         info = file.header.info
         if any(spec.layout.num_shards > 1 for spec in file.specs.values()):
             raise UsageError(
@@ -90,6 +98,7 @@ def find_step(path: Path, step: int | None) -> OurStep:
         bad = [f"{one.path}: {one.problem}" for one in inventory.entries.values() if one.problem and one.looks_ours]
         shown += f"; cannot be used: {'; '.join(bad[:4])}" if bad else ""
         kind = CorruptCheckpointError if bad and not there else NoUsableCheckpointError
+        shown += "" if there else f"; {_OF_OTHERS}"
         raise kind(f"no {wanted} found in {path}{shown}", path=path)
     chosen = next((each for each in steps if each.is_complete or _is_whole(each)), steps[0])
     first = chosen.entries[0].header

@@ -30,10 +30,12 @@ def write_plain(temp: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     for name, tensor in tensors.items():
         if name == "__metadata__" or re.search(r"[\ud800-\udfff]", name):
-            raise UnsupportedStateError(name[:80], "a safetensors file cannot hold a tensor of this name")
+            raise UnsupportedStateError(
+                name[:80], "a safetensors file cannot hold a tensor of this name; write a .pt file"
+            )
         if tensor.dtype not in NAMES or tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TYPES:
-            kind = f"{tensor.layout} of {tensor.dtype}"
-            raise UnsupportedStateError(name, f"a plain safetensors file cannot hold a tensor of type {kind}")
+            kind = f"a {tensor.layout} tensor of {tensor.dtype}"
+            raise UnsupportedStateError(name, f"a plain safetensors file cannot hold {kind}; write a .pt file")
     plain = {name: tensor.detach() for name, tensor in tensors.items()}
     entries = place_tensors(plain)
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}

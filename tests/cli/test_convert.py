@@ -67,10 +67,15 @@ def test_wrong_usage_is_named(run: Run, ckpt: Path, tmp_path: Path) -> None:
 
 
 def test_another_program_s_file_is_1(run: Run, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "theirs").mkdir()
     torch.save({"w": WEIGHT}, tmp_path / "theirs.pt")
-    result = run("convert", tmp_path / "theirs.pt", tmp_path / "x.pt")
-    assert result.exit_code == 1 and "theirs.pt" in result.stderr
-    assert names(tmp_path) == ["theirs.pt"]
+    save_file({"w": WEIGHT}, tmp_path / "theirs" / "model.safetensors")
+    for name, code in (("theirs.pt", 1), ("theirs/model.safetensors", 1), ("theirs", 3)):
+        result = run("convert", tmp_path / name, tmp_path / "x.pt")
+        assert result.exit_code == code and name in result.stderr and "torch.load(FILE" in result.stderr
+    assert names(tmp_path) == ["theirs", "theirs.pt"]
 
 
 def test_nothing_there_is_3(run: Run, tmp_path: Path) -> None:
