@@ -226,16 +226,16 @@ def _from_json(data: bytes) -> Content:
         maps = item["tensor_map"]
         nested = any(isinstance(each, list) for each in maps)
         fields = Fields(
-            _packed(item["dev_matrix"], MAX_TENSOR_DIMS),
-            tuple(_packed(each if isinstance(each, list) else [each], MAX_TENSOR_DIMS) for each in maps)
+            _numbers(item["dev_matrix"], MAX_TENSOR_DIMS),
+            tuple(_numbers(each if isinstance(each, list) else [each], MAX_TENSOR_DIMS) for each in maps)
             if nested
-            else (_packed(maps, MAX_TENSOR_DIMS),),
+            else (_numbers(maps, MAX_TENSOR_DIMS),),
             *(_whole(int(item.get("field", 0)), "field", 0),),
             *(_whole(item.get(f"opt_weight_shard_{key}", 0), key, -1) for key in ("step", "size")),
         )
-        pieces, offsets = (_packed(item.get(key) or [], MAX_RANKS) for key in ("param_split_shape", "indices_offset"))
+        pieces, offsets = (_numbers(item.get(key) or [], MAX_RANKS) for key in ("param_split_shape", "indices_offset"))
         _check_not_cut(name, pieces, offsets, fields)
-        builder.add_foreign(name, fields, _packed(item.get("tensor_shape") or [], MAX_TENSOR_DIMS))
+        builder.add_foreign(name, fields, _numbers(item.get("tensor_shape") or [], MAX_TENSOR_DIMS))
     return builder.finish(0)
 
 
@@ -245,7 +245,7 @@ def _whole(value: Any, what: str, low: int) -> int:
     return value
 
 
-def _packed(value: Any, limit: int) -> tuple[int, ...]:
+def _numbers(value: Any, limit: int) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > limit:
         raise UsageError(f"{value!r:.80} where a list of at most {limit} numbers should be")
     return tuple(_whole(each, "an entry", -1) for each in value)
