@@ -41,12 +41,13 @@ class Structure:
         self._ids = {id(child) for child in children}
         self._tables: list[Any] = [t for child in children for t in (child._modules, child._parameters) if t]
         self._tables += [child._buffers for child in children]  # also the empty ones: a new buffer shows here only
-        self._size = sum(map(len, self._tables))
+        self._tables += [n for child in children if (n := child._non_persistent_buffers_set)]  # one may become saved
+        self._sizes = [*map(len, self._tables)]  # not their sum: a parameter may become a buffer
         self._registered = False
 
     def has_changed(self) -> bool:
         """Whether something may have changed since `follow`. Every step."""
-        return self._registered or sum(map(len, self._tables)) != self._size
+        return self._registered or [*map(len, self._tables)] != self._sizes
 
     def note(self, owner: nn.Module) -> None:
         """A module or a parameter is being registered in `owner`."""

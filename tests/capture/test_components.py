@@ -178,6 +178,19 @@ def test_a_boundary_sees_new_buffers_and_modules_and_lost_ones() -> None:
         inner.insert(2, nn.Tanh())
         step(13)
         assert collector.problems == ["model: 1.2 is new"]
+        del inner[2]
+        first.register_buffer("scratch", torch.zeros(1), persistent=False)
+        step(14)
+        assert not collector.problems
+        del first.scratch
+        first.register_buffer("kept", torch.ones(1))  # as many as before
+        step(15)
+        assert "0.kept" in collector.state()["model"]
+        weight = first.weight
+        del first.weight
+        first.register_buffer("weight", weight.detach())
+        step(16)
+        assert collector.problems[0] == "model: 0.weight is gone"
     finally:
         collector.unwatch()
         gate.unwatch()
