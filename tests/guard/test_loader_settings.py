@@ -132,8 +132,9 @@ CASES = [
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("make", "stops"), CASES)
-def test_and_is_kept(make: Make, stops: tuple[int, ...], tmp_path: Path) -> None:
+def test_and_is_kept(make: Make, stops: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     check(loop_with(after_an_epoch), tmp_path, stops, make=of(make))
+    assert "no position covers" not in caplog.text
 
 
 @pytest.mark.parametrize("make", [with_workers, dropping, resumable, replayed_with_workers])
@@ -142,6 +143,14 @@ def test_a_batch_size_that_is_set_in_mid_epoch_is_refused(make: Make, tmp_path: 
         run(loop_with(in_mid_epoch), tmp_path, loader=make())
     p, _ = run(loop_with(lambda *_: None), tmp_path, loader=make())
     assert p.guard.resumed_from_step == 14 and len(p.log[-1]) == 4, "mended, it goes on"
+
+
+@pytest.mark.parametrize("make", [adopted, resumable, replayed_with_workers])
+def test_a_stop_in_front_of_that_refusal_is_told(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stopped(loop_with(in_mid_epoch), tmp_path, 14, loader=make())
+    caplog.clear()
+    p, _ = run(loop_with(in_mid_epoch), tmp_path, loader=make())
+    assert "batch_size was set from 4 to 6 in the middle of this epoch" in caplog.text and len(p.log[-1]) == 4
 
 
 def test_a_sampler_that_cannot_give_the_epoch_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
