@@ -85,6 +85,8 @@ def test_a_look_waits_for_the_devices_first(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_line_to_write_is_python_for_a_part_of_a_sequential() -> None:
     assert Remedies({}).stateful_line(["model.0.gen"]) == 'Write Guard(stateful={"gen": model[0].gen}, ...)'
+    in_model = Remedies({"model"}, is_layered=True)
+    assert in_model.argument_line("model", ["extra"]) == 'Write stateful={"extra": extra}'
 
 
 def test_an_optimizer_of_new_parameters_is_refused_where_frozen_ones_keep_their_gradients(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Checks:
         self.has_news = False
         """`at_boundary` has something to do though it is not a look."""
         self.refreshed = RefreshedModules()
-        self._remedies, self._rebound = Remedies(targets, self._own), ReboundState(unmanaged)
+        self._remedies, self._rebound = Remedies(targets, self._own, is_layered=bool(more)), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies)
 
     def watch(self, gate: UpdateGate) -> None:
@@ -239,7 +239,7 @@ class Checks:
             content = ", ".join(
                 f'"{self._remedies.key(v.name)}": torch.nn.ParameterList([{v.name}])' for v in variables[:3]
             )
-            remedy = f"Write Guard(stateful={{{content}}}, ...)"
+            remedy = self._remedies.line(content)
         else:
             remedy = "Give the guard the module that has them (model=[...]), or name them in stateful="
         self._unmanaged.certain(what, remedy)

@@ -13,10 +13,10 @@ __all__ = ["Remedies"]
 class Remedies:
     """One per guard. Training thread."""
 
-    def __init__(self, named: Collection[str], own: Collection[str] = ()) -> None:
+    def __init__(self, named: Collection[str], own: Collection[str] = (), *, is_layered: bool = False) -> None:
         """`named`: what the guard calls the named objects. `own`: names of objects that a layer asks for their state
-        (callbacks)."""
-        self._named, self._own = named, own
+        (callbacks). `is_layered`: a layer makes the guard, and the program can only give `stateful` more."""
+        self._named, self._own, self._is_layered = named, own, is_layered
 
     def key(self, name: str) -> str:
         """The key in `stateful` for the variable `name`."""
@@ -33,12 +33,19 @@ class Remedies:
         if len(set(keys)) < len(keys):
             keys = [re.sub(r"\W+", "_", name).strip("_") for name in names]
         content = ", ".join(f'"{key}": {_as_code(name)}' for key, name in zip(keys, names, strict=True))
-        return f"Write Guard(stateful={{{content}}}, ...)"
+        return self.line(content)
+
+    def line(self, content: str) -> str:
+        """That gives `stateful` these items."""
+        return f"Write stateful={{{content}}}" if self._is_layered else f"Write Guard(stateful={{{content}}}, ...)"
 
     def argument_line(self, argument: str, names: Sequence[str]) -> str:
         """``Write Guard(optimizer=[..., disc_opt], ...)``. An object may have no name at all."""
+        known_as = [name or f"the_{argument.rpartition('_')[2]}" for name in names]
+        if self._is_layered:
+            return self.stateful_line(known_as)
         others = ["..."] if any(re.fullmatch(rf"{argument}(_\d+)?", name) for name in self._named) else []
-        added = [*others, *(name or f"the_{argument.rpartition('_')[2]}" for name in names)]
+        added = [*others, *known_as]
         given = added[0] if len(added) == 1 else f"[{', '.join(added)}]"
         return f"Write Guard({argument}={given}, ...), with one that is made before the guard"
 
