@@ -396,6 +396,8 @@ def have_moved(python: object, numpy: object, torch: object) -> bool:
         return True
     if access is None or access.current_bits() is not access.bits or type(numpy) is not NumpyState:
         return True
+    if access.words is None:  # another bit generator than at the moment of `numpy`
+        return True
     if not (numpy.raw.startswith(access.words) and numpy.gauss.startswith(access.gauss)):  # compares, as above
         return True
     if not (python.raw.startswith(words) and python.gauss == _python.gauss_next):

@@ -19,10 +19,12 @@ from mindx_elastic.core import mersenne
 from mindx_elastic.core.mersenne import (
     NumpyState,
     PythonState,
+    have_moved,
     numpy_state,
     put_back_numpy,
     put_back_python,
     python_state,
+    torch_state,
 )
 
 
@@ -116,6 +118,7 @@ def test_another_bit_generator_of_numpy() -> None:
         np.random.set_bit_generator(np.random.PCG64(5))  # type: ignore[attr-defined]
         state = numpy_state()
         assert isinstance(state, dict)
+        assert have_moved(python_state(), usual, torch_state())
         expected = np.random.rand(5).tolist()
         put_back_numpy(state)
         assert np.random.rand(5).tolist() == expected
