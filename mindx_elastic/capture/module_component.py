@@ -270,7 +270,8 @@ class ModuleComponent:
         on_device: Mapping[str, torch.Tensor],
     ) -> dict[str, Any]:
         """`state` of another rank with this rank's own buffers and extra state. None: its own are not known.
-        `on_device`: those of its buffers that were on a device."""
+        `on_device`: those of its buffers that were on a device. What its memory means is read from `state`: it may have
+        changed since this rank's last close look."""
         if on_device:
             state = {name: on_device.get(name, value) for name, value in state.items()}
         if buffers is None:
@@ -279,7 +280,10 @@ class ModuleComponent:
         if isinstance(flat, bytes):
             flat = torch.frombuffer(bytearray(flat or b"\0"), dtype=torch.uint8)
         own = {name: view_of(flat, place) for name, place in json.loads(buffers["places"])}
-        return {name: own.get(name, extras.get(name, value)) for name, value in state.items()}
+        return {
+            name: _meant_as(own[name], value) if name in own else extras.get(name, value)
+            for name, value in state.items()
+        }
 
     def recheck(self) -> None:
         """Look more closely than `copy` did. The program has not gone on since."""
@@ -484,6 +488,13 @@ def _reshard(module: nn.Module) -> None:
     for child in module.modules():
         if any(c.__name__ == "FSDPModule" for c in type(child).__mro__):  # importing it takes long
             child.reshard()  # type: ignore[operator]
+
+
+def _meant_as(own: torch.Tensor, other: object) -> torch.Tensor:
+    """`own` with the type and shape of a replica's tensor, where its bytes are as many."""
+    if isinstance(other, torch.Tensor) and own.nbytes == other.nbytes:
+        return own.view(-1).view(other.dtype).view(other.shape)
+    return own
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

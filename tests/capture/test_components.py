@@ -127,8 +127,9 @@ def test_a_buffer_whose_memory_means_something_else_is_followed(
 
 def test_what_a_boundary_does_not_look_at_is_seen_by_the_reader() -> None:
     """A buffer's memory means something else since a boundary between two close looks: in mid-step nobody can tell on
-    which side of the boundary, right at it the buffer is read again, and from then on it is looked at each time."""
-    module = Holder()
+    which side of the boundary, right at it the buffer is read again, and from then on it is looked at each time. What a
+    killed rank has left is read as its replica's."""
+    module, second = Holder(), Holder()
     component = boundary(module)
     component.copy(closely=False)
     _retype(module.count)
@@ -136,7 +137,14 @@ def test_what_a_boundary_does_not_look_at_is_seen_by_the_reader() -> None:
     with pytest.raises(UnsupportedStateError, match="mean something else"):
         component.state()
     component.recheck()
-    assert component.state()["count"].dtype is torch.int32
+    replica = component.state()
+    assert replica["count"].dtype is torch.int32
+    killed = boundary(second)
+    second.count.fill_(2.5)
+    killed.copy(closely=False)
+    _retype(second.count)
+    killed.copy(closely=False)
+    assert_same(component.with_buffers(replica, killed.buffers(), {}, {})["count"], second.count)
     module.count.data = module.count.data.view(torch.float32)
     component.copy(closely=False)
     assert component.state()["count"].dtype is torch.float32
