@@ -93,7 +93,8 @@ def _launch(plan: Launch, result: ResultFile) -> int:
 def _is_alone(plan: Launch) -> bool:
     """Whether the job has one node, and no other one may stand by at an endpoint. In place there is none."""
     config = plan.config
-    return config.max_nodes == 1 and (plan.options.in_place or config.rdzv_endpoint in ("", "localhost:0"))
+    where = config.rdzv_endpoint
+    return config.max_nodes == 1 and (plan.options.in_place or where == "" or where.endswith(":0"))
 
 
 def _with_possible_recovery(plan: Launch) -> Launch:

@@ -20,6 +20,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -74,7 +76,7 @@ def host_table(parameters: RendezvousParameters, key: bytes | None) -> NodeHost 
         return None
     try:
         # A name may lead to one of several addresses, and to a loopback one on its own machine.
-        listener = listen(host if host == "localhost" or host[:1].isdigit() or ":" in host else "", port)
+        listener = listen(host if host == "localhost" or _is_address(host) else "", port)
     except OSError as error:
         logger.debug("the table is not served at %s:%d by this agent: %s", host, port, error)
         return None
@@ -84,8 +86,17 @@ def host_table(parameters: RendezvousParameters, key: bytes | None) -> NodeHost 
         heartbeat_s=float(beat_s) * int(most_beats), formation_s=math.inf, reconnect_s=3.0, last_call_s=last_call_s
     )
     job, now = secrets.token_hex(8), time.monotonic()
-    table = Table(parameters.max_nodes, least=parameters.min_nodes, job=job, recovery=True, limits=limits, now=now)
+    least, run_id = parameters.min_nodes, parameters.run_id
+    table = Table(parameters.max_nodes, least=least, run_id=run_id, job=job, recovery=True, limits=limits, now=now)
     return NodeHost(table, listener, key)
+
+
+def _is_address(host: str) -> bool:
+    """Whether it is no name."""
+    with suppress(ValueError):
+        ip_address(host)
+        return True
+    return False
 
 
 class NodeHost(TableServer):
@@ -120,13 +131,17 @@ class Membership(TableConnection):
         is_static = parameters.backend == "static"
         node_id = str(int(parameters.get("rank", 0))) if is_static else ""
         super().__init__(host, port, key, node_id=node_id, heartbeat_s=_HEARTBEAT_S)
-        self.address = parameters.local_addr or socket.getfqdn()
+        # The other nodes know the name of `static`'s node 0, whose workers host their store, and maybe no other one.
+        is_named = is_static and node_id == "0"
+        self.address = parameters.local_addr or (host if is_named else socket.getfqdn())
         self._facts = {"run_id": parameters.run_id, "ranks": workers, "role": role}
         # The static backend has one time-out for all.
         self._connect_s = float(parameters.get("timeout" if is_static else "read_timeout", _CONNECT_S))
         self._meet_s = self._connect_s if is_static else float(parameters.get("join_timeout", _MEET_S))
         self._has_found = False
         """The table, once."""
+        self._why_down = ""
+        """Why the last connection has ended, or none could be opened."""
         self.wakeup = Wakeup()
         """Rings when `news` or `lost` may have changed."""
 
@@ -161,7 +176,10 @@ class Membership(TableConnection):
                 "start the same command on all nodes, that one among them"
             )
         if not self._has_found and down_s > self._connect_s:
-            raise RendezvousConnectionError(f"nothing answers at {where} within {self._connect_s:g} s")
+            raise RendezvousConnectionError(
+                f"no agent of this job answers at {where} within {self._connect_s:g} s ({self._why_down}): start the "
+                "same command on that machine too, with the same job key, and give a port that no other program uses"
+            )
         if now > began + self._meet_s:
             raise RendezvousTimeoutError(f"too few nodes have come to {where} within {self._meet_s:g} s")
 
@@ -227,6 +245,7 @@ class Membership(TableConnection):
 
     def tries_again(self, why: str) -> bool:
         logger.debug("the connection to the rendezvous has ended: %s", why)
+        self._why_down = why
         self.wakeup.ring()
         with self.changed:
             while self.dead and not self.closed.is_set():

@@ -485,6 +485,8 @@ def _check_backend(config: LaunchConfig) -> None:
             f"--rdzv-backend {config.rdzv_backend}: the nodes meet at one of their agents; give --rdzv-backend c10d "
             "--rdzv-endpoint HOST:PORT, HOST being one of the nodes"
         )
+    if config.max_nodes > 1 and config.rdzv_endpoint.endswith(":0"):
+        raise UsageError(f"--rdzv-endpoint {config.rdzv_endpoint}: all nodes must know the port; give one, as 29400")
 
 
 def _check_shrinking(args: Namespace, config: LaunchConfig) -> None:

@@ -40,6 +40,7 @@ _HELLO_S = 5.0  # for a new connection to say what it is
 _FAREWELL_S = 45.0  # for the workers to save and leave a job that is over; their own grace period is 30 s
 _MORE_CONNECTIONS = 64
 _RETRY_WRITE_S = 5.0
+_WARN_AGAIN_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -69,7 +70,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether it is one of this machine."""
+    """Whether it is one of this machine. Its own name is, also where the name service does not know it yet."""
+    if f"{socket.getfqdn()}.".startswith(f"{host}."):
+        return True
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as probe, suppress(OSError):
@@ -86,7 +89,7 @@ class TableServer:
     ) -> None:
         """It owns the listener. `records`: where the table is written to."""
         self.table, self._listener, self._key, self._records = table, listener, key, records
-        self._write_again_at = 0.0
+        self._write_again_at = self._warn_again_at = 0.0
         self._level = logging.DEBUG if table.of_agents else logging.INFO
         self.connections: set[Connection] = set()
         self._listened_at = self._looks_at = time.monotonic()
@@ -132,7 +135,8 @@ class TableServer:
             for message in connection.line.receive():
                 self._obey(connection, message, now)
         except OSError as error:
-            if isinstance(error, WireError):
+            if isinstance(error, WireError) and now >= self._warn_again_at:
+                self._warn_again_at = now + _WARN_AGAIN_S  # it connects again and again
                 logger.warning("a connection from %s is closed: %s", connection.peer, error)
             self.close_connection(connection)
             self.table.lose(connection.incarnation, now)
@@ -143,14 +147,14 @@ class TableServer:
         match message:
             case messages.Register():
                 self._register(connection, message, now)
-            case messages.Beat() | messages.Farewell() if not self.table.hear(name, now):
+            case messages.Beat() | messages.Farewell() if name and not self.table.hear(name, now):
                 # It was taken for dead meanwhile, or is refused and has not heard of it yet.
                 if not any(incarnation == name for incarnation, _ in self.table.outbox):
-                    self.send(connection, messages.Dead("this process is held for dead"))
-            case messages.Beat():
+                    self.table.outbox.append((name, messages.Dead("this process is held for dead")))
+            case messages.Beat() if name:
                 self.deliver()  # who is answered has heard all that was said before
                 self.send(connection, messages.Beat())
-            case messages.Farewell():
+            case messages.Farewell() if name:
                 said = f"{message.how} ({message.why})" if message.why else message.how
                 logger.log(self._level, "%s leaves: %s", self.table.find(name), said)
                 self.table.leave(name, message, now)

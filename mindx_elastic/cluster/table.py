@@ -182,11 +182,19 @@ class Table:
     """One per job. Single-threaded; every method that takes `now` (seconds, any monotonic clock) is an event."""
 
     def __init__(
-        self, size: int, *, job: str, recovery: bool, limits: Limits, now: float, least: int | None = None
+        self,
+        size: int,
+        *,
+        job: str,
+        recovery: bool,
+        limits: Limits,
+        now: float,
+        least: int | None = None,
+        run_id: str = "",
     ) -> None:
-        """`size`: members, at most where they are agents. `least`: of these; None: they are workers."""
+        """`size`: members, at most where they are agents. `least`, `run_id`: of these; None: they are workers."""
         self.size, self.job, self.recovery, self.limits = size, job, recovery, limits
-        self.least, self.of_agents = least or size, least is not None
+        self.least, self.of_agents, self._run_id = least or size, least is not None, run_id
         self.places: dict[str, Place] = {}
         self._patience: dict[str, _Patience] = {}
         """By incarnation. Not on disk: it says how this scheduler has heard of them."""
@@ -202,7 +210,6 @@ class Table:
         self._form_at = math.inf
         self._told: object = None
         """What the last news were about."""
-        self._run_id = ""
         self._lost_why = ""  # the last death, for the reason of a job that does not come back
 
     # --- what there is ---
@@ -389,9 +396,11 @@ class Table:
                 "first one. Start it with the same MS_RECOVERY_PATH"
             )
         if self.of_agents:
-            self._run_id = self._run_id or who.run_id
             if who.run_id != self._run_id:
-                return f"--rdzv-id {who.run_id}, but the job that meets here has another one"
+                return (
+                    f"--rdzv-id {who.run_id}, but the job that meets here has another one: give all its nodes the "
+                    "same, and another job a port of its own"
+                )
             if who.node_id.isdecimal() and int(who.node_id) >= self.size:
                 return f"--node-rank {who.node_id}, and --nnodes {self.size} where the nodes meet"
             return ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousTimeoutError,
@@ -21,6 +24,7 @@ from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.nodes import HostLostError, Membership, NodeHost, host_table
 from mindx_elastic.cluster.messages import Group
+from mindx_elastic.cluster.scheduler import is_own_address
 from tests.harness import free_port, wait_until
 from tests.resets import can_reset, reset_connections
 
@@ -137,7 +141,7 @@ def test_a_host_that_is_gone_is_named(agents: Agents, monkeypatch: pytest.Monkey
 
 def test_nobody_at_the_endpoint_and_too_few_nodes() -> None:
     alone = Membership(parameters(free_port(), read_timeout=1), None, workers=1, role="x")
-    with pytest.raises(RendezvousConnectionError, match="nothing answers"):
+    with pytest.raises(RendezvousConnectionError, match=r"no agent of this job answers at .*refused.*same command"):
         meet(alone, 1, 0, 1)
     alone.close()
     asked = parameters(free_port(), join_timeout=1)
@@ -149,7 +153,9 @@ def test_nobody_at_the_endpoint_and_too_few_nodes() -> None:
     host.close(5.0)
 
 
-def test_who_has_not_the_jobs_key_is_not_heard() -> None:
+def test_who_has_not_the_jobs_key_is_not_heard_and_told_once_however_often_it_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     asked = parameters(free_port(), nodes=1, join_timeout=2)
     host = host_table(asked, b"the job's key")
     assert host is not None
@@ -158,9 +164,34 @@ def test_who_has_not_the_jobs_key_is_not_heard() -> None:
         meet(stranger, 1, 0, 1)
     stranger.close()
     host.close(0.0)
+    assert caplog.text.count("its message is not of this job") == 1
 
 
-def test_the_static_backend_has_its_host_at_node_0() -> None:
+def test_an_agent_of_another_job_is_refused_also_if_it_comes_first() -> None:
+    asked = parameters(free_port(), nodes=1)
+    host, own = host_table(asked, None), Membership(asked, None, workers=1, role="x")
+    asked = copy.copy(asked)
+    asked.run_id = "another"
+    other = Membership(asked, None, workers=1, role="x")
+    assert host is not None
+    with pytest.raises(RendezvousClosedError, match=r"--rdzv-id another, but the job .* a port of its own"):
+        meet(other, 1, 0, 1)
+    assert meet(own, 1, 0, 1).nodes == 1
+    own.leave("done", 0, "")
+    host.close(5.0)
+
+
+def test_the_static_backend_has_its_host_and_the_workers_store_at_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "a-name-that-nobody-knows")
     asked = parameters(free_port(), backend="static", rank=1)
+    asked.local_addr = None
     assert host_table(asked, None) is None
     assert Membership(asked, None, workers=1, role="x").node_id == "1"
+    asked.config["rank"] = 0
+    assert Membership(asked, None, workers=1, role="x").address == "127.0.0.1"
+
+
+def test_a_machine_knows_its_own_name_before_the_name_service_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "train-0.train.space.invalid")
+    assert is_own_address("train-0.train") and is_own_address("train-0")
+    assert not is_own_address("train-1.train") and not is_own_address("train-0.tr.invalid")

@@ -158,6 +158,14 @@ def test_modules_programs_and_paths() -> None:
         needs("--signals-to-handle", "SIGTERM,SIGKILL", "--signals-to-handle SIGKILL"),
         needs("--shutdown-timeout", "-1", "--shutdown-timeout -1"),
         (["-"], "stdin"),
+        (
+            ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "json"],
+            "localhost:0: .* give one",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "node0:2379", "-m", "json"],
+            "--rdzv-backend c10d",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(arguments: list[str], message: str) -> None:

@@ -18,7 +18,7 @@ class Job:
     """Agents by letters, and what each has been told."""
 
     def __init__(self, least: int, most: int) -> None:
-        self.table = Table(most, least=least, job="job", recovery=True, limits=LIMITS, now=0.0)
+        self.table = Table(most, least=least, run_id="7", job="job", recovery=True, limits=LIMITS, now=0.0)
         self.now = 0.0
         self.said: dict[str, Register] = {}
         self._number = 0

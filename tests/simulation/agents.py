@@ -404,7 +404,7 @@ class Job:
         self.host = Machine(self.network, "host of the table", node="apart", pid=1, host="apart")
         limits = Limits(heartbeat_s=15.0, formation_s=math.inf, reconnect_s=3.0, last_call_s=5.0)
         least, most = self.plan.min_nodes, self.plan.nodes
-        table = Table(most, least=least, job="job", recovery=True, limits=limits, now=self.world.now)
+        table = Table(most, least=least, run_id=_RUN_ID, job="job", recovery=True, limits=limits, now=self.world.now)
         self.host.run_beside(lambda: agent_nodes.NodeHost(table, self.listen("", _PORT), None))
 
     def listen(self, _: str, port: int) -> Any:

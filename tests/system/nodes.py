@@ -25,7 +25,10 @@ def serve_table(stack: ExitStack, port: int, nnodes: str) -> NodeHost:
     least, _, most = nnodes.partition(":")
     listener = listen("127.0.0.1", port)
     limits = Limits(heartbeat_s=10.0, formation_s=math.inf, reconnect_s=3.0, last_call_s=5.0)
-    table = Table(int(most or least), least=int(least), job="job", recovery=True, limits=limits, now=time.monotonic())
+    now = time.monotonic()
+    table = Table(
+        int(most or least), least=int(least), run_id="nodes", job="job", recovery=True, limits=limits, now=now
+    )
     host = NodeHost(table, listener, None)
     stack.callback(host.close, 0.0)
     return host
