@@ -11,7 +11,8 @@ alone. So each rank reads two keys at any size of the job, and all ranks togethe
 ``round{n}/own/{rank}``         rank 0's answer for that rank alone
 ``round{n}/answer``             the answer (compare-and-set): JSON, or ``!`` and the error of a rank
 ``round{n}/heard``              how many ranks have read an error
-``session``                     rank 0 begins the start with it (`sealed`); the others wait for it
+``session``                     rank 0 begins the start with it (`sealed`), and with a key the others wait for it;
+                                or the error of a rank that has failed before (compare-and-set)
 ``round{n}/more/{key}``         parts of an answer that a rank may ask for later (`Answer.more`)
 ``piece/{digest}``              large values that several ranks have, written once; ``claim/{digest}`` counts them
 ==============================  ==========================================================================
@@ -223,9 +224,7 @@ class Gathering:
         if is_failure(text) and self._failure is not None:
             raise self._failure  # rank 0's own; `fail` waits for the others to read it
         if is_failure(text):
-            self._told = True  # the failed rank has informed all others
-            self._count(f"{key}/heard")
-            raise _error_of(text[len(_FAILED) :])
+            raise self._hear_failure(key, text)
         with making_sense(f"the answer to {name!r}"):
             has_own, common = json.loads(text)
         own = None
@@ -234,6 +233,12 @@ class Gathering:
             with making_sense(f"the answer to {name!r}"):
                 own = json.loads(text)
         return Answer(common, own, lambda keys: self._more(key, keys))
+
+    def _hear_failure(self, key: str, text: str) -> MindxError:
+        """The error that another rank has told all others in the meeting `key`."""
+        self._told = True
+        self._count(f"{key}/heard")
+        return _error_of(text[len(_FAILED) :])
 
     def _more(self, key: str, keys: Sequence[str]) -> list[Any]:
         texts = self._read([f"{key}/more/{each}" for each in keys], [0] * len(keys))
@@ -274,8 +279,12 @@ class Gathering:
         key = self._failed_key if error is self._failure else f"round{self._round}"
         text = _failure_text(self.rank, error)
         try:
-            with suppress(UntrustedMessageError):  # the others open what is said without one
-                self._has_session(0.0)
+            if self.rank == 0:
+                with suppress(MindxError):
+                    self._has_session(0.0)
+            elif not self.seal.has_session:
+                with suppress(NotOursError):  # the others find this rank's error there
+                    self.seal.enter("start/session", self._set_first("session", text))
             if not is_failure(self._write_first(f"{key}/answer", text)):
                 # This rank has left its wait when rank 0 had answered (a Ctrl-C during a wait is raised at its end):
                 # the others go on to the next meeting.
@@ -305,10 +314,12 @@ class Gathering:
 
     def _write_first(self, key: str, text: str) -> str:
         """Set the key unless it is set; returns the value that it has then."""
+        return self.open_from(f"start/{key}", self._set_first(key, text), None)
+
+    def _set_first(self, key: str, text: str) -> bytes:
         key = f"start/{key}"
         with self._lock:
-            found = self._store.compare_set(key, "", self.seal.close(key, text))
-        return self.open_from(key, found, None)
+            return self._store.compare_set(key, "", self.seal.close(key, text))
 
     def _count(self, key: str, amount: int = 1) -> int:
         """Add to a counter, and return the sum."""
@@ -345,14 +356,15 @@ class Gathering:
         return [self.open_from(*each) for each in zip(keys, messages, authors, strict=True)]
 
     def _has_session(self, timeout_s: float) -> bool:
-        """Bind this rank's messages to this start, which rank 0 begins. False: that did not come in time."""
+        """Bind this rank's messages to this start, which rank 0 begins. False: that did not come in time. Raises the
+        error of a rank that has failed before."""
         if self.rank == 0 and not self._is_begun:
             own = self.seal.begin("start/session")
             with self._lock:
-                self._is_begun = self._store.compare_set("start/session", "", own) == own.encode()
-            if not self._is_begun:
-                error = NotOursError("it was there before rank 0 has begun")
-                raise UntrustedMessageError(self._complaint("start/session", 0, error))
+                found = self._store.compare_set("start/session", "", own)
+            if found != own.encode():
+                raise self._why_no_session(found, NotOursError("it was there before rank 0 has begun"))
+            self._is_begun = True
         if self.seal.has_session:
             return True
         if not self._wait(["session"], timeout_s):
@@ -362,23 +374,22 @@ class Gathering:
         try:
             self.seal.enter("start/session", message)
         except NotOursError as error:
-            raise UntrustedMessageError(self._complaint("start/session", 0, error)) from None
+            raise self._why_no_session(message, error) from None
         return True
+
+    def _why_no_session(self, message: bytes, error: NotOursError) -> MindxError:
+        """What a rank raises that has found `message` in the place of rank 0's session."""
+        with suppress(NotOursError):
+            text = self.seal.open("start/session", message, early=True)
+            if is_failure(text):
+                return self._hear_failure("round0", text)
+        return UntrustedMessageError(self._complaint("start/session", 0, error))
 
     def open_from(self, key: str, message: bytes, author: int | None) -> str:
         try:
             return self.seal.open(key, message, author=author)
         except NotOursError as error:
-            if author is None and (early := self._early_failure(key, message)):
-                return early
             raise UntrustedMessageError(self._complaint(key, author, error)) from None
-
-    def _early_failure(self, key: str, message: bytes) -> str:
-        """The error of a rank that left inside the first meeting, before it had the session; empty: none."""
-        with suppress(NotOursError):
-            text = self.seal.open(key, message, early=True)
-            return text if is_failure(text) else ""
-        return ""
 
     def _complaint(self, key: str, author: int | None, error: NotOursError) -> str:
         """What may be the cause."""

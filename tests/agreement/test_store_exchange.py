@@ -452,12 +452,10 @@ def test_a_rank_that_fails_when_rank_0_has_answered_the_first_values_is_heard(be
             beginning[rank].gather("plan", rank, Merged, timeout_s=60.0)
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [(b"another key of 16", '!["1", "UsageError", "x"]'), (b"0123456789abcdef", '[false, "an early answer"]')],
-    ids=["another key", "no failure"],
-)
-def test_only_an_early_failure_of_this_job_is_heard(monkeypatch: pytest.MonkeyPatch, key: bytes, text: str) -> None:
+@pytest.mark.parametrize("key", [b"another key of 16", b"0123456789abcdef"], ids=["another key", "an earlier start"])
+def test_a_failure_that_no_rank_of_this_start_has_written_is_not_heard(
+    monkeypatch: pytest.MonkeyPatch, key: bytes
+) -> None:
     monkeypatch.setattr(gather, "_HEARD_S", 0.05)
     with connections() as connect:
         ranks = [StoreExchange(connect, rank=r, world_size=2, seal=Seal(b"0123456789abcdef", "s", r)) for r in range(2)]
@@ -466,7 +464,8 @@ def test_only_an_early_failure_of_this_job_is_heard(monkeypatch: pytest.MonkeyPa
 
         def merge(said: list[int]) -> Merged:
             store = connect()
-            store.set("start/round0/answer", Seal(key, "s", 1).close("start/round0/answer", text))
+            failure = Seal(key, "s", 1).close("start/round0/answer", '!["1", "UsageError", "x"]')
+            store.set("start/round0/answer", failure)
             store.get("start/round0/answer")  # `set` does not wait until the store has it
             return Merged(said)
 
@@ -478,13 +477,24 @@ def test_only_an_early_failure_of_this_job_is_heard(monkeypatch: pytest.MonkeyPa
             exchange.close()
 
 
-def test_who_fails_before_rank_0_has_come_is_heard_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_fails_before_rank_0_has_come_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may end a rank 0 that still downloads its data."""
     monkeypatch.setattr(gather, "_HEARD_S", 0.05)
-    with connections() as connect:
-        ranks = [StoreExchange(connect, rank=r, world_size=2, seal=Seal(b"0123456789abcdef", "s", r)) for r in range(2)]
-        ranks[1].fail(UsageError("no directory"))
+    heard = []
+
+    def come(exchange: StoreExchange) -> None:
         with pytest.raises(UsageError, match=r"^rank 1: no directory$"):
-            ranks[0].gather("here", 0, Merged, timeout_s=60.0)
+            exchange.gather("here", exchange.rank, Merged, timeout_s=60.0)
+        heard.append(exchange.rank)
+
+    with connections() as connect:
+        ranks = [StoreExchange(connect, rank=r, world_size=3, seal=Seal(b"0123456789abcdef", "s", r)) for r in range(3)]
+        waits = threading.Thread(target=come, args=(ranks[2],))
+        waits.start()
+        ranks[1].fail(UsageError("no directory"))
+        waits.join(30)
+        assert heard == [2]
+        come(ranks[0])
         for exchange in ranks:
             exchange.close()
 
