@@ -138,7 +138,7 @@ class Findings:
     attempts: dict[str, int] = field(default_factory=dict)
     """Highest attempt of each run, in memory or on disk."""
     known: set[str] = field(default_factory=set)
-    """The runs that appear in files, event logs and markers on disk."""
+    """The runs that appear in files and event logs on disk."""
     rejected: list[Rejected] = field(default_factory=list)
     """Files that cannot be used, or not by every rank."""
     anything: bool = False
@@ -229,8 +229,8 @@ def scan(
     """Read the headers of (a share of) the files in `listing`, and the small states of `rank`, or of all ranks.
 
     only: use files of other steps for the number of attempts only. snapshots: the files in memory to read; None: all.
-    transport: gives the places from which other ranks
-    can fetch the files. Changes nothing; any thread; blocks on the disk.
+    transport: gives the places from which other ranks can fetch the files. Changes nothing; any thread; blocks on the
+    disk.
     """
     found = Findings(attempt=attempt, disk=listing.disk, machine=listing.machine)
     # One process of those that see the same files looks into the quarantine.
