@@ -70,7 +70,7 @@ def never_saved(directories: Sequence[Path], trust: Trust) -> dict[str, set[int]
     Where ranks are not replicas, a step is complete only when every rank has its file. After a kill in the very first
     save one rank has a file and another has none; a complete step of which a disk was lost looks the same. The first
     case may start over, the second must not. So a log that has lost lines (it was begun anew when it was full, or
-    deleted) proves nothing, and one that is lost with a disk neither.
+    deleted; or one is cut off, as on a full disk) proves nothing, and one that is lost with a disk neither.
     """
     from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation, parse_event
     from mindx_elastic.core.values import text, whole
@@ -81,7 +81,7 @@ def never_saved(directories: Sequence[Path], trust: Trust) -> dict[str, set[int]
             return {}
         for event in map(parse_event, lines_backwards(log, owners=trust.of(log))):
             if event is None:
-                continue
+                return {}
             run, rank = text(event.get("run_id")), whole(event.get("rank"))
             if event["event"] == "start" and rank is not None:
                 begun.setdefault(run, set()).add(rank)
