@@ -71,7 +71,7 @@ def top_command(
 
     \b
     [bold]Exit code[/bold]
-    0  the agent has ended, or Ctrl-C
+    0  the agent has ended, the frame was printed, or Ctrl-C
     2  wrong usage, for example a RUN_DIR that cannot be read
 
     \b

@@ -176,7 +176,10 @@ def _resolve(resume: str | Path) -> tuple[Path, Moment | None]:
         info = read_header(path).info
     except CheckpointError as error:
         reason = str(error).removeprefix(printable(f"{path}: "))
-        remedy = "give another checkpoint, or a directory to take the newest step that is sound"
+        remedy = (
+            "give another checkpoint, or a directory to take the newest step that is sound; weights of another program "
+            "are loaded before the guard is entered (docs/porting.md)"
+        )
         raise type(error)(f"{what} cannot be resumed from: {reason}; {remedy}", path=path) from error
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror or error}") from error
