@@ -420,8 +420,8 @@ class Table:
         if place is not None and (until := self._held_until(place, who)) > now:
             name = "--node-rank" if self.of_agents else "MS_NODE_ID"
             why = (
-                f"{name}={place.node_id} belongs to {place.said.process}, which is alive: it has one process. End that "
-                f"one, or give this one another {name}"
+                f"{name}={place.node_id} belongs to {place.said.process}, which is not known to have ended. If it "
+                f"still runs, end it, or give this one another {name}"
             )
             return messages.Refused(why, wait_s=until - now)
         over = [m for m in self.places.values() if m.state is ProcessState.DONE]

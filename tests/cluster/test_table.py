@@ -193,6 +193,15 @@ def test_a_scheduler_that_is_started_again_waits_for_nobody_while_one_has_finish
     assert again.outcome is None
 
 
+def test_a_scheduler_that_is_started_again_does_not_say_that_a_killed_worker_is_alive() -> None:
+    table = new_table()
+    form(table, [who(0, "0"), who(1, "1")])
+    again = Table.from_json(table.to_json(), recovery=True, limits=LIMITS, now=0.0)
+    refused = answer(again, who(2, "1"), 1.0)
+    assert refused["wait_s"] == pytest.approx(4.0) and "not known to have ended" in refused["why"]
+    assert answer(again, who(2, "1"), 5.1)["op"] == "welcome"
+
+
 def test_damaged_tables_are_refused() -> None:
     table = new_table()
     form(table, [who(0, "0"), who(1, "1")])
