@@ -36,7 +36,7 @@ class Remedies:
         return self.line(content)
 
     def line(self, content: str) -> str:
-        """That gives `stateful` these items."""
+        """The line that gives `stateful` these items, written as those of a dict."""
         return f"Write stateful={{{content}}}" if self._is_layered else f"Write Guard(stateful={{{content}}}, ...)"
 
     def argument_line(self, argument: str, names: Sequence[str]) -> str:
