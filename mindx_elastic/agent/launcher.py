@@ -49,7 +49,7 @@ from mindx_elastic.platforms.notices import NoticeWatch
 from mindx_elastic.rejoin.nccl import DUMP, ERROR_HANDLING
 from mindx_elastic.start.unused_state import find_unused_state, remarks
 
-__all__ = ["launch", "run_job"]
+__all__ = ["is_alone", "launch", "run_job"]
 
 
 _NEWER_FIELDS = (
@@ -90,7 +90,7 @@ def _launch(plan: Launch, result: ResultFile) -> int:
         folder.remove()
 
 
-def _is_alone(plan: Launch) -> bool:
+def is_alone(plan: Launch) -> bool:
     """Whether the job has one node, and no other one may stand by at an endpoint. In place there is none."""
     config = plan.config
     where = config.rdzv_endpoint
@@ -144,7 +144,7 @@ def run_job(
     notices = NoticeWatch(options.notices).start() if options.notices else None
     try:
         try:
-            if not _is_alone(plan):
+            if not is_alone(plan):
                 host, membership = _join_nodes(plan)
         except ValueError as error:
             code, cause, early = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"

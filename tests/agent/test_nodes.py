@@ -19,12 +19,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from mindx_elastic.agent import launcher
 from mindx_elastic.agent import nodes as module
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.nodes import HostLostError, Membership, NodeHost, host_table
-from mindx_elastic.cluster.messages import Group
+from mindx_elastic.agent.options import parse
+from mindx_elastic.cluster.messages import Beat, Group
 from mindx_elastic.cluster.scheduler import is_own_address
+from mindx_elastic.cluster.wire import Line
 from tests.harness import free_port, wait_until
 from tests.resets import can_reset, reset_connections
 
@@ -195,3 +198,28 @@ def test_a_machine_knows_its_own_name_before_the_name_service_does(monkeypatch: 
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-0.train.space.invalid")
     assert is_own_address("train-0.train") and is_own_address("train-0")
     assert not is_own_address("train-1.train") and not is_own_address("train-0.tr.invalid")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_alone"), [("localhost:0", True), ("127.0.0.1:0", True), ("127.0.0.1:29400", False)]
+)
+def test_a_job_of_one_node_meets_nobody_where_no_port_is_known(endpoint: str, is_alone: bool) -> None:
+    plan = parse(["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "-m", "json"])
+    assert launcher.is_alone(plan) == is_alone
+
+
+def test_who_has_not_registered_is_not_answered(agents: Agents) -> None:
+    with socket.create_connection(("127.0.0.1", agents.members[0].port)) as stranger:
+        line = Line(stranger, None, is_scheduler=False)
+        line.send(Beat())
+        heard: list[object] = []
+
+        def is_closed() -> bool:
+            try:
+                heard.extend(line.receive())
+            except OSError:
+                return True
+            return False
+
+        wait_until(is_closed, "the end of the connection")
+    assert not heard
