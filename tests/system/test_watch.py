@@ -115,9 +115,12 @@ def leave(terminal: Terminal, *, by_key: bool) -> None:
 
 @pytest.mark.drill
 def test_a_job_is_watched_in_terminals_and_into_a_pipe(tmp_path: Path) -> None:
-    words = ("top", str(tmp_path / "run"), "--interval", "0.2")
+    run_dir = tmp_path / "run"
+    words = ("top", str(run_dir), "--interval", "0.2")
     args = (tmp_path / "ckpt", "--steps", "100000", "--step-s", "0.02", "--save-at", "3")
-    with start_agent("agent_guarded.py", *args, run_dir=tmp_path / "run", options=["--snapshot-every", "2"]) as job:
+    options = ["--snapshot-every", "2"]
+    memory = {"MINDX_ARENA_DIR": str(tmp_path)}  # the job ends by a kill, and its snapshot outlives that
+    with start_agent("agent_guarded.py", *args, options=options, run_dir=run_dir, env=memory) as job:
         job.wait_for(r"READY 0")
         for by_key in (True, False):
             with terminal(*words) as shown:
