@@ -20,7 +20,8 @@ RINGS = {"exit-0", "not-json", "huge"}  # what a listener notices at once
 @contextmanager
 def planted(directory: Path, what: str, *args: object) -> Iterator[Job]:
     """A job of two ranks that hold, in whose store something was planted; it has torchrun's exit code then."""
-    with start_job("loop.py", directory, "--hold-at", 7, *args, ranks=2) as job:
+    # Fresh: a forked process shows the environment of the one that it is forked from.
+    with start_job("loop.py", directory, "--hold-at", 7, *args, ranks=2, fresh=True) as job:
         job.wait_for("HOLD", count=2)
         environment = Path(f"/proc/{job.pids()[0]}/environ").read_bytes().decode().split("\0")
         known = dict(item.partition("=")[::2] for item in environment)
