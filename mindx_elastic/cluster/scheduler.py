@@ -91,7 +91,8 @@ class TableServer:
         self.table, self._listener, self._key, self._records = table, listener, key, records
         self._write_again_at = self._warn_again_at = 0.0
         self._level = logging.DEBUG if table.of_agents else logging.INFO
-        self.connections: set[Connection] = set()
+        self.connections: dict[Connection, None] = {}
+        """A set in the order in which they came: what is simulated goes the same way again."""
         self._listened_at = self._looks_at = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -127,7 +128,7 @@ class TableServer:
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(Line(sock, self._key, is_scheduler=True), str(address[0]), now)
-        self.connections.add(connection)
+        self.connections[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _serve(self, connection: Connection, now: float) -> None:
@@ -220,7 +221,7 @@ class TableServer:
 
     def close_connection(self, connection: Connection) -> None:
         if connection in self.connections:
-            self.connections.remove(connection)
+            del self.connections[connection]
             self._selector.unregister(connection.line.socket)
             connection.line.socket.close()
 

@@ -116,5 +116,5 @@ def test_the_start_and_a_death_or_a_stop_of_twice_the_nodes_take_twice_the_messa
     less, more = (play(plan(Fault(kind, 5, 0.3, 0.5, on=("train", nodes)), size=nodes)) for nodes in (size, 2 * size))
     assert not less.wrong and not more.wrong
     assert len(less.job.meetings) == len(more.job.meetings) == (2 if kind == "kill" else 1)
-    assert 1.8 * less.messages < more.messages < 2.2 * less.messages
+    assert 1.8 * less.messages < more.messages < 2.5 * less.messages  # heartbeats come by the seconds
     assert more.job.ended_at < less.job.ended_at + 5.0
