@@ -286,7 +286,7 @@ def test_a_kill_at_any_call_of_it_costs_the_comparison_only(tmp_path: Path, refe
         job.wait_for("HOLD")
         job.signal_rank(0)
         job.expect(-9)
-    assert saved_steps(tmp_path) == {0: 8} and witnesses(tmp_path) == 0
-    resumed = resume(tmp_path, 1)
-    assert resumed.hashes() == reference(1).hashes(), resumed.report()
+    assert witnesses(tmp_path) == 0
+    resumed = resume(tmp_path, 1)  # by the file: its event may have been cut off
+    assert resumed.matches(r"INFO resumed from .*: step 8 ") and resumed.hashes() == reference(1).hashes()
     assert not events(tmp_path, "compared")
