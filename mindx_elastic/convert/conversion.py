@@ -80,11 +80,11 @@ def convert(request: ConversionRequest) -> Converted:
         tensors, others = flat_tensors(state[MODEL])
         if others:
             notes.append(f"left out, no tensors: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
-        with _new_file(request.destination) as temp:
+        with _new_file(request) as temp:
             plain_file.write_plain(temp, tensors)
         return Converted(*num_tensors(tensors), step.info.step, notes)
     content = plain_values(state if request.everything else state[MODEL], "state" if request.everything else MODEL)
-    with _new_file(request.destination) as temp:
+    with _new_file(request) as temp:
         torch.save(content, temp)
     return Converted(*num_tensors(content), step.info.step, notes)
 
@@ -103,8 +103,10 @@ def _check_destination(request: ConversionRequest) -> None:
 
 
 @contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    """A name to write to; it becomes `path` when the block ends well, and is deleted when not. Raises SaveError."""
+def _new_file(request: ConversionRequest) -> Iterator[Path]:
+    """A name to write to; it becomes the destination when the block ends well, and is deleted when not. Raises
+    SaveError, and UsageError where a file has appeared there."""
+    path = request.destination
     temp = temp_name(path)
     try:
         yield temp
@@ -113,10 +115,20 @@ def _new_file(path: Path) -> Iterator[Path]:
             os.fsync(fd)
         finally:
             os.close(fd)
-        publish(temp, path)
+        (publish if request.force else _publish_new)(temp, path)
         fsync_dir(path.parent)
     except (OSError, RuntimeError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         raise SaveError(f"{path}: cannot be written: {text}; what was there before is untouched", path=path) from error
     finally:
         temp.unlink(missing_ok=True)
+
+
+def _publish_new(temp: Path, path: Path) -> None:
+    """Another process may have made `path` since the check."""
+    try:
+        os.link(temp, path, follow_symlinks=False)
+    except FileExistsError:
+        raise UsageError(f"{path} has appeared meanwhile; nothing was overwritten") from None
+    except OSError:  # no hard links there
+        publish(temp, path)

@@ -151,7 +151,7 @@ def _read_faults() -> Faults:
 def _write_plan(directory: Path, strategy: Strategy, plan: ResumePlan | None) -> None:
     """Rank 0: write the strategy and the plan, for people and platforms. A failure is only logged: training does not
     depend on these files."""
-    # Only the rank that writes them pays for the imports.
+    # Only the rank that writes them pays for importing protobuf.
     try:
         from mindx_elastic.platforms.plan_files import PLAN_JSON, write_plan
         from mindx_elastic.platforms.strategy_file import save_strategy

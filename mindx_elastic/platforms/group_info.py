@@ -18,7 +18,7 @@ from pathlib import Path
 from mindx_elastic.core.layout import MAX_RANKS, Layout
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UsageError
-from mindx_elastic.platforms.protobuf import dims, message, parse_message
+from mindx_elastic.platforms.protobuf import messages, parse_message
 from mindx_elastic.platforms.small_files import ArgumentTypeError, read_bounded, write_whole
 from mindx_elastic.platforms.strategy_file import load_strategy
 
@@ -49,9 +49,13 @@ class GroupInfo:
 
 def save_group_info(path: StrPath, groups: Mapping[str, Sequence[int]], restore_ranks: Sequence[int]) -> Path:
     """Write a group info file, whole or not at all. Raises UsageError for numbers that are not ranks, SaveError."""
-    ranks_of = {name: dims(_checked(ranks, f"group {name!r:.200}")) for name, ranks in groups.items()}
-    items = [(1, message((1, name), (2, ranks))) for name, ranks in ranks_of.items()]
-    return write_whole(path, message(*items, (2, dims(_checked(restore_ranks, "the restore ranks")))))
+    content = messages().ParallelGroupMap()
+    for name, ranks in groups.items():
+        item = content.parallel_group_item.add(group_name=name)
+        item.parallel_group_ranks.dim.extend(_checked(ranks, f"group {name!r:.200}"))
+    content.ckpt_restore_rank_list.dim.extend(_checked(restore_ranks, "the restore ranks"))
+    data: bytes = content.SerializeToString(deterministic=True)
+    return write_whole(path, data)
 
 
 def _checked(ranks: Sequence[int], what: str) -> tuple[int, ...]:

@@ -1,51 +1,19 @@
-"""Protobuf messages of MindSpore's schema (``strategy.proto``): to bytes, and from files of any quality.
+"""Protobuf messages of MindSpore's schema (``strategy.proto``), from files of any quality.
 
-The runtime and the generated module are imported when a file is read. What every start writes is written without them:
-their import takes 10 ms and 2 MiB, a quarter of what entering a guard takes.
+The generated module is imported when a file is read or written: ``import mindx_elastic`` needs no protobuf.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
 from mindx_elastic.errors import UsageError
 
-__all__ = ["MAX_FIELDS", "dims", "message", "messages", "packed", "parse_message"]
+__all__ = ["MAX_FIELDS", "messages", "parse_message"]
 
 MAX_FIELDS = 1_000_000
 """Fields of a message, each repeated one counted."""
-
-
-def message(*fields: tuple[int, int | str | bytes]) -> bytes:
-    """The bytes of a message with these fields, each its number in the schema and its value, as they are given: a
-    number of any integer type, a text, or the bytes of a message or of `packed`."""
-    data = bytearray()
-    for field, value in fields:
-        if isinstance(value, int):
-            data += packed([field << 3, value])
-        else:
-            content = value.encode() if isinstance(value, str) else value
-            data += packed([field << 3 | 2, len(content)]) + content
-    return bytes(data)
-
-
-def packed(values: Iterable[int]) -> bytes:
-    """The value of a repeated field that is packed."""
-    data = bytearray()
-    for value in values:
-        rest = value & (1 << 64) - 1  # of a negative one the two's complement
-        while rest > 0x7F:
-            data.append(rest & 0x7F | 0x80)
-            rest >>= 7
-        data.append(rest)
-    return bytes(data)
-
-
-def dims(values: Iterable[int]) -> bytes:
-    """A message of MindSpore's that is a list of numbers: it calls them ``dim``."""
-    return message(*((1, value) for value in values))
 
 
 def messages() -> Any:
@@ -58,16 +26,16 @@ def parse_message(kind: str, data: bytes, where: str) -> Any:
     # Counted first: 64 MiB hold 33 million empty items, and with so many the runtime's own checks crash the process.
     if _has_more_fields(data, MAX_FIELDS):
         raise UsageError(f"{where}: more than {MAX_FIELDS} entries")
-    found = getattr(messages(), kind)()
+    message = getattr(messages(), kind)()
     decode_error = importlib.import_module("google.protobuf.message").DecodeError
     try:
-        found.MergeFromString(data)
+        message.MergeFromString(data)
     except (decode_error, ValueError, RecursionError, MemoryError) as error:
         raise UsageError(f"{where}: damaged, or no protobuf file of this kind: {error!s:.200}") from None
-    missing = found.FindInitializationErrors() if not found.IsInitialized() else ()
+    missing = message.FindInitializationErrors() if not message.IsInitialized() else ()
     if missing:
         raise UsageError(f"{where}: damaged, or no protobuf file of this kind: {missing[0]:.200} is missing")
-    return found
+    return message
 
 
 def _has_more_fields(data: bytes, limit: int) -> bool:

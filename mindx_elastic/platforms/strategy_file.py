@@ -27,7 +27,7 @@ from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, Layout
 from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 from mindx_elastic.errors import StrPath, UsageError
 from mindx_elastic.platforms.mindspore_layout import Fields, fields_of, layout_of, says, stage_size_of
-from mindx_elastic.platforms.protobuf import dims, message, packed, parse_message
+from mindx_elastic.platforms.protobuf import messages, parse_message
 from mindx_elastic.platforms.small_files import read_bounded, write_whole
 
 __all__ = ["Content", "load_strategy", "merge_strategies", "read_strategy", "save_strategy"]
@@ -94,56 +94,44 @@ def _to_json(strategy: Strategy, items: _Items, stages: Sequence[int]) -> bytes:
 
 
 def _to_proto(world_size: int, items: _Items, others: Iterable[TensorSpec], stages: Sequence[int]) -> bytes:
-    """A ``ParallelStrategyMap`` of ``strategy.proto``, its fields in the order of their numbers."""
-    nodes = [message((1, f"stage-{stage}"), (2, message((1, stage)))) for stage in stages]
-    layouts = [message((1, name), (2, _layouts(fields, spec))) for name, fields, spec in items]
-    exact = [_exact(spec) for spec in others]
-    return message(
-        (1, 1),
-        *((2, node) for node in nodes),
-        *((3, layout) for layout in layouts),
-        (1000, world_size),
-        *((1001, each) for each in exact),
-    )
+    content = messages().ParallelStrategyMap(current_stage=1, world_size=world_size)
+    for stage in stages:
+        content.parallel_strategy_item.add(node_name=f"stage-{stage}").parallel_strategys.stage = stage
+    for name, fields, spec in items:
+        layouts = content.parallel_layout_item.add(param_name=name).parallel_layouts
+        layouts.dev_matrix.add().dim.extend(fields.dev_matrix)
+        for each in fields.tensor_map:
+            layouts.tensor_map.add().dim.extend(each)
+        layouts.param_split_shape.add()
+        layouts.indices_offset.add()
+        layouts.field = fields.field
+        layouts.opt_weight_shard_step = fields.opt_weight_shard_step
+        layouts.opt_weight_shard_size = fields.opt_weight_shard_size
+        _fill_exact(layouts.exact, spec)
+    for spec in others:
+        _fill_exact(content.other_tensor.add(), spec)
+    data: bytes = content.SerializeToString(deterministic=True)
+    return data
 
 
-def _layouts(fields: Fields, spec: TensorSpec) -> bytes:
-    """A ``ParallelLayouts``: of a whole tensor, with neither pieces nor offsets."""
-    return message(
-        (1, dims(fields.dev_matrix)),
-        *((2, dims(each)) for each in fields.tensor_map),
-        (3, b""),
-        (4, b""),
-        (5, fields.field),
-        (6, fields.opt_weight_shard_step),
-        (7, fields.opt_weight_shard_size),
-        (1000, _exact(spec)),
-    )
-
-
-def _exact(spec: TensorSpec) -> bytes:
-    """An ``ExactTensor``."""
-    layout = spec.layout
+def _fill_exact(exact: Any, spec: TensorSpec) -> None:
+    exact.name, exact.dtype, exact.parameter = spec.name, spec.dtype, spec.parameter
+    exact.shape.extend(spec.shape)
+    exact.mesh_shape.extend(spec.layout.mesh_shape)
+    exact.placement.extend(map(str, spec.layout.placements))
+    exact.mesh_dim_name.extend(spec.layout.mesh_dim_names)
+    if spec.num_dims is not None:
+        exact.num_dims = spec.num_dims
     runs: list[int] = []
-    if isinstance(layout.ranks, range):
-        runs = [layout.ranks[0], layout.size]
+    if isinstance(spec.layout.ranks, range):
+        runs = [spec.layout.ranks[0], spec.layout.size]
     else:
-        for rank in layout.ranks:
+        for rank in spec.layout.ranks:
             if runs and runs[-2] + runs[-1] == rank:
                 runs[-1] += 1
             else:
                 runs += [rank, 1]
-    return message(
-        (1, spec.name),
-        *([(2, packed(spec.shape))] if spec.shape else ()),
-        (3, spec.dtype),
-        (4, spec.parameter),
-        (5, packed(layout.mesh_shape)),
-        *((6, str(placement)) for placement in layout.placements),
-        (7, packed(runs)),
-        *((8, name) for name in layout.mesh_dim_names),
-        *([] if spec.num_dims is None else [(9, spec.num_dims)]),
-    )
+    exact.rank_run.extend(runs)
 
 
 # --- load ---

@@ -178,9 +178,9 @@ class NotKept:
     def _carried_by(self, frame: FrameType, names: Collection[str], is_ahead: bool) -> list[str]:
         """Those of `names`, variables of `frame`, that have something for the next step."""
         found: list[str] = []
-        variables = locals_of(frame) if names else {}
+        variables, kept = locals_of(frame) if names else {}, self._ids | self._data
         for name in sorted(names):
-            if name not in variables or id(value := variables[name]) in self._ids | self._data:
+            if name not in variables or id(value := variables[name]) in kept:
                 continue
             if type(value) is float and is_clock(value):
                 continue

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindx_elastic.core.looks import attributes_of, is_comparable
 from mindx_elastic.core.tensor_memory import memory_of
-from mindx_elastic.guard.checks.program_variables import is_library, kind_of, variables_of
+from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, variables_of
 from mindx_elastic.prove.digests import digest
 from mindx_elastic.prove.loop_variables import rebound_in
 
@@ -236,7 +236,7 @@ class _Walk:
             return
         self._known.add(id(value))
         again = rebound_in(frame)
-        for name, variable in frame.f_locals.items():
+        for name, variable in locals_of(frame).items():
             if name not in again:
                 self.waiting.append((f"{name} of {value.__name__}()", place, variable, depth + 1))
 
@@ -372,7 +372,7 @@ def _position(value: Any, depth: int = 0) -> str:
         if value.gi_frame is None:
             return "ended"
         parts.append(str(value.gi_frame.f_lasti))
-        for name, variable in value.gi_frame.f_locals.items():
+        for name, variable in locals_of(value.gi_frame).items():
             if type(variable) in _PLAIN:
                 parts.append(f"{name}={_noted(variable)}")
     elif kind.__module__ == "builtins" and kind.__name__.endswith("iterator") and kind.__name__ not in _ASK_OTHERS:

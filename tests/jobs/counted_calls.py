@@ -63,4 +63,3 @@ finally:
     sys.setprofile(None)
     for name, calls in sys.counts.items():  # type: ignore[attr-defined]
         print("CALLS", json.dumps([name, calls.total(), calls.most_common(15)]), flush=True)
-    print("PROTOBUF", "google.protobuf" in sys.modules, flush=True)

@@ -152,9 +152,7 @@ def test_mindspores_fields_alone_give_the_same_boxes(
     """What we write for MindSpore is right or absent: read back without our own fields."""
     path = tmp_path_factory.getbasetemp() / "stripped.ckpt"
     content = messages().ParallelStrategyMap()
-    written = save_strategy(path, strategy).read_bytes()
-    content.ParseFromString(written)
-    assert content.SerializeToString(deterministic=True) == written, "as the library would write it"
+    content.ParseFromString(save_strategy(path, strategy).read_bytes())
     content.ClearField("world_size")
     content.ClearField("other_tensor")
     shapes = {}
