@@ -144,23 +144,6 @@ class LayoutRecorder:
         modules = {name: list(c.named) for name, c in self._modules.items()}
         return Blueprint(modules, {name: c.volatile_names for name, c in self._modules.items()}, optimizers)
 
-    def same_parts(self) -> tuple[int, ...]:
-        """The ranks that hold the same parts of the weights and of the optimizers as this one, itself included: where
-        the mesh also replicates (HSDP). As far as DTensors say it; what is only assumed does not count."""
-        rank = self.setup.rank
-        whole = any(not isinstance(parameter, DTensor) for _, parameter in self._named_parameters())
-        if whole or any(c.is_spread for c in self._optimizers.values()):
-            return (rank,)
-        found: set[int] | None = None
-        for layout, shape, assumed in self.record().tensors.values():
-            if assumed and not shape:
-                continue  # a step counter
-            if assumed or rank not in layout:
-                return (rank,)
-            holders = set(layout.holders[layout.shard_of(rank)])
-            found = holders if found is None else found & holders
-        return tuple(sorted(found or {rank}))
-
     @torch.no_grad()
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of this rank's part of every parameter, by place."""

@@ -112,7 +112,6 @@ def plan_and_check(
 def _files_used(plan: ResumePlan) -> list[FileFact]:
     """All files that a start reads, as it verifies them: those of the ranks, then those of parts."""
     found = {fact.path: fact for share in plan.ranks for fact in (share.file, *share.others)}
-    found |= {share.small_from.path: share.small_from for share in plan.ranks if share.small_from is not None}
     parts = plan.used_paths()
     found |= {fact.path: fact for facts in plan.files.values() for fact in facts if fact.path in parts}
     return list(found.values())

@@ -17,7 +17,7 @@ from rich.text import Text
 from mindx_elastic.cli.common import moment, print_table, say
 from mindx_elastic.core.moment import moment_name
 from mindx_elastic.core.printable import human_size, printable
-from mindx_elastic.core.rank_lists import rank_list, rank_ranges
+from mindx_elastic.core.rank_lists import rank_ranges
 from mindx_elastic.start.facts import RankPlan, Refusal, Rejected, ResumePlan
 
 __all__ = ["print_nothing", "print_plan", "print_refusal"]
@@ -140,9 +140,6 @@ def _row(
         what = "their own files" if several else "its own file"
     if not assembled and any(each.others for each in ranks):
         what += " and parts of others'"
-    small = sorted({each.small_from.rank for each in ranks if each.small_from is not None})
-    if small:
-        what += f", small state from {rank_list(small)}"
     return rank_ranges(each.rank for each in ranks), what, _sizes(plan, ranks), _paths(ranks, directory)
 
 

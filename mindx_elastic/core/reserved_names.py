@@ -11,7 +11,6 @@ RESERVED_NAMES = (
     "buffer_broadcasts",
     "compiled_calls",  # of older versions
     "module_extras",
-    "neighbours",
     "tensor_devices",
     "settings_given",
 )

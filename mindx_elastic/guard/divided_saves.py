@@ -1,29 +1,26 @@
-"""How replicas save together: they divide the state among their files, and keep each other's small state.
+"""How replicas save together: they divide the state among their files.
 
 At an agreed stop all ranks of a DDP job hold the same weights and optimizer state, so that not each of them need write
 all of it. In short (decision 23):
 
 1. At the start the ranks tell each other where they save (`SavesPart`). Ranks of one machine, which save into the same
    folder of the same disk, make a *group*.
-2. At the stop each rank works out how it would divide the state (`core.division`) and tells the others that, a sample
-   of its tensors, and its small state (random numbers, buffers, counters). They divide only if all say the same.
-3. Each rank writes its parts, and the small states of two other ranks (`neighbours`), into its own file.
+2. At the stop each rank works out how it would divide the state (`core.division`) and tells the others that, and a
+   sample of its tensors. They divide only if all say the same.
+3. Each rank writes its parts, and its own small state (random numbers, buffers, counters), into its file.
 
 No rank waits for another one's file: each part is in two of them, so that one rank may fail in its save. Nothing here
 decides whether a step is complete: the next start does, by what the files hold. So whatever the ranks of the group do
 or miss, the step is complete or an older one is taken. Where the ranks do not agree, each writes all it has.
 
-Where only some ranks hold the same (HSDP), they divide nothing, and keep each other's small states in the same way.
 Policies with ``remove_redundancy=True`` also divide what is saved periodically and at the end of a training, each part
 once: if a rank fails in it, the step before stays the newest.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,28 +38,22 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import boot_id
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.tensor_memory import memory_of
-from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.mirror.partners import all_partners
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import Held
 from mindx_elastic.persist.packed import flat_bytes
-from mindx_elastic.persist.packer import StatePacker
 from mindx_elastic.persist.places import places_in
 
 _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
 
-__all__ = ["Agreed", "DividedSaves", "SavesPart", "SavingGroup", "neighbours"]
+__all__ = ["DividedSaves", "SavesPart", "SavingGroup"]
 
-NUM_NEIGHBOURS = 2
-"""Number of other ranks whose small states are in a file next to its own rank's."""
 COPIES = 2
 """Number of files of a stop that have each part, so that a step survives the loss of one."""
 WORTH_BYTES = 64 << 20
 """Smaller states are written whole by every rank: that is as fast, and any file is enough."""
 _LEAST_BYTES = 1024  # smaller tensors are in every file
-_MOST_SMALL_BYTES = 1 << 20  # larger small states stay at home
 _SAMPLES = 256  # tensors that are compared
 _ROUND = "share"
 
@@ -90,33 +81,24 @@ class SavesPart(Part):
         folders: Sequence[Path],
         nbytes: int,
         *,
-        can: bool,
-        divides: bool = True,
-        node: str = "",
+        divides: bool,
         mode: str = "auto",
     ) -> None:
-        """`folders`: where all of them save, made and resolved. `nbytes`: of the state, about. `can`: some other rank
-        holds the same tensors. `divides`: every one does, and this rank's file need not have all of them. `node`: the
-        same for all ranks of a node. `mode`: see `SavingSettings`."""
+        """`folders`: where all of them save, made and resolved. `nbytes`: of the state, about. `divides`: every other
+        rank holds the same tensors, and this rank's file need not have all of them. `mode`: see `SavingSettings`."""
         saving = [policy for policy in policies if policy.save]
         plain = all(policy.place is None and policy.finish is None for policy in saving)
-        self.exchanges = False
-        """All ranks are replicas and save alike at a stop, where they tell each other their small states."""
         self.group = SavingGroup()
         """The ranks with which this one divides what is saved at a stop."""
         self.single = SavingGroup()
         """The group with which it divides other saves of policies that want no redundancy."""
-        self.neighbours: tuple[int, ...] = ()
-        """The ranks whose small states this one's file holds besides its own."""
         every: list[ExitPolicy | PeriodicPolicy] = [*saving, *periodic]
         once = [policy for policy in every if getattr(policy, "remove_redundancy", False)]  # a user's own may not say
         self._own = {
-            "disk": _disk_of(folders) if can and divides and plain and mode != "never" else "",
-            "node": node,
+            "disk": _disk_of(folders) if divides and plain and mode != "never" else "",
             # Directories by their numbers: on the nodes' own disks they may have other names on each.
             "policies": [[p.kind, sorted(p.alarms), number, p.prefix] for p, number in _numbered(saving)],
             "once": [[number, getattr(policy, "prefix", "")] for policy, number in _numbered(once)],
-            "replica": can,
             "saves": bool(saving),
             "nbytes": WORTH_BYTES if mode == "always" else nbytes,
         }
@@ -125,8 +107,7 @@ class SavesPart(Part):
         return self._own
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        replicas = len(said) > 1 and all(each["replica"] is True for each in said)
-        alike = replicas and all(each["saves"] is True and each["policies"] == said[0]["policies"] for each in said)
+        alike = all(each["saves"] is True and each["policies"] == said[0]["policies"] for each in said)
         disks: dict[str, list[int]] = {}
         for rank, each in enumerate(said):
             disks.setdefault(str(each["disk"]) or f"rank {rank}", []).append(rank)
@@ -135,28 +116,13 @@ class SavesPart(Part):
         divides = alike and is_worth
         same = all(each["once"] == said[0]["once"] for each in said) and bool(said[0]["once"])
         once = {rank: ranks for ranks in disks.values() for rank in ranks if same and 1 < len(ranks) <= MAX_PARTS}
-        kept = neighbours([str(each["node"]) for each in said])
-        own = [[together.get(rank, []) if divides else [], once.get(rank, []), kept[rank]] for rank in range(len(said))]
-        return Merged(alike, own)
+        return Merged(
+            None, [[together.get(rank, []) if divides else [], once.get(rank, [])] for rank in range(len(said))]
+        )
 
     def hear(self, answer: Answer) -> None:
-        group, once, self.neighbours = (tuple(int(rank) for rank in ranks) for ranks in answer.own)
-        self.exchanges, self.group, self.single = answer.common is True, SavingGroup(group), SavingGroup(once, 1)
-
-
-def neighbours(nodes: Sequence[str]) -> list[list[int]]:
-    """For each rank those whose small states its file holds. `nodes`: the name of each rank's node.
-
-    A rank's small state goes to the next rank, and to one on another node, which may be lost without this one; where
-    there is no other node, or the next rank is there, to the one after the next.
-    """
-    size = len(nodes)
-    found: list[list[int]] = [[] for _ in nodes]
-    for rank, elsewhere in enumerate(all_partners(nodes, 2)):
-        wanted = dict.fromkeys([(rank + 1) % size, *elsewhere, (rank + 2) % size])
-        for keeper in [each for each in wanted if each != rank][:NUM_NEIGHBOURS]:
-            found[keeper].append(rank)
-    return found
+        group, once = (tuple(int(rank) for rank in ranks) for ranks in answer.own)
+        self.group, self.single = SavingGroup(group), SavingGroup(once, 1)
 
 
 def _numbered(policies: Sequence[_Policy]) -> list[tuple[_Policy, int]]:
@@ -175,64 +141,40 @@ def _disk_of(folders: Sequence[Path]) -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What the ranks have agreed on for one save."""
-
-    held: Held | None
-    """The parts that this rank writes; None: all of its state."""
-    small: Mapping[int, bytes] = field(default_factory=dict)
-    """The small states of neighbours, packed, which it keeps for them."""
-
-
-def _encode(share: str, small: bytes) -> str:
-    """What a rank tells the others: `Held.key` (empty: it divides nothing), and its small state, packed."""
-    return f"{share} {base64.b64encode(small).decode()}"
-
-
-def _decode(text: str) -> tuple[str, bytes]:
-    """Raises ValueError."""
-    share, _, small = text.partition(" ")
-    return share, base64.b64decode(small, validate=True)
-
-
 class DividedSaves:
     """One per guard. The thread that has the claim to save calls `agree`, once."""
 
     def __init__(self, exchange: Exchange, ranks: RankInfo, collector: Collector, part: SavesPart) -> None:
         self._exchange, self._ranks, self._collector = exchange, ranks, collector
         self.part = part
-        self._packer = StatePacker("plain")
 
     @property
     def is_possible(self) -> bool:
-        """The ranks are replicas of each other, and save alike."""
-        return self.part.exchanges
+        """There are ranks with which this one divides what is saved at a stop."""
+        return bool(self.part.group.ranks)
 
     def decline(self) -> None:
         """This rank saves alone, or nothing: the others need not wait for it. Any thread."""
         if self.is_possible:
             self._exchange.announce(_ROUND, CANNOT)
 
-    def agree(self, step: int, tree: Tree, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> Agreed:
-        """Agree with the others on who writes what of the boundary `step`, flattened to `tree` and `tensors`."""
+    def agree(self, step: int, tree: Tree, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> Held | None:
+        """Agree with the others on who writes what of the boundary `step`, flattened to `tree` and `tensors`. Returns
+        the parts that this rank writes; None: all of its state."""
         own = self.share(self.part.group, tree, tensors)
-        if not self._exchange.tell(_ROUND, _encode("" if own is None else own.key, self._pack())):
-            return Agreed(None)
+        if not self._exchange.tell(_ROUND, "" if own is None else own.key):
+            return None
         decision = self._exchange.decide(_ROUND, step, timeout_s)
         if decision.step != step:
             logger.info("the ranks do not save together (%s): each writes all of its state", decision.reason)
-            return Agreed(None)
-        # Not everybody's: of many ranks that would be gigabytes through one store, in the seconds of a stop.
-        wanted = sorted({*self.part.neighbours, *(self.part.group.ranks if own is not None else ())})
+            return None
         try:
-            texts = self._exchange.try_collect(_ROUND, wanted) or ()
-            said = dict(zip(wanted, map(_decode, texts), strict=True))
+            keys = self._exchange.try_collect(_ROUND, self.part.group.ranks) or ()
+            said = dict(zip(self.part.group.ranks, keys, strict=True))
         except Exception as error:
             logger.warning("what the ranks say of their shares cannot be read (%s): this one writes all", error)
-            return Agreed(None)
-        small = {rank: said[rank][1] for rank in self.part.neighbours if said[rank][1]}
-        return Agreed(own if own is not None and self._is_alike(said) else None, small)
+            return None
+        return own if own is not None and self._is_alike(said) else None
 
     def share(self, group: SavingGroup, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Held | None:
         """What this rank of `group` writes of a state that was flattened to `tree` and `tensors`; None: all of it."""
@@ -243,24 +185,11 @@ class DividedSaves:
         of = {name: (NAMES[tensors[name].dtype], tuple(tensors[name].shape), tensors[name].nbytes) for name in names}
         return Held(Division.of(of, len(group.ranks)), group.parts_of(rank), _sample(names, tensors)) if of else None
 
-    def _pack(self) -> bytes:
-        """This rank's small state; empty: it is too large to travel, or cannot be packed."""
-        state = self._collector.volatile(everything=True)
-        if self._collector.buffers_of_this_rank(leads=self._ranks.rank == 0):
-            state["on_device"] = self._collector.copied_from_device()
-        try:
-            packed = self._packer.pack(state)
-            if len(packed) > _MOST_SMALL_BYTES and state.pop("on_device", None):
-                packed = self._packer.pack(state)
-        except UnsupportedStateError:
-            return b""
-        return packed if len(packed) <= _MOST_SMALL_BYTES else b""
-
-    def _is_alike(self, said: Mapping[int, tuple[str, bytes]]) -> bool:
+    def _is_alike(self, said: Mapping[int, str]) -> bool:
         """Whether all of the group say the same of the state. Where they do not, each keeps its own: they are no
         replicas, whatever the modules around them promise."""
         ranks = self.part.group.ranks
-        other = [rank for rank in ranks if said[rank][0] != said[ranks[0]][0]]
+        other = [rank for rank in ranks if said[rank] != said[ranks[0]]]
         if other and self._ranks.rank == ranks[0]:
             logger.warning(
                 "%s and %s do not hold the same weights and optimizer state, although DDP wraps them: each writes its "

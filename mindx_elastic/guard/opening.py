@@ -228,18 +228,13 @@ class Opening:
     @cached_property
     def _together(self) -> DividedSaves:
         """Whether and with which other ranks this one saves at a stop."""
-        replicated = self.saver.replicated
-        can = replicated or len(self.collector.layouts.same_parts()) > 1
-        divides = replicated and self.around.mirror is None
         named = [*(policy.directory for policy in self.policies), *(policy.directory for policy in self.periodic)]
         part = SavesPart(
             self.policies,
             self.periodic,
             [self.resolved[directory] for directory in named],
             self.saver.expected_bytes,
-            can=can,
-            divides=divides,
-            node=RedundancySettings.from_env().node_name(),
+            divides=self.saver.replicated and self.around.mirror is None,
             mode=SavingSettings.from_env().divide,
         )
         return DividedSaves(self._exchange, self._ranks, self.collector, part)

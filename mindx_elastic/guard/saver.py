@@ -31,7 +31,6 @@ from mindx_elastic.persist.catalog import CatalogEntry, read_entries
 from mindx_elastic.persist.direct_io import Reserve
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, Held
-from mindx_elastic.persist.places import NEIGHBOURS
 from mindx_elastic.persist.retention import choose_deletions
 from mindx_elastic.persist.save_queue import SaveQueue
 from mindx_elastic.persist.storage import make_directory_durable
@@ -157,8 +156,8 @@ class Saver:
             else:
                 tree, tensors = flatten(state)
                 left_s = began + time_left_s - time.monotonic()
-                share = together.agree(info.step, tree, tensors, max(0.1, min(_AGREE_S, left_s / 4)))
-                result = write(state, info, held=share.held, flat=_with_small((tree, tensors), share.small))
+                held = together.agree(info.step, tree, tensors, max(0.1, min(_AGREE_S, left_s / 4)))
+                result = write(state, info, held=held, flat=(tree, tensors))
         if self.mirror is not None:
             self.mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
         return result
@@ -458,11 +457,3 @@ def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
     """Whether `policy` wrote the file: it is periodic and has, or had, the name that the policy gives its position."""
     name = policy.name(Position(info.step, info.epoch, info.step_in_epoch, info.batch_num))
     return info.kind == "periodic" and path.name in (name, previous_path(name).name)
-
-
-def _with_small(flat: Flat, small: Mapping[int, bytes]) -> Flat:
-    """A flattened state with the small states of other ranks next to it."""
-    if not small:
-        return flat
-    tree, tensors = flatten({NEIGHBOURS: {str(rank): packed for rank, packed in small.items()}})
-    return {**flat[0], **tree}, {**flat[1], **tensors}

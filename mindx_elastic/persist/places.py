@@ -9,23 +9,12 @@ from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
 from mindx_elastic.persist.format import Header
 from mindx_elastic.persist.shared_json import SharedJson
 
-__all__ = ["NEIGHBOURS", "Places", "SharedPlaces", "neighbours_in", "places_in", "shape_of_node"]
+__all__ = ["Places", "SharedPlaces", "places_in", "shape_of_node"]
 
-NEIGHBOURS = "neighbours"
-"""The component that holds other ranks' small states of the step: rank -> packed (`memory.boundaries.OwnState`)."""
 _LONGEST_PLACE = 1 << 16
 
 Places = dict[str, dict[str, Any]]
 """``$tensor`` nodes of a tree by their path."""
-
-
-def neighbours_in(header: Header) -> dict[int, Tree]:
-    """The ranks whose small states the file holds besides its own, each with the node of the tree."""
-    nodes = header.tree.get(NEIGHBOURS) if isinstance(header.tree, dict) else None
-    if not isinstance(nodes, dict):
-        return {}
-    found = {int(rank): node for rank, node in nodes.items() if rank.isascii() and rank.isdigit() and len(rank) < 8}
-    return {rank: node for rank, node in found.items() if rank < header.info.world_size}
 
 
 def places_in(tree: Tree) -> Places:

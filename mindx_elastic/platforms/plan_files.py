@@ -142,13 +142,8 @@ def _plan_values(plan: ResumePlan, shown: Callable[[str], str]) -> dict[str, Any
 
 
 def _of_divided(each: RankPlan, shown: Callable[[str], str]) -> dict[str, Any]:
-    """Further files, where replicas have divided their state or keep each other's small one."""
-    found: dict[str, Any] = {}
-    if each.others:
-        found["parts_from"] = [shown(fact.path) for fact in each.others]
-    if each.small_from is not None:
-        found["small_state_from"] = shown(each.small_from.path)
-    return found
+    """Further files, where replicas have divided their state."""
+    return {"parts_from": [shown(fact.path) for fact in each.others]} if each.others else {}
 
 
 def _donor(plan: ResumePlan, group: tuple[int, ...]) -> int | None:

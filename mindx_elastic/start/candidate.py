@@ -299,9 +299,7 @@ class _Assignment:
                 self.shares.append(self._whole(rank, donors[turn % len(donors)]))
             elif problem := self._assemble(rank):
                 return problem
-            small = self._file_with_small_state(rank)
-            self.shares[-1] = replace(self.shares[-1], small_from=small)
-            if small is None and rank not in self._own_states:
+            if rank not in self._own_states:
                 donor = self.shares[-1].file.rank
                 borrowing.append(f"rank {rank} takes rank {donor}'s file and has no own random numbers")
         self.lacks_rank_state = bool(borrowing)
@@ -371,20 +369,6 @@ class _Assignment:
     def _whole(self, rank: int, file: FileFact) -> RankPlan:
         """`rank` reads `file`, and what it lacks of a divided state from others."""
         return RankPlan(rank, file, others=completing(file, self._files, rank) or ())
-
-    def _file_with_small_state(self, rank: int) -> FileFact | None:
-        """A file of another rank that has the small state of `rank`, which has no own file."""
-        holders = self._holders_of_small_state.get(rank, ())
-        return next((fact for fact in holders if fact.seen_by(rank)), None)
-
-    @cached_property
-    def _holders_of_small_state(self) -> Mapping[int, list[FileFact]]:
-        found: dict[int, list[FileFact]] = {}
-        for facts in self._files.values():
-            for fact in facts:
-                for neighbour in fact.neighbours:
-                    found.setdefault(neighbour, []).append(fact)
-        return found
 
     @cached_property
     def _states(self) -> Mapping[str, list[TensorSpec]]:

@@ -90,8 +90,6 @@ class FileFact:
     """What was known against an exact resume when it was written: state of the program that no file has."""
     held: PartsHeld | None = None
     """Which parts it holds of a divided state; None: it holds all that its strategy says."""
-    neighbours: tuple[int, ...] = ()
-    """The ranks whose small state of the step (random numbers, buffers) it holds besides its own."""
 
     def seen_by(self, rank: int) -> bool:
         return self.visible_to is None or rank in self.visible_to
@@ -169,8 +167,6 @@ class RankPlan:
     """Its tensors are put together from parts of several files (`ResumePlan.holders`)."""
     others: tuple[FileFact, ...] = ()
     """The files with the parts that `file` lacks, where the replicas have divided the state."""
-    small_from: FileFact | None = None
-    """The file that has this rank's own small state, where `file` is a donor's."""
 
     @property
     def donor(self) -> int | None:

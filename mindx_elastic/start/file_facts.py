@@ -13,7 +13,7 @@ from mindx_elastic.core.strategy import RECORD_VERSION, Strategy, TensorSpec, gl
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
 from mindx_elastic.persist.format import CheckpointInfo, Header, Held
-from mindx_elastic.persist.places import Places, SharedPlaces, neighbours_in, shape_of_node
+from mindx_elastic.persist.places import Places, SharedPlaces, shape_of_node
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.start.assumptions import UNDESCRIBED, replica_digests_of
 from mindx_elastic.start.facts import FileFact, PartsHeld, Rejected, single_rank_strategy
@@ -131,7 +131,6 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
         replica_digests=replica_digests,
         unmanaged=tuple(info.unmanaged),
         held=None if entry.header is None or entry.header.held is None else _parts_of(entry.header.held),
-        neighbours=tuple(sorted(neighbours_in(entry.header))) if entry.header is not None else (),
     )
 
 

@@ -85,11 +85,6 @@ class SavedStep:
         return missing_ranks(self.world_size, self.ranks)
 
     @property
-    def neighbours(self) -> set[int]:
-        """The ranks whose small state of it is in another rank's file."""
-        return {rank for fact in self.facts for rank in fact.neighbours}
-
-    @property
     def ranks(self) -> set[int]:
         """The ranks with a file to resume from."""
         return {fact.rank for fact in self.facts}
@@ -107,7 +102,7 @@ class SavedStep:
     @property
     def is_complete(self) -> bool:
         """Whether a start resumes from it exactly, as an uninterrupted run would continue. Digests are not checked."""
-        if missing_ranks(self.world_size, {*self.ranks, *self.own_states, *self.neighbours}):
+        if missing_ranks(self.world_size, {*self.ranks, *self.own_states}):
             return False  # these ranks would begin with new random numbers at best
         return not (self.candidate.problem or self.candidate.inexact)
 

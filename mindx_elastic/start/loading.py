@@ -144,14 +144,13 @@ def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo, ri
     if found.plan.resharded:
         return _new_numbers(info, ranks)
     if found.own is not None:
-        kept = "from memory" if found.own_from is None else f"from {found.own_from}"
         logger.info(
             "rank %d has no file of step %d: weights, optimizer and position come from rank %d, its random numbers and "
             "CPU buffers %s",
             ranks.rank,
             info.step,
             found.donor,
-            "are foreseen from its last forward" if found.own.forecast else kept,
+            "are foreseen from its last forward" if found.own.forecast else "from memory",
         )
         return lambda: restore_rng(rng)
     risks.risk(

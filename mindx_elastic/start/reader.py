@@ -10,10 +10,8 @@ from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError, UntrustedFileError
-from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.persist.format import open_checkpoint
-from mindx_elastic.persist.places import neighbours_in
-from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, read_some, verify_file
+from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, verify_file
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import Transport
@@ -43,38 +41,16 @@ class ShareReader:
         self._transport, self._trust = transport, trust
         self.path = Path()
         """The file that was read last."""
-        self.small: OwnState | None = None
-        """The rank's own small state, from a neighbour's file; None: the plan does not ask for it."""
 
     def read(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
         """Return the rank's state; or None and what could not be read, also of the files that it verifies for others.
 
         Raises MismatchError when the files are sound and do not fit this program.
         """
-        self.small = None
-        small_from = share.rank.small_from
-        if small_from is not None and (problem := self._read_small(small_from)):
-            return None, [(small_from.path, problem), *self._verify_all(share.verify)]
         if share.rank.assembled:
             return self._assemble(share, blueprint)
         problems = self._verify_all(share.verify)
         return (None, problems) if problems else self._read_own(share)
-
-    def _read_small(self, fact: FileFact) -> str:
-        """Read this rank's own small state from another rank's file. Returns the problem; empty: there is none."""
-        path = Path(fact.path)
-
-        def read() -> OwnState:
-            with open_checkpoint(path, self._trust.of(path)) as (fd, header):
-                node = neighbours_in(header).get(self._rank)
-                if header.info.moment != fact.moment or node is None:
-                    raise MismatchError(f"{path} is of another step by now", path=path)
-                small = OwnState(read_some(fd, header, node, path), forecast=False)
-                small.unpack()
-                return small
-
-        self.small, problem, _ = self._try(read, path)
-        return problem
 
     def _try(self, read: Callable[[], T], path: Path, others: Sequence[Path] = ()) -> tuple[T | None, str, Path]:
         """What `read` makes of `path` and `others`; or the problem, and which of these files it is about. A damaged

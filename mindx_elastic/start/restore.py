@@ -106,10 +106,7 @@ class Resumed(NamedTuple):
     donor: int | None = None
     """The rank whose file this is, if this rank has no own file."""
     own: OwnState | None = None
-    """With a donor: this rank's own small state of the same step, if it was kept in memory or in another rank's
-    file."""
-    own_from: Path | None = None
-    """The other rank's file that `own` comes from; None: memory."""
+    """With a donor: this rank's own small state of the same step, if it was kept in memory."""
     own_records: Sequence[BoundaryRecord] = ()
     """With a donor, and unless `own` is a boundary: what this rank kept of the run up to this step, newest first."""
     donor_records: Sequence[BoundaryRecord] = ()
@@ -493,13 +490,10 @@ class PlanPart(FollowedPart):
         plan = share.plan if self._plan is None else self._plan
         donor = share.rank.donor
         own = None
-        if donor is not None and not plan.resharded and self.reader.small is not None:
-            own = self.reader.small
-        elif donor is not None and not plan.resharded and share.uses_own_state:
+        if donor is not None and not plan.resharded and share.uses_own_state:
             own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
         in_memory = bool(answer.common["only_in_memory"])
-        own_from = None if own is None or share.rank.small_from is None else Path(share.rank.small_from.path)
-        found = Resumed(self.reader.path, checkpoint, plan, lines, donor, own, own_from)
+        found = Resumed(self.reader.path, checkpoint, plan, lines, donor, own)
         if donor is not None and not plan.resharded:
             places = self._places
             mine, theirs = (own_rings(places.directories, places.arenas, each) for each in (self._ranks.rank, donor))

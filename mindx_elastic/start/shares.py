@@ -61,7 +61,6 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
                 "verify": list(map(_row, verify.get(share.rank, ()))),
                 "own_state": share.rank in has_own,
                 "others": list(map(_row, share.others)),
-                "small": None if share.small_from is None else _row(share.small_from),
             }
         )
     common = {name: getattr(plan, name) for name in _COMMON}
@@ -132,7 +131,6 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     files: dict[int, list[FileFact]] = {}
     for fact in map(fact_of, rows):
         files.setdefault(fact.rank, []).append(fact)
-    small = None if own["small"] is None else fact_of(own["small"])
     others = tuple(map(fact_of, own["others"]))
     plan = read(
         ResumePlan,
@@ -144,7 +142,7 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     )
     return Share(
         plan,
-        RankPlan(rank, fact_of(own["file"]), assembled, others, small),
+        RankPlan(rank, fact_of(own["file"]), assembled, others),
         bool(own["seen"]),
         [(int(holder), (int(root), str(name))) for holder, (root, name) in own["sources"]],
         list(map(fact_of, own["verify"])),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from mindx_elastic.core.strategy import LaidOut, LayoutRecord
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import Held
-from mindx_elastic.persist.packer import StatePacker
 from mindx_elastic.persist.writer import write_checkpoint
 from tests.checkpoint_files import info_of
 
@@ -51,24 +50,15 @@ class Replicas:
         *,
         name: str = "job-1_1_breakpoint",
         sample: str = "same",
-        small: Mapping[int, bytes] | None = None,
     ) -> Path:
-        """The file of `rank` with these parts; None: a whole one. `small`: what it keeps for its neighbours."""
+        """The file of `rank` with these parts; None: a whole one."""
         folder = self.root / f"rank_{rank}"
         folder.mkdir(parents=True, exist_ok=True)
         held = None if parts is None else Held(self.division(), tuple(sorted(parts)), sample)
         info = info_of(self.step, run_id=RUN, world_size=self.size, rank=rank, kind="breakpoint", reason="SIGTERM")
-        state = self.state(rank)
-        if small:
-            state["neighbours"] = {str(each): packed for each, packed in small.items()}
         path = folder / f"{name}.safetensors"
-        write_checkpoint(path, state, info, layout=self.layout(rank), held=held)
+        write_checkpoint(path, self.state(rank), info, layout=self.layout(rank), held=held)
         return path
 
     def write_share(self, rank: int, copies: int, **options: Any) -> Path:
         return self.write(rank, parts_of_member(rank, self.size, copies), **options)
-
-
-def packed_small_state(rank: int) -> bytes:
-    """A small state as guards pack it, with little in it."""
-    return StatePacker("plain").pack({"rng": {}, "buffers": {}, "progress": {"rank": rank}})
