@@ -264,7 +264,6 @@ class Guard(LayeredGuard):
         trains = not self._around.evaluates
         if trains:
             self._checks.at_entry()
-            stack.callback(self._checks.refreshed.leave)
             page = opening.around.page
             self._fewer.enter(stack, self._unmanaged, page, self._ranks, self._collector, self._loaders)
         self._start_stages(stack, opening)

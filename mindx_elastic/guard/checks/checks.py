@@ -49,7 +49,6 @@ from mindx_elastic.guard.checks.program_variables import (
     look,
 )
 from mindx_elastic.guard.checks.rebound_state import ReboundState
-from mindx_elastic.guard.checks.refreshed_modules import RefreshedModules
 from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.guard.checks.unnamed_optimizers import UnnamedOptimizers
 from mindx_elastic.guard.opening import Opening
@@ -101,7 +100,6 @@ class Checks:
         self._is_outside, self._is_stale = False, True
         self.has_news = False
         """`at_boundary` has something to do though it is not a look."""
-        self.refreshed = RefreshedModules()
         self._remedies, self._rebound = Remedies(targets, self._own, is_layered=bool(more)), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies)
 
@@ -133,13 +131,11 @@ class Checks:
             self._check_strangers(sys._getframe(1))
         if self._schedulers:
             self._check_steps_of_schedulers()
-        if self.refreshed.steps:
-            self.refreshed.at_boundary()
         if number == 1:
             self._tell_of_join()
         if is_look:
             self._look_again(sys._getframe(1))
-        self.has_news = bool(self._schedulers or self.refreshed.steps)
+        self.has_news = bool(self._schedulers)
 
     def inside_window(self) -> None:
         """A step has ended, inside of an accumulation window. Raises UnmanagedStateError."""
@@ -159,7 +155,6 @@ class Checks:
         count = self._evaluations = self._evaluations + 1
         # A program may have such a block in every step: it is not to cost a look each time.
         closely = self._boundaries > 0 and (count <= FIRST_LOOKS or count & (count - 1) == 0)
-        self.refreshed.leave()
         if closely:
             self._compare()
         self._is_outside = True
@@ -193,8 +188,6 @@ class Checks:
         self._compare()
         if self._boundaries > FIRST_LOOKS or (self._own and self._boundaries == 1):  # callbacks begin after the guard
             self._search(frame)
-        if self._modules:
-            self.refreshed.watch([one.reference() for one in self._modules.values()], self._targets.values())
 
     def _optimizer_ids(self) -> set[int]:
         components = self._collector.components
@@ -330,7 +323,7 @@ class Checks:
                 continue
             before, epoch = watched.look, watched.epoch
             watched.look, watched.epoch = tuple(map(TensorsLook.at, kept.missing(module))), self._epoch()
-            if before is None or not tells or self.refreshed.is_set(module):
+            if before is None or not tells:
                 continue
             trained, other = (old.has_moved(new) for old, new in zip(before, watched.look, strict=True))
             if trained and epoch == watched.epoch:
