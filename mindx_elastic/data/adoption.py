@@ -51,6 +51,7 @@ class Adoption:
         if isinstance(self.resumable, ResumableLoader):
             sampler = self.resumable._sampler
             sampler.source = loader.batch_sampler
+            sampler.made_with = sampler.order()
             given = not is_torchdata(type(loader.sampler)) and asked(loader.sampler, "generator") is not None
             self._own_seed = not (given or asked(loader.sampler, "num_replicas") is not None)
             if asked(loader.sampler, "num_replicas") is None:
@@ -59,8 +60,6 @@ class Adoption:
                 sampler.filled_rounds = not sampler.whole_rounds
 
     def begin(self) -> None:
-        if isinstance(self.resumable, ResumableLoader):
-            self.resumable._given = self.resumable._sampler.settings()
         if self._own_seed:
             self._seed(torch.initial_seed() & _MASK)
         self.loader.__dict__[_KEY] = self.resumable

@@ -34,7 +34,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ResumableLoader", "from_loader", "stock_order", "with_settings_of"]
 
-_KIND, _GIVEN = "resumable", "given"
+_KIND = "resumable"
 _WORKERS = 4  # keeps the workers' base seeds apart from the other hashes of (seed, epoch)
 _REPLACED = {
     "sampler": "the order is part of the position; shuffle=True or False chooses it",
@@ -67,7 +67,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
     the following epoch, *also after a break*, unless `set_epoch` names another. Until then the position stays where the
     break left it; ``load_state_dict(state_dict())`` makes the next iteration go on there.
 
-    ``batch_sampler.batch_size`` may be set between two epochs; in the middle of one the next batch is a UsageError.
+    Where ``batch_sampler.batch_size`` is set later, the next batch is a UsageError: make a loader for each size.
 
     All methods belong to the training thread, except `shutdown`. Raises UsageError for arguments that cannot work.
     """
@@ -108,7 +108,6 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             drop_last=bool(drop_last),
             ranks=partial(rank_and_world_size, rank, world_size),  # not a method: a cycle would keep workers alive
         )
-        self._given = sampler.settings()  # what the program has made it with; what it sets later is kept
         super().__init__(
             dataset,
             batch_sampler=sampler,
@@ -154,18 +153,15 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             loader=self,
             progress=partial(_progress, plan),
             announce=self._announce,
-            check=partial(self._sampler.check_size, plan),
+            check=self._sampler.check_order,
         )
 
     def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
-        order = self._sampler.settings()
         return {
             **self._settings,
-            **order,
-            **({} if order == self._given else {_GIVEN: self._given}),
             "epoch": at.epoch,
             "batch": at.batch,
             "samples": at.samples,
@@ -184,14 +180,11 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             self.seed = self._sampler.seed = state["seed"]
         settings = self._current_settings()
         world_size, size = settings.pop("world_size"), settings.pop("num_samples")
-        order = {name: state.get(name) for name in self._given}
-        given = state.get(_GIVEN, order)
-        check_unchanged(_KIND, {**state, **given}, {**settings, **self._given})
+        check_unchanged(_KIND, state, settings)
         check_numbers(state, "num_samples", "batch_size")
         if state["samples"] > state["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
         check_streams(state)
-        self._sampler.put(order)
         batch, samples, finished = state["batch"], state["samples"], bool(state.get("finished"))
         until = None if finished else self._sampler.plan(size=state["num_samples"]).batches_until(samples)
         if state.get("world_size") != world_size:
@@ -233,7 +226,9 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             "kind": _KIND,
             "seed": self.seed,
             "num_samples": len(sampler.dataset),
-            **sampler.settings(),
+            "batch_size": sampler.batch_size,
+            "shuffle": sampler.shuffle,
+            "drop_last": sampler.drop_last,
             "world_size": sampler.ranks()[1],
         }
 

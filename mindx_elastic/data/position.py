@@ -21,8 +21,8 @@ __all__ = [
     "Cursor",
     "PositionedLoader",
     "at_place_of",
-    "check_batch_size",
     "check_numbers",
+    "check_order",
     "check_streams",
     "check_unchanged",
     "epoch_reader",
@@ -221,12 +221,13 @@ def check_streams(state: Mapping[str, Any]) -> None:
         )
 
 
-def check_batch_size(begun: int, now: int) -> None:
-    """Raise UsageError where the program has set another batch size than the one that the epoch has begun with."""
-    if now != begun:
+def check_order(made_with: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    """Raise UsageError where the program has set another batch size, shuffle or drop_last on a loader or its samplers
+    than it was made with."""
+    if now != made_with:
         raise UsageError(
-            f"the batch size of the loader was set from {begun} to {now} in the middle of an epoch, and no position "
-            "covers that: set it between two epochs, or give each size its own loader, Guard(loader=[small, large])"
+            f"batch_size, shuffle and drop_last of the loader were set from {made_with} to {now} after it was made; "
+            "no position covers that: make a loader for each, Guard(loader=[first, second])"
         )
 
 

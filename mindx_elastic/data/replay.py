@@ -7,7 +7,6 @@ import inspect
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,8 +25,8 @@ from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import (
     ORDER,
     Cursor,
-    check_batch_size,
     check_numbers,
+    check_order,
     check_streams,
     check_unchanged,
     whole_number,
@@ -143,7 +142,7 @@ class ReplayLoader(EngineLoader):
             loader=self,
             progress=lambda count: (0, False),
             announce=announce,
-            check=None if self._skipper is None else partial(self._skipper.check_size, self._skipper.batch_size),
+            check=None if self._skipper is None else self._skipper.check_size,
         )
 
     def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
@@ -393,6 +392,7 @@ class _SkippingSampler(Sampler[Any]):
         self.cursor = cursor
         self.inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self.batched = loader.batch_sampler is not None
+        self._made_with = self._size()
         self._skip = 0
         self._prefix = 0
         self.walk: _Walk | None = None
@@ -431,15 +431,13 @@ class _SkippingSampler(Sampler[Any]):
                 type(self.inner).__name__,
             )
 
-    @property
-    def batch_size(self) -> int:
+    def _size(self) -> tuple[Any, ...]:
         """Of torch's batch sampler, which takes it anew for each batch; others may change theirs by themselves."""
-        return self.inner.batch_size if type(self.inner) is BatchSampler else 0
+        return (self.inner.batch_size,) if type(self.inner) is BatchSampler else ()
 
-    def check_size(self, begun: int) -> None:
-        """Raise UsageError where the program has set another batch size than `begun`, and the epoch is not over."""
-        if not self.cursor.is_at_end:
-            check_batch_size(begun, self.batch_size)
+    def check_size(self) -> None:
+        """Raise UsageError where the program has set another batch size since the loader was made."""
+        check_order(self._made_with, self._size())
 
     def __len__(self) -> int:
         return len(self.inner)

@@ -7,7 +7,7 @@ ranks together have consumed, and an epoch begun by 4 ranks can be finished by 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from torch.utils.data import RandomSampler, Sampler
 
 from mindx_elastic.config import RankInfo, ShrinkSettings
 from mindx_elastic.data.permutation import Permutation, mix
-from mindx_elastic.data.position import Cursor, check_batch_size
+from mindx_elastic.data.position import Cursor, check_order
 from mindx_elastic.errors import UsageError
 
 __all__ = ["BatchKey", "EpochPlan", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
@@ -212,10 +212,10 @@ class ResumableBatchSampler(Sampler[Any]):
         self.whole_rounds = whole_rounds
         self.filled_rounds = False
         self.source: Any = None
-        """The batch sampler of the program that this one stands for: what is set there counts."""
+        """The batch sampler of the program that this one stands for."""
+        self.made_with = self.order()
         self.newest_plan: EpochPlan | None = None
-        """Of the newest pass, which belongs to the iteration `_token`."""
-        self._token = 0
+        """Of the newest pass."""
         self._length: tuple[tuple[Any, ...], int] = ((), 0)  # what it was worked out from, and it
 
     def set_epoch(self, epoch: int) -> None:
@@ -223,7 +223,6 @@ class ResumableBatchSampler(Sampler[Any]):
 
     def plan(self, start: int = 0, *, finished: bool = False, size: int | None = None) -> EpochPlan:
         """The steps that are left when `start` samples of the epoch are consumed. `size`: of another data set."""
-        self._take_over()
         world_size = self.ranks()[1]
         size = len(self.dataset) if size is None else size
         shares = shares_of(world_size)
@@ -236,8 +235,7 @@ class ResumableBatchSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch for one rank. Asked at every boundary: worked out again only when it can differ."""
-        self._take_over()
-        facts = (len(self.dataset), self.batch_size, self.ranks()[1], self.drop_last, self.whole_rounds)
+        facts = (len(self.dataset), self.ranks()[1], self.whole_rounds)
         if facts != self._length[0]:
             self._length = facts, self.plan().num_batches
         return self._length[1]
@@ -245,38 +243,20 @@ class ResumableBatchSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: torch may want the first batch long after `iter`, when the cursor has moved.
         cursor = self.cursor
-        self._token = cursor.token
         self.newest_plan = plan = self.plan(cursor.samples, finished=cursor.finished)
         return self._batches(plan, self.ranks()[0], cursor.epoch)
 
-    def settings(self) -> dict[str, Any]:
-        """What the program may set between two epochs, and a position depends on. At each boundary."""
-        if self.source is not None:
-            self._take_over()
-        plan, cursor, size = self.newest_plan, self.cursor, self.batch_size
-        if plan is not None and self._token == cursor.token and cursor.live and not cursor.finished:
-            size = plan.batch_size  # of the rest of the epoch, see `check_size`
-        return {"batch_size": size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+    def order(self) -> tuple[Any, ...]:
+        """Batch size, shuffle and drop_last, as the program has set them."""
+        if (batches := self.source) is None:
+            return self.batch_size, self.shuffle, self.drop_last
+        sampler = batches.sampler
+        is_shuffled = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
+        return batches.batch_size, is_shuffled, batches.drop_last
 
-    def check_size(self, plan: EpochPlan) -> None:
-        """Raise UsageError where the program has set another batch size than that of its iteration, which has `plan`
-        and is not over."""
-        self._take_over()
-        if not self.cursor.finished:
-            check_batch_size(plan.batch_size, self.batch_size)
-
-    def put(self, settings: Mapping[str, Any]) -> None:
-        vars(self).update(settings)
-        if (batches := self.source) is not None:
-            batches.batch_size, batches.drop_last = settings["batch_size"], settings["drop_last"]
-            if hasattr(batches.sampler, "shuffle"):
-                batches.sampler.shuffle = settings["shuffle"]
-
-    def _take_over(self) -> None:
-        if (batches := self.source) is not None:
-            sampler = batches.sampler
-            self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
-            self.shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
+    def check_order(self) -> None:
+        """Raise UsageError where they are others than those that the loader was made with."""
+        check_order(self.made_with, self.order())
 
     def _batches(self, plan: EpochPlan, rank: int, epoch: int) -> Iterator[BatchKey]:
         size = len(self.dataset)

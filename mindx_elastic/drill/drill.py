@@ -322,7 +322,7 @@ class Driller(Baseline):
                 rank=found.life.rank,
                 step=found.step,
             )
-        explained = explain(self.reference, found)
+        explained = explain(found)
         lines = chain.runs[-1].last_lines
         return replace(
             result, outcome="differs", explained=explained, rank=found.life.rank, step=found.step, lines=lines

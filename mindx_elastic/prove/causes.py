@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.compare import Difference, DifferingPart, Reference, VariableNotRestored, is_digest
-from mindx_elastic.prove.records import MOST_FORWARDS, Sample
+from mindx_elastic.prove.records import MOST_FORWARDS
 
 __all__ = ["NOT_GOT_BACK", "Explained", "explain", "explain_chance", "in_words"]
 
 NOT_GOT_BACK = "if what comes later reads them, keep them: Guard(stateful={...}), or compute them from guard.step"
 """What to write where steps are equal and variables are not."""
 _NAMED, _VARIABLES = 3, 5
-_AHEAD = 16
 _SEEDS = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
 _DRAWN = (
     "something is drawn from a generator that was not seeded, goes through a set of texts (Python's hashes differ from "
@@ -48,16 +47,8 @@ _USUAL = {
         "Write `for i, batch in guard.enumerate(loader):`, compute it from guard.step, or name it in stateful=",
     ),
     "batch": (
-        "it depends on a generator, a counter, a loader or another input of the model that no checkpoint has",
-        "Name it: loader=...; data.from_function(get_batch) for a function; or what decides the batch: stateful=",
-    ),
-    "fetched ahead": (
-        "the loop asks for a batch before the boundary and uses it after; after a resume it is lost",
-        "Name the loader, so that the guard sees it: loader=...; or fetch within the step",
-    ),
-    "data started over": (
-        "no loader is named, or another one than the loop goes through, or step_end() is not called once a batch",
-        "Name it: Guard(loader=...), and iterate that one",
+        "no loader is named, or another one than the loop reads; or a generator, a counter or another input decides it",
+        "Name the loader that is read: Guard(loader=...), or data.from_function(get_batch); or what decides the batch",
     ),
     "flag": (
         "the program sets it at a moment that the resumed run does not pass again",
@@ -121,17 +112,15 @@ def in_words(lost: Sequence[VariableNotRestored], most: int = _VARIABLES) -> str
     return listed(list(dict.fromkeys(map(str, lost))), most)
 
 
-def explain(reference: Reference, difference: Difference) -> Explained:
+def explain(difference: Difference) -> Explained:
     """What is different in a stopped run that is not as the reference, and why."""
     part = difference.parts[0]
-    batch = next((each for each in difference.parts if each.kind == "batch"), None)
-    number = None if batch is None else next(_same_batches(reference, difference, batch), None)
-    if batch is not None and (part.kind == "batch" or (part.kind == "stream" and number is not None)):
-        what, usual = _batch_in_words(difference, number)  # says more than what an iterator drew on its way there
-    else:
-        what = _in_words(reference, difference, part)
-        usual = _USUAL.get(part.kind) or _USUAL[f"{part.where} {part.kind}"]
-    return Explained(what=what, cause=usual[0], remedy=usual[1], variables=in_words(difference.lost))
+    if (
+        part.kind == "stream" and part.where == "begin"
+    ):  # the batch says more than what an iterator drew on its way there
+        part = next((each for each in difference.parts if each.kind == "batch"), part)
+    cause, remedy = _USUAL.get(part.kind) or _USUAL[f"{part.where} {part.kind}"]
+    return Explained(_in_words(difference, part), cause, remedy, in_words(difference.lost))
 
 
 def explain_chance(reference: Reference, difference: Difference) -> Explained:
@@ -149,13 +138,16 @@ def explain_chance(reference: Reference, difference: Difference) -> Explained:
     return Explained(what=f"{what}in {thing}", cause=_DRAWN, remedy=remedy)
 
 
-def _in_words(reference: Reference, difference: Difference, part: DifferingPart) -> str:
+def _in_words(difference: Difference, part: DifferingPart) -> str:
     """What differs."""
     step, kind, first = difference.step, part.kind, "".join(part.names[:1])
     more = f" (and {len(part.names) - 1} more)" if len(part.names) > 1 else ""
     both = f"{part.first}, and {part.second} in the resumed run"
     if kind == "stream":
-        return _stream_in_words(reference, difference, part)
+        how = "began" if part.where == "begin" else "began with the same streams, and ended"
+        return f"step {step} {how} with another {first} stream"
+    if kind == "batch":
+        return f"the batch of step {step} is another one"
     if kind == "position":
         return f"step {step} is {part.first}; in the resumed run it is {part.second}"
     if kind == "too many":
@@ -164,66 +156,11 @@ def _in_words(reference: Reference, difference: Difference, part: DifferingPart)
     if kind == "calls":
         most = f" (of {MOST_FORWARDS} that are counted)" * (str(MOST_FORWARDS) in (part.first, part.second))
         return f"forwards of {first} in step {step}: {both}{most}"
-    if kind == "weights":
-        where = {
-            "entry": f"at the very first resumed step ({step}), before any batch",
-            "begin": f"at the first forward of step {step}",
-            "end": f"after step {step}",
-        }[part.where]
-        return f"weights differ {where}: {listed(part.names, _NAMED)}"
-    if kind == "optimizer":
-        where = "when the state was put back" if part.where == "entry" else f"after step {step}"
-        return f"the optimizer's state differs {where}: {first}{more}"
     if kind == "exit":
         return f"every step is equal, and the weights differ with which the script ends: {listed(part.names, _NAMED)}"
+    if kind in ("weights", "optimizer"):
+        where = {"entry": "when the state was put back", "begin": f"at the first forward of step {step}"}
+        what = "weights differ" if kind == "weights" else "the optimizer's state differs"
+        return f"{what} {where.get(part.where, f'after step {step}')}: {listed(part.names, _NAMED)}"
     # A digest says nothing to a person, and each rank would say another one.
     return f"{first}{more} differs at step {step}" + ("" if is_digest(part.first, part.second) else f": {both}")
-
-
-def _stream_in_words(reference: Reference, difference: Difference, part: DifferingPart) -> str:
-    name, step = part.names[0], difference.step
-    if part.where == "end":
-        return f"step {step} ended with another {name} stream, and had begun with the same one"
-    what = f"step {step} began with another {name} stream: "
-    since = f"drew from it between the boundary of {step - 1} and the first forward"
-    at_boundary = _end_of(reference, difference, step - 1).get(f"stream|{name}")
-    if part.second == at_boundary:
-        return f"{what}something {since}"
-    if part.first == at_boundary:
-        return f"{what}the resumed run {since}, and the uninterrupted one did not"
-    return f"{what}both {since}"
-
-
-def _batch_in_words(difference: Difference, number: int | None) -> tuple[str, tuple[str, str]]:
-    """`number`: of the step that has it in the reference."""
-    step = difference.step
-    if number is None:
-        return f"the batch of step {step} is another one", _USUAL["batch"]
-    if number > step:
-        ahead = "one was" if number == step + 1 else f"{number - step} were"
-        return f"the batch of step {step} is the one of step {number}: {ahead} fetched ahead", _USUAL["fetched ahead"]
-    which = ": the data order started over" if number in (1, _first_of_epoch(difference)) else " again"
-    return f"the batch of step {step} is that of step {number}{which}", _USUAL["data started over"]
-
-
-def _same_batches(reference: Reference, difference: Difference, part: DifferingPart) -> Iterator[int]:
-    """The reference's steps that were given what the other run was given here, the likeliest explanation first: the
-    next step, the first ones, those a little ahead, earlier ones. (Without a shuffle each epoch has the same batches.)
-    """
-    digests = set(part.second.split(" ")) - {""}
-    if not digests or digests <= set(part.first.split(" ")):
-        return
-    step, firsts, key = difference.step, (1, _first_of_epoch(difference)), f"batch|{part.names[0]}"
-    numbers = (n for series, n in reference.places(difference.life.rank) if series == difference.life.series)
-    near = [n for n in numbers if n != step and n <= step + _AHEAD]
-    found = [n for n in near if digests & set(_end_of(reference, difference, n).get(key, "").split(" "))]
-    yield from sorted(found, key=lambda n: (n != step + 1, n not in firsts, n < step, n))
-
-
-def _end_of(reference: Reference, difference: Difference, number: int) -> Sample:
-    step = reference.step(difference.life, number)
-    return {} if step is None else step.end
-
-
-def _first_of_epoch(difference: Difference) -> int:
-    return 1 if difference.one is None else difference.step - difference.one.step_in_epoch + 1

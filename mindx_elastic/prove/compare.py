@@ -122,8 +122,6 @@ class Difference(NamedTuple):
     step: int
     parts: tuple[DifferingPart, ...]
     """In causal order; never empty."""
-    one: WitnessedStep | None = None
-    """The step in the reference; None: it does not exist there."""
     lost: tuple[VariableNotRestored, ...] = ()
     """Variables that the process did not get back."""
 
@@ -198,7 +196,7 @@ def compare_life(reference: Reference, life: ProcessRecord) -> Difference | None
                 DifferingPart(where="place", kind="too many", first=str(life.steps[-1].number - last), second=more)
             ]
         if parts:
-            return Difference(life=life, step=step.number, parts=tuple(parts), one=one, lost=lost)
+            return Difference(life=life, step=step.number, parts=tuple(parts), lost=lost)
     parts = [] if life.steps else entry  # resumed at the very end: no step shows it
     parts = parts or list(_at_exit(reference, life))
     number = life.steps[-1].number if life.steps else life.resumed or 0

@@ -187,7 +187,7 @@ class Comparison(_Notes):
         difference = compare_life(reference, self.life)
         explained = None
         if difference is not None:
-            explained = explain(reference, difference)
+            explained = explain(difference)
             if difference.is_fact:
                 logger.info("step %d: %s. If only a clock is the cause, nothing is lost", step, explained.what)
                 explained = None

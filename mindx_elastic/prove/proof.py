@@ -107,7 +107,7 @@ class _Prover(Baseline):
         if verdict is None and resumed.refusal:
             verdict = resumed_failure(resumed)
         if verdict is None and (found := earliest(self.reference, resumed.lives)) is not None:
-            explained = explain(self.reference, found)
+            explained = explain(found)
             verdict = ComparisonVerdict(outcome="differs", explained=explained, rank=found.life.rank, step=found.step)
         verdict = verdict or resumed_failure(resumed, stopped=is_stopped) or self.length(resumed)
         lost = (each for life in resumed.lives for each in lost_variables(self.reference, life))

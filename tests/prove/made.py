@@ -70,4 +70,4 @@ def difference(*changed: WitnessedStep, resumed: int = 14, reference: Reference 
 
 
 def words(*changed: WitnessedStep, resumed: int = 14, reference: Reference = REFERENCE) -> str:
-    return explain(reference, difference(*changed, resumed=resumed, reference=reference)).what
+    return explain(difference(*changed, resumed=resumed, reference=reference)).what

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from mindx_elastic.capture.containers import put_back
 from mindx_elastic.capture.copying import copy_tree, same_tree
@@ -42,10 +42,8 @@ _MOST_OF_SAMPLER = 1 << 16
 """The most of the lists, arrays and tensors of a sampler, which say for each sample whether and how often it comes."""
 _MOST_NAMED = 4
 _OTHER = object()
-_ORDER = ("batch_size", "indices", "num_samples", "replacement", "sampler", "seed", "weights")
-"""What programs set on samplers of torch's, besides the numbers that our loaders keep with their position."""
-_OF_AN_EPOCH = (BatchSampler, ResumableBatchSampler)
-"""Their batch size may be set between two epochs."""
+_ORDER = ("indices", "num_samples", "replacement", "sampler", "seed", "weights")
+"""What programs set on samplers of torch's."""
 _OF_LOADER = ("batch_size", "collate_fn", "num_workers", "prefetch_factor", "worker_init_fn")
 _HOLD_NOTHING = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, DataLoader)
 _SCALARS = frozenset((type(None), bool, int, float, str))
@@ -202,27 +200,13 @@ class DataSettings:
         else:
             self._look()
 
-    def at_opened(self, *, is_at_end: bool = True) -> None:
-        """Its workers are there, and its sampler has skipped what was used. `is_at_end`: that was all of the epoch."""
+    def at_opened(self) -> None:
+        """Its workers are there, and its sampler has skipped what was used."""
         self.end_making()
         loaded, self._loaded = self._loaded, None
         if self._goes_on:
             self._goes_on = False
-            now = {key: value for key, value in _flat(loaded and loaded.get("now")).items() if key in self._begun}
-            of_epoch = [key for key in now if key[1] == "batch_size" and type(self.parts[key[0]]) in _OF_AN_EPOCH]
-            for key in () if is_at_end else of_epoch:
-                if (size := now.pop(key)) != self._begun[key]:
-                    self._tell_of_size(key, size)
-            self._put(now)
-
-    def _tell_of_size(self, key: _Key, size: object) -> None:
-        """The next batch would have been refused (`data.position.check_batch_size`)."""
-        logger.warning(
-            "%s was set from %s to %s in the middle of this epoch, and no position covers that: it is %s again. Set it "
-            "between two epochs, or give each size its own loader",
-            ".".join(key),
-            *(self._begun[key], size, self._begun[key]),
-        )
+            self._put({key: value for key, value in _flat(loaded and loaded.get("now")).items() if key in self._begun})
 
     def _put(self, values: Mapping[_Key, Any]) -> None:
         for (path, name), value in values.items():
@@ -270,7 +254,7 @@ def _settable(owner: Any) -> dict[str, Any]:
             if name in _OF_LOADER or (is_own and not name.startswith("_") and name not in inner)
         }
     if issubclass(type(owner), ResumableBatchSampler):  # isinstance would ask the object
-        return {"batch_size": found["batch_size"]}
+        return {}
     if issubclass(type(owner), Sampler) and type(owner).__module__.startswith("torch."):
         return {n: v for n, v in found.items() if n in _ORDER}
     return found

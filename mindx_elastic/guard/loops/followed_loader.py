@@ -221,7 +221,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         self.track = cursor.track = Track(cursor.mark())
         if (settings := self.settings) is not None:
             self.track.at_fetch, self.track.at_made = settings.begin_making, settings.end_making
-            self.track.at_opened = lambda: settings.at_opened(is_at_end=cursor.is_at_end)
+            self.track.at_opened = settings.at_opened
         cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
         self.track.at_begin = self._at_begin
 
