@@ -33,7 +33,6 @@ from mindx_elastic.train.callbacks import (
 )
 from mindx_elastic.train.evaluation import evaluate, open_eval_guard
 from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, GuardPort, TrainLoop, Unguarded
-from mindx_elastic.train.monitors import LossMonitor, ProgressLines
 from mindx_elastic.train.parallel import join_process_group, place, wrap_network
 from mindx_elastic.train.policies import Policies, check_alike, gather_policies
 from mindx_elastic.train.step import ModelParts, TrainOneStep
@@ -97,7 +96,6 @@ class Model(ModelParts):
         grace_s: float | None = None,
         stateful: Mapping[str, Any] | None = None,
         allow_shared_directory: bool = False,
-        progress: bool | None = None,
         dataset_sink_mode: bool = False,
     ) -> None:
         """Train until `epochs` epochs are done, counted from the very first start.
@@ -110,7 +108,6 @@ class Model(ModelParts):
         * `stateful`: more named objects with ``state_dict`` and ``load_state_dict`` to save and resume.
         * `allow_shared_directory`: accept a directory that every user may write to; files of others are left out,
           unless ``MINDX_TRUSTED_USERS`` names their owners.
-        * `progress`: False: no lines of progress. A `LossMonitor` takes their place.
         * `dataset_sink_mode`: accepted for MindSpore's sake; it has no effect.
 
         Raises GracefulExit (a SystemExit) once the job was told to stop and its state is durable, UsageError and the
@@ -134,7 +131,7 @@ class Model(ModelParts):
 
         def block(place: InPlaceGuard | None) -> None:
             self.ranks = RankInfo.from_env()  # of a smaller job, when it is called again in one
-            self._train(arguments, loader, dict(extra), place, progress=progress)
+            self._train(arguments, loader, dict(extra), place)
 
         run_in_place(block, lambda: {"model": self.network})
 
@@ -144,8 +141,6 @@ class Model(ModelParts):
         loader: Any,
         extra: dict[str, Any],
         place: InPlaceGuard | None,
-        *,
-        progress: bool | None,
     ) -> None:
         """Train once; again in the same process after a recovery in place."""
         given = list(arguments.callbacks)
@@ -170,9 +165,6 @@ class Model(ModelParts):
                     )
                 elif exchange is not None:
                     meet(exchange, "prepared", [])
-            is_told = progress is False or any(isinstance(callback, LossMonitor) for callback in given)
-            if not is_told and current_ranks(self.ranks).rank == 0:
-                states.callbacks.append(ProgressLines(losses.mean))
             loop = TrainLoop(self, guard, states, loader, losses, policies.periodic, exchange, hooks)
             self._run(guard, loader, loop, arguments.epochs)
 

@@ -1,21 +1,17 @@
-"""Progress on the screen: MindSpore's monitors, and the lines that `Model.train` adds."""
+"""Progress on the screen: MindSpore's monitors."""
 
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from mindx_elastic.data.position import whole_number
-from mindx_elastic.train.callbacks import Callback, CallbackParams, RunContext
+from mindx_elastic.train.callbacks import Callback, RunContext
 
-__all__ = ["LossMonitor", "ProgressLines", "TimeMonitor", "loss_value"]
-
-_LINE_S = 10.0
+__all__ = ["LossMonitor", "TimeMonitor", "loss_value"]
 
 
 class LossMonitor(Callback):
@@ -64,39 +60,6 @@ class TimeMonitor(Callback):
 
     def _start(self) -> None:
         self._began, self._steps = time.perf_counter(), 0
-
-
-class ProgressLines(Callback):
-    """A line on stderr every ten seconds and at the end of an epoch, on rank 0.
-
-    `mean_loss` gives the epoch's mean so far, as a tensor.
-    """
-
-    def __init__(self, mean_loss: Callable[[], torch.Tensor]) -> None:
-        self._mean_loss = mean_loss
-        self._said = self._began = 0.0
-        self._first_step = 0
-
-    def on_train_begin(self, run_context: RunContext) -> None:
-        self._said = self._began = time.monotonic()
-        self._first_step = run_context.original_args().cur_step_num
-
-    def on_train_step_end(self, run_context: RunContext) -> None:
-        if time.monotonic() - self._said >= _LINE_S:
-            self._say(run_context.original_args())
-
-    def on_train_epoch_end(self, run_context: RunContext) -> None:
-        self._say(run_context.original_args())
-
-    def _say(self, params: CallbackParams) -> None:
-        self._said = now = time.monotonic()
-        steps = params.cur_step_num - self._first_step
-        speed = f", {steps / (now - self._began):.1f} steps/s" if steps and now > self._began else ""
-        total = f"/{params.batch_num}" if params.batch_num else ""
-        loss = loss_value(self._mean_loss())  # waits for the device
-        mean = "" if math.isnan(loss) else f"mean loss {loss:.4f}"
-        place = f"epoch {params.cur_epoch_num}/{params.epoch_num} step {params.cur_step_in_epoch}{total}"
-        print(f"{place} {mean}{speed}", file=sys.stderr, flush=True)
 
 
 def loss_value(outputs: Any) -> float:

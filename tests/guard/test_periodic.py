@@ -212,7 +212,7 @@ def test_a_training_measures_its_saves(
     begin = callback.policy.begin
     monkeypatch.setattr(callback.policy, "begin", lambda ranks, tell, **more: begin(ranks, told.append, **more))
     with caplog.at_level("INFO", logger="mindx_elastic"):
-        make_model().train(40, make_loader(), callback, progress=False)
+        make_model().train(40, make_loader(), callback)
     files = [read_header(path).info for path in Path("out").glob("*.safetensors")]
     assert any(info.step % 40 for info in files) and all(info.kind == "periodic" for info in files), files
     assert "a checkpoint every" in caplog.text and told, caplog.text

@@ -180,7 +180,7 @@ class Job:
                 say(f"READY {job.rank} {job.world_size} -")
 
         callbacks = [ExceptionCheckpoint(prefix="job", directory=str(self.args.directory / "ckpt")), Begin()]
-        model.train(self.args.epochs, self.loader, callbacks=callbacks, progress=False)
+        model.train(self.args.epochs, self.loader, callbacks=callbacks)
         self.end(model.position.step)
 
     def end(self, step: int) -> None:

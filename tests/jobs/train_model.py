@@ -207,10 +207,10 @@ class Broken(mx.Callback):
 def train_without_a_guard(model: mx.Model, loader: Any, rank: int) -> None:
     """Rank 1 cannot start the first training. Says ``REFUSED rank class message``, then trains on all ranks."""
     try:
-        model.train(1, loader, callbacks=[Broken()] if rank == 1 else [], progress=False)
+        model.train(1, loader, callbacks=[Broken()] if rank == 1 else [])
     except Exception as error:
         say(f"REFUSED {rank} {model.position.step} {type(error).__name__} {error}")
-    model.train(1, loader, progress=False)
+    model.train(1, loader)
     say(f"TRAINED {rank} {model.position.step}")
 
 

@@ -43,13 +43,13 @@ class StopAt(Callback):
 def trained(epochs: int, **changes: Any) -> Model:
     """Seeded and trained in one go: dropout draws from the stream that the seed begins."""
     model = make_model(**changes)
-    model.train(epochs, make_loader(), progress=False)
+    model.train(epochs, make_loader())
     return model
 
 
 def test_hooks_come_in_mindspores_order() -> None:
     recorder = Recorder()
-    make_model().train(2, make_loader(batch_size=12), recorder, progress=False)
+    make_model().train(2, make_loader(batch_size=12), recorder)
     assert recorder.calls == [
         ("on_train_begin", 1, 0),
         ("on_train_epoch_begin", 1, 0),
@@ -71,7 +71,7 @@ def test_hooks_come_in_mindspores_order() -> None:
 def test_request_stop_ends_normally_after_the_step() -> None:
     recorder = Recorder()
     model = make_model()
-    model.train(5, make_loader(), [StopAt(8), recorder], progress=False)
+    model.train(5, make_loader(), [StopAt(8), recorder])
     assert recorder.calls[-3:] == [
         ("on_train_step_end", 2, 8),
         ("on_train_epoch_end", 2, 8),
@@ -82,7 +82,7 @@ def test_request_stop_ends_normally_after_the_step() -> None:
 
 def test_it_does_what_a_plain_loop_does() -> None:
     model = make_model()
-    model.train(2, make_loader(), progress=False)
+    model.train(2, make_loader())
     plain = make_model()
     loader, network = make_loader(), plain.network
     network.train()
@@ -109,7 +109,7 @@ def test_accumulation_divides_the_last_window_by_its_true_number() -> None:
     for batch_size, grad_accum in ((4, 4), (16, 1)):
         model = make_model(network=network(), grad_accum=grad_accum)
         recorder = Recorder()
-        model.train(2, DataLoader(Plain(), batch_size=batch_size), recorder, progress=False)
+        model.train(2, DataLoader(Plain(), batch_size=batch_size), recorder)
         assert recorder.calls[-1] == ("on_train_end", 2, 4)
         found.append(weights(model))
     assert torch.allclose(found[0]["weight"], found[1]["weight"], rtol=0, atol=1e-12)
@@ -117,13 +117,13 @@ def test_accumulation_divides_the_last_window_by_its_true_number() -> None:
 
 def test_scheduler_per_epoch_and_plateau() -> None:
     model = make_model(lr_scheduler_interval="epoch")
-    model.train(6, make_loader(), progress=False)
+    model.train(6, make_loader())
     assert model.lr_scheduler.last_epoch == 6
     network = make_network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=10.0, threshold_mode="abs")
     model = Model(network, nn.CrossEntropyLoss(), optimizer, lr_scheduler=plateau, lr_scheduler_interval="epoch")
-    model.train(3, make_loader(), progress=False)
+    model.train(3, make_loader())
     assert 0 < plateau.best < 10
     with pytest.raises(UsageError, match="lr_scheduler_interval"):
         Model(network, nn.CrossEntropyLoss(), optimizer, lr_scheduler=plateau)
@@ -141,7 +141,7 @@ def test_a_skipped_update_steps_no_scheduler() -> None:
             return nn.functional.cross_entropy(outputs, targets) * factor
 
     model = make_model(loss_fn=Burst(), grad_scaler=scaler)
-    model.train(1, make_loader(), progress=False)
+    model.train(1, make_loader())
     assert model.lr_scheduler.last_epoch == 5
     assert model.position.step == 6
     assert scaler.get_scale() == 1.0
@@ -185,7 +185,7 @@ def test_a_network_that_returns_its_loss() -> None:
             return {"loss": nn.functional.cross_entropy(self.inner(x), y)}
 
     model = make_model(network=WithLoss(), loss_fn=None, metrics="loss")
-    model.train(1, make_loader(), progress=False)
+    model.train(1, make_loader())
     assert model.eval(make_loader())["loss"] > 0
 
 
@@ -210,7 +210,7 @@ def test_eval_on_the_training_loader_in_mid_epoch_disturbs_nothing(saving: list[
         def on_train_step_end(self, run_context: RunContext) -> None:
             losses.append(model.eval(loader)["loss"])
 
-    model.train(2, loader, [*saving, Mid()], progress=False)
+    model.train(2, loader, [*saving, Mid()])
     assert same(weights(model), weights(straight)) and len(set(losses)) == 12
 
 
@@ -243,14 +243,14 @@ def test_train_refuses_what_cannot_work() -> None:
     with pytest.raises(UsageError, match="needs a checkpoint callback"):
         model.train(1, make_loader(), resume="somewhere")
     with pytest.raises(UsageError, match="without targets"):
-        model.train(1, [torch.zeros(2, 4)], progress=False)
+        model.train(1, [torch.zeros(2, 4)])
 
 
 def test_parameters_that_would_not_be_saved_are_told(caplog: pytest.LogCaptureFixture) -> None:
     network, other = make_network(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*network.parameters(), *other.parameters()], lr=0.1)
     model = Model(network, nn.CrossEntropyLoss(), optimizer, device="cpu")
-    model.train(1, make_loader(), progress=False)
+    model.train(1, make_loader())
     assert "2 parameters that belong neither" in caplog.text
 
 

@@ -17,14 +17,6 @@ def test_loss_monitor_and_time_monitor_print(capsys: pytest.CaptureFixture[str])
     assert captured.err == ""
 
 
-def test_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    make_model().train(2, make_loader())
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(" mean loss ")[0] for line in lines] == ["epoch 1/2 step 6/6", "epoch 2/2 step 6/6"]
-    make_model().train(1, make_loader(), progress=False)
-    assert capsys.readouterr().err == ""
-
-
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     context = RunContext(CallbackParams(rank=1, cur_step_num=1, cur_epoch_num=1, net_outputs=torch.ones(())))
     LossMonitor().on_train_step_end(context)

@@ -83,7 +83,7 @@ def explode() -> None:
 
 def train(callbacks: list[Callback], *, epochs: int = 3, loader: Any = None, **changes: Any) -> tuple[Model, Counter]:
     model, counter = make_model(**changes), Counter()
-    model.train(epochs, loader or make_loader(), [*callbacks, counter], progress=False)
+    model.train(epochs, loader or make_loader(), [*callbacks, counter])
     return model, counter
 
 
@@ -322,11 +322,11 @@ def test_resume_never_and_resume_path() -> None:
         train([ExceptionCheckpoint(directory="out"), At(8, sigterm)])
     [path] = Path("out").glob("*.safetensors")
     model = make_model()
-    model.train(3, make_loader(), ExceptionCheckpoint(directory="elsewhere"), resume=path, progress=False)
+    model.train(3, make_loader(), ExceptionCheckpoint(directory="elsewhere"), resume=path)
     assert model.resumed_from_step is not None
     assert same(weights(model), weights(straight))
     model = make_model()
-    model.train(3, make_loader(), ExceptionCheckpoint(directory="out"), resume="never", progress=False)
+    model.train(3, make_loader(), ExceptionCheckpoint(directory="out"), resume="never")
     assert model.resumed_from_step is None
     assert same(weights(model), weights(straight))
 
@@ -364,7 +364,7 @@ class TestOnRequestExit:
         exported = torch.export.load(Path("out/Net_train.pt2")).module()
         x = torch.randn(4, 4)
         model = make_model()
-        model.train(1, make_loader(), OnRequestExit(directory="out"), progress=False)
+        model.train(1, make_loader(), OnRequestExit(directory="out"))
         assert exported(x).shape == (4, 3)
 
     def test_a_network_that_cannot_be_exported_is_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -389,7 +389,7 @@ class TestOnRequestExit:
     def test_no_time_left_means_no_export(self, caplog: pytest.LogCaptureFixture) -> None:
         model = make_model()
         with pytest.raises(GracefulExit):
-            model.train(3, make_loader(), [OnRequestExit(directory="out"), At(5, sigterm)], grace_s=2.0, progress=False)
+            model.train(3, make_loader(), [OnRequestExit(directory="out"), At(5, sigterm)], grace_s=2.0)
         assert "is not exported: only" in caplog.text
 
     def test_save_ckpt_false_leaves_without_a_file(self) -> None:
@@ -453,10 +453,10 @@ def test_wrong_callback_arguments(wrong: dict[str, Any]) -> None:
 def test_saved_network_must_be_the_trained_one() -> None:
     model = make_model()
     good = CheckpointConfig(saved_network=model.network)
-    model.train(1, make_loader(), ModelCheckpoint(directory="out", config=good), progress=False)
+    model.train(1, make_loader(), ModelCheckpoint(directory="out", config=good))
     bad = CheckpointConfig(saved_network=nn.Linear(1, 1))
     with pytest.raises(UsageError, match="saved_network"):
-        make_model().train(1, make_loader(), ModelCheckpoint(directory="out2", config=bad), progress=False)
+        make_model().train(1, make_loader(), ModelCheckpoint(directory="out2", config=bad))
 
 
 class EvalEachSecondStep(Callback):

@@ -55,7 +55,7 @@ def train_with_average(*extra: Callback) -> tuple[dict[str, Tensor], dict[str, T
     model, average, meter = make_model(), make_network(), Meter()
     torch.manual_seed(1)
     callbacks = [ExceptionCheckpoint(directory="out"), *extra, Averaging(average, meter)]
-    model.train(3, make_loader(), callbacks, stateful={"average": average, "meter": meter}, progress=False)
+    model.train(3, make_loader(), callbacks, stateful={"average": average, "meter": meter})
     return weights(model), dict(average.state_dict()), meter.values
 
 
@@ -105,10 +105,10 @@ def test_a_stop_that_one_rank_asks_for_lets_the_script_go_on(monkeypatch: pytest
     monkeypatch.setattr(Model, "_open_exchange", lambda *_: OnlyThisRankAsks())
     monkeypatch.setattr(Guard, "world_size", property(lambda guard: 2))
     model, enough = make_model(), Enough()
-    model.train(1000, make_loader(), [ExceptionCheckpoint(directory="out"), enough], progress=False)
+    model.train(1000, make_loader(), [ExceptionCheckpoint(directory="out"), enough])
     assert enough.ended == 1 and 4 < model.position.step < 6000
     assert model.eval(make_loader())
-    model.train(model.position.epoch + 1, make_loader(), ExceptionCheckpoint(directory="out2"), progress=False)
+    model.train(model.position.epoch + 1, make_loader(), ExceptionCheckpoint(directory="out2"))
 
 
 class EndsAt(Callback):
@@ -131,7 +131,7 @@ def test_a_training_that_a_hook_has_ended_is_finished() -> None:
 
     def train(ends: EndsAt, epochs: int = 3) -> int:
         model = make_model()
-        model.train(epochs, make_loader(), [ExceptionCheckpoint(directory="out"), ends], progress=False)
+        model.train(epochs, make_loader(), [ExceptionCheckpoint(directory="out"), ends])
         return model.position.step
 
     with pytest.raises(GracefulExit):
@@ -181,7 +181,7 @@ def train_to_end(directory: str, fail_at: int, kind: str) -> tuple[Model, Losses
 
     step: Any = type("Failing", (FailingUpdate,), {"fail_at": fail_at}) if kind == "update" else silent
     model, losses = make_model(train_step=step, lr_scheduler=None), Losses()
-    model.train(3, make_loader(), [ExceptionCheckpoint(directory=directory), losses], progress=False)
+    model.train(3, make_loader(), [ExceptionCheckpoint(directory=directory), losses])
     return model, losses
 
 

@@ -236,7 +236,7 @@ def test_a_checkpoint_with_the_wrapper_fits_a_job_without_it_and_back(first_wrap
     def run(wrap: bool, callbacks: list[mx.Callback]) -> mx.Model:
         model = wrapped_model() if wrap else make_model()
         torch.manual_seed(5)
-        model.train(3, make_loader(), callbacks, progress=False)
+        model.train(3, make_loader(), callbacks)
         return model
 
     with pytest.raises(GracefulExit) as caught:
