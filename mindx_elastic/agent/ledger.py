@@ -62,16 +62,15 @@ __all__ = [
 
 
 FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarted for a new node"
-GROWN, REHEARSED = "restarted with more ranks", "restarted for its rehearsal"
+GROWN = "restarted with more ranks"
 """Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes, because there
-can be more workers, to try the resume."""
+can be more workers."""
 _OUTCOMES = {
     "finished": FINISHED,
     "stopped": STOPPED,
     "failed": FAILED,
     "membership": NEW_NODE,
     "grown": GROWN,
-    "rehearsed": REHEARSED,
 }
 """By `Ending.outcome`."""
 _NS = 1_000_000_000
@@ -123,7 +122,7 @@ class AttemptRecord:
     in_place_steps_lost: int | None = None
     """By them, in all."""
     outcome: str | None = None
-    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE`, `GROWN`, `REHEARSED` or another word; None while it runs."""
+    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE`, `GROWN` or another word; None while it runs."""
     full_size: int | None = None
     """How many ranks the job is meant to have, where it has fewer."""
     why_fewer: str | None = None
@@ -319,7 +318,7 @@ class Ledger:
             stall_s=round(max((status.stall_ns for status in statuses.values()), default=0) / _NS, 6) or None,
             outcome=_OUTCOMES[ending.outcome],
         )
-        again = ending.outcome in ("failed", "membership", "grown", "rehearsed")
+        again = ending.outcome in ("failed", "membership", "grown")
         self._pause = _Pause(self._number, began, reached) if again else None
 
     def note_flushed(self, step: int | None) -> None:

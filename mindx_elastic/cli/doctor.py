@@ -21,8 +21,9 @@ __all__ = ["doctor_command"]
 
 _STYLES = {"good": "green", "not visible": "cyan", "warning": "yellow", "problem": "bold red"}
 _WIDEST = 120
-_REHEARSE = (
-    "Whether the job itself comes back, its first run here tries: mindx-elastic run --rehearse 20, or MINDX_REHEARSE=20"
+_TRY_IT = (
+    "Whether the job itself comes back, a first stop tries: timeout -s TERM 5m COMMAND; then COMMAND again, which says "
+    "whether its first step is verified"
 )
 
 
@@ -117,4 +118,4 @@ def _print(console: Console, directory: Path, found: Examination) -> None:
     console.print(grid, width=min(console.width, _WIDEST))
     counts = [(sum(finding.level is level for finding in found.findings), level.value) for level in Level]
     say(console, ", ".join(f"{number} {name}" for number, name in counts if number))
-    say(console, _REHEARSE, style="dim")
+    say(console, _TRY_IT, style="dim")

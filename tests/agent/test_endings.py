@@ -67,17 +67,6 @@ def test_codes_and_causes_for_people() -> None:
     assert describe(guarded(1, reason="exception: KeyError: 'a'")) == "exit code 1: KeyError: 'a'"
 
 
-@pytest.mark.parametrize(
-    ("saved", "other", "outcome"),
-    [(20, "rehearsal at step 20 on rank 0", "rehearsed"), (7, "rehearsal at step 20", "stopped"), (20, "", "stopped")],
-)
-def test_a_rehearsal_needs_all_ranks_and_their_files(saved: int, other: str, outcome: str) -> None:
-    workers = [guarded(75, rank, left=75, reason=("rehearsal at step 20", other)[rank]) for rank in range(2)]
-    exits = [replace(one, status=one.status._replace(saved_step=saved)) for one in workers if one.status is not None]
-    assert conclude(exits, None).outcome == outcome
-    assert conclude(exits, StopKind.SIGNAL, signum=TERM).outcome == "stopped", "the agent was told to stop"
-
-
 def test_ranks_that_had_ended_by_themselves_are_named_behind_a_failure() -> None:
     failed, early = end(1, 1, message="RuntimeError: Connection closed by peer"), guarded(0)
     early = replace(early, status=(early.status or Status())._replace(step=12))

@@ -233,8 +233,8 @@ MUTANTS = (
     Mutant(
         "a node that comes back ends the others",
         "agent/supervisor.py",
-        '        if ending.outcome in ("membership", "grown", "rehearsed"):',
-        '        if ending.outcome in ("grown", "rehearsed"):',
+        '        if ending.outcome in ("membership", "grown"):',
+        '        if ending.outcome == "grown":',
         "agents",
     ),
     Mutant(
