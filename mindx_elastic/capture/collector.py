@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import starmap
 from operator import is_
 from typing import Any
 
@@ -37,13 +36,13 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import MismatchError
 
-__all__ = ["BufferLook", "Collector"]
+__all__ = ["Collector"]
 
 _MOST_KEPT = 64 << 20
 _MOST_COPIED = 1 << 24
 _FIRST, _EVERY = 4, 25
 """Boundaries that are looked at closely: see `ModuleComponent.copy`."""
-BufferLook = tuple[torch.Tensor, int, torch.Tensor | None]
+_BufferLook = tuple[torch.Tensor, int, torch.Tensor | None]
 """A buffer, its version counter, and a copy; None: there would be too much to copy."""
 
 
@@ -94,10 +93,6 @@ class Collector:
             optimizer.set_names(places)
         self._copies = [component.copy for n, component in self.components.items() if n not in self._modules]
         self._num_copies = 0
-        self._kept_in = [(component, component.KEPT_IN) for component in self.components.values()]
-        self.copies: list[Any] = [*starmap(getattr, self._kept_in)]
-        """The last boundary's copies of all small state but generators and buffers, one for each of `components`. What
-        is in them is never changed in place."""
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(c for _, c in self._plain)
         self._foreseen = dict(self._modules)
@@ -130,10 +125,10 @@ class Collector:
         return list({id(o): o for o in found}.values())
 
     @torch.no_grad()
-    def look_at_buffers(self) -> dict[str, BufferLook]:
+    def look_at_buffers(self) -> dict[str, _BufferLook]:
         """The saved buffers of all modules, by place, as they are now: for `changed_buffers`. With copies of up to
         16 MiB, which BatchNorm's have room in."""
-        looks, left = dict[str, BufferLook](), _MOST_COPIED
+        looks, left = dict[str, _BufferLook](), _MOST_COPIED
         for place, buffer in self._saved_buffers():
             is_copied = buffer.nbytes <= left
             left -= buffer.nbytes if is_copied else 0
@@ -141,21 +136,19 @@ class Collector:
         return looks
 
     @torch.no_grad()
-    def changed_buffers(self, before: Mapping[str, BufferLook], *, if_written: bool = False) -> list[str]:
-        """The places of buffers that have other values now than at `before`; without a copy, that have been written.
-        if_written: others only where torch has counted a change, which it does not of DDP's broadcasts."""
+    def changed_buffers(self, before: Mapping[str, _BufferLook]) -> list[str]:
+        """The places of buffers that have been written since `before`, and have other values now where there is a copy.
+        Torch does not count the writes of DDP's broadcasts."""
         found: list[str] = []
-        if not before:
-            return found
         copied: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for place, now in self._saved_buffers():
             buffer, version, copy = before.get(place, (now, _version_of(now), None))
-            is_written = now is not buffer or _version_of(now) != version
-            if copy is not None:
-                if is_written or not if_written:
-                    copied[place] = copy, now
-            elif is_written:
+            if now is buffer and _version_of(now) == version:
+                continue
+            if copy is None:
                 found.append(place)
+            else:
+                copied[place] = copy, now
         copies, live = [copy for copy, _ in copied.values()], [now for _, now in copied.values()]
         if not equal_tensors(copies, live):  # which waits for a device once
             found += [place for place, (copy, now) in copied.items() if not same_tree(copy, now)]
@@ -224,7 +217,6 @@ class Collector:
             module.copy(closely=closely)
         for copy in self._copies:
             copy()
-        self.copies = [*starmap(getattr, self._kept_in)]
         if self.broadcasts.are_used:
             self.broadcasts.copy()
         if self.rank_weights is not None:

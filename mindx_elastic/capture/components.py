@@ -61,9 +61,6 @@ _LIVES_BY_ITSELF = re.compile(r"(model|optimizer|loader)(_\d+)?")
 class Component(Protocol):
     """One object of the job; see the module."""
 
-    KEPT_IN: str
-    """The attribute with its copied state, buffers apart."""
-
     def copy(self) -> None: ...
     def state(self) -> Any: ...
     def load(self, state: Any) -> None: ...

@@ -82,7 +82,7 @@ class GraphReplays:
             self._gate.begin_update()
             self._original(graph)
             _move_versions(known)
-            self._gate.end_update(id(graph))
+            self._gate.end_update()
         else:
             self._original(graph)
             _move_versions(known)
@@ -103,7 +103,7 @@ class GraphReplays:
             _move_versions(known)
         if known.updates:
             self._gate.begin_update()
-            self._gate.end_update(id(graph))
+            self._gate.end_update()
 
 
 def _move_versions(known: _Graph) -> None:

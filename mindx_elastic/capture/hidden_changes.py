@@ -6,8 +6,7 @@ dies in the backward. Copies of all such weights at each boundary would cost the
 parameter are compared:
 
 =============================  ========================================================================================
-in some steps of a process     between a boundary and the first update after it, and between the last update and the
-                               next boundary (`UpdateWindow`): the first steps, then two in fifty
+in some steps of a process     between a boundary and the first update after it: the first steps, then two in fifty
 once something was found, or   elements are kept at every boundary
 where no optimizer is named
 at an epoch's end              elements are kept: code after it may exchange the weights for averaged ones

@@ -65,9 +65,6 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 class ModuleComponent:
     """A module: parameters are stable, buffers and extra state volatile. `name` is used in errors."""
 
-    KEPT_IN = "extras"
-    """The attribute with its copied state, buffers apart."""
-
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = unwrap_module(module)

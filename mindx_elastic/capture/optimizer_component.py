@@ -73,9 +73,6 @@ class _HostState(NamedTuple):
 class OptimizerComponent:
     """A torch optimizer: its state is stable, the options of its groups are volatile."""
 
-    KEPT_IN = "groups"
-    """The attribute with its copied state."""
-
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
         self.optimizer = unwrap_optimizer(optimizer)

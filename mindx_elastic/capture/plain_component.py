@@ -97,8 +97,6 @@ class GoesThroughData(ABC):
 class PlainComponent:
     """The whole state is copied at every boundary."""
 
-    KEPT_IN = "_copy"
-    """The attribute with the boundary's copy."""
     is_stream = False
     """A random generator: see `generators.Adapter`."""
     is_heavy = False

@@ -43,7 +43,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from operator import attrgetter, ne, sub
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -87,20 +87,12 @@ class UpdateGate:
         """Called in the updating thread before an optimizer steps. What it raises leaves the gate as it is."""
         self.on_update: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None
         """Called in the updating thread right before the gate says that an optimizer steps, with it if it is known."""
-        self.at_last_update: Callable[[], None] | None = None
-        """Called in the updating thread once every optimizer has stepped as often in this step as it usually does."""
         self.expected: set[int] = set()
         """The `id` of optimizers of which `at_stranger` need not be told."""
         self.at_stranger: Callable[[torch.optim.Optimizer], None] | None = None
         """Called in the updating thread after each step of an optimizer that is not in `expected`."""
         self.named: Collection[int] = ()
         """The `id` of the optimizers that the guard was given: each of their steps is an update."""
-        self.had_updates = False
-        """Whether an optimizer has stepped in the step that the last boundary has ended."""
-        self.steady = True
-        """Whether in every step with updates each optimizer has stepped equally often."""
-        self.even = True
-        """Whether in every step with updates the parameters were changed in place equally often."""
         self.others: Callable[[], str | None] | None = None
         """In an evaluation, and after one that has not put them back, until the next boundary: says that the
         parameters hold other weights now, which no version counter need show."""
@@ -108,14 +100,10 @@ class UpdateGate:
         """Says that parameters have changed since the boundary without torch's knowledge, where that is looked at."""
         self.has_more_state = False
         """An optimizer has state for more parameters than ever at a boundary before; reset by the reader."""
-        self._updates: dict[int, int] = {}  # in this step, by optimizer
-        self._usual: dict[int, int] = {}
-        self._added: list[int] | None = None  # to the version counters by the last step with updates
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: Sequence[torch.Tensor] = ()
         self._ids: frozenset[int] = frozenset()  # theirs
         self._versions: list[int] = []
-        self._is_new = False  # the parameters are others than at the last boundary
         self._optimizers: list[OptimizerVersions] = []
 
     def watch(self, parameters: Sequence[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
@@ -142,7 +130,7 @@ class UpdateGate:
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take these as the parameters from now on: some were replaced, added or removed. At a boundary."""
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
-        self._versions, self._added, self._is_new = [p._version for p in parameters], None, True
+        self._versions = [p._version for p in parameters]
 
     def unwatch(self) -> None:
         for handle in self._handles:
@@ -155,7 +143,7 @@ class UpdateGate:
         if key not in self.expected and self.at_stranger is not None:
             self.at_stranger(optimizer)
         if self._is_ours(optimizer):
-            self.end_update(key)
+            self.end_update()
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Not one of something else (a probe that is trained in an evaluation): its steps tear nothing."""
@@ -176,19 +164,14 @@ class UpdateGate:
             self._running += 1
             self.state = self._before = GateState.UPDATING
 
-    def end_update(self, optimizer: int = 0) -> None:
-        """The optimizer with this `id` has stepped."""
+    def end_update(self) -> None:
+        """An optimizer has stepped."""
         with self._lock:
             # Several at once: optimizers in backward run on autograd's device threads.
             self._running = max(0, self._running - 1)
-            self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
             self._before = GateState.DIRTY
             if self._running == 0:
                 self.state = GateState.DIRTY
-            look = self.at_last_update
-            if look is None or self._running or self._updates != self._usual:
-                return
-        look()
 
     @contextmanager
     def perhaps_updating(self) -> Iterator[None]:
@@ -211,21 +194,6 @@ class UpdateGate:
                 if self._waiters:
                     self._changed.notify_all()
 
-    def unusual_updates(self, named: Iterable[int]) -> list[tuple[int, int, int]]:
-        """Optimizers (`named` or ever seen) that have stepped more or less in this step than usual, or never.
-
-        Each with how often, and how often it usually does. Any thread.
-        """
-        with self._lock:
-            keys = dict.fromkeys([*named, *self._usual, *self._updates])
-            counts = [(key, self._updates.get(key, 0), self._usual.get(key, 0)) for key in keys]
-        return [(key, done, usual) for key, done, usual in counts if done != usual or usual == 0]
-
-    def unusual_changes(self) -> int:
-        """How many parameters were changed in place more or less often than in the last step with updates."""
-        now = list(map(sub, map(_version_of, self._parameters), self._versions))
-        return len(now) if self._added is None else sum(map(ne, now, self._added))
-
     def pass_boundary(self, copy_volatile: Callable[..., None], *args: object) -> bool:
         """The boundary is reached: copy the volatile state (with `args`) and be clean. Waits for the readers.
 
@@ -239,7 +207,6 @@ class UpdateGate:
             torn = self._running > 0
             before, self.state = self.state, GateState.PASSING
         noted, versions = self._versions, list(map(_version_of, self._parameters))
-        added = list(map(sub, versions, noted))
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
         if self._versions is not noted:
             versions = self._versions  # of other parameters: see `follow`
@@ -249,12 +216,6 @@ class UpdateGate:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
             self.state, self.others = GateState.CLEAN, None
-            self.had_updates = bool(self._updates)
-            if self.had_updates:
-                self.steady = self.steady and self._usual in ({}, self._updates)
-                self.even = self.even and self._added in (None, added)
-                self._added = None if self._is_new else added
-                self._usual, self._updates, self._is_new = self._updates, {}, False
             self._versions = versions
             if self._waiters:
                 self._changed.notify_all()
@@ -263,7 +224,6 @@ class UpdateGate:
     def pass_unknown(self) -> None:
         """A step has ended, and its boundary cannot be told: what the steps up to the next one do is not compared."""
         with self._lock:
-            self._updates = {}
             self._versions = [p._version for p in self._parameters]
         for optimizer in self._optimizers:
             optimizer.note()
@@ -370,7 +330,10 @@ class UpdateGate:
         if self.state is GateState.UPDATING:
             return "an optimizer.step() was in progress or failed half-way"
         if self.state is GateState.DIRTY:
-            return "an optimizer had stepped and the boundary was not reached"
+            return (
+                "an optimizer had stepped and the boundary was not reached (call step_end() right after the step's "
+                "updates, and log after it)"
+            )
         if self.state is GateState.PASSING:
             return "the boundary was being copied, or its copy failed"
         return self.changed_since_boundary()

@@ -1,7 +1,6 @@
 """Joins what looks at the training's state: the gate that sees its updates, and what is done at each boundary.
 
-The state is copied there, and what has changed in the step is compared with what a start can make again. After an
-exception it says whether the updates since are a boundary too.
+The state is copied there, and what has changed in the step is compared with what a start can make again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from mindx_elastic.capture.graph_replays import GraphReplays
 from mindx_elastic.capture.hidden_changes import HiddenChanges
 from mindx_elastic.capture.replicas import GradientOrders
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
-from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.capture.weight_samples import WeightSamples
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
@@ -96,7 +94,6 @@ class Boundaries:
             replays.watch()
             stack.callback(replays.unwatch)
         self._hooks = CommHooks(targets, ddp, unmanaged)
-        self._window = UpdateWindow(collector, gate)
         by_hand = bool(opening.options.layouts) or opening.evaluates
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
         self._make_room = opening.saver.make_room
@@ -159,7 +156,6 @@ class Boundaries:
             self._pack_for_trial(refuses=number == 1)
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
-        self._window.at_boundary(position.step, self.hidden.sample)
         if number >= self.not_kept_at:
             self.tell_not_kept()
 
@@ -231,24 +227,3 @@ class Boundaries:
                     "Give the scheduler one function for each group when it is made, with an empty group "
                     '({"params": []}) for those to come, or set that group\'s lr by hand',
                 )
-
-    # --- an exception between the last update and step_end() ---
-
-    def complete(self, error: BaseException, end_step: Callable[[], int]) -> str:
-        """An exception leaves the block after an update: if nothing is pending, `end_step` makes this the coming
-        boundary and gives its number. Returns why it cannot be one; empty: it is, or nothing has been updated."""
-        if self.gate.state is GateState.CLEAN:
-            return ""
-        if pending := self._window.pending(error):
-            return "; ".join(pending)
-        try:
-            step = end_step()
-        except Exception as problem:  # a `state_dict` of the program's
-            return f"{type(problem).__name__}: {problem}"
-        logger.warning(
-            "the exception came after the updates of step %d and before its step_end(): as far as %d earlier steps "
-            "show, nothing of the step is left to do, so it counts as done",
-            step,
-            self._window.num_windows,
-        )
-        return ""

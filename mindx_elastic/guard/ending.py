@@ -17,7 +17,6 @@ from mindx_elastic.alarm.alarm import REFUSAL
 from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
-from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
@@ -39,21 +38,20 @@ class GuardEnding:
         listeners: Listeners,
         loops: Loops,
         loaders: Loaders,
-        boundaries: Boundaries,
         overlap: Overlap,
     ) -> None:
         saver = self._saver = opening.saver
         self._unmanaged, self._loops, self._loaders = opening.unmanaged, loops, loaders
         self._stopper, self._listeners = stopper, listeners
-        self._boundaries, self._overlap = boundaries, overlap
+        self._overlap = overlap
         self._around, self._events, self._periodic = opening.around, saver.events, opening.periodic
         self._final = opening.policies if opening.settings.final_save else ()
         """The policies that may want the last boundary of a training that ends by itself."""
         self._has_resumed = opening.start.step is not None
 
-    def conclude(self, error: BaseException | None, *, finish: Callable[[], None], end_step: Callable[[], int]) -> None:
+    def conclude(self, error: BaseException | None, *, finish: Callable[[], None]) -> None:
         """The block is over: finished, stopped gracefully, or failed. Raises what the block is to raise in place of
-        `error`. `finish`: to be called where the training is done. `end_step`: see `Boundaries.complete`."""
+        `error`. `finish`: to be called where the training is done."""
         is_clean = isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)
         refusal, cause = self._unmanaged.refusal, error
         if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
@@ -64,8 +62,6 @@ class GuardEnding:
             return
         if hint := self._loops.why_it_failed(cause):
             logger.error("%s", hint)
-        if not isinstance(cause, (GracefulExit, UnmanagedStateError)):
-            self._stopper.save.pending = self._boundaries.complete(cause, end_step)
         self._loaders.shutdown()  # a stuck worker would delay the exit
         if isinstance(cause, GracefulExit):
             self.leave()

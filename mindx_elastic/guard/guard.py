@@ -284,9 +284,7 @@ class Guard(LayeredGuard):
             boundaries=self._boundaries,
             is_outside=lambda: self._evaluations.depth > 0,
         )
-        self._ending = GuardEnding(
-            opening, self.stopper, self._listeners, self._loops, self._loaders, self._boundaries, self._overlap
-        )
+        self._ending = GuardEnding(opening, self.stopper, self._listeners, self._loops, self._loaders, self._overlap)
         opening.meet_last()
 
     def _start_stages(self, stack: ExitStack, opening: Opening) -> None:
@@ -651,7 +649,7 @@ class Guard(LayeredGuard):
 
     def _conclude(self, error: BaseException | None) -> None:
         way_out = self._overlap.way_out(error)
-        self._ending.conclude(way_out, finish=self._finish, end_step=self._end_cut_step)
+        self._ending.conclude(way_out, finish=self._finish)
         if way_out is not error and way_out is not None:
             raise way_out from error
 
@@ -662,13 +660,6 @@ class Guard(LayeredGuard):
             self._loaders.take_all_as_used()
             self._boundaries.copy(self._loops.position)
         self._ending.finish(self._loops.step, self._already_durable())
-
-    def _end_cut_step(self) -> int:
-        """An exception came after everything that belongs to the step: count the step."""
-        self.boundary()
-        self._log_filter.step = self._loops.step
-        self._step_gate.arrive(self._loops.step)
-        return self._loops.step
 
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""

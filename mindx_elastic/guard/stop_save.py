@@ -54,8 +54,6 @@ class StopSave:
         """The step that is in it."""
         self.failure: str | None = None
         """Why nothing could be saved."""
-        self.pending = ""
-        """After an exception in the middle of a step: why its state cannot count as the coming boundary."""
         self._state, self._update_gate, self._saver = state, update_gate, saver
         self._events = saver.events
         self._already_durable = already_durable
@@ -171,8 +169,6 @@ class StopSave:
         self._saver.page.set(saved_step=step, saved_ns=time.monotonic_ns())
 
     def _refuse(self, step: int, problem: str, short: str) -> None:
-        if self.pending not in ("", problem):
-            problem = f"{problem} ({self.pending})"
         self.failure = problem
         remedy = "the newest complete checkpoint, or snapshot in memory, stands in"
         newest = self._saver.newest_step

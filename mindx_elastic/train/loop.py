@@ -89,10 +89,6 @@ class EpochLoss:
         self.outputs: Any = None
         """The last step's loss, where it is one number: what most hooks want to know."""
 
-    # An exception may follow the update. Then the state can be the coming boundary, if it is known what still has to
-    # change (see `capture.update_window`). So each value here changes on one side of the update only: the hooks are
-    # pending from the step's begin, `outputs` stays when they have run, a new epoch's sum starts with its first loss.
-
     def begin_step(self) -> None:
         """A boundary from now on is one whose hooks are still to be run."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)

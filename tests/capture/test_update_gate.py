@@ -58,7 +58,7 @@ def start(work: Callable[[], object]) -> threading.Thread:
 def test_after_a_step_nothing_is_clean_until_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None:
     updated(layer)
     assert gate.state is GateState.DIRTY
-    assert problem(gate) == "an optimizer had stepped and the boundary was not reached"
+    assert "an optimizer had stepped and the boundary was not reached" in str(problem(gate))
     copied: list[int] = []
     assert gate.pass_boundary(lambda: copied.append(1))
     assert copied == [1]
@@ -105,7 +105,7 @@ def test_updates_of_two_threads_overlap(gate: UpdateGate) -> None:
     gate.end_update()
     assert problem(gate) == "an optimizer.step() was in progress or failed half-way"
     gate.end_update()
-    assert problem(gate) == "an optimizer had stepped and the boundary was not reached"
+    assert "an optimizer had stepped and the boundary was not reached" in str(problem(gate))
 
 
 class Failing(torch.optim.SGD):

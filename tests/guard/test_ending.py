@@ -200,7 +200,7 @@ def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str,
     opening: Any = SimpleNamespace(around=around, saver=saver, unmanaged=None, policies=(), periodic=())
     opening.settings, opening.start = SimpleNamespace(final_save=False), SimpleNamespace(step=None)
     loop: Any = None
-    ending = GuardEnding(opening, stopper, listeners, loop, loop, loop, loop)
+    ending = GuardEnding(opening, stopper, listeners, loop, loop, loop)
     if kind == "peer" and on_device:
         with pytest.raises(Left, match="may wait for a rank that is gone"):
             ending.leave()

@@ -4,8 +4,8 @@ A scenario is a class below, by its name in lower case with underscores. One ran
 
 Prints ``READY rank pid resumed_from``, ``KILLED rank`` and ``DONE rank sha256 step``. ``--stop-at STEP`` sends a real
 SIGTERM to rank 0 in the middle of that step, on every start. ``--kill RANK:STEP:PLACE`` is a SIGKILL, once in a job,
-when the other ranks have come as far as they can without this one. ``--fail RANK:STEP`` raises behind the update, on
-a fresh start. All may be given several times.
+when the other ranks have come as far as they can without this one. All may be given
+several times.
 """
 
 from __future__ import annotations
@@ -171,8 +171,6 @@ class Training:
         self.come_to("backward", step)
         self.optimizer.step()
         self.come_to("update", step)
-        if f"{self.rank}:{step}" in self.args.fail and self.guard.resumed_from_step is None:
-            raise ValueError("injected")
         self.after(step, loss)
         self.come_to("end", step)
         self.guard.step_end()
@@ -441,16 +439,6 @@ class MomentumEncoder(Training):
         query: torch.Tensor = self.model(batch[0])
         loss: torch.Tensor = (query - self.network["key"](batch[0])).pow(2).mean() + query.mean()
         return loss
-
-
-class MomentumEncoderBehind(MomentumEncoder):
-    """It follows behind the update."""
-
-    def before(self, step: int) -> None:
-        pass
-
-    def after(self, step: int, loss: torch.Tensor) -> None:
-        self.follow()
 
 
 # --- hooks of DDP ---
@@ -767,7 +755,6 @@ def main() -> None:
     parser.add_argument("scenario", choices=Training.known)
     parser.add_argument("--stop-at", type=int, action="append", default=[])
     parser.add_argument("--kill", action="append", default=[])
-    parser.add_argument("--fail", action="append", default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

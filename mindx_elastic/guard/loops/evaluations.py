@@ -53,7 +53,7 @@ class Evaluations:
                 yield
             finally:
                 self.depth -= 1
-        changed = [] if self._warned_of_buffers else self._collector.changed_buffers(buffers, if_written=True)
+        changed = [] if self._warned_of_buffers else self._collector.changed_buffers(buffers)
         if changed:
             self._warned_of_buffers = True
             self._unmanaged.risk(
