@@ -27,7 +27,6 @@ from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.ready_thread import ReadyThread
-from mindx_elastic.core.values import real
 
 __all__ = [
     "EVENTS_FILE",
@@ -88,8 +87,6 @@ READ_BYTES = 2 * GENERATION_BYTES
 _MAX_LINE = 1 << 20
 _TAIL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 16
-_CARRIED = ("start", "resume", "agent_start", "attempt", "summary", "agent_end")
-_CARRIED_LINES, _CARRIED_LINE_BYTES = 128, 1 << 13
 _LOOKS, _LOOK_AGAIN_S = 3, 0.002
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -146,8 +143,6 @@ class EventLog:
 
     Every line goes to the file that has the name at that moment, in one `write` on an `O_APPEND` descriptor. So any
     writer may move a file that has grown to `generation_bytes` to ``{name}.1``; the others follow with their next line.
-    The newest `_CARRIED_LINES` of the events `_CARRIED`, one for each run and attempt, are written to the new file at
-    once: which run it is, and where each attempt began, is never lost by a rotation.
     """
 
     def __init__(
@@ -302,34 +297,11 @@ class EventLog:
             # A process that renames this file holds its lock, so the file cannot change before the rename.
             if not os.path.samestat(os.fstat(fd), os.stat(self.path, follow_symlinks=False)):
                 return
-            carried = self._lines_to_carry(older)
             os.replace(self.path, older)
-            if carried:
-                new = open_regular(self.path, _FLAGS, 0o644)
-                try:
-                    os.write(new, b"".join(carried))
-                finally:
-                    os.close(new)
             self._rotate_from = self._generation_bytes
         except OSError as error:  # the line itself is written, and nothing is lost: both files are read
             self._rotate_from = size + self._generation_bytes  # looking through the log at each event would take long
             logger.warning("%s has %d MiB and cannot be moved to %s: %s", self.path, size >> 20, older, error)
-
-    def _lines_to_carry(self, older: Path) -> list[bytes]:
-        kept: dict[tuple[object, ...], bytes] = {}
-        marks = [f'"event": "{event}"'.encode() for event in _CARRIED]
-        for path in (self.path, older):
-            for line in lines_backwards(path, owners=self._owners):
-                if len(kept) >= _CARRIED_LINES:
-                    break
-                if len(line) > _CARRIED_LINE_BYTES or not any(mark in line for mark in marks):
-                    continue
-                found = parse_event(line)
-                if found is None or found["event"] not in _CARRIED:
-                    continue
-                key = tuple(str(found.get(name)) for name in ("run_id", "attempt", "event", "pid", "host"))
-                kept.setdefault(key, line + b"\n")
-        return list(reversed(kept.values()))
 
 
 def older_generation(path: Path) -> Path:
@@ -379,30 +351,18 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
     Of each file its last `READ_BYTES`. What a kill or a full disk has cut off, and lines of other programs, are left
     out. Values are not trusted: `core.values` reads them. Raises OSError.
     """
-    older = older_generation(path)
-    if not os.path.lexists(older):
-        found, num_others = _read_generation(path)
-        return [event for _, event in found], num_others
-    before, others_before = _read_generation(older)
-    found, num_others = _read_generation(path)
-    known = {line for line, _ in before}  # lines that were carried on stand in both
-    events = [event for _, event in before] + [event for line, event in found if line not in known]
-    events.sort(key=lambda event: real(event.get("time")) or 0.0)  # what was carried on is older than all else
-    return events, others_before + num_others
-
-
-def _read_generation(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
-    found: list[tuple[bytes, dict[str, Any]]] = []
+    events: list[dict[str, Any]] = []
     num_others = 0
-    with open(open_regular(path, follow_link=True), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
-        while line := file.readline(_MAX_LINE):
-            event = parse_event(line)
-            if event is not None:
-                found.append((line, event))
-            elif line != b"\n":
-                num_others += 1
-    return found, num_others
+    older = older_generation(path)
+    for each in (older, path) if os.path.lexists(older) else (path,):
+        with open(open_regular(each, follow_link=True), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
+            while line := file.readline(_MAX_LINE):
+                if (event := parse_event(line)) is not None:
+                    events.append(event)
+                elif line != b"\n":
+                    num_others += 1
+    return events, num_others
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
