@@ -5,8 +5,8 @@ what the program had given when the training began, which the same command gives
 
 * settings of optimizers, schedulers and scalers (``--lr``, the length of a schedule), and torch's seed: a start goes on
   with the checkpoint's, else it would be another training
-* what no checkpoint brings back: plain numbers of modules (a dropout's `p`), the functions of a `LambdaLR`, which are
-  known by what they give at some steps, and what a data set goes through: the program's counts from here on
+* what no checkpoint brings back: the functions of a `LambdaLR`, which are known by what they give at some steps, and
+  what a data set goes through: the program's counts from here on
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import groupby
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
+from mindx_elastic.capture.components import Component, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.data_listing import difference
 from mindx_elastic.capture.plain_component import GoesThroughData
-from mindx_elastic.core.looks import askable, asked, attributes_of, items_of
+from mindx_elastic.core.looks import asked, attributes_of, items_of
 from mindx_elastic.core.printable import listed, printable
 
 __all__ = ["GivenSettings"]
@@ -41,9 +39,8 @@ _OBJECTS, _CODE, _DATA, _SEED = "objects", "code", "data", "seed"
 _LARGEST_CHOSEN = (1 << 32) - 1
 """numpy takes no larger seed. A process that no one has seeded has 64 random bits, other ones at each start."""
 _STEPS = (0, *(digit * 10**power for power in range(5) for digit in (1, 2, 5)), 100_000)
-_MOST_RUNS, _LONGEST = 64, 80
+_LONGEST = 80
 _LARGEST = 1e9  # beyond are times and identities
-_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
 
 class GivenSettings:
@@ -194,31 +191,8 @@ def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _of_code(component: Component) -> Iterator[tuple[str, Any]]:
-    if isinstance(component, ModuleComponent):
-        yield from _of_modules(component.module)
-    elif isinstance(component, PlainComponent) and isinstance(component.target, LRScheduler):
+    if isinstance(component, PlainComponent) and isinstance(component.target, LRScheduler):
         yield from _of_functions(component.target)
-
-
-def _of_modules(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """All modules of a class are one list, because many have the same."""
-    found: dict[str, list[Any]] = {}
-    for each in module.modules():
-        kind = type(each)
-        if not kind.__module__.startswith(_WRAPPERS):
-            for key, value in askable(vars(each).items()):
-                if key != "training" and not key.startswith("_") and _is_setting(value):
-                    found.setdefault(f"{kind.__name__}.{key}", []).append(value)
-    for key, values in found.items():
-        runs = [(value, len(list(same))) for value, same in groupby(values)]
-        if len(runs) <= _MOST_RUNS:
-            yield key, ", ".join(f"{value} x {count}" if count > 1 else f"{value}" for value, count in runs)
-
-
-def _is_setting(value: object) -> bool:
-    if issubclass(type(value), tuple):
-        return all(_is_number(item) for _, item in items_of(value) or ())
-    return _is_number(value)
 
 
 def _is_number(value: object) -> bool:

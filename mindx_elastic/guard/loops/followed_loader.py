@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from mindx_elastic.capture.data_listing import Listing, listing_of
 from mindx_elastic.capture.plain_component import GivesCopies, GoesThroughData
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.looks import asked, length_of
+from mindx_elastic.core.looks import length_of
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
@@ -199,7 +199,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         return [] if self.settings is None else list(self.settings.parts.values())
 
     def listing(self) -> Listing:
-        return {} if self.settings is None else listing_of(asked(self._inner, "dataset"), self.settings.parts)
+        return {} if self.settings is None else listing_of(self.settings.parts)
 
     def begin(self, *, is_again: bool) -> None:
         """`is_again`: the same entry goes on after a recovery in place. Else what the program has set on the data set
