@@ -27,7 +27,6 @@ from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.given_settings import GivenSettings
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters, places_of
 from mindx_elastic.capture.parameter_names import arrange_groups, grouped
-from mindx_elastic.capture.rank_weights import RankWeights
 from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
@@ -63,8 +62,9 @@ class Collector:
         """What else a loop needs to go on from `position`, see `guard.loops`; only ever replaced."""
         self._loop = self.loop
         self.gradient_order: dict[str, list[int]] = {}
-        self.rank_weights: RankWeights | None = None
-        """Copies of weights that each rank may have otherwise; None: no other rank's are ever taken."""
+        self._watches_weights = False
+        self._weights: dict[str, list[torch.Tensor]] = {}  # by module: those that no optimizer of the job updates
+        self._moves: dict[str, int] = {}
         self.broadcasts = BufferBroadcasts()
         """The broadcasts of DDP's buffers; a guard replaces it by one that knows the DDP modules."""
         self.compiled = Compilations()
@@ -179,8 +179,8 @@ class Collector:
         self.structure_is_new = True
         self.layouts.forget()
         self.devices.follow(self._tensors())
-        if self.rank_weights is not None:
-            self.keep_rank_weights()
+        if self._watches_weights:
+            self.watch_weights()
         self.on_new_parameters(self.parameters)
 
     def _has_changed(self) -> bool:
@@ -219,8 +219,8 @@ class Collector:
             copy()
         if self.broadcasts.are_used:
             self.broadcasts.copy()
-        if self.rank_weights is not None:
-            self.rank_weights.copy()
+        if self._weights:
+            self._moves = {name: sum(t._version for t in weights) for name, weights in self._weights.items()}
         self.rng = capture_rng(self._ahead_rng or self.rng)  # after a forward the generators seldom move
         devices = self.devices
         self.position, self._loop = position, self.loop
@@ -252,10 +252,17 @@ class Collector:
         named = (c.target for c in self._adapted if isinstance(c.target, torch.Tensor))
         return [*(b for module in self._modules.values() for b in module.module.buffers()), *named]
 
-    def keep_rank_weights(self) -> None:
-        """Keep what `rank_weights` has from now on."""
+    def watch_weights(self) -> None:
+        """Note at each boundary whether weights have moved that no optimizer of the job updates: averages, frozen
+        copies. Those of a killed rank are taken from another one, which is wrong for an average that rank 0 alone
+        updates: where they moved on one rank and not on another, the start that takes them says so."""
+        self._watches_weights = True
         updated = {id(p) for optimizer in self._optimizers.values() for p in optimizer.parameters}
-        self.rank_weights = RankWeights(self._modules, updated)
+        self._weights = {
+            name: [t for t in own.values() if not t.is_inference()]
+            for name, module in self._modules.items()
+            if (own := dict(module.named)) and not module.is_sharded and updated.isdisjoint(map(id, own.values()))
+        }
 
     def keep_older_boundaries(self) -> None:
         """Keep what `go_back` needs from now on: other ranks' deaths can stop this rank's devices."""
@@ -277,16 +284,13 @@ class Collector:
         """The copies of the boundary just copied. Nothing in them is changed later, but for tensors on a device: in the
         order of its queue, so not before it has left the boundary."""
         own = self.position, self._loop, self.rng, self.forecast_correct, self.broadcasts.seen
-        weights = None if self.rank_weights is None else (self.rank_weights.kept, self.rank_weights.moves)
-        return own, {name: component.kept() for name, component in self.components.items()}, weights
+        return own, {name: component.kept() for name, component in self.components.items()}, self._moves
 
     def go_back(self, boundary: PassedBoundary) -> None:
         """Let an older boundary count, which the devices hold. The caller holds the update gate, and the training does
         not go on: what the program has done since is lost. Raises UnsupportedStateError where it cannot be."""
         self.devices.hold(boundary)
-        own, components, weights = boundary.kept
-        if self.rank_weights is not None and weights is not None:
-            self.rank_weights.kept, self.rank_weights.moves = weights
+        own, components, self._moves = boundary.kept
         self.position, self._loop, self.rng, self.forecast_correct, self.broadcasts.seen = own
         self._is_at_boundary = False
         for name, kept in components.items():
@@ -366,7 +370,9 @@ class Collector:
             state["extras"] = extras
         if loose:
             state["loose"] = loose
-        return state if self.rank_weights is None else state | self.rank_weights.part()
+        if self._moves:
+            state["moves"] = self._moves
+        return state
 
     def copy_of_small(self) -> dict[str, Any]:
         """A copy of the boundary's small state that outlives the next `copy`: for `compose`, to go back to it while
@@ -444,7 +450,6 @@ class Collector:
                 extras = volatile.get("extras", {}).get(name, {})
                 there = volatile.get("on_device", {}).get(name, {})
                 own[name] = component.with_buffers(state[name], volatile["buffers"].get(name), extras, there)
-                own[name] |= volatile.get("weights", {}).get(name, {})
             elif isinstance(component, OptimizerComponent):
                 groups = volatile.get("groups", {}).get(name)
                 if groups is not None:
@@ -470,8 +475,6 @@ class Collector:
         """This rank's `own` state of a boundary, with the weights and optimizer tensors of a replica's `state`."""
         made = dict(own)
         for name, component in self.components.items():
-            if self.rank_weights is not None and name in self.rank_weights:
-                continue
             if isinstance(component, ModuleComponent):
                 rest = {place: value for place, value in own[name].items() if place not in component.named}
                 made[name] = {**state[name], **rest}

@@ -72,7 +72,7 @@ class Boundaries:
         stack.callback(gate.unwatch)
         self._unreduced: UnreducedUpdates | None = None
         if world_size > 1:
-            collector.keep_rank_weights()
+            collector.watch_weights()
             collector.keep_older_boundaries()
             self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.

@@ -3,7 +3,7 @@
 Where they differ, each rank may get another's: after its death, or where its file is lost. DDP makes the weights
 that it wraps the same on all ranks. A copy that a program makes before that, with another seed on each rank (an average
 of the weights, as DeiT has it), begins with each rank's own and stays another. The files of a usual stop have all of
-them, and small ones are in each rank's memory (`capture.rank_weights`).
+them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ class UnevenModules(Part):
 
     def hear(self, answer: Answer) -> None:
         kinds: Mapping[str, Any] = self._collector.components
-        kept = self._collector.rank_weights
         for name in map(str, answer.common):
-            if kept is not None and name in kept:
-                continue
             component = kinds.get(name)
             kind = type(component.module).__name__ if isinstance(component, ModuleComponent) else "?"
             self._unmanaged.risk(

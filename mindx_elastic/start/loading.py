@@ -326,10 +326,10 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
             what = f"{_OF_MODULES[part]} of {name}"
             doubts.setdefault(f"{choice.doubt}; rank {found.donor}'s is used", []).append(what)
     for name in modules:
-        choice = _weights_of(name, made[name], rings, is_whole=is_whole)
-        made[name] = {**made[name], **choice.value}
-        if choice.doubt:
-            doubts.setdefault(f"{choice.doubt} are used", []).append(f"the weights of {name}")
+        moves = rings.of(name, "moves")
+        if (len({*moves.mine}) > 1) != (len({*moves.theirs}) > 1):
+            words = "only some ranks change them, and they are not kept at each step; another rank's are used"
+            doubts.setdefault(words, []).append(f"the weights of {name}")
     donated, loop = tail_values_in(state["progress"].get("loop", {})), made["progress"].get("loop", {})
     if donated and not (is_whole and tail_values_in(loop)):
         made["progress"] = {**made["progress"], "loop": with_tail_values(loop, donated)}
@@ -344,22 +344,6 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
             "the files of save_every and of stops have all of it",
         )
     return made
-
-
-def _weights_of(name: str, donated: Mapping[str, Any], rings: _Rings, *, is_whole: bool) -> ChosenState:
-    """The weights of `name` that this rank has kept by itself, where no optimizer updates them, and what
-    speaks against what is used. `is_whole`: this boundary's are in `donated` already."""
-    moves = rings.of(name, "moves")
-    if (len({*moves.mine}) > 1) != (len({*moves.theirs}) > 1):
-        return ChosenState(
-            {}, "only some ranks change them, and they are too large to be kept at each step; another rank's"
-        )
-    kept = rings.of(name, "weights")
-    if is_whole or kept.newest is MISSING:
-        return ChosenState({})
-    theirs = {place: donated[place] for place in kept.newest if place in donated}
-    choice = choose(theirs, kept, is_alike=False)
-    return ChosenState(choice.value, choice.doubt and f"{choice.doubt}; this rank's last known ones")
 
 
 def _whose(is_donated: bool, found: Resumed) -> str:
