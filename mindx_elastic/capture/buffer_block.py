@@ -5,10 +5,9 @@ take to copy. So the memory of plain tensors is read through addresses that are 
 gathers it: under a microsecond for sixty of them, where ``torch._foreach_copy_`` takes 23. What could make an address
 wrong is checked before each reading: another tensor in the buffer's place, or other memory of the same tensor. Another
 meaning of that memory (``buffer.data = buffer.data.view(torch.int32)``) shows in neither, nor in a version counter. It
-is looked at in some steps, in all once it was seen, and by who takes the copy out: where it has changed in mid-step,
-there is none.
+is looked at by who takes the copy out: where it has changed in mid-step, there is none.
 
-Buffers on a device are copied there, in the order of its work.
+Other tensors are cloned, those on a device in the order of its work.
 
 Rejected: to copy only what has another version. `torch.batch_norm` changes the running mean and variance without
 moving their ``_version`` (torch 2.13), and ``.data`` and numpy arrays of the same memory move none either.
@@ -24,7 +23,7 @@ import torch
 
 from mindx_elastic.core.tensor_memory import memory_of
 
-__all__ = ["BufferBlock", "BufferReader", "is_on_device", "view_of"]
+__all__ = ["BufferBlock", "BufferReader", "is_plain", "view_of"]
 
 _ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
@@ -42,7 +41,7 @@ class BufferBlock:
         outside: Sequence[torch.Tensor | None],
     ) -> None:
         self.raw = raw
-        """The bytes of all dense tensors. The gaps between them are zero, so blocks are compared whole."""
+        """The bytes of all plain tensors. The gaps between them are zero, so blocks are compared whole."""
         self.slices = slices
         """The part of `raw` that each tensor is; None for one that is outside of it."""
         self.outside = outside
@@ -72,21 +71,15 @@ class BufferReader:
         """The tensors that it reads."""
         self.slices: list[_Slice | None] = []
         self._pieces: list[Any] = []
-        self._uneven: list[tuple[int, int]] = []
-        """Tensors whose elements lie apart, or are to be conjugated: by number, and where their piece is."""
         plain: list[int] = []
         size = 0
         for i, tensor in enumerate(tensors):
-            if tensor is None or not _is_dense(tensor):
+            if tensor is None or not is_plain(tensor):
                 self.slices.append(None)
                 continue
             self.slices.append((size, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-            if _is_plain(tensor):
-                plain.append(i)
-                self._pieces.append(memory_of(tensor))
-            else:
-                self._uneven.append((i, len(self._pieces)))
-                self._pieces.append(b"")
+            plain.append(i)
+            self._pieces.append(memory_of(tensor))
             if gap := -tensor.nbytes % _ALIGNMENT:
                 self._pieces.append(bytes(gap))
             size += tensor.nbytes + gap
@@ -97,7 +90,6 @@ class BufferReader:
             of_type.setdefault(tensors[i].dtype, []).append(number)  # type: ignore[union-attr]
         # For each type by itself: of several types torch copies one tensor after the other.
         self._kinds_of_device = [*map(_getter, of_type.values())]
-        self._not_plain = [i for i, tensor in enumerate(tensors) if tensor is not None and i not in set(plain)]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
         self._plain = None if len(plain) == len(self.tensors) else _getter(plain)
         of_plain: Sequence[Any] = self.tensors if self._plain is None else self._plain(self.tensors)
@@ -111,7 +103,7 @@ class BufferReader:
         plain: Sequence[Any] = tensors if self._plain is None else self._plain(tensors)
         if [*map(_data_ptr, plain)] != self._addresses:
             return False
-        return not self._not_plain or all(_meaning_of(tensors[i]) == self._meanings[i] for i in self._not_plain)
+        return not self._others or all(_meaning_of(tensors[i]) == self._meanings[i] for i in self._others)
 
     def means_the_same(self) -> bool:
         """Whether its tensors, which fit, mean by their memory what they meant."""
@@ -119,14 +111,12 @@ class BufferReader:
 
     def read_raw(self) -> bytes:
         """What `BufferBlock.raw` is to be, now. Where the tensors still fit."""
-        for i, piece in self._uneven:
-            self._pieces[piece] = _bytes_of(self.tensors[i])  # type: ignore[arg-type]
         return b"".join(self._pieces)
 
     def read(self, earlier: BufferBlock | None = None) -> BufferBlock:
         """A copy as they are now. Where the tensors still fit. `earlier`: a block of this reader's whose tensors may be
         used again."""
-        raw = self.read_raw() if self._uneven else b"".join(self._pieces)
+        raw = b"".join(self._pieces)
         if not self._others:
             return BufferBlock(raw, self.slices, self._no_others)
         with torch.no_grad():
@@ -157,11 +147,6 @@ def view_of(flat: torch.Tensor, part: _Slice | list[object]) -> torch.Tensor:
     return piece.view(dtype).view(torch.Size(shape))  # type: ignore[arg-type]
 
 
-@torch.no_grad()
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes(memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous()))
-
-
 def _getter(indices: Sequence[int]) -> Any:
     """Gives those items of a sequence, as a sequence."""
     if len(indices) > 1:
@@ -169,24 +154,17 @@ def _getter(indices: Sequence[int]) -> Any:
     return lambda items: [items[i] for i in indices]
 
 
-def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether it is not in host memory."""
-    return tensor.device.type != "cpu"
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie one after the other in host memory, as they are."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and not tensor.is_quantized
+        and tensor.is_contiguous()
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
 
 
 def _meaning_of(tensor: torch.Tensor | None) -> object:
     """How its memory is read."""
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.layout, _is_plain(tensor))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return _is_dense(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.layout, is_plain(tensor))

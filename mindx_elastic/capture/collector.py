@@ -39,8 +39,6 @@ __all__ = ["Collector"]
 
 _MOST_KEPT = 64 << 20
 _MOST_COPIED = 1 << 24
-_FIRST, _EVERY = 4, 25
-"""Boundaries that are looked at closely: see `ModuleComponent.copy`."""
 _BufferLook = tuple[torch.Tensor, int, torch.Tensor | None]
 """A buffer, its version counter, and a copy; None: there would be too much to copy."""
 
@@ -92,7 +90,6 @@ class Collector:
         for optimizer in self._optimizers.values():
             optimizer.set_names(places)
         self._copies = [component.copy for n, component in self.components.items() if n not in self._modules]
-        self._num_copies = 0
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(c for _, c in self._plain)
         self._foreseen = dict(self._modules)
@@ -206,15 +203,13 @@ class Collector:
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""
         self._is_at_boundary = True
-        closely = self._num_copies < _FIRST or not self._num_copies % _EVERY
-        self._num_copies += 1
         if self._has_changed():
             self._follow()
         for adapted in self._adapted:
             # The last boundary of an epoch may be the last of all, and the end is saved when code has run after it.
             adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
         for module in self._modules.values():
-            module.copy(closely=closely)
+            module.copy()
         for copy in self._copies:
             copy()
         if self.broadcasts.are_used:
@@ -496,7 +491,7 @@ class Collector:
     def is_replicated(self) -> bool:
         """Whether every rank holds the same state, so that one rank's file can replace any other's."""
         setup = self.layouts.setup
-        whole = len(setup.replicas) == setup.world_size > 1 and not setup.ignored_by_ddp
+        whole = len(setup.replicas) == setup.world_size > 1
         return whole and not self.is_sharded and not self.is_spread
 
     def set_parallel_setup(self, setup: ParallelSetup) -> None:

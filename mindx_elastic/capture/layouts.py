@@ -48,8 +48,6 @@ class ParallelSetup(NamedTuple):
     world_size: int = 1
     replicas: Sequence[int] = ()
     """The ranks that DDP keeps equal to this one, itself included."""
-    ignored_by_ddp: frozenset[str] = frozenset()
-    """Places of parameters that DDP has been told to ignore: each rank has its own."""
     by_hand: LayoutByHand = lambda place, shape: None
 
 
@@ -198,8 +196,6 @@ class LayoutRecorder:
         by_hand = self.setup.by_hand(place, tuple(local_part(parameter).shape))
         if by_hand is not None:
             return by_hand
-        if place in self.setup.ignored_by_ddp:
-            return LaidOut(self._own, tuple(parameter.shape))
         return meshes.laid_out(place, parameter) if isinstance(parameter, DTensor) else None
 
     def _of_optimizer(

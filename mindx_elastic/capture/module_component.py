@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, is_on_device, view_of
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, is_plain, view_of
 from mindx_elastic.capture.copying import copy_state
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
@@ -85,7 +85,6 @@ class ModuleComponent:
         self._is_broadcast = any(getattr(each, "broadcast_buffers", False) for each in _wrappers_of(module))
         self._masks, self._loose = Masks(self.module), LooseBuffers(self.module)
         self.structure = Structure(self.module, original_names(named, self._masks.places))
-        self._retypes = False  # buffers have come to mean something else by their memory
         self._described: object = None
         self._description = ""
         self._find_slots()
@@ -154,8 +153,7 @@ class ModuleComponent:
         self.extras: dict[str, Any] = {}
         """The copied extra state, by name."""
 
-    def copy(self, *, closely: bool = True) -> None:
-        """`closely`: also look at what hardly a program does: buffers that mean something else by their memory."""
+    def copy(self) -> None:
         if self._slot_names:
             try:
                 live = [*map(getitem, self._slot_tables, self._slot_keys)]
@@ -165,9 +163,6 @@ class ModuleComponent:
             reader = self._reader
             if len(reader.slices) != len(live) or not reader.fits(live):
                 reader = self._reader = BufferReader(live)  # the first time, or a buffer was replaced or resized
-            elif (closely or self._retypes) and not reader.means_the_same():
-                self._retypes, reader = True, BufferReader(live)
-                self._reader = reader
             self._block = reader.read(self._block)
         if self._extras:
             self.extras = self.look()
@@ -235,7 +230,7 @@ class ModuleComponent:
         return [(name, t) for name, table, key in found if (t := table.get(key)) is not None]
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
-        """The saved buffers on a device that other ranks may have otherwise, by name: not those that DDP
+        """The saved buffers on a device, or not plain, that other ranks may have otherwise, by name: not those that DDP
         broadcasts before the next forward from the rank that `leads`, nor those that the ranks make together, nor
         counters."""
         if self._is_broadcast and not leads:
@@ -244,7 +239,7 @@ class ModuleComponent:
         return [
             name
             for name, t in self.named_buffers()
-            if is_on_device(t) and t.is_floating_point() and not (alike and name.startswith(alike))
+            if not is_plain(t) and t.is_floating_point() and not (alike and name.startswith(alike))
         ]
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
@@ -286,7 +281,8 @@ class ModuleComponent:
         """Look more closely than `copy` did. The program has not gone on since."""
         self._loose.recheck()
         if not self._reader.means_the_same():
-            self.copy()
+            self._reader = BufferReader(self._reader.tensors)
+            self._block = self._reader.read()
 
     def state(self) -> dict[str, Any]:
         if not self._reader.means_the_same():

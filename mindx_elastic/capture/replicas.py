@@ -25,7 +25,6 @@ from mindx_elastic.core.ports import Risks
 __all__ = [
     "GradientOrders",
     "ddp_modules",
-    "ignored_parameters",
     "outermost_replicas",
     "parallel_setup_of",
     "replica_ranks",
@@ -116,23 +115,13 @@ def outermost_replicas(targets: Mapping[str, Any], ddp: DdpModules) -> list[nn.M
 def replica_ranks(targets: Mapping[str, Any], ddp: DdpModules) -> list[int]:
     """The ranks that hold the same weights as this one, if DDP reduces every trained parameter; empty: unknown."""
     modules = [module for _, module in ddp]
+    if any(module.parameters_to_ignore for module in modules):  # each rank has its own (experts of one rank)
+        return []
     groups = {tuple(sorted(dist.get_process_group_ranks(module.process_group))) for module in modules}
     trained, reduced = _trained(targets), {id(parameter) for module in modules for parameter in module.parameters()}
     if not trained or len(groups) != 1 or not trained.keys() <= reduced:
         return []
     return list(groups.pop())
-
-
-def ignored_parameters(targets: Mapping[str, Any], ddp: DdpModules) -> frozenset[str]:
-    """Paths of parameters that DDP ignores (experts of one rank, for example)."""
-    ignored = {
-        id(parameter)
-        for _, module in ddp
-        if module.parameters_to_ignore
-        for name, parameter in module.module.named_parameters()
-        if name in module.parameters_to_ignore
-    }
-    return frozenset(path for path, parameter in _parameters(targets) if id(parameter) in ignored)
 
 
 def parallel_setup_of(
@@ -146,7 +135,6 @@ def parallel_setup_of(
         ranks.rank,
         ranks.world_size,
         replica_ranks(targets, ddp),
-        ignored_parameters(targets, ddp),
         ByHand(layouts or {}, ranks),
     )
 

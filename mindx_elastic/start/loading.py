@@ -171,8 +171,9 @@ def _tell_of_device_buffers(found: Resumed, collector: Collector, ranks: RankInf
     known = {f"{name}.{place}" for name, own in found.own.unpack().get("on_device", {}).items() for place in own}
     if names := [name for name in collector.buffers_of_this_rank(leads=ranks.rank == 0) if name not in known]:
         risks.risk(
-            f"rank {ranks.rank} was killed, and its buffers on a device with it ({listed(names, 3)}): it goes on with "
-            f"rank {found.donor}'s, so from here the run is not bit for bit the uninterrupted one",
+            f"rank {ranks.rank} was killed, and its buffers on a device with it, or that are not contiguous "
+            f"({listed(names, 3)}): it goes on with rank {found.donor}'s, so from here the run is not bit for bit the "
+            "uninterrupted one",
             "--snapshot-every 1 keeps them for all ranks; torch.nn.SyncBatchNorm has the same on each rank",
         )
 

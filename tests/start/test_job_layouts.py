@@ -31,9 +31,7 @@ def targets(layout: Layout, shapes: list[tuple[int, ...]]) -> list[Any]:
     def describe(rank: int, exchange: Any) -> Any:
         ranks = RankInfo(rank=rank, world_size=len(shapes))
         collector = Collector({"model": Part(shapes[rank])})
-        collector.set_parallel_setup(
-            ParallelSetup(rank, len(shapes), (), frozenset(), ByHand({"model.*": layout}, ranks))
-        )
+        collector.set_parallel_setup(ParallelSetup(rank, len(shapes), (), ByHand({"model.*": layout}, ranks)))
         layouts = JobLayouts(exchange, own_target(collector, ranks), collector.layouts.set_job_layouts)
         meet(exchange, "plan", [layouts])
         return layouts.target.own if rank else layouts.target.strategy
