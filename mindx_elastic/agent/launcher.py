@@ -45,7 +45,6 @@ from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settin
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
-from mindx_elastic.platforms.notices import NoticeWatch
 from mindx_elastic.rejoin.nccl import DUMP, ERROR_HANDLING
 from mindx_elastic.start.unused_state import find_unused_state, remarks
 
@@ -141,7 +140,6 @@ def run_job(
     lines = LastLines(folder.path, options.run_dir, config.nproc_per_node)
     code, cause, early = 1, None, "failed"
     event_log = getattr(config, "event_log_handler", "null")  # torch 2.6 has no choice
-    notices = NoticeWatch(options.notices).start() if options.notices else None
     try:
         try:
             if not is_alone(plan):
@@ -149,7 +147,7 @@ def run_job(
         except ValueError as error:
             code, cause, early = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"
             raise UsageError(cause) from error
-        supervisor = _make_supervisor(plan, membership, folder, inbox, events, notices, lines)
+        supervisor = _make_supervisor(plan, membership, folder, inbox, events, lines)
         if metrics_server is not None:
             supervisor.metrics = metrics_server.metrics
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
@@ -167,8 +165,6 @@ def run_job(
         raise
     finally:
         lines.finish()
-        if notices is not None:
-            notices.close()
         if supervisor is not None:
             _conclude(supervisor)
         if membership is not None:
@@ -269,7 +265,6 @@ def _make_supervisor(
     folder: AgentFolder,
     inbox: SignalInbox,
     events: EventLog,
-    notices: NoticeWatch | None,
     lines: LastLines,
 ) -> Supervisor:
     config = plan.config
@@ -310,7 +305,7 @@ def _make_supervisor(
         folder=folder,
         inbox=inbox,
         events=events,
-        stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env(), notices),
+        stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env(), plan.options.notice),
         lines=lines,
         membership=membership,
         forks=forks,

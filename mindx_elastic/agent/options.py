@@ -35,7 +35,7 @@ from mindx_elastic.config import (
 )
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.notices import Source, open_source
+from mindx_elastic.platforms.notices import notice_path
 
 __all__ = [
     "DEFAULT_MAX_RESTARTS",
@@ -93,8 +93,8 @@ class AgentOptions:
     """Private file with the job's key, absolute; None: none was given."""
     metrics: tuple[str, int] | None = None
     """Address and port of the metrics server; None: there is none."""
-    notices: tuple[Source, ...] = ()
-    """Where it is asked whether this machine is about to be taken away."""
+    notice: Path | None = None
+    """The file that says that this machine is about to be taken away; None: none was named."""
     log_level: str
 
 
@@ -250,12 +250,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         ),
     },
     "--notice": {
-        "action": "append",
-        "metavar": "aws|gce|azure|URL|FILE",
+        "metavar": "FILE",
         "help": (
-            "ask the cloud's metadata service, a URL or a file whether this machine is about to be taken away, and "
-            "then save and stop within the time that it names, with exit code 75; may be given several times (default: "
-            "nothing is asked)"
+            "look for a file that says that this machine is about to be taken away, and then save and stop within the "
+            "time that it names, with exit code 75 (default: none)"
         ),
     },
     "--metrics-port": {
@@ -399,7 +397,7 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         arena_base=memory.base or Path("/dev/shm"),
         job_key_file=_job_key_file(args.job_key_file),
         metrics=None if args.metrics_port is None else (args.metrics_host or "127.0.0.1", args.metrics_port),
-        notices=tuple(open_source(text) for text in dict.fromkeys(args.notice or ())),
+        notice=None if args.notice is None else notice_path(args.notice),
         log_level=settings.log_level,
     )
 

@@ -1,5 +1,5 @@
-"""What stops a job from outside: fault reports of the platform, a flag file that a person sets, notices that this
-machine is about to be taken away."""
+"""What stops a job from outside: fault reports of the platform, a flag file that a person sets, a notice that
+this machine is about to be taken away."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from mindx_elastic.config import FaultPaths, Settings
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
 from mindx_elastic.platforms.flag_file import FlagFile
-from mindx_elastic.platforms.notices import NoticeWatch
+from mindx_elastic.platforms.notices import NoticeFile
 
 __all__ = ["FLAG_NAME", "StopFiles"]
 
@@ -19,12 +19,10 @@ FLAG_NAME = "graceful_exit.json"
 class StopFiles:
     """Used by one thread. Neither method raises for what a file holds."""
 
-    def __init__(
-        self, run_dir: Path, paths: FaultPaths, settings: Settings, notices: NoticeWatch | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, paths: FaultPaths, settings: Settings, notice: Path | None = None) -> None:
         """Looks for ``graceful_exit.json`` in `run_dir`; in the working directory too where `Settings.graceful_exit` is
-        on; nowhere where it is off. notices: has been started; None: none were asked for."""
-        self._notices = notices
+        on; nowhere where it is off. notice: the file of ``--notice``; None: none was asked for."""
+        self._notice = None if notice is None else NoticeFile(notice)
         self.faults = FaultWatch(paths)
         folders: Sequence[Path] = [run_dir, Path.cwd()] if settings.graceful_exit else [run_dir]
         wanted = [] if settings.graceful_exit is False else [folder / FLAG_NAME for folder in folders]
@@ -39,7 +37,7 @@ class StopFiles:
 
     def notice(self) -> FaultEvent | None:
         """That this machine is about to be taken away; the same at each call."""
-        found = None if self._notices is None else self._notices.poll()
+        found = None if self._notice is None else self._notice.poll()
         return None if found is None else FaultEvent("request", found.reason, frozenset(), "--notice", found.grace_s)
 
     def flushing(self) -> bool:

@@ -25,7 +25,7 @@ from mindx_elastic.cli.prove import prove_command
 from mindx_elastic.cli.report import report_command
 from mindx_elastic.cli.run import LAUNCHERS
 from mindx_elastic.cli.scripts import SCRIPT_SETTINGS, ScriptCommand
-from mindx_elastic.cli.status import status_command, top_command
+from mindx_elastic.cli.status import status_command
 from mindx_elastic.cli.verify import verify_command
 
 __all__ = ["app"]
@@ -43,7 +43,6 @@ _GROUPS: dict[str, dict[str, _Command]] = {
     "Run a job": {**LAUNCHERS, "pause": pause_command, "resume": resume_command},
     "Look at a job": {
         "status": status_command,
-        "top": top_command,
         "logs": logs_command,
         "report": report_command,
     },
@@ -90,8 +89,8 @@ def _common(
     \b
     [bold]Examples[/bold]
     mindx-elastic run --nproc-per-node 2 train.py like torchrun, but restarts without losing steps
-    mindx-elastic top                             watch it: rates, and what would be lost if it died now
-    mindx-elastic status                          what happened; logs: the last lines of failed ranks
+    mindx-elastic status                          what happened; what would be lost if it died now
+    mindx-elastic logs                            the last lines of failed ranks
     mindx-elastic report -o report.html           the whole run as one page to look at
     mindx-elastic pause                           let all ranks wait at one step; then: resume
     mindx-elastic inspect ckpt                    list the checkpoints; verify recomputes every digest
@@ -102,7 +101,7 @@ def _common(
     mindx-elastic drill --random 20 -- train.py   break it in 20 ways: what was lost?
     mindx-elastic clean                           list what dead jobs have left in shared memory
 
-    top, status, logs, report, pause and resume look into ./mindx-run, where run writes, if no RUN_DIR is given.
+    status, logs, report, pause and resume look into ./mindx-run, where run writes, if no RUN_DIR is given.
     --install-completion lets TAB complete all of this; --json gives the same to scripts.
     """
     if debug:

@@ -1,21 +1,27 @@
-"""What is known of a job under the agent, as one JSON document: from its event log and its workers' pages."""
+"""What is known of a job under the agent, as one JSON document: from its event log, its workers' pages, and what is in
+memory and on disk."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindx_elastic.cli.common import JSON_SCHEMA, human_age, is_running
+from mindx_elastic.cli.common import JSON_SCHEMA, is_running
+from mindx_elastic.cli.possible_loss import expect
+from mindx_elastic.core.events import EVENTS_FILE
 from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.ledger import AttemptRecord, Totals
     from mindx_elastic.agent.run_log import AgentRun
 
-__all__ = ["agent_line", "make_report", "read_pages"]
+__all__ = ["make_report"]
 
+_TAIL_BYTES = 1 << 17
+_MOST_ALARMS = 3
 _RARE = ("paused_s", "stall_s", "in_place", "in_place_s", "in_place_steps_lost", "full_size", "why_fewer")
 
 
@@ -46,7 +52,9 @@ def make_report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, An
         "age_s": None if run.started is None else round(now - run.started, 3),
     }
     attempts = [{**_facts(record), "pause_s": record.pause_s} for record in run.records]
-    workers = _workers(Path(run.agent_dir)) if run.agent_dir and running is not None and run.ended is None else []
+    is_here = run.agent_dir and running is not None and run.ended is None
+    pages = _read_pages(Path(run.agent_dir)) if is_here else {}
+    workers = _workers(pages)
     return {
         **report,
         "agent": agent,
@@ -57,6 +65,9 @@ def make_report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, An
         "pause": _pause(workers),
         "result": None if result is None else asdict(result),
         "remarks": remarks_of_run(run),
+        "time": round(now, 3),
+        "outlook": expect(pages),
+        "alarms": _alarms(path / EVENTS_FILE if path.is_dir() else path, run),
     }
 
 
@@ -65,13 +76,12 @@ def _facts(content: AttemptRecord | Totals) -> dict[str, Any]:
     return {name: value for name, value in asdict(content).items() if name not in _RARE or value}
 
 
-def _workers(agent_dir: Path) -> list[dict[str, Any]]:
-    """What the workers' pages say now, by rank."""
+def _workers(pages: Mapping[int, Status]) -> list[dict[str, Any]]:
     from mindx_elastic.core.posix import is_alive
 
     phases = {phase.value: phase.name.lower() for phase in WorkerPhase}
     found = []
-    for rank, status in sorted(read_pages(agent_dir).items()):
+    for rank, status in sorted(pages.items()):
         idle_s = (time.monotonic_ns() - status.boundary_ns) / 1e9 if status.boundary_ns else None
         worker = {
             "rank": rank,
@@ -81,6 +91,7 @@ def _workers(agent_dir: Path) -> list[dict[str, Any]]:
             "step": status.step,
             "since_boundary_s": None if idle_s is None else round(idle_s, 3),
             "boundaries": status.boundaries,
+            "steps_per_s": _rate(status),
             "resumed_step": status.resumed_step,
             "saved_step": status.saved_step,
             "save_every_s": status.save_every_s or None,
@@ -93,7 +104,13 @@ def _workers(agent_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_pages(agent_dir: Path) -> dict[int, Status]:
+def _rate(status: Status) -> float | None:
+    """Since the first step of the process; None: it has passed no second boundary."""
+    passed, took_ns = status.boundaries - 1, status.boundary_ns - status.first_boundary_ns
+    return round(1e9 * passed / took_ns, 3) if passed > 0 and took_ns > 0 else None
+
+
+def _read_pages(agent_dir: Path) -> dict[int, Status]:
     """What the workers' pages in an agent's folder say now, by rank; those that cannot be read are left out."""
     found = {}
     for page in agent_dir.glob("rank_*.page"):
@@ -118,19 +135,21 @@ def _pause(workers: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {"step": step, "since": since, "seconds": seconds, "ranks": [worker["rank"] for worker in waiting]}
 
 
-def agent_line(agent: dict[str, Any]) -> str:
-    """One line on the agent; `agent` is that of the document."""
-    name = "agent" if agent["pid"] is None else f"agent {agent['pid']}"
-    name += f" on {agent['host']}" if agent["host"] else ""
-    age = "" if agent["age_s"] is None else f", begun {human_age(agent['age_s'])} ago"
-    if agent["ended"] is not None:
-        outcome = f": {agent['outcome']}" if agent["outcome"] else ""
-        if outcome.startswith(": failed") and agent["reason"]:
-            code = outcome.rpartition(", ")[2]  # which the reason may begin with, too
-            outcome += f": {agent['reason'].removeprefix(f'{code}: ')}"
-        return f"{name} has ended{age}{outcome}"
-    if agent["running"] is None:
-        return f"{name} has not recorded its end{age}; whether it runs can be seen on that machine only"
-    if agent["running"]:
-        return f"{name} runs{age}"
-    return f"{name} is gone without recording its end: it was killed{age}; start the same command again to go on"
+def _alarms(log: Path, run: AgentRun) -> list[dict[str, Any]]:
+    """The newest notable events of this agent, the oldest first."""
+    from mindx_elastic.agent.run_log import NOTABLE
+    from mindx_elastic.core.events import lines_backwards, parse_event
+    from mindx_elastic.core.values import real, text
+
+    found: list[dict[str, Any]] = []
+    for line in lines_backwards(log, _TAIL_BYTES):
+        event = parse_event(line)
+        if event is None or event["event"] not in NOTABLE:
+            continue
+        at = real(event.get("time"))
+        if at is None or (run.started is not None and at < run.started):
+            continue
+        found.append({"time": at, "event": event["event"], "reason": text(event.get("reason"))})
+        if len(found) == _MOST_ALARMS:
+            break
+    return found[::-1]

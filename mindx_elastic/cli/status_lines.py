@@ -1,4 +1,4 @@
-"""What `status` and `top` show: a document in, lines out, for a terminal of any size. Reads nothing."""
+"""What `status` shows a person: a document in, lines out. Reads nothing."""
 
 from __future__ import annotations
 
@@ -9,62 +9,48 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from mindx_elastic.cli.common import human_age
-from mindx_elastic.cli.status_report import agent_line
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.run_log import AgentRun
 
-__all__ = ["draw_frame"]
+__all__ = ["status_lines"]
 
-_MOST_ATTEMPTS, _MOST_RECOVERIES = 4, 3  # in the live view
 _STYLES = {"training": "green", "between": "cyan", "starting": "cyan", "paused": "cyan", "stopping": "yellow"}
-_LATE_S = 30.0
 
 
-def draw_frame(
-    report: dict[str, Any], run: AgentRun, *, width: int, height: int | None, with_clock: bool = True
-) -> list[Text]:
-    """At most `height` lines (None: as many as needed, and all attempts) of at most `width` columns. `run`: whose
-    `report` it is.
-
-    Where there are too few lines, the ranks that are as they should be are left out first.
-    """
-    clock = time.strftime("%H:%M:%S  ", time.localtime(report["time"])) if with_clock else ""
-    head = [Text(printable(f"{clock}{agent_line(report['agent'])}"), style="bold")]
-    rest = [*_pause(report), *_saves(report), *_outlook(report)]
-    rest += [*_attempts(report, run, width, everything=height is None), *_alarms(report)]
-    rest += [Text(printable(line)) for line in report["remarks"]]
-    workers = report["workers"]
-    ended = report["agent"]["running"] is False
-    if height is not None:
-        room = max(1, height - len(head) - len(rest) - 1)
-        ranks = [] if ended else _ranks(workers, room)
-        rest = rest[: max(0, height - len(head) - len(ranks))]
-    else:
-        ranks = [] if ended else _ranks(workers, None)
-    lines = [*head, *ranks, *rest]
-    if height is not None:
-        for line in lines:
-            line.truncate(max(width, 1), overflow="ellipsis")
-    return lines
+def status_lines(report: dict[str, Any], run: AgentRun, *, width: int) -> list[Text]:
+    """`run`: whose `report` it is. `width`: of the table of attempts."""
+    lines = [Text(printable(_agent_line(report["agent"])), style="bold")]
+    if report["agent"]["running"] is not False:
+        lines += _ranks(report["workers"])
+    lines += [*_pause(report), *_saves(report), *_outlook(report), *_attempts(report, run, width), *_alarms(report)]
+    return lines + [Text(printable(line)) for line in report["remarks"]]
 
 
-def _ranks(workers: Sequence[dict[str, Any]], room: int | None) -> list[Text]:
-    """A heading and a line a rank; those that need a look in front where not all have room."""
+def _agent_line(agent: dict[str, Any]) -> str:
+    """One line on the agent; `agent` is that of the document."""
+    name = "agent" if agent["pid"] is None else f"agent {agent['pid']}"
+    name += f" on {agent['host']}" if agent["host"] else ""
+    age = "" if agent["age_s"] is None else f", begun {human_age(agent['age_s'])} ago"
+    if agent["ended"] is not None:
+        outcome = f": {agent['outcome']}" if agent["outcome"] else ""
+        if outcome.startswith(": failed") and agent["reason"]:
+            code = outcome.rpartition(", ")[2]  # which the reason may begin with, too
+            outcome += f": {agent['reason'].removeprefix(f'{code}: ')}"
+        return f"{name} has ended{age}{outcome}"
+    if agent["running"] is None:
+        return f"{name} has not recorded its end{age}; whether it runs can be seen on that machine only"
+    if agent["running"]:
+        return f"{name} runs{age}"
+    return f"{name} is gone without recording its end: it was killed{age}; start the same command again to go on"
+
+
+def _ranks(workers: Sequence[dict[str, Any]]) -> list[Text]:
     if not workers:
         return [Text("no worker of this machine runs at the moment")]
-    shown = list(workers)
-    if room is not None and len(shown) + 1 > room:
-        count = max(0, room - 2)
-        shown = sorted(shown, key=lambda worker: (not _is_odd(worker), worker["step"], worker["rank"]))[:count]
-    lines = [Text(f"{'rank':>5} {'now':<9} {'step':>8} {'steps/s':>8}  last step   pid", style="bold")]
-    lines += [_rank(worker) for worker in shown]
-    if len(shown) < len(workers):
-        steps = [worker["step"] for worker in workers]
-        left = f"and {len(workers) - len(shown)} more; all ranks: step {min(steps)} to {max(steps)}"
-        lines.append(Text(left))
-    return lines
+    head = Text(f"{'rank':>5} {'now':<9} {'step':>8} {'steps/s':>8}  last step   pid", style="bold")
+    return [head, *map(_rank, workers)]
 
 
 def _rank(worker: dict[str, Any]) -> Text:
@@ -81,13 +67,8 @@ def _rank(worker: dict[str, Any]) -> Text:
     return line
 
 
-def _is_odd(worker: dict[str, Any]) -> bool:
-    idle_s = worker["since_boundary_s"]
-    return not worker["alive"] or worker["phase"] != "training" or (idle_s is not None and idle_s > _LATE_S)
-
-
 def _outlook(report: dict[str, Any]) -> list[Text]:
-    """The snapshot, the checkpoint, and the sentence that the command is for."""
+    """What would be lost now, and what would stay."""
     found = report["outlook"]
     step, directory, disk = found["step"], found["directory"], found["disk"]
     if step is None:
@@ -117,21 +98,15 @@ def _loss(what: str, steps: int, rate: float | None, why: str) -> Text:
     return line.append(f"; {why}")
 
 
-def _attempts(report: dict[str, Any], run: AgentRun, width: int, *, everything: bool) -> list[Text]:
-    """The attempts and recoveries in place, or the newest of them, and the totals of all."""
-    from mindx_elastic.agent.ledger import add_up, render, totals_line
+def _attempts(report: dict[str, Any], run: AgentRun, width: int) -> list[Text]:
+    from mindx_elastic.agent.ledger import render
 
     records, workers = run.records, report["workers"]
     if records and records[-1].resumed_step is None and any(worker["step"] >= 0 for worker in workers):
         records[-1].resumed_step = min(worker["resumed_step"] for worker in workers)  # its record says so at its end
     still_open = {True: "running", False: "no end recorded", None: "no end recorded yet"}[report["agent"]["running"]]
-    shown = records if everything else records[-_MOST_ATTEMPTS:]
-    recoveries = run.recoveries if everything else run.recoveries[-_MOST_RECOVERIES:]
-    lines = render(shown, recoveries, still_open=still_open, width=width).split("\n")
-    lines[-1] = totals_line(add_up(records))
-    if hidden := len(records) - len(shown):
-        lines.insert(0, f"{hidden} earlier attempts are not shown here")
-    return [Text(""), *map(Text, lines)]
+    table = render(records, run.recoveries, still_open=still_open, width=width)
+    return [Text(""), *map(Text, table.split("\n"))]
 
 
 def _pause(report: dict[str, Any]) -> list[Text]:
