@@ -1,5 +1,6 @@
-"""``mindx-elastic doctor``: what of this machine, this directory and this environment would cost a job its steps.
+"""``mindx-elastic doctor``: what of this machine and this environment would cost a job its steps.
 
-`examine` asks one module after the other and gives back their `finding.Finding`s. What a module measures or reads is
-apart from what it concludes, so that conclusions are tested with figures of machines that are not there.
+Each module gives back its `finding.Finding`s. What a start refuses by itself (owners, values of variables, launchers)
+is not looked at here. What is measured is apart from what is concluded (`saving`), so that conclusions are tested with
+figures of machines that are not there.
 """

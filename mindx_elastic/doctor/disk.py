@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,41 +28,16 @@ def existing_part(directory: Path) -> Path:
     return path
 
 
-def measure(folder: Path, measure_s: float, *, page_cache: bool = False) -> Disk:
-    """Write to an existing folder for about `measure_s` seconds, as saves do, around the page cache and through it.
-    `page_cache`: which of them saves go, as in `SavingSettings`. Raises OSError. Blocks.
+def measure(folder: Path, for_s: float, *, page_cache: bool = False) -> Disk:
+    """Write to an existing folder for about `for_s` seconds, as saves do. `page_cache`: as in `SavingSettings`. Raises
+    OSError. Blocks.
 
     At most a tenth of the free room is used, and 4 GiB. The file has no name, so nothing remains however this
     process ends.
     """
     data = torch.frombuffer(bytearray(os.urandom(_PIECE_BYTES)), dtype=torch.uint8)  # file systems may compress
-    used = _write(folder, data, measure_s / 2, cached=page_cache)
-    other = _write(folder, data, measure_s / 2, cached=not page_cache) if page_cache or used.is_direct else used
-    if not (used.is_direct or other.is_direct):  # the file system knows one way only
-        other = used
-    return Disk(
-        bytes_per_s=1 / used.s_per_byte,
-        measured_bytes=used.nbytes,
-        way="direct I/O" if used.is_direct else "the page cache",
-        other_bytes_per_s=1 / other.s_per_byte,
-        other_setting="never" if page_cache else "always",
-    )
-
-
-@dataclass(frozen=True)
-class _Written:
-    nbytes: int
-    took_s: float
-    is_direct: bool
-
-    @property
-    def s_per_byte(self) -> float:
-        return max(self.took_s, 1e-6) / self.nbytes
-
-
-def _write(folder: Path, data: torch.Tensor, for_s: float, *, cached: bool) -> _Written:
     most = min(_MOST_BYTES, free_space(folder) // _FREE_PART)
-    with nameless_file(folder) as fd, contextlib.closing(BlockWriter(fd, 0, cached=cached)) as writer:
+    with nameless_file(folder) as fd, contextlib.closing(BlockWriter(fd, 0, cached=page_cache)) as writer:
         pieces = max(1, most // _PIECE_BYTES)
         if most < _PIECE_BYTES:
             data = data[: max(1, most // 4096) * 4096]
@@ -77,4 +51,5 @@ def _write(folder: Path, data: torch.Tensor, for_s: float, *, cached: bool) -> _
                 break
         writer.finish()
         os.fsync(fd)
-        return _Written(written, time.monotonic() - began, writer.direct)
+        way = "direct I/O" if writer.direct else "the page cache"
+        return Disk(written / max(time.monotonic() - began, 1e-6), written, way)

@@ -1,4 +1,4 @@
-"""Variables of the environment that are unknown, have a wrong value, or contradict each other. Starts nothing."""
+"""Variables of the environment that nothing reads, or that contradict each other. A start refuses wrong values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 from mindx_elastic import config
 from mindx_elastic.cluster.settings import WORKER, ClusterSettings
 from mindx_elastic.core.printable import printable
-from mindx_elastic.doctor.finding import Finding, good, problem, warning
+from mindx_elastic.doctor.finding import Finding, Level
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.launchers import refusal
 
 __all__ = ["judge_variables", "known_names"]
 
@@ -51,14 +50,9 @@ def known_names() -> set[str]:
     return found
 
 
-def judge_variables(env: Mapping[str, str]) -> Iterator[Finding]:
-    """All that is to be said of `env`; one good finding where that is nothing."""
-    found = [*_unknown(env), *_wrong(env), *_launcher(env), *_grace(env)]
-    if found:
-        yield from found
-        return
-    names = [name for name in sorted(known_names()) if name.startswith(("MINDX_", "MS_")) and env.get(name)]
-    yield good("variables", f"{', '.join(names)}: valid, no contradiction" if names else "none of ours is set")
+def judge_variables(env: Mapping[str, str]) -> list[Finding]:
+    """What a start does not refuse: names that nothing reads, and times that contradict each other."""
+    return [*_unknown(env), *_grace(env)]
 
 
 def _unknown(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -71,35 +65,16 @@ def _unknown(env: Mapping[str, str]) -> Iterator[Finding]:
         if not alike and not name.startswith("MINDX_"):
             continue
         remedy = f"{alike[0]}?" if alike else "unset it; docs/reference.md has them all"
-        yield warning("variables", f"{printable(name)} is read by nothing", remedy)
-
-
-def _wrong(env: Mapping[str, str]) -> Iterator[Finding]:
-    readers = [cls.from_env for cls in vars(config).values() if hasattr(cls, "from_env")]
-    said = set()
-    for read in (*readers, ClusterSettings.from_env):
-        try:
-            read(env)
-        except UsageError as error:
-            if (text := printable(error)) not in said:
-                said.add(text)
-                yield problem("variables", text, "docs/reference.md says what it may be; unset it for the default")
-
-
-def _launcher(env: Mapping[str, str]) -> Iterator[Finding]:
-    if env.get("MS_ROLE", "").strip():
-        return  # of the dynamic cluster, which `_wrong` has read
-    if text := refusal(env):
-        what, _, remedy = text.partition(". ")
-        yield problem("variables", printable(what), printable(remedy.replace("\n", " ")))
+        yield Finding("variables", Level.WARNING, f"{printable(name)} is read by nothing", remedy)
 
 
 def _grace(env: Mapping[str, str]) -> Iterator[Finding]:
     """Times that contradict each other."""
     ours, theirs = _seconds(env, "MINDX_GRACE_S"), _seconds(env, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     if ours is not None and theirs is not None and theirs < ours:
-        yield problem(
+        yield Finding(
             "variables",
+            Level.PROBLEM,
             f"MINDX_GRACE_S={ours:g}, but torchrun kills after {theirs:g} s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
             f"make them equal; or under mindx-elastic run, --grace {ours:g}, which goes before both",
         )
@@ -107,11 +82,11 @@ def _grace(env: Mapping[str, str]) -> Iterator[Finding]:
     wait = _seconds(env, "MINDX_AGREEMENT_S")
     if wait is not None and wait > grace / 3:
         text = f"MINDX_AGREEMENT_S={wait:g} is more than a third of the {grace:g} s of grace, and is cut to that"
-        yield warning("variables", text, "a longer grace period, or unset it")
+        yield Finding("variables", Level.WARNING, text, "a longer grace period, or unset it")
 
 
 def _seconds(env: Mapping[str, str], name: str) -> float | None:
-    """None: not set, or no number, which `_wrong` tells."""
+    """None: not set, or no number, which a start refuses."""
     try:
         return float(env.get(name, ""))
     except ValueError:

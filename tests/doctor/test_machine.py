@@ -1,11 +1,9 @@
-"""Containers of machines that are not there; files of cgroups as kernels write them."""
+"""Files of cgroups as kernels write them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mindx_elastic.doctor.container import judge_first_process
-from mindx_elastic.doctor.finding import Level, worst
 from mindx_elastic.doctor.machine import available_memory, memory_of_container
 from mindx_elastic.doctor.places import file_system
 
@@ -33,7 +31,3 @@ def test_the_tightest_cgroup_counts(tmp_path: Path) -> None:
 
 def test_the_file_system_of_a_path() -> None:
     assert file_system(Path("/proc/self")) == "proc"
-
-
-def test_a_shell_as_the_first_process() -> None:
-    assert worst(judge_first_process("bash")) is Level.WARNING and not list(judge_first_process("tini"))

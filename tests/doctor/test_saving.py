@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindx_elastic.doctor.finding import Level
-from mindx_elastic.doctor.places import judge_memory
-from mindx_elastic.doctor.saving import Disk, HeldState, judge_room, judge_time
+from mindx_elastic.doctor.saving import Disk, HeldState, judge_memory, judge_room, judge_time
 
 GIB = 1 << 30
 
@@ -15,35 +14,34 @@ def disk(gib_per_s: float) -> Disk:
     return Disk(bytes_per_s=gib_per_s * GIB, measured_bytes=GIB, way="direct I/O")
 
 
-def state(size_gib: float, ranks: int = 1, *, replicated: bool = True) -> HeldState:
-    return HeldState(nbytes=int(size_gib * GIB), ranks=ranks, is_replicated=replicated)
+def state(size_gib: float, ranks: int = 1) -> HeldState:
+    return HeldState(int(size_gib * GIB), ranks)
 
 
 @pytest.mark.parametrize(
-    ("size_gib", "ranks", "replicated", "speed", "grace_s", "level"),
+    ("size_gib", "ranks", "speed", "grace_s", "level"),
     [
-        (18, 1, True, 2.3, 30, Level.GOOD),
-        (18, 1, True, 0.9, 30, Level.WARNING),  # 20 s of 30
-        (18, 1, True, 0.5, 30, Level.PROBLEM),
-        (18, 1, True, 0.5, 120, Level.GOOD),
-        (4, 8, True, 1, 30, Level.WARNING),  # agreed 8 s, but 32 s where a rank is dead
-        (4, 8, False, 1, 30, Level.GOOD),  # parts: 4 GiB in all
-        (4, 2, True, 1, 30, Level.GOOD),
+        (18, 1, 2.3, 30, Level.GOOD),
+        (18, 1, 0.9, 30, Level.WARNING),  # 20 s of 30
+        (18, 1, 0.5, 30, Level.PROBLEM),
+        (18, 1, 0.5, 120, Level.GOOD),
+        (4, 8, 1, 30, Level.WARNING),  # agreed 8 s, but 32 s where a rank is dead
+        (4, 2, 1, 30, Level.GOOD),
     ],
 )
 def test_a_save_is_compared_with_the_grace_period(
-    size_gib: float, ranks: int, replicated: bool, speed: float, grace_s: float, level: Level
+    size_gib: float, ranks: int, speed: float, grace_s: float, level: Level
 ) -> None:
-    (found,) = judge_time(disk(speed), state(size_gib, ranks, replicated=replicated), grace_s)
+    found = judge_time(disk(speed), state(size_gib, ranks), grace_s)
     assert found.level is level, found.text
     assert bool(found.remedy) is (level is not Level.GOOD)
     assert f"of your {grace_s:g} s of grace" in found.text
 
 
 def test_the_remedy_of_a_slow_disk_is_enough() -> None:
-    (found,) = judge_time(disk(0.5), state(18), 30)
+    found = judge_time(disk(0.5), state(18), 30)
     assert "--grace 75" in found.remedy
-    (again,) = judge_time(disk(0.5), state(18), 75)
+    again = judge_time(disk(0.5), state(18), 75)
     assert again.level is Level.GOOD
 
 

@@ -13,11 +13,8 @@ WRONG = [
     ({"MINDX_GRACE": "30"}, Level.WARNING, "MINDX_GRACE is read by nothing", "MINDX_GRACE_S?"),
     ({"MINDX_NONSENSE_XYZ": "1"}, Level.WARNING, "read by nothing", "reference.md"),
     ({"MS_ENABLE_GRACEFULL_EXIT": "1"}, Level.WARNING, "read by nothing", "MS_ENABLE_GRACEFUL_EXIT?"),
-    ({"MINDX_GRACE_S": "soon"}, Level.PROBLEM, "not a number", ""),
     ({"MINDX_GRACE_S": "60", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}, Level.PROBLEM, "kills after 30 s", "--grace 60"),
     ({"MINDX_AGREEMENT_S": "20"}, Level.WARNING, "more than a third", ""),
-    ({"SLURM_STEP_NUM_TASKS": "4"}, Level.PROBLEM, "one of several", "Start the job with"),
-    ({"MS_ROLE": "MS_WORKER"}, Level.PROBLEM, "MS_SCHED_HOST is not set", ""),
 ]
 RIGHT = [
     {"MINDX_GRACE_S": "30", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"},
@@ -29,15 +26,14 @@ RIGHT = [
 
 @pytest.mark.parametrize(("env", "level", "text", "remedy"), WRONG, ids=lambda each: str(each)[:40])
 def test_what_is_wrong_has_a_remedy(env: dict[str, str], level: Level, text: str, remedy: str) -> None:
-    found = list(judge_variables(env))
+    found = judge_variables(env)
     assert worst(found) is level, found
     assert any(text in each.text and remedy in each.remedy and each.remedy for each in found), found
 
 
 @pytest.mark.parametrize("env", RIGHT, ids=str)
 def test_good_environments_are_left_alone(env: dict[str, str]) -> None:
-    (found,) = judge_variables(env)
-    assert found.level is Level.GOOD
+    assert judge_variables(env) == []
 
 
 def test_all_documented_variables_are_known() -> None:
@@ -48,5 +44,5 @@ def test_all_documented_variables_are_known() -> None:
 
 
 def test_escape_sequences_are_shown_and_not_obeyed() -> None:
-    found = list(judge_variables({"MINDX_\x1b[31m": "1"}))
+    found = judge_variables({"MINDX_\x1b[31m": "1"})
     assert found and not any("\x1b" in each.text + each.remedy for each in found)
