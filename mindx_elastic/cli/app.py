@@ -102,7 +102,7 @@ def _common(
     mindx-elastic clean                           list what dead jobs have left in shared memory
 
     status, logs, report, pause and resume look into ./mindx-run, where run writes, if no RUN_DIR is given.
-    --install-completion lets TAB complete all of this; --json gives the same to scripts.
+    --install-completion lets TAB complete all of this; --json, where a command has it, gives the same to scripts.
     """
     if debug:
         os.environ["MINDX_DEBUG"] = "1"

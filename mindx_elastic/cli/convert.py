@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,21 +12,17 @@ from mindx_elastic.cli.common import (
     EXIT_BAD,
     EXIT_NOTHING,
     EXIT_USAGE,
-    JsonOption,
     is_folder,
+    make_console,
     say,
-    show,
     tell_error,
 )
-from mindx_elastic.cli.progress import working
 from mindx_elastic.core.printable import human_size
 
 if TYPE_CHECKING:
     from mindx_elastic.convert.conversion import ConversionRequest, Converted
 
 __all__ = ["convert_command"]
-
-_SCHEMA = 2
 
 
 def convert_command(
@@ -55,7 +51,6 @@ def convert_command(
         int | None, typer.Option(help="The step to take.", show_default="the newest that all ranks have")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DESTINATION if it exists.")] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint of this package into a torch.save file or plain safetensors: name -> tensor.
 
@@ -86,28 +81,13 @@ def convert_command(
         request = ConversionRequest(
             source=source, destination=destination, component=component, everything=everything, step=step, force=force
         )
-        with working("converting"):
-            result = convert(request)
+        result = convert(request)
     except MindxError as error:
         tell_error(error)
         if isinstance(error, NoUsableCheckpointError):
             raise typer.Exit(EXIT_NOTHING) from None
         raise typer.Exit(EXIT_BAD if isinstance(error, CheckpointError) else EXIT_USAGE) from None
-    show(_as_dict(request, result), as_json, lambda console, _: say(console, *_lines(request, result)))
-
-
-def _as_dict(request: ConversionRequest, result: Converted) -> dict[str, Any]:
-    return {
-        "schema": _SCHEMA,
-        "source": str(request.source),
-        "destination": str(request.destination),
-        "format": request.kind,
-        "tensors": result.num_tensors,
-        "size_bytes": result.nbytes,
-        "step": result.step,
-        "notes": result.notes,
-        "load": _how_to_load(request),
-    }
+    say(make_console(), *_lines(request, result))
 
 
 def _lines(request: ConversionRequest, result: Converted) -> Iterator[str]:
@@ -116,14 +96,9 @@ def _lines(request: ConversionRequest, result: Converted) -> Iterator[str]:
     yield f"{request.source} (step {result.step}) -> {written}"
     for note in result.notes:
         yield f"note: {note}"
-    for line in _how_to_load(request):
-        yield f"    {line}"
-
-
-def _how_to_load(request: ConversionRequest) -> list[str]:
-    """Python lines."""
     name, model = str(request.destination), '["model"]' if request.everything else ""
     if request.kind == "torch":
-        return [f"model.load_state_dict(torch.load({name!r}, weights_only=True){model})"]
-    in_torch = f"model.load_state_dict(safetensors.torch.load_file({name!r}))"
-    return [f'mindspore.load_checkpoint({name!r}, net, format="safetensors")', in_torch]
+        yield f"    model.load_state_dict(torch.load({name!r}, weights_only=True){model})"
+        return
+    yield f'    mindspore.load_checkpoint({name!r}, net, format="safetensors")'
+    yield f"    model.load_state_dict(safetensors.torch.load_file({name!r}))"

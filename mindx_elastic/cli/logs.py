@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from mindx_elastic.cli.common import EXIT_NOTHING, JSON_SCHEMA, RUN_DIR, JsonOption, RunDirArgument, fail, find_runs
+from mindx_elastic.cli.common import EXIT_NOTHING, RUN_DIR, RunDirArgument, fail, find_runs
 from mindx_elastic.core.printable import printable, printable_block
 
 __all__ = ["logs_command"]
@@ -17,7 +15,6 @@ __all__ = ["logs_command"]
 def logs_command(
     path: RunDirArgument = RUN_DIR,
     rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this rank.", show_default="all")] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Show the last 200 lines that each failed rank wrote to stderr, its exception among them.
 
@@ -35,26 +32,18 @@ def logs_command(
     mindx-elastic logs
     mindx-elastic logs mindx-run --rank 1
     """
-    runs = find_runs(path)
-    folder = path if path.is_dir() else path.parent
-    files = [each for each in _files(folder) if rank in (None, each["rank"])]
-    if as_json:
-        typer.echo(json.dumps({"schema": JSON_SCHEMA, "run_dir": str(path), "ranks": files}, indent=2))
-    for each in [] if as_json else files:
-        typer.echo(printable_block("\n".join([each["how"], *each["lines"], ""])))
-    if not files and not as_json:
-        of = "no rank" if rank is None else f"rank {rank} has not, or no rank"
-        typer.echo(printable(f"{of} has failed in {path}" if runs else f"no agent has run in {path}"))
-    if not runs and not files:
-        raise typer.Exit(EXIT_NOTHING)
-
-
-def _files(run_dir: Path) -> list[dict[str, Any]]:
-    """What the agent has kept, by rank."""
     from mindx_elastic.agent.run_log import read_last_lines
 
+    runs = find_runs(path)
     try:
-        kept = read_last_lines(run_dir)
+        kept = read_last_lines(path if path.is_dir() else path.parent)
     except OSError as error:
         fail(f"{error.filename} cannot be read: {error.strerror}")
-    return [{"rank": rank, "how": how, "lines": lines} for rank, (how, *lines) in sorted(kept.items())]
+    found = [lines for each, lines in sorted(kept.items()) if rank in (None, each)]
+    for lines in found:
+        typer.echo(printable_block("\n".join([*lines, ""])))
+    if not found:
+        of = "no rank" if rank is None else f"rank {rank} has not, or no rank"
+        typer.echo(printable(f"{of} has failed in {path}" if runs else f"no agent has run in {path}"))
+        if not runs:
+            raise typer.Exit(EXIT_NOTHING)

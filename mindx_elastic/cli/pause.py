@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from contextlib import suppress
@@ -14,11 +13,8 @@ import typer
 
 from mindx_elastic.cli.common import (
     EXIT_BAD,
-    EXIT_GOOD,
     EXIT_NOTHING,
-    JSON_SCHEMA,
     RUN_DIR,
-    JsonOption,
     RunDirArgument,
     fail,
     find_runs,
@@ -43,7 +39,6 @@ def pause_command(
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for every rank to come."),
     ] = 300.0,
-    as_json: JsonOption = False,
 ) -> None:
     """Let all ranks of a running job wait at one step, until resume.
 
@@ -64,10 +59,9 @@ def pause_command(
     \b
     [bold]Examples[/bold]
     mindx-elastic pause mindx-run
-    mindx-elastic pause mindx-run --json | jq .step
     mindx-elastic pause mindx-run --timeout 60 && nvidia-smi && mindx-elastic resume mindx-run
     """
-    _command("pause", path, timeout, as_json=as_json)
+    _command("pause", path, timeout)
 
 
 def resume_command(
@@ -76,7 +70,6 @@ def resume_command(
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for the ranks to go on."),
     ] = 60.0,
-    as_json: JsonOption = False,
 ) -> None:
     """Let a paused job go on.
 
@@ -93,10 +86,10 @@ def resume_command(
     [bold]Examples[/bold]
     mindx-elastic resume mindx-run
     """
-    _command("resume", path, timeout, as_json=as_json)
+    _command("resume", path, timeout)
 
 
-def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
+def _command(kind: str, path: Path, timeout_s: float) -> None:
     from mindx_elastic.agent.pausing import PauseOrder
 
     run = _find_run(path)
@@ -119,11 +112,6 @@ def _command(kind: str, path: Path, timeout_s: float, *, as_json: bool) -> None:
     if kind == "pause" and not answer.good:
         _take_back(folder, run, answer.text)
         answer = replace(answer, text=f"not paused: {answer.text}")
-    if as_json:
-        document = {"schema": JSON_SCHEMA, "command": kind, "run_dir": str(path), "agent_pid": run.pid}
-        document |= {"done": answer.good, "step": answer.step, "text": answer.text}
-        typer.echo(json.dumps(document, indent=2))
-        raise typer.Exit(EXIT_GOOD if answer.good else EXIT_BAD)
     if not answer.good:
         _end(EXIT_BAD, answer.text)
     typer.echo(printable(answer.text))

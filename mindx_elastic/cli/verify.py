@@ -24,7 +24,6 @@ from mindx_elastic.cli.common import (
     say,
     show,
 )
-from mindx_elastic.cli.progress import progress_of_bytes
 from mindx_elastic.core.printable import human_size, printable
 
 if TYPE_CHECKING:
@@ -135,16 +134,14 @@ def check_entries(entries: Sequence[CatalogEntry], owners: Owners) -> list[list[
     from mindx_elastic.persist.reader import verify_file
 
     verdicts = []
-    total = sum(entry.size for entry in entries if entry.header is not None)
-    with progress_of_bytes("verifying", total) as advance:
-        for entry in entries:
-            if entry.header is None or entry.info is None:
-                verdicts.append([entry.problem or "unreadable"])
-            else:
-                # Without the path in front: every place that shows them has named the file already.
-                problems = verify_file(entry.path, owners, on_bytes=advance)
-                prefix = printable(f"{entry.path}: ")
-                verdicts.append([printable(problem).removeprefix(prefix) for problem in problems])
+    for entry in entries:
+        if entry.header is None or entry.info is None:
+            verdicts.append([entry.problem or "unreadable"])
+        else:
+            # Without the path in front: every place that shows them has named the file already.
+            prefix = printable(f"{entry.path}: ")
+            problems = map(printable, verify_file(entry.path, owners))
+            verdicts.append([problem.removeprefix(prefix) for problem in problems])
     return verdicts
 
 

@@ -198,13 +198,10 @@ def read_some(fd: int, header: Header, tree: Tree, path: Path) -> Any:
     return unflatten(tree, tensors, path=path)
 
 
-def verify_file(
-    path: StrPath, owners: Owners | None = None, *, on_bytes: Callable[[int], None] | None = None
-) -> list[str]:
+def verify_file(path: StrPath, owners: Owners | None = None) -> list[str]:
     """Every problem of `path`, one line each; empty when it is good. Bad content or a missing file raises nothing.
 
-    `owners`: the users whose files are trusted. `on_bytes`: told in any thread how many more have been read. Raises
-    UntrustedFileError for a file of another user.
+    `owners`: the users whose files are trusted. Raises UntrustedFileError for a file of another user.
     """
     path = Path(path)
     problems: list[str] = []
@@ -216,18 +213,13 @@ def verify_file(
                     read_checked(fd, header, entry, path)
                 except CheckpointError as error:
                     problems.append(str(error))
-                if on_bytes is not None:
-                    on_bytes(entry.nbytes)
 
             def check_run(run: Sequence[TensorEntry]) -> None:
                 try:
-                    data = _read_run(fd, header, run, path, verify=True)
+                    _read_run(fd, header, run, path, verify=True)
                 except CheckpointError:  # there may be several
                     for entry in run:
                         check(entry)
-                else:
-                    if on_bytes is not None:
-                        on_bytes(data.nbytes)
 
             _for_each(header.entries.values(), check, check_run)
     except UntrustedFileError:
