@@ -7,8 +7,6 @@ form of ``programs.py`` has it. WHAT is ``kill``, ``stop``, ``spin``, ``raise``,
 once (``next-now``). A loader worker kills its rank, or itself (``loader``). Each fires once in a job, however often the
 step is done; ``FAULT rank step where`` says so.
 
-``--meanwhile WHO:STAGE:WHAT``: the same in a recovery, see ``in_recovery.py``.
-
 Prints ``READY rank pid resumed_from``, ``SEEN epoch index,... rank step`` where a step begins (again where it is done
 again), and ``DONE rank sha256 step``.
 """
@@ -38,7 +36,6 @@ from torch.distributed.tensor import DTensor
 
 import mindx_elastic as mx
 from mindx_elastic.guard import saver as saving_module
-from tests.jobs.in_recovery import InRecovery
 from tests.jobs.kit import Every, say
 from tests.jobs.loop import Pictures
 
@@ -63,7 +60,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--inside", choices=("no", "hooks", "count"), default="no", help="what the function does at its beginning"
     )
     parser.add_argument("--fault", action="append", default=[])
-    parser.add_argument("--meanwhile", action="append", default=[])
     parser.add_argument("--setup", choices=("no", "gather", "barrier", "group"), default="no")
     parser.add_argument("--with-guard", action="store_true", help="with guard: in place of guard.run()")
     parser.add_argument("--compress", action="store_true", help="a communication hook of DDP")
@@ -180,8 +176,6 @@ class Training:
         )
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.faults = Faults(args.fault, self.rank, args.directory)
-        self.in_recovery = InRecovery(args.meanwhile, self.rank, args.directory)
-        self.in_recovery.at("start")
         torch.manual_seed(77 + self.rank)
         random.seed(78 + self.rank)
         np.random.seed(79 + self.rank)
@@ -251,7 +245,6 @@ class Training:
         return bool(self.number % self.args.accumulate == 0)
 
     def run(self, train: Any) -> None:
-        self.in_recovery.at("guard")
         if self.args.with_guard:
             with self.guard:
                 train(self)

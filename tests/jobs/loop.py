@@ -262,16 +262,6 @@ def announce_worker(worker_id: int) -> None:
 # --- injected faults ---
 
 
-def drop_key(value: str) -> None:
-    """As if a launcher did not say how many ranks a node has: the job has no key."""
-    del os.environ["LOCAL_WORLD_SIZE"]
-
-
-def own_key(value: str) -> None:
-    """Each rank has another one."""
-    os.environ["MINDX_JOB_KEY"] = f"each rank has another one {os.environ['RANK']}"
-
-
 def file_size(value: str) -> None:
     """Files of more than so many bytes cannot be written, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -344,8 +334,6 @@ def kill_at_call(value: str) -> None:
 
 
 INJECTIONS: dict[str, Callable[[str], None]] = {
-    "no-key": drop_key,
-    "own-key": own_key,
     "file-size": file_size,
     "save-killed": of_one_rank(lambda _: kill_here("in the save")),
     "save-stopped": of_one_rank(stand_still),

@@ -4,9 +4,7 @@ the undisturbed run; or the job is restarted, and says why. See ``jobs/in_place.
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.rejoin.record import STAGES
-from tests.harness import Job, events, free_port, job_status, run_job, start_agent, wait_until
+from tests.harness import Job, events, job_status, run_job, start_agent
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -27,7 +25,7 @@ WHY = r"no recovery in place: (.*)"
 RESTART = r"restart \d+ of"
 PATIENT = ("--rejoin-timeout", "120")
 """The first death may come before the zygote is ready."""
-PLAIN = {"--fault": 1, "--meanwhile": 1, "--resources": 0, "--hold-at": 1, "--step-s": 1}
+PLAIN = {"--fault": 1, "--resources": 0, "--hold-at": 1, "--step-s": 1}
 """Options that do not change what is trained, and how many words follow."""
 Meanwhile = Callable[[Job, Path], None]
 
@@ -54,7 +52,6 @@ class Runs:
         folder = self.new_folder()
         job = self.start(folder, ranks, words, options, env, meanwhile, code)
         assert len(job.matches(r"^FAULT ")) == words.count("--fault"), job.report()
-        assert len(job.matches("^MEANWHILE ")) == words.count("--meanwhile"), job.report()
         if code == 0:
             assert (job.hashes(), _seen(job)) == expected, job.report()
             assert not job.matches("not bit for bit"), job.report()
@@ -167,7 +164,6 @@ def small_disk(path: Path, size: str) -> Iterator[None]:
 # --- ranks that die ---
 
 TWO = ("1:3:start", "0:4:forward", "1:6:mid", "0:8:backward", "1:10:update", "0:12:eval", "1:13:after", "0:15:save")
-THREE = ("2:3:start", "0:4:forward", "1:6:mid", "2:8:eval", "0:9:backward", "1:11:update", "2:13:after", "0:15:save")
 
 
 def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
@@ -197,49 +193,6 @@ def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
     totals = document["totals"]
     assert (totals["failures"], totals["in_place"], totals["steps_lost"]) == (len(orders), len(orders), 0)
     assert totals["not_training_s"] == pytest.approx(sum(each["duration_s"] for each in found), abs=0.01)
-
-
-@drill
-@pytest.mark.parametrize(
-    "more",
-    [("inference", "--num-workers", 2), ("no_grad", "--setup", "group"), ("no_grad", "--setup", "barrier")],
-)
-def test_three_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs, more: Sequence[object]) -> None:
-    job, _ = runs.run(3, "--epochs", 3, "--save-every", 5, "--evaluate", *more, *faults(*THREE))
-    check_in_place(job, victims(THREE))
-
-
-@drill
-@pytest.mark.parametrize(("ranks", "dead"), [(3, (0, 1)), (4, (0, 2)), (4, (1, 2, 3)), (5, (3,)), (5, (0, 2, 4))])
-def test_several_ranks_killed_at_once(runs: Runs, ranks: int, dead: Sequence[int]) -> None:
-    job, _ = runs.run(ranks, *faults(*(f"{rank}:6:start" for rank in dead)))
-    assert job.matches(IN_PLACE) or job.matches(WHY), job.report()
-
-
-@drill
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_each_rank_killed_at_random_moments(runs: Runs, ranks: int) -> None:
-    """From outside, wherever it is: in a step, an evaluation, a save, between two steps, during a recovery."""
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
-    draws = random.Random(seed)
-
-    def over(job: Job) -> int:
-        return len(job.matches(IN_PLACE)) + len(job.matches(RESTART))
-
-    def kill(job: Job, folder: Path) -> None:
-        job.wait_for(r"SEEN \d+ \S+ \d+ 3$", ranks)
-        for turn in range(2 * ranks):
-            known = over(job)
-            time.sleep(draws.uniform(0.05, 1.0))  # the point of the test, not an order of events
-            if job.matches(r"^DONE"):
-                break
-            os.kill(job.processes()[turn % ranks][-1], signal.SIGKILL)
-            wait_until(lambda known=known: over(job) > known or job.process.poll() is not None, "the recovery")
-
-    words = ["--epochs", 6, "--evaluate", "no_grad", "--save-every", 5, "--step-s", 0.05]
-    job, _ = runs.run(ranks, *words, options=[*PATIENT, "--max-restarts", "20"], meanwhile=kill)
-    assert job.matches(IN_PLACE), job.report()
 
 
 @drill
@@ -341,24 +294,6 @@ def test_a_warm_spare_takes_a_dead_ranks_place(runs: Runs, late: Sequence[str], 
     job, _ = runs.run(2, *words, options=["--spares", "1", *PATIENT], meanwhile=go_when_it_waits)
     check_in_place(job, [1])
     assert job.processes()[1][1] == spares[0]
-
-
-@drill
-def test_the_agent_is_killed_in_the_middle_of_a_recovery(runs: Runs) -> None:
-    """The survivors save what they have, and the next start goes on from there."""
-    folder = runs.new_folder()
-
-    def kill(job: Job, folder: Path) -> None:
-        job.wait_for("takes the place of rank 1")
-        os.kill(job.process.pid, signal.SIGKILL)
-        job.wait()
-        pids = [pid for of_rank in job.processes().values() for pid in of_rank]
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of all ranks")
-
-    first = runs.start(folder, 2, ["--step-s", "0.02", *faults("1:6:forward")], meanwhile=kill, code=None)
-    assert first.matches("FAULT 1 6 forward") and first.matches("step 5 saved in"), first.report()
-    again = runs.start(folder, 2, [])
-    assert again.hashes() == runs.undisturbed(2, [])[0], again.report()
 
 
 @drill
@@ -528,19 +463,6 @@ def test_a_program_that_leaves_after_an_error_is_restarted_and_says_why(runs: Ru
     # A death that is heard before the program has caught its error takes the survivor out first.
     assert restarts + len(job.matches(IN_PLACE)) == len(ORDERS), job.report()
     assert job.matches("^CAUGHT") and restarts and len(job.matches(WHY)) >= restarts, job.report()
-
-
-@drill
-def test_an_error_of_the_program_restarts_the_job(runs: Runs) -> None:
-    job, _ = runs.run(2, *faults("1:6:start:raise"))
-    assert job.matches(r"ValueError: injected") and job.matches(RESTART), job.report()
-
-
-@drill
-def test_a_job_of_one_node_needs_no_endpoint_and_may_have_one(runs: Runs) -> None:
-    options = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
-    job, _ = runs.run(2, *faults("1:6:mid"), options=(*PATIENT, *options))
-    check_in_place(job, [1])
 
 
 @drill
