@@ -2,10 +2,8 @@
 
 A scenario is a class below, by its name in lower case with underscores. One rank, or several with DDP.
 
-Prints ``READY rank pid resumed_from``, ``KILLED rank`` and ``DONE rank sha256 step``. ``--stop-at STEP`` sends a real
-SIGTERM to rank 0 in the middle of that step, on every start. ``--kill RANK:STEP:PLACE`` is a SIGKILL, once in a job,
-when the other ranks have come as far as they can without this one. All may be given
-several times.
+Prints ``READY rank pid resumed_from``, ``KILLED rank`` and ``DONE rank sha256 step``. ``--kill RANK:STEP:PLACE`` is
+a SIGKILL, once in a job, when the other ranks have come as far as they can without this one.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ import hashlib
 import os
 import random
 import re
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,12 +24,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
 
 import mindx_elastic as mx
-from mindx_elastic.guard.stop_state import StopPhase
 from tests.jobs.kit import kill_here, say, wait_for
 
 PER_STEP = 12
@@ -165,9 +160,6 @@ class Training:
     def end_step(self, batch: Any, loss: torch.Tensor) -> None:
         step = self.guard.step + 1
         loss.backward()
-        if step in self.args.stop_at and self.rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            wait_for_stop(self.guard)
         self.come_to("backward", step)
         self.optimizer.step()
         self.come_to("update", step)
@@ -204,119 +196,10 @@ class Training:
         return digest.hexdigest()
 
 
-def wait_for_stop(guard: mx.Guard) -> None:
-    """Until the alarm is heard: the coming boundary is then the last, or the one after it on other ranks."""
-    while guard.stopper.phase is StopPhase.TRAINING:
-        time.sleep(0.001)
-
-
 # --- flags ---
 
 
-class Unfreezing(Training):
-    """The backbone is trained from step 8 on."""
-
-    ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
-
-    def wrapped(self) -> None:
-        self.network.backbone.requires_grad_(False)  # after DDP, which must know all parameters
-
-    def before(self, step: int) -> None:
-        if step == CHANGE:
-            self.network.backbone.requires_grad_(True)
-
-
-class Rewrapped(Training):
-    """DDP was built while the backbone was frozen; later another one is, that knows it."""
-
-    def build(self) -> None:
-        super().build()
-        self.network.backbone.requires_grad_(False)
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.network.parameters(), lr=1e-2)
-
-    def before(self, step: int) -> None:
-        if step == CHANGE:
-            self.network.backbone.requires_grad_(True)
-            self.model = DistributedDataParallel(self.network)
-
-
-class Sharded(Training):
-    """FSDP2, with an average that is sharded as well; unfreezing in step 8."""
-
-    def build(self) -> None:
-        super().build()
-        self.network.backbone[1] = nn.LayerNorm(16)
-        self.average: Any = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-
-    def wrap(self) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard
-
-        for part in (self.network.backbone, self.network, self.average.module):
-            fully_shard(part)
-        return self.network  # type: ignore[no-any-return]
-
-    def wrapped(self) -> None:
-        self.network.backbone.requires_grad_(False)
-
-    def more(self) -> dict[str, Any]:
-        return {"stateful": {"average": self.average}}
-
-    def before(self, step: int) -> None:
-        if step == CHANGE:
-            self.network.backbone.requires_grad_(True)
-            self.network.backbone[3].eval()
-
-    def after(self, step: int, loss: torch.Tensor) -> None:
-        self.average.update_parameters(self.network)
-        with torch.no_grad():
-            self.network.head.bias.lerp_(self.average.module.head.bias, 0.1)
-
-    def kept(self) -> list[Any]:
-        return [self.average.n_averaged]
-
-
 # --- groups and modules ---
-
-
-class AddedGroup(Training):
-    """The backbone joins in step 8 with a learning rate of its own; a scheduler goes on."""
-
-    ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.network.head.parameters(), lr=1e-2)
-
-    def wrapped(self) -> None:
-        self.network.backbone.requires_grad_(False)
-        self.rates = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
-
-    def more(self) -> dict[str, Any]:
-        return {"lr_scheduler": self.rates}
-
-    def before(self, step: int) -> None:
-        if step == CHANGE:
-            self.network.backbone.requires_grad_(True)
-            group = {"params": list(self.network.backbone.parameters()), "lr": 1e-3, "weight_decay": 0.3}
-            self.optimizer.add_param_group(group)
-
-    def after(self, step: int, loss: torch.Tensor) -> None:
-        self.rates.step()
-
-
-class ReplacedHead(Training):
-    """Another head of the same shape, known to the optimizer."""
-
-    def before(self, step: int) -> None:
-        if step == CHANGE:
-            old = list(self.network.head.parameters())
-            self.network.head = nn.Linear(16, 4)
-            new = dict(zip(map(id, old), self.network.head.parameters(), strict=True))
-            for parameter in old:
-                self.optimizer.state.pop(parameter, None)
-            group = self.optimizer.param_groups[0]
-            group["params"][:] = [new.get(id(p), p) for p in group["params"]]
 
 
 class ForgottenHead(Training):
@@ -349,69 +232,7 @@ class LateParametrization(Training):
             parametrizations.weight_norm(self.network.head)
 
 
-class LeftForExport(Training):
-    """The norm is taken off inside the block, after the training."""
-
-    def build(self) -> None:
-        super().build()
-        nn.utils.weight_norm(self.network.head)
-
-    def tail(self, epoch: int) -> None:
-        if epoch == self.epochs:
-            nn.utils.remove_weight_norm(self.network.head)
-
-
-class HeadOfLoop(Training):
-    """What people write at the head of an epoch, and what runs again in a resumed one."""
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.network.head.parameters(), lr=1e-2)
-
-    def head(self, epoch: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] *= 0.5
-        if epoch == 2:
-            self.optimizer.add_param_group({"params": self.network.backbone.parameters(), "lr": 1e-3})
-        if epoch == 3:
-            with torch.no_grad():
-                self.network.head.bias.zero_()
-            self.optimizer.state.clear()
-        prune.random_unstructured(self.network.head, "weight", amount=2)
-
-
 # --- buffers ---
-
-
-class Buffered(Net):
-    """Buffers that no state_dict has, that are made late, and that begin with None."""
-
-    noise: torch.Tensor
-    running: torch.Tensor
-    center: torch.Tensor | None
-    late: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("noise", torch.full((8,), float(os.environ["NOISE"])), persistent=False)
-        self.register_buffer("running", torch.zeros(8), persistent=False)
-        self.register_buffer("positions", torch.arange(4).expand(3, -1), persistent=False)
-        self.register_buffer("center", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.running.mul_(0.9).add_(x.mean(0))
-            if self.center is None:
-                self.center = x.mean(0)
-            if not hasattr(self, "late"):
-                self.register_buffer("late", x.std(0))
-        return super().forward(x - self.running + self.noise + self.center + self.late)
-
-
-class Buffers(Training):
-    """One of the buffers is another one in each process: ``NOISE`` in the environment."""
-
-    def build(self) -> None:
-        self.network = Buffered()
 
 
 class MomentumEncoder(Training):
@@ -541,23 +362,15 @@ class OwnLosses(OwnObjects):
 class RankZeroDict(Training):
     """An average in a dict, on rank 0 alone; the other ranks name nothing."""
 
-    others_name_it = False
-
     def more(self) -> dict[str, Any]:
         values = self.network.state_dict() if self.rank == 0 else {}
         self.ema = {name: value.clone() for name, value in values.items()}
-        return {"stateful": {"ema": self.ema}} if self.rank == 0 or self.others_name_it else {}
+        return {"stateful": {"ema": self.ema}} if self.rank == 0 else {}
 
     def after(self, step: int, loss: torch.Tensor) -> None:
         for name, value in self.network.state_dict().items() if self.ema else ():
             if value.is_floating_point():
                 self.ema[name].mul_(0.9).add_(value, alpha=0.1)
-
-
-class RankZeroDictNamed(RankZeroDict):
-    """They name an empty one."""
-
-    others_name_it = True
 
 
 class RankZeroAverages(Training):
@@ -661,16 +474,6 @@ class SetDataOfWorkers(SetData):
     num_workers = 1
 
 
-class Stream(IterableDataset[Any]):
-    """A rank's share, whose length nobody knows."""
-
-    def __init__(self, data: Any, rank: int, world_size: int) -> None:
-        self.data, self.rank, self.world_size = data, rank, world_size
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[i] for i in range(self.rank, len(self.data), self.world_size))
-
-
 class EpochTail(Training):
     """Code behind each epoch reads its last loss, has a collective and sets the rate: ``LOSS rank epoch sum``."""
 
@@ -708,13 +511,6 @@ class EpochTail(Training):
         return [self.optimizer.param_groups[0]["lr"]]
 
 
-class StreamTail(EpochTail):
-    """The loader does not know its length."""
-
-    def make_loader(self, batch_size: int) -> Any:
-        return DataLoader(Stream(self.data, self.rank, self.world_size), batch_size)
-
-
 # --- steps that are not the same on all ranks ---
 
 
@@ -749,7 +545,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("scenario", choices=Training.known)
-    parser.add_argument("--stop-at", type=int, action="append", default=[])
     parser.add_argument("--kill", action="append", default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -22,16 +22,6 @@ def drilled(*values: object) -> Any:
     return pytest.param(*values, marks=drill)
 
 
-def stopped_and_resumed(folder: Path, scenario: str, *steps: int, ranks: int = 1, **env: str) -> Job:
-    """Stopped at each of `steps`, run to the end after the last."""
-    for step in steps:
-        code = 143 if ranks == 1 else 1  # torchrun's own
-        run_job(JOB, folder / "ckpt", scenario, "--stop-at", step, ranks=ranks, env=env, code=code)
-    job = run_job(JOB, folder / "ckpt", scenario, ranks=ranks, env=env)
-    assert job.matches(r"INFO resumed from"), job.report()
-    return job
-
-
 def killed_under_agent(
     folder: Path, scenario: str, *kills: str, ranks: int = 2, recover: str = "restart", every: str = "auto"
 ) -> Job:
@@ -74,50 +64,6 @@ def assert_same_end(job: Job, whole: Job) -> None:
 # --- changes ---
 
 
-@pytest.mark.parametrize(
-    ("scenario", "ranks", "steps"),
-    [
-        ("added_group", 1, (7, 8, 9)),
-        drilled("added_group", 1, (13,)),
-        drilled("added_group", 2, (9,)),
-        drilled("unfreezing", 1, (7, 8, 9)),
-        drilled("unfreezing", 1, (12, 14)),
-        drilled("unfreezing", 2, (7,)),
-        drilled("unfreezing", 2, (9,)),
-        drilled("head_of_loop", 1, (3, 8)),
-        drilled("head_of_loop", 1, (12, 15)),
-        drilled("replaced_head", 1, (7, 8, 9)),
-        drilled("replaced_head", 1, (13,)),
-        drilled("power_sgd", 2, (2,)),
-        drilled("power_sgd", 2, (8,)),
-        drilled("power_sgd", 3, (8,)),
-        drilled("sharded", 2, (5,)),
-        drilled("sharded", 2, (8,)),
-    ],
-)
-def test_a_resumed_run_goes_on_with_what_the_boundary_had(
-    tmp_path: Path, uninterrupted: Uninterrupted, scenario: str, ranks: int, steps: tuple[int, ...]
-) -> None:
-    whole = uninterrupted(JOB, ranks, scenario)
-    assert_same_end(stopped_and_resumed(tmp_path, scenario, *steps, ranks=ranks), whole)
-
-
-def test_buffers_that_no_state_dict_has(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
-    """One is another one in each process: the first process's goes on."""
-    whole = uninterrupted(JOB, 1, "buffers", NOISE="0.25")
-    run_job(JOB, tmp_path / "ckpt", "buffers", "--stop-at", 1, env={"NOISE": "0.25"}, code=143)
-    assert_same_end(stopped_and_resumed(tmp_path, "buffers", 8, NOISE="0.75"), whole)
-
-
-@drill
-def test_a_model_that_is_made_ready_for_an_export_in_the_block_is_saved_as_it_was_at_the_last_boundary(
-    tmp_path: Path,
-) -> None:
-    first = run_job(JOB, tmp_path / "ckpt", "left_for_export")
-    assert first.matches("the end of the training, saved in")
-    assert_same_end(stopped_and_resumed(tmp_path, "left_for_export"), first)
-
-
 @drill
 @pytest.mark.parametrize(
     ("scenario", "ranks", "words"),
@@ -134,12 +80,6 @@ def test_what_a_start_cannot_make_again_is_refused(tmp_path: Path, scenario: str
     job = run_job(JOB, tmp_path / "ckpt", scenario, ranks=ranks, code=1)
     assert job.matches(rf"UnmanagedStateError: .*{words}"), job.report()
     assert not job.matches("DONE")
-
-
-@drill
-def test_an_unfrozen_parameter_that_only_another_ddp_knows_is_told_by_the_first_resume(tmp_path: Path) -> None:
-    resumed = stopped_and_resumed(tmp_path, "rewrapped", 9, ranks=2)
-    assert resumed.matches(r"WARNING step \d+ is not the one of the stopped process"), resumed.report()
 
 
 @pytest.mark.parametrize("step", [6, drilled(9)])
@@ -193,9 +133,8 @@ def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, unint
 
 
 @drill
-@pytest.mark.parametrize("scenario", ["rank_zero_dict", "rank_zero_dict_named"])
-def test_an_object_of_the_killed_rank_alone_is_its_last_copy(tmp_path: Path, scenario: str) -> None:
-    _, resumed = killed_by_hand(tmp_path, scenario, "0:5:end", 5)
+def test_an_object_of_the_killed_rank_alone_is_its_last_copy(tmp_path: Path) -> None:
+    _, resumed = killed_by_hand(tmp_path, "rank_zero_dict", "0:5:end", 5)
     told = rf"WARNING rank 0 ended .*{MAY_DIFFER}: ema \(.*this rank's last known"
     assert resumed.matches(told) and "ema" in notes(tmp_path, 0), resumed.report()
 
@@ -273,27 +212,13 @@ def test_what_the_program_sets_on_its_data_set_is_set_when_a_rank_was_killed(
         drilled(4, "0:6:late", "in-place"),
     ],
 )
-@pytest.mark.parametrize("scenario", ["epoch_tail", drilled("stream_tail")])
 def test_all_run_the_code_behind_an_epoch_again_where_one_had_not_come_to_its_end(
-    uninterrupted: Uninterrupted, tmp_path: Path, ranks: int, kill: str, recover: str, scenario: str
+    uninterrupted: Uninterrupted, tmp_path: Path, ranks: int, kill: str, recover: str
 ) -> None:
     """The collective is done by all ranks or by none, and each rank reads its own last loss of the epoch."""
-    whole = uninterrupted(JOB, ranks, scenario)
-    job = killed_under_agent(tmp_path, scenario, kill, ranks=ranks, recover=recover)
+    whole = uninterrupted(JOB, ranks, "epoch_tail")
+    job = killed_under_agent(tmp_path, "epoch_tail", kill, ranks=ranks, recover=recover)
     assert len(job.matches(r"READY \d \d+ 6")) == ranks, job.report()
     assert said(job, "LOSS") == said(whole, "LOSS") and len(said(whole, "LOSS")) == 4 * ranks, job.report()
     assert_same_end(job, whole)
     assert bool(job.matches("the code after epoch 2 runs again on all ranks")) == kill.endswith("late"), job.report()
-
-
-@drill
-@pytest.mark.parametrize("kill", ["0:6:tail", "0:7:backward"])
-@pytest.mark.parametrize("every", ["1", "6"])
-def test_a_snapshot_of_a_last_boundary_that_nobody_knew_to_be_the_last(
-    tmp_path: Path, uninterrupted: Uninterrupted, kill: str, every: str
-) -> None:
-    """A loader without a length: the snapshot is there when its end shows, and it has what the tail reads."""
-    whole = uninterrupted(JOB, 1, "stream_tail")
-    job = killed_under_agent(tmp_path, "stream_tail", kill, ranks=1, every=every)
-    assert job.matches("READY 0 \\d+ 6") and said(job, "LOSS") == said(whole, "LOSS"), job.report()
-    assert_same_end(job, whole)
