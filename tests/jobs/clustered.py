@@ -29,7 +29,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kill", default="")
     parser.add_argument("--stop", default="", help="STEP:RANK: that rank stops itself (SIGSTOP)")
-    parser.add_argument("--fail", default="", help="STEP:RANK: that rank raises")
     parser.add_argument("--hold-at", default="", help="steps, separated by commas")
     parser.add_argument("--hold-resumed", action="store_true")
     parser.add_argument("--shared", action="store_true")
@@ -63,8 +62,6 @@ def main() -> None:
                 step = guard.step + 1
                 if now(args.stop, "", step):
                     os.kill(os.getpid(), signal.SIGSTOP)
-                if now(args.fail, "", step):
-                    raise ValueError("injected")
                 loss = model(x + torch.rand(1)).pow(2).mean()
                 if now(args.kill, "forward:", step):
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -36,7 +36,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drop-last", action="store_true")
     parser.add_argument("--stock", action="store_true", help="a DataLoader with a DistributedSampler")
     parser.add_argument("--each-batch", action="store_true", help="step_end after each batch")
-    parser.add_argument("--deaf", action="store_true", help="never ask over how many batches to accumulate")
     parser.add_argument("--break", dest="breaks", default="", help="PLACE:STEP,...: dies, its place is broken")
     parser.add_argument("--scale", type=float, default=0.0, help="scale the learning rate in each update by hand")
     parser.add_argument("--stop-at", type=int, default=0)
@@ -138,7 +137,7 @@ class Job:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         say(f"READY {self.rank} {self.world_size} {guard.resumed_from_step}")
         for epoch in guard.epochs(args.epochs):
-            window = args.accumulate if args.deaf else guard.accumulation(args.accumulate)
+            window = guard.accumulation(args.accumulate)
             whole = len(self.loader) // window * window
             for number, (x, y, index) in guard.enumerate(self.loader, start=1):
                 self.at_batch(epoch, index, guard.step + 1)

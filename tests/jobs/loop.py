@@ -110,7 +110,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--say-passed", action="store_true")
     parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it), boundary or end")
     parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.memory.snapshots")
-    parser.add_argument("--after", default="", help="stop:RANK or spin:RANK: what a rank does after its guard")
     parser.add_argument("--inject", action="append", default=[], metavar="FAULT[:VALUE]")
     parser.add_argument("--ddp", choices=["given", "hidden", "static"], default="given", help="hidden: not the guard's")
     return parser.parse_args()
@@ -240,19 +239,6 @@ class Trainer:
         self.optimizer.zero_grad()
         if failing and self.args.fail_where == "late":
             raise RuntimeError("injected where people log")
-
-
-def after_training(order: str) -> None:
-    """After the guard: stop or spin; the other ranks wait in a barrier."""
-    what, _, rank = order.partition(":")
-    if rank != os.environ.get("RANK", "0"):
-        dist.barrier()
-        return
-    say(f"AFTER {rank} {what}")
-    if what == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    while what == "spin":
-        time.sleep(0.01)
 
 
 def announce_worker(worker_id: int) -> None:
@@ -401,7 +387,5 @@ if __name__ == "__main__":
     if arguments.kill_in_snapshot:
         kill_in_snapshot(arguments.kill_in_snapshot, int(os.environ.get("RANK", "0")))
     Trainer(arguments).run()
-    if arguments.after:
-        after_training(arguments.after)
     if dist.is_initialized():
         dist.destroy_process_group()

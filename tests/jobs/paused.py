@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
-from tests.jobs.kit import say, wait_for
+from tests.jobs.kit import say
 from tests.jobs.loop import Pictures, build_network, weights_hash
 
 
@@ -28,21 +28,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=60)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--hold-at", default="", help="steps of the first attempt, separated by commas")
-    parser.add_argument("--hold-resumed", action="store_true", help="also in the attempts that follow")
-    parser.add_argument("--wait-for", default="", help="STEP:RANK:FILE: that rank stays in that step until the file is")
     parser.add_argument("--eval", default="", help="poll or plain: in an evaluation after each epoch until a file `go`")
     parser.add_argument("--run", action="store_true", help="guard.run(train), which a recovery in place needs")
-    parser.add_argument("--no-guard", action="store_true")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if args.no_guard:
-        say(f"READY {rank} {os.getpid()} None")
-        wait_for("go")
-        return
     network = build_network()
     wrapped: nn.Module = network
     if world_size > 1:
@@ -64,14 +57,9 @@ def main() -> None:
                 nn.functional.cross_entropy(wrapped(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if (fresh or args.hold_resumed) and step in holds:
+                if fresh and step in holds:
                     say(f"HOLD {rank} {step}")
                     guard.stopper.step_gate.wait_for_limit(300)
-                where, _, rest = args.wait_for.partition(":")
-                who, _, file = rest.partition(":")
-                if fresh and (where, who) == (str(step), str(rank)):
-                    say(f"WAITS {rank} {step}")
-                    wait_for(file)
                 guard.step_end()
                 say(f"PASSED {rank} {step}")
             if args.eval and fresh:

@@ -116,21 +116,6 @@ def test_the_script_s_exit_code_is_the_agent_s(action: Sequence[object], code: i
 # --- restarts ---
 
 
-@drill
-@pytest.mark.parametrize("where", ["--standalone", "--master-port"])
-def test_workers_meet_again_after_one_was_killed(where: str) -> None:
-    """A fixed port is kept over restarts."""
-    port = str(free_port())
-    with agent("gloo", "2", ranks=2, options=[where, *([port] if where == "--master-port" else [])]) as job:
-        job.expect(0)
-    sums = job.matches(r"^SUM (\d) (\d) 3 (\d+)")
-    assert sorted((int(m[1]), int(m[2])) for m in sums) == [(r, a) for r in range(2) for a in range(3)]
-    assert where == "--standalone" or {m[3] for m in sums} == {port}
-    assert job.matches("restart 2 of 3")
-    assert [event["attempt"] for event in events(RUN, "attempt_start")] == [0, 1, 2]
-    assert events(RUN, "summary")[0]["failures"] == 2
-
-
 # --- stops ---
 
 
@@ -175,27 +160,6 @@ def test_a_job_that_is_started_with_ignored_signals_outlives_them(
     assert job.matches("restart 1 of 3")
     assert not events(RUN, "signal")
     assert job.matches(rf"{' and '.join(number.name for number in signals)} .*ignored")
-
-
-@drill
-def test_loader_workers_do_not_get_the_signal() -> None:
-    with agent("nest") as job:
-        job.wait_for("CHILD-READY")
-        job.wait_for("WAITING")
-        job.process.send_signal(signal.SIGTERM)
-        job.expect(143)
-    assert job.matches("PARENT-LEAVES")
-    assert not job.matches("CHILD-SIGTERM")
-
-
-@drill
-def test_what_a_killed_trainer_leaves_is_ended_too() -> None:
-    with agent("nest", options=["--max-restarts", "0"]) as job:
-        pid = int(job.wait_for(r"CHILD-READY (\d+)")[0][1])
-        job.wait_for("WAITING")
-        job.signal_rank(0, signal.SIGKILL)
-        job.expect(137)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or is_zombie(pid), "end of the orphan")
 
 
 def test_who_does_not_stop_is_killed_at_the_end_of_the_grace_period() -> None:
@@ -245,19 +209,6 @@ def test_an_agent_that_fails_leaves_nothing(where: str) -> None:
 # --- two nodes ---
 
 
-@drill
-def test_a_new_node_is_let_in() -> None:
-    options = ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1", "--rdzv-backend", "c10d", "--rdzv-id", "grow"]
-    options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "0"]
-    with agent("world", "2", options=options, run_dir=Path("a")) as one:
-        one.wait_for("WORLD 1")
-        with agent("world", "2", options=options, run_dir=Path("b")) as two:
-            one.expect(0)
-            two.expect(0)
-    assert one.matches("WORLD 2") and two.matches("WORLD 2")
-    assert [event["outcome"] for event in events(Path("a"), "attempt")] == ["restarted for a new node", "finished"]
-
-
 def test_a_signal_ends_an_agent_that_waits_for_other_nodes() -> None:
     options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
     with agent("wait", options=options) as job:
@@ -281,10 +232,3 @@ def test_fault_flushing_holds_the_start_back(tmp_path: Path) -> None:
         state.write_text('{"FaultFlushing": false}')
         job.expect(0)
     assert job.matches("READY")
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

@@ -143,59 +143,6 @@ def test_an_error_that_no_restart_can_mend_is_told_and_not_restarted(what: str) 
     assert len(attempts()) == 1
 
 
-@drill
-def test_a_killed_agent_and_a_new_one() -> None:
-    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
-        job.wait_for("HOLD", 2)
-        job.process.kill()
-        job.wait_for("saved in", 2)
-        job.wait()
-    with agent(LOOP, "ckpt", ranks=2) as job:
-        job.expect(0)
-    assert set(job.resumed()) & {"7", "8"}, "the step of the stop"
-    assert nothing_left()
-
-
-@drill
-def test_a_stopped_rank_is_found_and_replaced() -> None:
-    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=["--hang-timeout", "2"]) as job:
-        job.wait_for("HOLD", 2)
-        job.signal_rank(1, signal.SIGSTOP)
-        job.expect(0)
-    assert job.matches(r"rank 1 hangs \(stopped, as by SIGSTOP\): no step for")
-    assert attempts() == [("failed", 0), ("finished", None)]
-    (hang,) = events(RUN, "hang")
-    assert hang["ranks"][0] == 1
-    assert "stopped by a signal" in (RUN / "stacks" / "attempt_0_rank_1.txt").read_text()
-    assert "loop.py" in (RUN / "stacks" / "attempt_0_rank_0.txt").read_text()
-    first = events(RUN, "attempt")[0]
-    assert first["detect_s"] > 2 and first["cause_rank"] == 1
-
-
-@drill
-def test_the_same_failure_again_and_again_stops_the_job() -> None:
-    with agent(SMALL, "ckpt", "--fail-at", 5, options=["--max-restarts", "10"]) as job:
-        job.expect(1)
-    assert len(job.matches("READY")) == 3
-    assert job.matches("The last 3 attempts failed the same way at the same step")
-    assert len(job.matches(r"^\[mindx_elastic agent\] ERROR   (what|to go on): ")) == 2, "each line is one"
-    assert job.matches("exit code 1: ValueError: a bad sample")
-    assert events(RUN, "crash_loop")[0]["outcome"] == "stop"
-
-
-@drill
-def test_a_checkpoint_that_kills_its_resumes_stops_the_job_and_an_older_one_can_be_taken() -> None:
-    arguments = ["--save-at", 2, 4, "--kill-at", 5, "--poison", 4]
-    with agent(SMALL, "ckpt", *arguments, options=["--max-restarts", "10", "--snapshot-every", "0"]) as job:
-        job.wait()
-    assert job.resumed() == ["None", "4", "4", "4"]
-    assert job.matches("move all files of step 4 out of the directory")
-    Path("ckpt/small-1_4.safetensors").unlink()
-    with agent(SMALL, "ckpt", *arguments) as job:
-        job.expect(0)
-    assert job.resumed() == ["2"]
-
-
 def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
     with agent(SMALL, "ckpt", "--steps", 10**6, "--step-s", 0.01, env={"MINDX_FAULT_DIR": str(tmp_path / "f")}) as job:
         job.wait_for("READY")
@@ -208,24 +155,6 @@ def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 # --- after the training ---
-
-
-@drill
-@pytest.mark.parametrize("what", ["stop", "spin"])
-def test_a_rank_that_does_not_end_after_the_training_is_ended(what: str) -> None:
-    """The other one waits for it in a barrier and fails: the job has finished all the same, and nothing is redone."""
-    with agent(LOOP, "ckpt", "--after", f"{what}:1", ranks=2, options=["--exit-timeout", "1"]) as job:
-        job.wait_for(f"AFTER 1 {what}")
-        job.expect(0)
-    assert len(job.matches("READY")) == 2, "no restart"
-    assert sorted(job.hashes()) == [0, 1]
-    assert job.matches(r"rank 1 has not ended \d+\.\d s after its training"), job.report()
-    (event,) = (e for e in events(RUN, "exit_timeout") if e["ranks"] == [1])
-    assert event["outcome"] == "finished"
-    stack = (RUN / "stacks" / "attempt_0_rank_1.txt").read_text()
-    assert ("stopped by a signal" if what == "stop" else "after_training") in stack
-    assert [outcome for outcome, _ in attempts()] == ["finished"]
-    assert nothing_left()
 
 
 # --- steps that are done again after a SIGKILL are compared with what the killed process has kept of them in memory ---

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, events, free_port, start_agent, wait_until
+from tests.harness import Job, free_port, start_agent
 from tests.resets import can_reset, reset_connections
 from tests.system.nodes import serve_table
 
@@ -49,90 +47,7 @@ class Nodes:
         return "\n\n".join(f"=== node {name} ===\n{job.report()}" for name, job in self.jobs.items())
 
 
-def outcomes(name: str) -> list[tuple[str, str | None]]:
-    """Outcome and cause of each attempt of one node."""
-    return [(event["outcome"], event["reason"]) for event in events(Path(name), "attempt_end")]
-
-
-@pytest.mark.drill
-def test_a_killed_agent_does_not_stop_the_others() -> None:
-    """Its worker dies with it; the other nodes must take that for a lost node, not for a stop that somebody wanted."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, "--hold-at", 7, nnodes="3")
-        for name in "abc":
-            nodes.start(name)
-        for job in nodes.jobs.values():
-            job.wait_for("HOLD")
-        nodes.jobs["c"].process.kill()
-        for name in "ab":
-            wait_until(lambda name=name: outcomes(name) or nodes.jobs[name].process.poll() is not None, "the end", 120)
-            ((outcome, cause),) = outcomes(name)
-            assert outcome == "failed" and re.match(r"the agent of rank \d is gone", str(cause)), nodes.report()
-        for name in "ab":  # they wait for another node now
-            nodes.jobs[name].process.terminate()
-            nodes.jobs[name].expect(143)
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.03])
-def test_an_agent_killed_a_moment_before_its_worker(delay_s: float) -> None:
-    """As when a whole node is lost: its worker may die in the middle of telling the others."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, "--hold-at", 7, nnodes="1:3")
-        jobs = [nodes.start(name) for name in "abc"]
-        for job in jobs:
-            job.wait_for("HOLD")
-        victim = nodes.jobs["c"]
-        (worker,) = victim.pids().values()
-        victim.process.kill()
-        time.sleep(delay_s)  # the point of the test, not an order of events
-        with suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
-        for name in "ab":
-            code = nodes.jobs[name].wait(400)
-            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
-            assert nodes.resumed(name) in (["None", "7"], ["None", "8"]), nodes.report()
-
-
-@pytest.mark.drill
-def test_three_nodes_become_two_and_three_again() -> None:
-    """No step is lost or done twice on the way. (Random numbers start over in another world: no hash to compare.)"""
-    way = ("--hold-after", 6, "--epochs", 2, "--size", 126, "--batch-size", 6)
-    with ExitStack() as stack:
-        nodes = Nodes(stack, *way, nnodes="1:3")
-        for name in "abc":
-            nodes.start(name)
-        for job in nodes.jobs.values():
-            job.wait_for("HOLD")
-        nodes.jobs["c"].process.kill()
-        nodes.jobs["c"].wait()
-        nodes.jobs["gone"] = nodes.jobs.pop("c")
-        for name in "ab":
-            nodes.jobs[name].wait_for("HOLD", 2, 400)
-        nodes.start("c")
-        for name in "abc":
-            code = nodes.jobs[name].wait(400)
-            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
-        steps = {name: nodes.resumed(name) for name in "abc"}
-        assert steps == {"a": ["None", "7", "14"], "b": ["None", "7", "14"], "c": ["14"]}, nodes.report()
-        assert sorted(rank for job in nodes.jobs.values() for rank in job.hashes()) == [0, 1, 2], nodes.report()
-
-
 # --- after the training ---
-
-
-@pytest.mark.drill
-def test_a_rank_stuck_after_the_training_on_one_node_ends_all_with_0() -> None:
-    """Rank 0 waits for it in a barrier on another node; what ends it there must not look like a failure."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, "--after", "stop:1", nnodes="2", options=["--exit-timeout", "2"])
-        for name in "ab":
-            nodes.start(name)
-        for name in "ab":
-            code = nodes.jobs[name].wait(400)
-            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
-            assert nodes.resumed(name) == ["None"], nodes.report()
-        assert any(events(Path(name), "exit_timeout") for name in "ab")
 
 
 # --- broken connections ---

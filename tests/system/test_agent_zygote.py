@@ -108,18 +108,3 @@ def test_a_killed_zygote_is_replaced() -> None:
         job.expect(0)
     assert forked(job) == 2 and job.matches("its process has ended: exit code -9; another one is started")
     assert attempts() == [("failed", 0), ("finished", None)]
-
-
-@drill
-def test_a_killed_agent_takes_forked_workers_and_zygote_with_it() -> None:
-    with agent("ckpt", "--hold-after", 5, ranks=2) as job:
-        job.wait_for("HOLD", 2)
-        zygote = wait_for_zygote(job)
-        job.signal_rank(0, signal.SIGKILL)
-        job.wait_for("HOLD", 4)
-        workers = list(job.pids().values())
-        job.process.kill()
-        job.expect(-signal.SIGKILL)
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in [zygote, *workers]), "end of all processes")
-    assert forked(job) == 2
-    assert max(int(match[1]) for match in job.matches(r"step (\d+) saved in")) >= 10, "at the agent's death"

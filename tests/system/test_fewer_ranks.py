@@ -3,13 +3,11 @@ again."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-import torch
 
 from tests.harness import Job, events, job_status, start_agent
 
@@ -123,59 +121,3 @@ def test_it_is_bit_for_bit_what_a_start_by_hand_does(
     job = run(tmp_path / "job", 4, *args, "--break", "3:4", options=options)
     assert end(job) == end(hand), job.report()
     assert all(samples == list(range(96)) for samples in seen(job).values()), job.report()
-
-
-@drill
-@pytest.mark.parametrize("kind", ["loop", "model"])
-def test_in_place_a_place_that_cannot_be_filled_is_left_out_too(tmp_path: Path, kind: str) -> None:
-    plain = run(tmp_path / "plain", 4, "--kind", kind)
-    options = ["--recover", "in-place", "--min-nproc", "2", "--regrow-after", "0"]
-    job = run(tmp_path / "job", 4, "--kind", kind, "--break", "2:5", options=options)
-    assert_near(job, plain)
-    assert job.matches("no recovery in place: the new process of rank 2 has died"), job.report()
-
-
-@drill
-def test_a_scaled_rate_is_the_programs_own_again_when_the_job_has_grown(tmp_path: Path) -> None:
-    options = ["--min-nproc", "2", "--regrow-after", "1.0", "--on-shrink", "scale-lr"]
-    args = ["--break", "2:3", "--mend-at", 6, "--step-s", 0.15, "--size", 54]
-    job = run(tmp_path, 3, *args, options=options)
-    assert [match[1] for match in job.matches(r"READY 0 (\d)")] == ["3", "2", "3"], job.report()
-    _, step, _, rate = end(job)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
-    for _ in range(step):
-        optimizer.step()
-        scheduler.step()
-    assert float(rate) == optimizer.param_groups[0]["lr"]
-    assert all(samples == list(range(54)) for samples in seen(job).values()), job.report()
-
-
-@drill
-def test_a_place_that_still_does_not_work_costs_no_restart(tmp_path: Path) -> None:
-    """It fails when the job has grown: more rarely each time, and the job comes to its end."""
-    plain = run(tmp_path / "plain", 2)
-    options = ["--min-nproc", "1", "--regrow-after", "0.3", "--max-restarts", "2"]
-    args = ["--break", "1:3", "--step-s", 0.4]
-    job = run(tmp_path / "job", 2, *args, options=options)
-    assert len(job.matches("^BROKEN 1")) > 2, job.report()
-    assert job.matches("restart that does not count"), job.report()
-    assert (end(job), seen(job)) == (end(plain), seen(plain)), job.report()
-
-
-@drill
-def test_a_loop_that_does_not_ask_is_not_shrunk(tmp_path: Path) -> None:
-    job = run(tmp_path, 2, "--deaf", "--break", "1:3", options=["--min-nproc", "1"], code=3)
-    assert job.matches("its loop does not ask guard.accumulation"), job.report()
-    assert len(job.matches(r"READY 0")) == 1, job.report()
-
-
-@drill
-def test_stop_saves_and_ends(tmp_path: Path) -> None:
-    options = ["--min-nproc", "1", "--on-shrink", "stop"]
-    job = run(tmp_path, 2, "--break", "1:3", options=options, code=75)
-    assert job.matches(r"no restart: place 1 cannot be filled \(--on-shrink stop\)"), job.report()
-    (tmp_path / "broken_1").unlink()
-    job = run(tmp_path, 2)
-    assert job.matches(r"READY 0 2 2"), job.report()
-    assert re.search("DONE", job.report())

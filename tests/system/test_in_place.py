@@ -216,17 +216,6 @@ def test_in_its_first_step_which_the_other_rank_can_end(runs: Runs, order: str) 
 
 
 @drill
-@pytest.mark.parametrize("where", ["forward", "update"])
-def test_a_death_in_the_first_step_after_a_start_from_files(runs: Runs, where: str) -> None:
-    """The boundary that the survivors go on from is that of the files, and the dead rank had passed none of its own."""
-    job, folder = runs.run(2, *faults("0:4:after:term"), code=143)
-    (saved,) = {int(match[1]) for match in job.matches(r"step (\d+) saved in ")}
-    job = runs.start(folder, 2, faults(f"1:{saved + 1}:{where}"))
-    assert job.matches(f"FAULT 1 {saved + 1} {where}") and job.matches(IN_PLACE), job.report()
-    assert job.hashes() == runs.undisturbed(2, [])[0] and not job.matches("not bit for bit"), job.report()
-
-
-@drill
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     ("orders", "dead"),
@@ -294,14 +283,6 @@ def test_a_warm_spare_takes_a_dead_ranks_place(runs: Runs, late: Sequence[str], 
     job, _ = runs.run(2, *words, options=["--spares", "1", *PATIENT], meanwhile=go_when_it_waits)
     check_in_place(job, [1])
     assert job.processes()[1][1] == spares[0]
-
-
-@drill
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_loader_worker_that_is_killed_is_an_error_of_its_rank(runs: Runs, ranks: int) -> None:
-    job, _ = runs.run(ranks, "--size", 48 * ranks, "--num-workers", 2, *faults("1:13:worker:loader"))
-    assert len(job.matches(RESTART)) == 1, job.report()
-    assert job.matches(r"DataLoader worker .* (killed|exited)"), job.report()
 
 
 # --- programs ---

@@ -82,58 +82,7 @@ def assert_goes_on(resumed: Job, killed: Job, whole: Job, step: int) -> None:
 # --- replicas: the survivors hold the weights, the boundary log holds what was the killed rank's own ---
 
 
-@drill
-@pytest.mark.parametrize(
-    ("where", "ranks", "victim"),
-    [
-        *(("forward", *case) for case in ((2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 2))),
-        *(("update", *case) for case in ((2, 0), (3, 2))),
-        ("boundary", 2, 1),
-    ],
-)
-def test_a_killed_rank_costs_no_step_and_no_bit(
-    place: Place, reference: Reference, where: str, ranks: int, victim: int
-) -> None:
-    """In the update and behind the boundary the others can end the step: they save this boundary or the one before, and
-    the killed rank's own state of it is known or foreseen."""
-    with place.start("--kill", f"{where}:8:{victim}", ranks=ranks) as job:
-        job.expect(1)
-    assert len(job.matches(f"KILLED in {where} 8")) == 1
-    assert {path.parent.name for path in place.files()} == {f"rank_{r}" for r in range(ranks) if r != victim}
-    resumed = place.run(ranks=ranks)
-    (step,) = set(resumed.resumed())
-    assert step in {"forward": ("7",), "update": ("7", "8"), "boundary": ("8",)}[where], resumed.report()
-    assert where != "forward" or resumed.matches(f"rank {victim} has no file of step 7.* from memory")
-    assert not resumed.matches("random numbers start over"), resumed.report()
-    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
-
-
-@drill
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_at_any_moment(place: Place, reference: Reference, victim: int) -> None:
-    with place.start(*LONG, ranks=3) as job:
-        job.wait_for(f"PASSED {victim} 11")
-        job.signal_rank(victim, signal.SIGKILL)
-        job.expect(1)
-    assert job.matches(r"exitcode\s*: -9|Signal 9"), job.report()
-    resumed = place.run(*LONG, ranks=3)
-    assert_goes_on(resumed, job, reference(3, *LONG), min(passed(job).values()))
-
-
 # --- everybody at once: only shared memory is left ---
-
-
-@drill
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_all_killed_with_a_snapshot_of_every_step(place: Place, reference: Reference, ranks: int) -> None:
-    with place.start(*LONG, ranks=ranks, every=1) as job:
-        job.wait_for(r"PASSED \d 9", count=ranks)
-        kill_all(job)
-        job.expect(1 if ranks > 1 else -signal.SIGKILL)
-    assert place.files() == []
-    resumed = place.run(*LONG, ranks=ranks, every=1)
-    assert len(resumed.matches("INFO resumed from .*/shm/.*/slot_.*because of snapshot")) == 1, resumed.report()
-    assert_goes_on(resumed, job, reference(ranks, *LONG), min(passed(job).values()))
 
 
 @pytest.mark.parametrize("ranks", [1, drilled(2)])
@@ -203,46 +152,7 @@ def test_killed_in_the_middle_of_a_copy(place: Place, reference: Reference, stag
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
-@drill
-@pytest.mark.parametrize("stage", ["wiped", "copying", "headed"])
-def test_killed_again_in_the_first_copy_after_the_resume(place: Place, reference: Reference, stage: str) -> None:
-    """What the job goes on from is the last to be overwritten."""
-    for count in (4, 1, 1):
-        with place.start("--kill-in-snapshot", f"{stage}:{count}", every=2) as job:
-            job.expect(-signal.SIGKILL)
-        assert len(job.matches(f"KILLED in {stage}")) == 1
-    resumed = place.run(every=2)
-    assert set(resumed.resumed()) == {"6"}, resumed.report()
-    assert resumed.hashes() == reference(1).hashes(), resumed.report()
-
-
 # --- sharded state: nobody else has it ---
-
-
-@drill
-@pytest.mark.parametrize("every", [1, 2])
-def test_all_ranks_of_a_sharded_job_killed(place: Place, uninterrupted: Uninterrupted, every: int) -> None:
-    with place.start("--steps", 40, script="fsdp.py", ranks=4, every=every) as job:
-        job.wait_for(r"PASSED \d 9", count=4)
-        kill_all(job)
-        job.expect(1)
-    assert place.files() == []
-    resumed = place.run("--steps", 40, script="fsdp.py", ranks=4, every=every)
-    lost = every - 1 + (every > 1)
-    assert_goes_on(resumed, job, uninterrupted("fsdp.py", 4, "--steps", 40), min(passed(job).values()) - lost)
-
-
-@drill
-@pytest.mark.parametrize("stage", ["wiped", "copying", "committed"])
-def test_one_rank_of_a_sharded_job_killed_in_its_copies(place: Place, uninterrupted: Uninterrupted, stage: str) -> None:
-    """Twice: the slot that the job goes on from must not be overwritten first on a rank that has a newer one too."""
-    args = ("--steps", 12)
-    for count in (6, 1):
-        with place.start(*args, "--kill-in-snapshot", f"{stage}:{count}:1", script="fsdp.py", ranks=2, every=1) as job:
-            job.expect(1)
-        assert len(job.matches(f"KILLED in {stage}")) == 1, job.report()
-    resumed = place.run(*args, script="fsdp.py", ranks=2, every=1)
-    assert_goes_on(resumed, job, uninterrupted("fsdp.py", 2, *args), 5)
 
 
 # --- sharded state, cut off in its very first save: nothing was ever whole ---

@@ -105,71 +105,6 @@ def test_a_lost_node_restarts_the_job_with_another(tmp_path: Path, plain: Plain)
 
 
 @drill
-@pytest.mark.parametrize("where", ["start", "forward", "backward", "after", "eval", "save"])
-@pytest.mark.parametrize("what", ["agent", "node"])
-def test_a_node_lost_at_any_place_of_a_step(tmp_path: Path, plain: Plain, where: str, what: str) -> None:
-    step = {"eval": 12, "save": 5}.get(where, 8)
-    args = ("--evaluate", "no_grad", "--save-every", 5, *STEP_S)
-    nodes, survivors = replace(tmp_path, 2, 1, f"1:{step}:{where}:{what}", *args)
-    check(nodes, survivors, plain(2, *args[:-2]))
-
-
-@drill
-@pytest.mark.parametrize(("num_nodes", "ranks", "rank"), [(2, 2, 3), (3, 1, 2), (3, 1, 0)])
-def test_one_of_several_nodes_or_ranks(tmp_path: Path, plain: Plain, num_nodes: int, ranks: int, rank: int) -> None:
-    args = ("--size", 48 * num_nodes * ranks, *STEP_S)
-    nodes, survivors = replace(tmp_path, num_nodes, ranks, f"{rank}:8:mid:node", *args)
-    check(nodes, survivors, plain(num_nodes * ranks, *args[:-2]))
-
-
-@drill
-def test_a_node_that_stands_by_comes_in(tmp_path: Path, plain: Plain) -> None:
-    """It was there all the time, in torch's rendezvous, and the job did not mind."""
-    nodes, survivors = replace(tmp_path, 2, 1, "1:12:mid:node", *STEP_S, stands_by=True)
-    check(nodes, survivors, plain(2))
-
-
-@drill
-def test_a_node_that_stood_still_ruins_nothing_when_it_wakes_up(tmp_path: Path, plain: Plain) -> None:
-    """Agent and worker are stopped, the job goes on with another node, they go on."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--fault", "1:8:start:stop")
-        for job in nodes.jobs:
-            job.wait_for("READY")
-        (job,) = [job for job in nodes.jobs if 1 in job.pids()]
-        (other,) = [each for each in nodes.jobs if each is not job]
-        job.wait_for("^FAULT ")
-        worker = job.pids()[1]
-        os.kill(job.process.pid, signal.SIGSTOP)
-        other.wait_for("restart 1", 1, 200)
-        new = nodes.start()
-        other.wait_for(r"^SEEN \d+ [\d,]+ 0 1\d", 1, 400)
-        os.kill(job.process.pid, signal.SIGCONT)
-        os.kill(worker, signal.SIGCONT)
-        assert other.wait(400) == 0 and new.wait(400) == 0, nodes.report()
-        job.process.terminate()
-        job.wait(400)
-        assert not job.hashes(), nodes.report()
-        assert nodes.end[1] == plain(2)[1], nodes.report()
-
-
-@drill
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_agent_that_stands_still_while_its_ranks_train_is_not_lost(tmp_path: Path, rank: int) -> None:
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--step-s", 1.0)
-        for job in nodes.jobs:
-            job.wait_for("READY")
-        (job,) = [job for job in nodes.jobs if rank in job.pids()]
-        os.kill(job.process.pid, signal.SIGSTOP)
-        other = next(each for each in nodes.jobs if each is not job)
-        other.wait_for(rf"^SEEN \d+ [\d,]+ {1 - rank} (1[6-9]|2\d)", 1, 100)
-        os.kill(job.process.pid, signal.SIGCONT)
-        nodes.expect(0)
-        assert not nodes.found("is lost"), nodes.report()
-
-
-@drill
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(
     tmp_path: Path, plain: Plain, rank: int
@@ -190,15 +125,3 @@ def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(
         passed = [match for each in (other, new) for match in each.matches(rf"rank {rank} goes on, though .*{worker}")]
         assert len(passed) == 1, nodes.report()
         assert nodes.end[1] == plain(2)[1], nodes.report()
-
-
-@drill
-def test_a_node_that_dies_while_the_nodes_meet_is_missed(tmp_path: Path, plain: Plain) -> None:
-    """It waits with the first one for a third, and is dead before they begin. Another one comes in its place."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, nnodes="2:3")
-        wait_until(lambda: nodes.num_at_table == 2, "both nodes at the table", 200)
-        nodes.jobs[1].process.kill()
-        new = nodes.start()
-        assert nodes.jobs[0].wait(400) == 0 and new.wait(400) == 0, nodes.report()
-        assert nodes.end == plain(2), nodes.report()

@@ -60,31 +60,3 @@ def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, plain: Plai
         differing = ended.items() - undisturbed.items()
         assert {rank for rank, _ in differing} <= {lost}, nodes.report()
         assert not differing or nodes.found(rf"rank {lost} .*not bit for bit"), nodes.report()
-
-
-@drill
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_that_stands_still_in_its_final_save(tmp_path: Path, lost: int) -> None:
-    """The others wait for it in the next meeting, where it comes when it goes on."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--fault", f"{lost}:{LAST}:save:stop")
-        job, (other,) = held_in_final_save(nodes, lost)
-        signal_node(job, lost, signal.SIGSTOP)
-        other.wait_for(r"restart 1", 1, 200)
-        signal_node(job, lost, signal.SIGCONT)
-        nodes.expect(0)
-        assert sorted(nodes.end[0]) == [0, 1], nodes.report()
-
-
-@drill
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_in_its_final_save_restarts_the_job_on_all_nodes(tmp_path: Path, plain: Plain, rank: int) -> None:
-    """What it does after its training is still to be done. The others had ended, and come back for it."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, "--fault", f"{rank}:{LAST}:save:stop")
-        job, _ = held_in_final_save(nodes, rank)
-        os.kill(job.pids()[rank], signal.SIGKILL)
-        nodes.expect(0)
-        assert len(nodes.found(r"restart 1")) == 2, nodes.report()
-        assert nodes.end[0] == plain(2)[0], nodes.report()
-        assert [sum(map(len, job.processes().values())) for job in nodes.jobs] == [2, 2], nodes.report()

@@ -98,17 +98,3 @@ def test_a_notice_on_one_node_stops_all_nodes_at_one_step(notice: Path) -> None:
     steps = {match[1] for job in nodes.jobs.values() for match in job.matches(r"step (\d+) saved in")}
     assert len(steps) == 1, nodes.report()
     assert nodes.jobs["other"].matches("has stopped: .*maintenance on rank"), nodes.report()
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(900)
-def test_a_notice_ends_the_wait_for_other_nodes(notice: Path) -> None:
-    with ExitStack() as stack:
-        nodes = Nodes(stack, nnodes="2", options=["--notice", str(notice)])
-        job = nodes.start("told")
-        job.wait_for("run directory")
-        say(notice)
-        job.expect(75)
-    result = read_result(Path("told"))
-    assert result is not None and result.reason.endswith(": maintenance"), job.report()
-    assert (result.outcome, result.attempts, result.progressed, result.retry) == ("stopped", 0, None, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Callable
@@ -82,76 +81,6 @@ def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int, whole: Whole
 # --- what the commands say --------------------------------------------------------------------------------------------
 
 
-@drill
-def test_given_twice_and_without_a_pause() -> None:
-    with agent("--hold-at", "4,8") as job:
-        job.wait_for("^HOLD")
-        assert "not paused; nothing to do" in run_command("resume", RUN)
-        assert paused_at(run_command("pause", RUN)) == 4
-        assert re.search(r"paused at step 4 already, for \d+ s", run_command("pause", RUN))
-        shown = run_command("status", RUN)
-        assert re.search(r"^paused at step 4 since .*: every rank of this machine$", shown, re.MULTILINE), shown
-        assert "training goes on from step 4" in run_command("resume", RUN)
-        job.wait_for("^HOLD", 2)
-        assert "not paused; nothing to do" in run_command("resume", RUN)
-        assert paused_at(run_command("pause", RUN)) == 8
-        run_command("resume", RUN)
-        job.expect(0)
-    assert "s paused by command" in run_command("status", RUN)
-    assert "has ended: finished, exit code 0" in run_command("pause", RUN, code=3)
-
-
-@drill
-@pytest.mark.parametrize("how", ["time-out", "SIGINT"])
-def test_a_pause_that_is_given_up_is_taken_back_and_training_goes_on(how: str, whole: Whole) -> None:
-    with agent("--wait-for", "4:1:go", ranks=2, options=["--hang-timeout", "600"]) as job:
-        job.wait_for("^WAITS 1 4$")
-        if how == "time-out":  # and the rank that has not come is named
-            said = run_command("pause", RUN, "--timeout", "1", code=1)
-            words = r"not paused: rank [01] \((in a step|.*), after step [34]\).* did not come .* in 1 s"
-            assert re.search(words, said), said
-        else:
-            with start_command("pause", RUN) as pause:
-                wait_for_order(1)
-                pause.process.send_signal(signal.SIGINT)
-                pause.expect(130)
-        wait_for_order(2)
-        Path("go").touch()
-        job.expect(0)
-    assert job.hashes() == whole(2) and not events(RUN, "pause")
-
-
-@drill
-def test_no_guard_no_run_no_agent() -> None:
-    Path("empty").mkdir()
-    assert "does not exist" in run_command("pause", "missing", code=2)
-    assert "under mindx-elastic run only" in run_command("pause", "empty", code=3)
-    with agent("--no-guard") as job:
-        job.wait_for("^READY")
-        said = run_command("pause", RUN, "--timeout", "1", code=1)
-        assert "no rank of this node has entered a mindx_elastic guard" in said, said
-        job.process.kill()
-        job.wait()
-    assert "was killed" in run_command("pause", RUN, code=3)
-
-
-@drill
-def test_a_command_whose_job_is_killed_ends_at_once() -> None:
-    with agent("--wait-for", "4:1:go", ranks=2) as job:
-        job.wait_for("^WAITS 1 4$")
-        with start_command("pause", RUN, "--timeout", "100000") as pause:
-            wait_for_order(1)
-            ranks = [page.pid for page in pages()]
-            for pid in ranks:  # their pages stay as they are
-                os.kill(pid, signal.SIGSTOP)
-            job.process.kill()
-            for pid in ranks:
-                os.kill(pid, signal.SIGKILL)
-            job.wait()
-            pause.expect(1)
-            assert pause.matches("not paused: .*was killed"), pause.report()
-
-
 # --- where a pause comes ----------------------------------------------------------------------------------------------
 
 
@@ -212,65 +141,6 @@ def test_a_killed_rank_ends_the_pause(options: list[str], whole: Whole) -> None:
     if not options:
         first, second = events(RUN, "attempt")
         assert first["paused_s"] > 0 and second["paused_s"] is None and first["steps_lost"] == 0
-
-
-@drill
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_rank_dies_on_its_way_to_a_pause(victim: int, whole: Whole) -> None:
-    """The pause comes true behind the recovery, or the command says why it does not; nothing waits for ever."""
-    with agent("--size", 90, "--wait-for", "4:1:go", "--run", ranks=3, options=IN_PLACE) as job:
-        job.wait_for("^WAITS 1 4$")
-        with start_command("pause", RUN) as pause:
-            wait_for_order(1)
-            job.signal_rank(victim, signal.SIGKILL)
-            if victim != 1:
-                job.wait_for("takes the place of rank")
-                Path("go").touch()
-            code = pause.wait()
-        text = pause.report()
-        if code == 0:
-            step = paused_at(text)
-            assert job_status(RUN)["pause"]["step"] == step
-            assert f"step {step}" in run_command("resume", RUN)
-        else:
-            assert "not paused: " in text, text
-        job.expect(0)
-    assert job.hashes() == whole(3, "--size", 90), job.report()
-    assert len(job.matches(rf"recovery \d+ in place: rank {victim} replaced")) == 1, job.report()
-    assert not job.matches(r"restart \d+ of"), job.report()
-    assert {rank: len(pids) for rank, pids in job.processes().items()} == {r: 1 + (r == victim) for r in range(3)}
-
-
-@drill
-def test_a_killed_agent_ends_the_job_at_the_step_of_the_pause() -> None:
-    with agent("--hold-at", "4", ranks=2) as job:
-        pause_at_4(job)
-        job.process.kill()
-        job.wait_for("step 4 saved in", 2)
-        job.wait()
-
-
-@drill
-def test_a_pause_is_no_hang_and_neither_is_what_follows() -> None:
-    with agent("--hold-at", "4", ranks=2, options=["--hang-timeout", "4"]) as job:
-        pause_at_4(job)
-        wait_until(lambda: job_status(RUN)["pause"]["seconds"] > 6.0, "a pause longer than the time-out")
-        run_command("resume", RUN)
-        job.expect(0)
-    assert not events(RUN, "hang"), job.report()
-
-
-@drill
-def test_a_second_pause_in_the_next_attempt() -> None:
-    """Given while no worker runs: the ranks of the attempt that follows hear it."""
-    with agent("--hold-at", "4,5", "--hold-resumed", ranks=2) as job:
-        pause_at_4(job)
-        job.signal_rank(0, signal.SIGKILL)
-        job.wait_for("restart 1")
-        assert paused_at(run_command("pause", RUN)) == 5
-        run_command("resume", RUN)
-        job.expect(0)
-    assert [event["attempt"] for event in events(RUN, "pause")] == [0, 1]
 
 
 @drill

@@ -3,8 +3,6 @@ has happened, and leave with 75 where they cannot meet. The same command goes on
 
 from __future__ import annotations
 
-import os
-import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -56,22 +54,3 @@ def test_the_others_save_say_why_and_leave_and_the_same_command_goes_on(
         begin_again(nodes, num_nodes)
         assert nodes.end[1] == plain(num_nodes, "--size", 144)[1], nodes.report()
         assert nodes.found("not bit for bit|may differ"), nodes.report()
-
-
-@drill
-def test_a_host_that_stands_still_holds_nobody(tmp_path: Path, plain: Plain) -> None:
-    """Its store takes connections, and answers none."""
-    with ExitStack() as stack:
-        nodes = Nodes(stack, tmp_path / "hurt", 2, 1, "--epochs", 2, *STEP_S, "--hold-at", 8, host=0)
-        held(nodes)
-        host, other = nodes.jobs
-        stopped = [host.process.pid, *host.pids().values()]
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        release(nodes)
-        leave(nodes, [other])
-        for pid in stopped:
-            os.kill(pid, signal.SIGKILL)
-        host.wait()
-        begin_again(nodes, 2)
-        assert nodes.end[1] == plain(2)[1], nodes.report()

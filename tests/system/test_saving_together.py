@@ -141,12 +141,3 @@ def test_a_rank_that_fails_in_the_save_costs_nothing(
     step = newest(directory)
     assert step.moment[2] == AT and step.is_usable, f"{step.why_incomplete}\n{job.report()}"
     assert_resumes_equal(directory, reference(RANKS), job, memory)
-
-
-@pytest.mark.drill
-def test_another_number_of_ranks_goes_on_from_a_divided_step(stopped: Stopped, tmp_path: Path) -> None:
-    _, made = stopped()
-    directory = tmp_path / "ckpt"
-    shutil.copytree(made, directory)
-    resumed = run_job("loop.py", directory, ranks=2, env=ALWAYS)
-    assert resumed.matches(rf"READY \d+ \d+ {AT}"), resumed.report()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -122,34 +121,6 @@ def test_a_second_signal_while_saving_changes_nothing(tmp_path: Path, reference:
 
 
 @drill
-def test_a_signal_at_once_after_a_resume_does_not_write_the_step_again(tmp_path: Path, reference: Reference) -> None:
-    job = stop(tmp_path, "--hold-in-eval", 1)
-    again = stop(tmp_path, "--hold-in-eval", 1)
-    assert again.matches("is already durable in") and len(events(tmp_path, "durable")) == 1
-    assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
-
-
-@drill
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None:
-    flag = tmp_path / "graceful_exit.json"
-    flag.write_text('{"GracefulExit": 0}')
-    args = ("--flag-file", flag)
-    with start_job("loop.py", tmp_path, "--hold-at", 7, *args, ranks=ranks) as job:
-        job.wait_for("HOLD", count=ranks)
-        flag.write_text('{"GracefulEx')  # half-written: a warning, then a retry
-        job.wait_for("is not readable JSON yet")
-        flag.write_text(json.dumps({"GracefulExit": 1}))
-        job.expect(75 if ranks == 1 else 1)
-        assert len(job.matches("Graceful exit is triggered, stop training.")) == 1
-        assert len(job.matches("is not readable JSON yet")) == 1, "a warning once, not one a poll"
-    # The flag is still set: the restart goes on all the same.
-    resumed = resume(tmp_path, ranks, *args)
-    assert len(resumed.matches("has stopped this run before")) == 1, resumed.report()
-    assert_resumed_equal(reference(ranks), job, resumed)
-
-
-@drill
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     job = stop(tmp_path, "--hold-at", 7, "--num-workers", 2, ranks=2)
@@ -158,17 +129,6 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     wait_until(lambda: not [p for p in workers if Path(f"/proc/{p}").exists()], "the loader workers ending")
     assert set(Path("/dev/shm").iterdir()) <= before
     assert not list(tmp_path.rglob("*.mindx-tmp*"))
-
-
-@drill
-def test_fsdp2_shards_come_back_to_their_ranks(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
-    with start_job("fsdp.py", tmp_path, "--hold-at", 5, ranks=2) as job:
-        job.wait_for("HOLD", count=2)
-        job.signal_rank(1)
-        job.expect(1)
-    resumed = run_job("fsdp.py", tmp_path, ranks=2)
-    assert resumed.resumed() == ["6", "6"], resumed.report()
-    assert resumed.hashes() == uninterrupted("fsdp.py", 2).hashes(), resumed.report()
 
 
 @drill
