@@ -54,11 +54,11 @@ def convert_command(
 ) -> None:
     """Convert a checkpoint of this package into a torch.save file or plain safetensors: name -> tensor.
 
-    Converts the model alone and keeps its names, unless --all is given (torch). Sharded checkpoints are put together.
+    Converts the model alone and keeps its names, unless --all is given (torch; not where ranks hold different parts).
+    A model in parts (sharded, pipeline stages) is put together.
 
-    DESTINATION is never overwritten without --force, and appears whole or not at all. Each tensor is read when it is
-    written, and tensors that are put together from parts go through a scratch file next to DESTINATION, so
-    memory for one tensor is enough. Tied weights stay tied in torch files; safetensors get one copy for each name.
+    The files are read and checked as by a start, and need memory for what is converted. DESTINATION is never
+    overwritten without --force, and appears whole or not at all. Tied weights get one copy each in safetensors.
 
     \b
     [bold]Exit code[/bold]

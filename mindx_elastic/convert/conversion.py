@@ -7,17 +7,18 @@ without ``--force`` nothing is replaced.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from mindx_elastic.convert import ours, plain_file
-from mindx_elastic.convert.mapped import Scratch
+from mindx_elastic.convert.ours import read_source
 from mindx_elastic.convert.state import MODEL, flat_tensors, num_tensors, plain_values
-from mindx_elastic.errors import SaveError, UsageError
+from mindx_elastic.errors import SaveError, UnsupportedStateError, UsageError
 from mindx_elastic.persist.storage import fsync_dir, publish, temp_name
 
 __all__ = ["ConversionRequest", "Converted", "convert"]
@@ -72,21 +73,35 @@ def convert(request: ConversionRequest) -> Converted:
     Raises UsageError, UnsupportedStateError or a CheckpointError; the destination is untouched then.
     """
     _check_destination(request)
-    step = ours.find_step(request.source, request.step)
-    scratch = Scratch(request.destination.absolute().parent)
-    state = ours.read_step(step, request.component, request.everything, scratch)
-    notes = [step.note] if step.note else []
+    step, state, notes = read_source(
+        request.source, request.component, everything=request.everything, step=request.step
+    )
+    model = state.pop(request.component)
     if request.kind == "safetensors":
-        tensors, others = flat_tensors(state[MODEL])
+        tensors, others = flat_tensors(model)
         if others:
             notes.append(f"left out, no tensors: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
         with _new_file(request) as temp:
-            plain_file.write_plain(temp, tensors)
-        return Converted(*num_tensors(tensors), step.info.step, notes)
-    content = plain_values(state if request.everything else state[MODEL], "state" if request.everything else MODEL)
+            _write_plain(temp, tensors)
+        return Converted(*num_tensors(tensors), step, notes)
+    content = plain_values({**state, MODEL: model} if request.everything else model)
     with _new_file(request) as temp:
         torch.save(content, temp)
-    return Converted(*num_tensors(content), step.info.step, notes)
+    return Converted(*num_tensors(content), step, notes)
+
+
+def _write_plain(temp: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Tied ones are written for each of their names."""
+    plain: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if name == "__metadata__" or tensor.layout is not torch.strided or tensor.is_complex():
+            what = f"{tensor.layout} tensor of {tensor.dtype}"
+            raise UnsupportedStateError(name, f"a plain safetensors file cannot hold this {what}; write a .pt file")
+        whole = tensor.detach().contiguous()
+        plain[name] = whole.clone() if whole.data_ptr() in seen else whole
+        seen.add(whole.data_ptr())
+    save_file(plain, temp, metadata={"format": "pt"})
 
 
 def _check_destination(request: ConversionRequest) -> None:
@@ -117,7 +132,7 @@ def _new_file(request: ConversionRequest) -> Iterator[Path]:
             os.close(fd)
         (publish if request.force else _publish_new)(temp, path)
         fsync_dir(path.parent)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         raise SaveError(f"{path}: cannot be written: {text}; what was there before is untouched", path=path) from error
     finally:

@@ -65,9 +65,13 @@ def test_shards_become_whole(tmp_path: Path, layout: Layout) -> None:
     model, result = run(tmp_path / "ckpt")
     assert torch.equal(model["weight"], WEIGHT) and torch.equal(model["bias"], BIAS)
     assert (result.step, result.num_tensors, result.notes) == (17, 2, [])
-    state, _ = run(tmp_path / "ckpt", everything=True)
-    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], WEIGHT * 2)
-    assert state["rng"].tolist() == [0] * 5
+    if layout is ALL:
+        state, _ = run(tmp_path / "ckpt", everything=True)
+        assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], WEIGHT * 2)
+        assert state["rng"].tolist() == [0] * 5
+    else:
+        with pytest.raises(UsageError, match="convert without it"):
+            run(tmp_path / "ckpt", everything=True)
 
 
 @given(
@@ -96,7 +100,7 @@ def test_a_replica_stands_in(tmp_path: Path) -> None:
     flip_bit_in_header(tmp_path / "ckpt" / "rank_1" / "m-1_7.safetensors")
     model, result = run(tmp_path / "ckpt")
     assert torch.equal(model["weight"], WEIGHT)
-    assert result.notes == ["step 17 is not complete: ranks 0, 1 of 4 missing"]
+    assert any("rank 0 takes rank 2's file" in note for note in result.notes)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -145,14 +149,6 @@ def test_stages_that_all_count_from_zero_are_refused(tmp_path: Path) -> None:
     assert torch.equal(model["w"], WEIGHT + 1) and "other ranks of 2 may hold more" in result.notes[0]
 
 
-def test_weights_that_ranks_keep_equal_by_themselves(tmp_path: Path) -> None:
-    for rank in range(2):
-        alone = Layout((1,), ("R",), ranks=(rank,))  # type: ignore[arg-type]
-        write_rank(tmp_path / "ckpt", rank, 2, {"model": {"w": WEIGHT}}, layouts=[alone], default=0)
-    model, _ = run(tmp_path / "ckpt")
-    assert torch.equal(model["w"], WEIGHT)
-
-
 @pytest.mark.parametrize(("volatile", "fits"), [({"model": ["mean"]}, True), ({}, False)])
 def test_what_is_only_assumed_to_be_equal(tmp_path: Path, volatile: dict[str, Any], fits: bool) -> None:
     both = Layout((2,), ("R",))  # type: ignore[arg-type]
@@ -163,7 +159,7 @@ def test_what_is_only_assumed_to_be_equal(tmp_path: Path, volatile: dict[str, An
     if fits:
         assert torch.equal(run(tmp_path / "ckpt")[0]["mean"], BIAS)
     else:
-        with pytest.raises(MismatchError, match=r"model.mean: rank 0 and rank 1 .*taken to be equal"):
+        with pytest.raises(MismatchError, match=r"rank 0 and rank 1 hold different tensors of this name"):
             run(tmp_path / "ckpt")
 
 
@@ -182,7 +178,7 @@ def test_optimizers_that_number_differently_are_refused(tmp_path: Path) -> None:
         state = {"model": {"w": WEIGHT}, "optimizer": {"state": {0: {"m": WEIGHT + rank}}}}
         write_rank(tmp_path / "ckpt", rank, 2, state, layouts=[both], default=0, record=record)
     assert torch.equal(run(tmp_path / "ckpt")[0]["w"], WEIGHT)
-    with pytest.raises(MismatchError, match="convert without --all"):
+    with pytest.raises(UsageError, match="convert without it"):
         run(tmp_path / "ckpt", everything=True)
 
 
@@ -193,9 +189,8 @@ def test_which_step(tmp_path: Path) -> None:
     write_rank(root, 0, 1, {"model": {"w": WEIGHT + 2}}, name="c.safetensors", step=30, resumable=False, kind="eval")
     assert torch.equal(run(root)[0]["w"], WEIGHT + 1)
     assert torch.equal(run(root, step=10)[0]["w"], WEIGHT)
-    model, result = run(root, step=30)
-    assert torch.equal(model["w"], WEIGHT + 2) and "not complete" in result.notes[0]
-    with pytest.raises(NoUsableCheckpointError, match=r"no checkpoint of step 11 found.*steps found: 10, 20, 30"):
+    assert torch.equal(run(root / "c.safetensors")[0]["w"], WEIGHT + 2)
+    with pytest.raises(NoUsableCheckpointError, match=r"step 11 is not used: .*steps that are there: 20, 10"):
         run(root, step=11)
     with pytest.raises(UsageError, match="is of step 10, not 11"):
         run(root / "a.safetensors", step=11)

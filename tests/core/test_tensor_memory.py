@@ -17,7 +17,6 @@ from mindx_elastic.prove.variables import _sample
 
 PACKAGE = Path(__file__).parents[2] / "mindx_elastic"
 OWN = {
-    *("convert/rank_file.py", "convert/plain_file.py"),  # what they have read themselves
     *("persist/unflatten.py", "persist/direct_io.py", "persist/packer.py", "persist/reader.py", "persist/packed.py"),
     *("capture/rng.py", "capture/own_attributes.py", "core/mersenne.py"),  # states of generators
     *("guard/checks/generators.py", "prove/digests.py", "capture/data_listing.py"),
