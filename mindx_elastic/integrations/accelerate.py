@@ -20,7 +20,6 @@ Private places of accelerate: `Accelerator._models`, ``_optimizers``, ``_schedul
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from accelerate import Accelerator, data_loader
 from accelerate.utils import DistributedType, broadcast_object_list, send_to_device
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from mindx_elastic.core.events import logger
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.data.loader import with_settings_of
 from mindx_elastic.data.position import num_batches
@@ -65,14 +63,13 @@ def guard(
     _check_version()
     _check_kind(accelerator)
     chosen = _training_loaders(accelerator, loader)
-    agreed: list[Any] = [torch.initial_seed() & _MASK, _saved_states(accelerator)]
+    agreed: list[Any] = [torch.initial_seed() & _MASK]
     broadcast_object_list(agreed)
-    seed, saved = agreed
-    followed = [follow(each, seed) for each in chosen]
+    followed = [follow(each, agreed[0]) for each in chosen]
     registered = {f"registered_{n}": each for n, each in enumerate(accelerator._custom_objects)}
     if taken := sorted({"accelerate", *registered} & set(stateful or {})):
         raise UsageError(f"stateful={{{taken[0]!r}: ...}}: that name is the accelerator's; choose another")
-    made = Guard(
+    return Guard(
         model=list(accelerator._models) or None,
         optimizer=[each.optimizer for each in accelerator._optimizers] or None,
         lr_scheduler=[each.scheduler for each in accelerator._schedulers] or None,
@@ -81,52 +78,23 @@ def guard(
         stateful={"accelerate": _Counter(accelerator), **registered, **(stateful or {})},
         **options,
     )
-    if saved:
-        _let_save_again(accelerator, made, set(saved))
-    return made
 
 
 class _Counter:
-    """The place in an accumulation window, and the number of the next folder of `save_state`."""
+    """The place in an accumulation window."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._accelerator.step, "saves": self._accelerator.project_configuration.iteration}
+        return {"step": self._accelerator.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._accelerator.step = state["step"]
-        self._accelerator.project_configuration.iteration = state.get("saves", 0)  # older files have none
-
-
-# --- folders of `save_state` that accelerate names and numbers ---
-
-
-def _saved_states(accelerator: Accelerator) -> list[str]:
-    """The states that earlier processes have left."""
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        return []
-    return [path.name for path in Path(str(accelerator.project_dir), "checkpoints").glob("checkpoint_*")]
-
-
-def _let_save_again(accelerator: Accelerator, guard: Guard, saved: set[str]) -> None:
-    """A save after the boundary that a run is resumed from is done again, under the same number: accelerate raises
-    where the folder is there. It makes way. `saved`: the folders as the process has found them, the same on all ranks.
-    """
-    save_state = accelerator.save_state
-
-    def save_again(*args: Any, **kwargs: Any) -> Any:
-        name = f"checkpoint_{accelerator.save_iteration}"
-        if name in saved and guard.resumed_from_step is not None:
-            saved.discard(name)
-            if accelerator.is_main_process:
-                logger.info("%s was saved after step %d, and is saved again", name, guard.resumed_from_step)
-                shutil.rmtree(Path(str(accelerator.project_dir), "checkpoints", name))
-            accelerator.wait_for_everyone()
-        return save_state(*args, **kwargs)
-
-    vars(accelerator)["save_state"] = save_again
+        # The next folder of `save_state`: accelerate raises where it is there.
+        folders = Path(str(self._accelerator.project_dir), "checkpoints").glob("checkpoint_*")
+        numbers = [name for each in folders if (name := each.name.rpartition("_")[2]).isdecimal()]
+        self._accelerator.project_configuration.iteration = max((int(each) + 1 for each in numbers), default=0)
 
 
 # --- what cannot be kept ---
@@ -140,7 +108,7 @@ def _check_version() -> None:
 
 def _check_kind(accelerator: Accelerator) -> None:
     names = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step", "scaler",
-             "project_configuration", "project_dir", "save_iteration", "save_state")  # fmt: skip
+             "project_configuration", "project_dir")  # fmt: skip
     check_library("accelerate", _TRIED, accelerator, names)
     if accelerator.distributed_type not in _KEPT:
         raise UsageError(

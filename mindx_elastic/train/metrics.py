@@ -16,15 +16,12 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
 __all__ = [
-    "Accuracy",
-    "FunctionMetric",
-    "LossMetric",
     "Metric",
     "MetricSet",
     "Metrics",
     "ObjectMetric",
     "SumMetric",
-    "TopK",
+    "top_k",
 ]
 
 
@@ -38,18 +35,20 @@ class Metric(Protocol):
 
 
 MetricSpec: TypeAlias = "str | Metric | Callable[[Any, Any], Any]"
+Measure: TypeAlias = "Callable[[Tensor | None, Any, Any, int], tuple[Any, Any]]"
 Metrics: TypeAlias = "MetricSpec | Iterable[MetricSpec] | Mapping[str, MetricSpec] | None"
 
 
 class SumMetric:
-    """A mean of per-sample values: a sum and a weight, both float64. Subclasses give `measure`."""
+    """A mean of per-sample values: a sum and a weight, both float64.
 
-    def __init__(self) -> None:
+    `measure` gives both of one batch, from (loss or None, outputs, targets, number of samples): numbers or 0-dim
+    tensors.
+    """
+
+    def __init__(self, measure: Measure) -> None:
+        self.measure = measure
         self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
-
-    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
-        """(sum, weight) of one batch of `size` samples; numbers or 0-dim tensors."""
-        raise NotImplementedError
 
     def clear(self) -> None:
         self.sums = torch.zeros_like(self.sums)
@@ -81,50 +80,37 @@ class SumMetric:
         self.sums = state["sums"].to(self.sums.device)
 
 
-class Accuracy(SumMetric):
-    """Share of samples whose highest output (dimension 1) is the target: class indices, or one-hot rows."""
+def _loss(loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
+    """The mean loss over the samples: the batches' mean losses, weighted by their sizes."""
+    if loss is None:
+        raise UsageError('the metric "loss" needs a loss: give Model a loss_fn, or an eval_step that returns one')
+    return loss * size, size
 
-    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
-        scores, wanted = _scores(outputs, targets, "accuracy")
-        return (scores.argmax(1) == wanted).sum(), wanted.numel()
 
+def top_k(k: int, name: str) -> Measure:
+    """The share of samples whose target (class indices, or one-hot rows) is among the `k` highest outputs of
+    dimension 1."""
 
-class TopK(SumMetric):
-    """Share of samples whose target is among the `k` highest outputs (dimension 1)."""
-
-    def __init__(self, k: int) -> None:
-        super().__init__()
-        self.k = k
-
-    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
-        scores, wanted = _scores(outputs, targets, f"top{self.k}")
-        best = scores.topk(min(self.k, scores.shape[1]), dim=1).indices
+    def measure(loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
+        scores, wanted = _scores(outputs, targets, name)
+        best = scores.argmax(1, keepdim=True) if k == 1 else scores.topk(min(k, scores.shape[1]), dim=1).indices
         return (best == wanted.unsqueeze(1)).sum(), wanted.numel()
 
-
-class LossMetric(SumMetric):
-    """Mean loss over the samples (the batches' mean losses, weighted by their sizes)."""
-
-    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
-        if loss is None:
-            raise UsageError('the metric "loss" needs a loss: give Model a loss_fn, or an eval_step that returns one')
-        return loss * size, size
+    return measure
 
 
-class FunctionMetric(SumMetric):
+def _mean_of(function: Callable[[Any, Any], Any]) -> Measure:
     """The mean, weighted by the batches' sizes, of ``function(outputs, targets)``: a number or a 0-dim tensor."""
 
-    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
-        value = self.function(outputs, targets)
+    def measure(loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
+        value = function(outputs, targets)
         if isinstance(value, Tensor) and value.numel() != 1:
             raise UsageError(
                 f"a metric function returned a tensor of shape {list(value.shape)}; return one number, the batch's mean"
             )
         return (value.reshape(()) if isinstance(value, Tensor) else float(value)) * size, size
+
+    return measure
 
 
 class ObjectMetric:
@@ -143,16 +129,16 @@ class ObjectMetric:
         return self.inner.eval()
 
 
-_NAMES: dict[str, Callable[[], SumMetric]] = {
-    "accuracy": Accuracy,
-    "acc": Accuracy,
-    "loss": LossMetric,
-    "top1": lambda: TopK(1),
-    "top5": lambda: TopK(5),
-    "top_1_accuracy": lambda: TopK(1),
-    "top_5_accuracy": lambda: TopK(5),
-    "mae": lambda: FunctionMetric(lambda outputs, targets: (outputs - targets).abs().double().mean()),
-    "mse": lambda: FunctionMetric(lambda outputs, targets: (outputs - targets).double().square().mean()),
+_NAMES: dict[str, Measure] = {
+    "accuracy": top_k(1, "accuracy"),
+    "acc": top_k(1, "acc"),
+    "loss": _loss,
+    "top1": top_k(1, "top1"),
+    "top5": top_k(5, "top5"),
+    "top_1_accuracy": top_k(1, "top1"),
+    "top_5_accuracy": top_k(5, "top5"),
+    "mae": _mean_of(lambda outputs, targets: (outputs - targets).abs().double().mean()),
+    "mse": _mean_of(lambda outputs, targets: (outputs - targets).double().square().mean()),
 }
 
 
@@ -226,7 +212,7 @@ def _build(spec: Any) -> SumMetric | ObjectMetric:
     if isinstance(spec, str):
         if spec not in _NAMES:
             raise UsageError(f"there is no metric {spec!r}; known are {', '.join(_NAMES)}, or give a function")
-        return _NAMES[spec]()
+        return SumMetric(_NAMES[spec])
     if isinstance(spec, type):
         raise UsageError(f"the metric {spec.__name__} is a class; make an object of it: {spec.__name__}()")
     if isinstance(spec, SumMetric):
@@ -234,7 +220,7 @@ def _build(spec: Any) -> SumMetric | ObjectMetric:
     if isinstance(spec, Metric):
         return ObjectMetric(spec)
     if callable(spec):
-        return FunctionMetric(spec)
+        return SumMetric(_mean_of(spec))
     raise UsageError(f"{spec!r} is not a metric; give a name, a function (outputs, targets), or clear/update/eval")
 
 

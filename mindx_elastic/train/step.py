@@ -6,7 +6,6 @@ scheduler, the callbacks and the stop stay with the loop, so a custom step keeps
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -326,29 +325,11 @@ def forward(model: ModelParts, network: Any, batch: Any) -> tuple[Tensor, Any, A
     with model.autocast():
         if model.loss_fn is None:
             args, kwargs = network_arguments(batch, takes_targets=True)
-            try:
-                outputs = network(*args, **kwargs)
-            except TypeError:
-                _check_takes(network, args, kwargs)
-                raise
+            outputs = network(*args, **kwargs)
             return _loss_of_output(outputs), outputs, None
         args, kwargs, targets = split_batch(batch)
         outputs = network(*args, **kwargs)
         return model.loss_fn(outputs, targets), outputs, targets
-
-
-def _check_takes(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise UsageError where `Model` has no loss_fn and the network's forward cannot take the whole batch."""
-    try:
-        inspect.signature(unwrap_module(network).forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise UsageError(
-            f"Model was made without a loss_fn, so the network gets the whole batch, targets too, and "
-            f"{type(unwrap_module(network)).__name__}.forward cannot take it: {error}. Give Model(network, loss_fn, "
-            "optimizer), or let forward(inputs, targets) return the loss"
-        ) from None
-    except ValueError:  # no signature to read
-        pass
 
 
 @contextmanager
@@ -375,15 +356,7 @@ def _check_loss(loss: object) -> None:
 
 def detach(outputs: Any) -> Any:
     """Drop the graph, so that what callbacks keep does not hold the activations."""
-    if isinstance(outputs, Tensor):
-        return outputs.detach()
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*(detach(value) for value in outputs))
-    if isinstance(outputs, (tuple, list)):
-        return type(outputs)(detach(value) for value in outputs)
-    if isinstance(outputs, dict):
-        return {key: detach(value) for key, value in outputs.items()}
-    return outputs
+    return _rebuilt(outputs, Tensor.detach)
 
 
 # --- batches: ``(inputs..., targets)``, a dict, or one tensor ---
@@ -391,16 +364,20 @@ def detach(outputs: Any) -> Any:
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`; tuples, lists and dicts are rebuilt, other values kept."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        moved = {key: move_batch(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_batch(value, device) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(move_batch(value, device) for value in batch)
-    return batch
+    return _rebuilt(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _rebuilt(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        made = {key: _rebuilt(item, change) for key, item in value.items()}
+        return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_rebuilt(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_rebuilt(item, change) for item in value)
+    return value
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

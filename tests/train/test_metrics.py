@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.train.metrics import Accuracy, MetricSet, TopK
+from mindx_elastic.train.metrics import MetricSet, SumMetric, top_k
 
 OUTPUTS = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.1], [0.2, 0.3, 0.5]])
 TARGETS = torch.tensor([1, 0, 0])
@@ -51,7 +51,7 @@ def test_accuracy_by_name(name: str) -> None:
 
 
 def test_topk() -> None:
-    metric = TopK(2)
+    metric = SumMetric(top_k(2, "top2"))
     metric.update(OUTPUTS, torch.tensor([0, 2, 2]))
     assert metric.eval() == pytest.approx(2 / 3)  # ties go to the lower class
 
@@ -64,7 +64,7 @@ def test_functions_objects_and_names_mix() -> None:
 
 
 def test_one_hot_targets_and_segmentation() -> None:
-    metric = Accuracy()
+    metric = SumMetric(top_k(1, "accuracy"))
     metric.update(OUTPUTS, torch.nn.functional.one_hot(TARGETS, 3))
     assert metric.eval() == pytest.approx(2 / 3)
     metric.clear()

@@ -252,23 +252,3 @@ def test_parameters_that_would_not_be_saved_are_told(caplog: pytest.LogCaptureFi
     model = Model(network, nn.CrossEntropyLoss(), optimizer, device="cpu")
     model.train(1, make_loader())
     assert "2 parameters that belong neither" in caplog.text
-
-
-def test_a_model_without_a_loss_says_what_is_missing() -> None:
-    model = make_model(network=nn.Linear(4, 2), loss_fn=None)
-    told = r"made without a loss_fn.*Linear.forward cannot take it: too many positional.*Give Model\(network, loss_fn"
-    with pytest.raises(UsageError, match=told):
-        model.train(1, [(torch.ones(3, 4), torch.zeros(3))])
-
-
-def test_a_type_error_of_the_networks_own_is_the_networks() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = make_network()
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            raise TypeError("of its own")
-
-    with pytest.raises(TypeError, match="of its own"):
-        make_model(network=Broken(), loss_fn=None).train(1, [(torch.ones(3, 4), torch.zeros(3))])
