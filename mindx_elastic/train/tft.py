@@ -15,9 +15,7 @@ effect and the wrapper has nothing to report: the guard watches every optimizer.
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +59,7 @@ class TFTRegister(Callback):
         _require_ttp("TFTRegister")
         if isinstance(ctrl_rank_id, bool) or not isinstance(ctrl_rank_id, int) or ctrl_rank_id < 0:
             raise UsageError(f"ctrl_rank_id={ctrl_rank_id!r}; give a rank, a whole number from 0")
-        if not _is_address(ctrl_ip):
+        if not isinstance(ctrl_ip, str) or not ctrl_ip:
             raise UsageError(f'ctrl_ip={ctrl_ip!r}; give an IP address or a host name, for example "127.0.0.1"')
         if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or ctrl_port not in _PORTS:
             raise UsageError(f"ctrl_port={ctrl_port!r}; give a port number, {_PORTS.start} to {_PORTS.stop - 1}")
@@ -156,17 +154,6 @@ def _require_ttp(who: str) -> None:
     others = sorted(settings.enabled - {"TTP"})
     if others and RankInfo.from_env().rank == 0:
         logger.warning("MS_ENABLE_TFT: %s has no effect here, TTP is on", ", ".join(others))
-
-
-def _is_address(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        ipaddress.ip_address(value)
-        return True
-    except ValueError:
-        numeric = re.fullmatch(r"[\d.]+", value)
-        return numeric is None and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})", value) is not None
 
 
 def _place(root: Path, position: Position, ranks: RankInfo) -> Path:
