@@ -69,7 +69,7 @@ class FunctionLoader(EngineLoader):
             left = max(0, total - first)
         batches = _Calls(self.function, partial(self._seed_of, epoch), first, left)
         return self._engine.iterate(
-            (batches, None),
+            batches,
             loader=self,
             progress=lambda count: (0, left is not None and count >= left),
             announce=self._announce,

@@ -10,12 +10,11 @@ from typing import Any
 
 from mindx_elastic.data.position import Cursor
 from mindx_elastic.data.track import LoaderMark, fetching
-from mindx_elastic.data.workers import WorkerSet, open_iterator
+from mindx_elastic.data.workers import end_workers, open_iterator
 from mindx_elastic.errors import UsageError
 
 __all__ = ["Engine", "EngineLoader", "Iteration", "at_unfollowed"]
 
-_CLOSE_GRACE_S = 5.0  # as torch: a worker in the middle of a batch may finish it
 _SHUTDOWN_GRACE_S = 0.5
 
 Progress = Callable[[int], "tuple[int, bool]"]
@@ -29,8 +28,8 @@ class Iteration(Iterator[Any]):
     do not count.
 
     `progress(n)` is (samples consumed, no batch is left) after n batches of this iteration. `announce` runs once,
-    before the first batch is fetched; `check` runs before each one is asked for, and may raise. `workers` end with the
-    iteration; `shared` says that persistent workers, which outlive it, make the batches. Training thread only.
+    before the first batch is fetched; `check` runs before each one is asked for, and may raise. `shared` says that
+    persistent workers, which outlive it, make the batches. Training thread only.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class Iteration(Iterator[Any]):
         loader: Any,
         progress: Progress,
         announce: Callable[[], None] | None,
-        workers: WorkerSet | None,
         shared: bool,
         check: Callable[[], None] | None,
     ) -> None:
@@ -51,7 +49,6 @@ class Iteration(Iterator[Any]):
         self._batches: Iterator[Any] | None = batches
         self._progress = progress
         self._announce = announce
-        self._workers = workers
         self._shared = shared
         self._check = check
         self._count = 0
@@ -109,17 +106,18 @@ class Iteration(Iterator[Any]):
         samples, finished = self._progress(self._count)
         self._cursor.advance(self._token, samples, finished)
 
-    def _end(self, *, exhausted: bool, grace_s: float = _CLOSE_GRACE_S) -> None:
-        batches, self._batches = self._batches, None
-        if batches is not None:
+    def _end(self, *, exhausted: bool) -> None:
+        if self._batches is not None:
+            self._batches = None  # torch ends the workers that are not persistent
             self._cursor.end(self._token, exhausted=exhausted)
-            if self._workers is not None:
-                self._workers.end(getattr(batches, "wrapped", batches), grace_s=grace_s)
 
     def stop(self) -> None:
         """End the workers now; from then on asking for a batch is an error."""
         self._stopped = True
-        self._end(exhausted=False, grace_s=_SHUTDOWN_GRACE_S)
+        inner = getattr(self._batches, "wrapped", self._batches)
+        if not getattr(inner, "_persistent_workers", False):
+            end_workers(inner, grace_s=_SHUTDOWN_GRACE_S)
+        self._end(exhausted=False)
 
     def __del__(self) -> None:
         if getattr(self, "_batches", None) is not None:  # not there when __init__ failed
@@ -137,10 +135,9 @@ class Engine:
         # For persistent workers only:
         self._torch_loader: Any = None
         self._torch_iterator: Any = None
-        self._workers: WorkerSet | None = None
 
-    def open(self, build: Callable[[], Any], *, persistent: bool) -> tuple[Iterator[Any], WorkerSet | None]:
-        """A torch iterator over `build()` and the workers that end with it.
+    def open(self, build: Callable[[], Any], *, persistent: bool) -> Iterator[Any]:
+        """A torch iterator over `build()`.
 
         With persistent workers `build` is called the first time only; the workers are kept here.
         """
@@ -148,21 +145,20 @@ class Engine:
             return open_iterator(build())
         if self._torch_iterator is None:
             self._torch_loader = build()
-            self._torch_iterator, self._workers = open_iterator(self._torch_loader)
+            self._torch_iterator = open_iterator(self._torch_loader)
         else:
             iter(self._torch_loader)  # resets the same iterator; no process is started
-        return self._torch_iterator, None
+        return self._torch_iterator  # type: ignore[no-any-return]
 
     def iterate(
         self,
-        opened: tuple[Iterator[Any], WorkerSet | None],
+        batches: Iterator[Any],
         *,
         loader: Any,
         progress: Progress,
         announce: Callable[[], None] | None,
         check: Callable[[], None] | None = None,
     ) -> Iteration:
-        batches, workers = opened
         shared = batches is self._torch_iterator
         iteration = Iteration(
             self.cursor,
@@ -170,7 +166,6 @@ class Engine:
             loader=loader,
             progress=progress,
             announce=announce,
-            workers=workers,
             shared=shared,
             check=check,
         )
@@ -186,16 +181,13 @@ class Engine:
         """Inside, `loader` (the owner of this engine) can be iterated as if it were another object: the position, an
         iteration under way and persistent workers are as before afterwards. Training thread."""
         ready, loader.on_iterator_ready = loader.on_iterator_ready, None
-        before = self._live, self._torch_loader, self._torch_iterator, self._workers
-        self._live = self._torch_loader = self._torch_iterator = self._workers = None
+        before = self._live, self._torch_loader, self._torch_iterator
+        self._live = self._torch_loader = self._torch_iterator = None
         try:
             with self.cursor.set_aside():
-                try:
-                    yield
-                finally:
-                    self._end_persistent(_CLOSE_GRACE_S)
+                yield
         finally:
-            self._live, self._torch_loader, self._torch_iterator, self._workers = before
+            self._live, self._torch_loader, self._torch_iterator = before
             loader.on_iterator_ready = ready
 
     @property
@@ -207,17 +199,9 @@ class Engine:
         iteration = self.live
         if iteration is not None:
             iteration.stop()
-        self._end_persistent(_SHUTDOWN_GRACE_S)
-
-    def _end_persistent(self, grace_s: float) -> None:
-        iterator, workers = self._torch_iterator, self._workers
-        self._torch_loader = self._torch_iterator = self._workers = None
-        if workers is not None:
-            workers.end(iterator, grace_s=grace_s)
-
-    def __del__(self) -> None:
-        if getattr(self, "_workers", None) is not None:  # not there when __init__ failed
-            self._end_persistent(_CLOSE_GRACE_S)
+        iterator = self._torch_iterator
+        self._torch_loader = self._torch_iterator = None
+        end_workers(iterator, grace_s=_SHUTDOWN_GRACE_S)
 
 
 class EngineLoader:

@@ -40,7 +40,7 @@ from mindx_elastic.data.random_streams import (
 )
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import LoaderMark
-from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
+from mindx_elastic.data.workers import WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "keeps_state", "parts_with_epoch"]
@@ -215,7 +215,7 @@ class ReplayLoader(EngineLoader):
     def _hash(self, purpose: int) -> int:
         return mix(self.seed, self._engine.cursor.epoch, rank_and_world_size(None, None)[0], purpose)
 
-    def _open(self, skip: int) -> tuple[Iterator[Any], WorkerSet | None]:
+    def _open(self, skip: int) -> Iterator[Any]:
         if self._skipper is not None:
             self._skipper.begin_at(skip, self._hash(_BATCH), self._streams)
             opened = self._engine.open(self._build, persistent=self._persistent)
@@ -227,20 +227,18 @@ class ReplayLoader(EngineLoader):
             else:
                 opened = self._engine.open(self._build, persistent=False)
         assert self._engine.cursor.start is not None
-        batches = _Apart(opened[0], self._streams, self._engine.cursor.start)
+        batches = _Apart(opened, self._streams, self._engine.cursor.start)
         for done in range(skip):
             if next(batches, _END) is _END:
                 raise _too_short(done, skip)
-        return batches, opened[1]
+        return batches
 
-    def _open_foreign(self) -> tuple[Iterator[Any], WorkerSet | None]:
+    def _open_foreign(self) -> Iterator[Any]:
         loader = self.loader
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, WorkerShield):
             life_s = Settings.from_env().grace_s if self.worker_grace_s is None else self.worker_grace_s
             loader.worker_init_fn = WorkerShield(WorkerStart(loader.worker_init_fn), grace_s=life_s)
-        iterator, workers = open_iterator(_AsItWas(loader, self._kind))
-        # Its persistent workers are its own; they stay known to the exit hook.
-        return iterator, None if asked(loader, "persistent_workers", False) else workers
+        return open_iterator(_AsItWas(loader, self._kind))
 
     def _build(self) -> DataLoader[Any]:
         stock = self._stock

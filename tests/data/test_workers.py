@@ -58,7 +58,7 @@ def test_shutdown_kills_a_stuck_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = active_children()
     assert len(processes) == 2
     for process in processes:
-        process.terminate()
+        os.kill(process.pid or 0, signal.SIGTERM)
     source.shutdown()
     source.shutdown()
     assert [process.is_alive() for process in processes] == [False, False]
@@ -118,7 +118,7 @@ def test_the_grace_period_of_a_worker_can_be_set() -> None:
     source.worker_grace_s = 0.1
     iterator = iter(source)
     (process,) = active_children()
-    process.terminate()
+    os.kill(process.pid or 0, signal.SIGTERM)
     with pytest.raises(RuntimeError, match=r"worker .* is killed by signal: Alarm clock|exited unexpectedly"):
         list(iterator)
     assert not process.is_alive()
