@@ -35,7 +35,7 @@ from mindx_elastic.config import (
 )
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.notices import notice_path
+from mindx_elastic.platforms.notices import check_notice
 
 __all__ = [
     "DEFAULT_MAX_RESTARTS",
@@ -93,8 +93,8 @@ class AgentOptions:
     """Private file with the job's key, absolute; None: none was given."""
     metrics: tuple[str, int] | None = None
     """Address and port of the metrics server; None: there is none."""
-    notice: Path | None = None
-    """The file that says that this machine is about to be taken away; None: none was named."""
+    notice: str = ""
+    """Who says that this machine is about to be taken away, a cloud or a file; empty: none was named."""
     log_level: str
 
 
@@ -250,10 +250,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         ),
     },
     "--notice": {
-        "metavar": "FILE",
+        "metavar": "aws|gce|azure|FILE",
         "help": (
-            "look for a file that says that this machine is about to be taken away, and then save and stop within the "
-            "time that it names, with exit code 75 (default: none)"
+            "ask the cloud's metadata service, or a file, whether this machine is about to be taken away, and then "
+            "save and stop within the time that it names, with exit code 75 (default: nothing is asked)"
         ),
     },
     "--metrics-port": {
@@ -397,7 +397,7 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         arena_base=memory.base or Path("/dev/shm"),
         job_key_file=_job_key_file(args.job_key_file),
         metrics=None if args.metrics_port is None else (args.metrics_host or "127.0.0.1", args.metrics_port),
-        notice=None if args.notice is None else notice_path(args.notice),
+        notice=check_notice(args.notice) if args.notice is not None else "",
         log_level=settings.log_level,
     )
 

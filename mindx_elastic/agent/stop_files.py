@@ -9,7 +9,7 @@ from pathlib import Path
 from mindx_elastic.config import FaultPaths, Settings
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
 from mindx_elastic.platforms.flag_file import FlagFile
-from mindx_elastic.platforms.notices import NoticeFile
+from mindx_elastic.platforms.notices import NoticeWatch
 
 __all__ = ["FLAG_NAME", "StopFiles"]
 
@@ -19,10 +19,10 @@ FLAG_NAME = "graceful_exit.json"
 class StopFiles:
     """Used by one thread. Neither method raises for what a file holds."""
 
-    def __init__(self, run_dir: Path, paths: FaultPaths, settings: Settings, notice: Path | None = None) -> None:
+    def __init__(self, run_dir: Path, paths: FaultPaths, settings: Settings, notice: str = "") -> None:
         """Looks for ``graceful_exit.json`` in `run_dir`; in the working directory too where `Settings.graceful_exit` is
-        on; nowhere where it is off. notice: the file of ``--notice``; None: none was asked for."""
-        self._notice = None if notice is None else NoticeFile(notice)
+        on; nowhere where it is off. notice: of ``--notice``; empty: none was asked for."""
+        self._notice = NoticeWatch(notice) if notice else None
         self.faults = FaultWatch(paths)
         folders: Sequence[Path] = [run_dir, Path.cwd()] if settings.graceful_exit else [run_dir]
         wanted = [] if settings.graceful_exit is False else [folder / FLAG_NAME for folder in folders]

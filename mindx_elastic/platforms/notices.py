@@ -1,4 +1,4 @@
-"""A notice that this machine is about to be taken away, in a file that somebody writes: ``{"stop": true, ...}``.
+"""A notice that this machine is about to be taken away: of a cloud (`clouds`), or in a file: ``{"stop": true, ...}``.
 
 =============  ===============================================================================================
 key            value
@@ -9,27 +9,29 @@ key            value
 ``reason``     for people; may be missing
 =============  ===============================================================================================
 
-Rejected: to ask the clouds' metadata services from here. They change, need tokens and time-outs, and are out of the
-reach of many containers; the loop of a shell that asks one and writes this file has five lines (``docs/platforms.md``).
+A source never decides by guess: what it does not understand is named and stops nothing.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindx_elastic.config import MIN_GRACE_S
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.values import real
 from mindx_elastic.errors import UsageError
+from mindx_elastic.platforms.clouds import CLOUDS, METADATA, Cloud
 from mindx_elastic.platforms.config_map import parse_json_object, read_text
 from mindx_elastic.platforms.flag_file import process_started_at
 
-__all__ = ["NoticeFile", "StopNotice", "notice_path"]
+__all__ = ["NoticeWatch", "StopNotice", "check_notice"]
 
 _MOST_AHEAD_S = 86400.0
 _STALE_S = 300.0  # a machine that lives on for so long after its end was not taken away
@@ -44,19 +46,34 @@ class StopNotice(NamedTuple):
     """How long the workers may take from now on; None: no deadline is known."""
 
 
-def notice_path(text: str) -> Path:
-    """The file that ``--notice`` names, which may come later. Raises UsageError where its folder does not exist."""
+def check_notice(text: str) -> str:
+    """`text` of ``--notice``: a word of `CLOUDS` (``aws=http://[fd00:ec2::254]``: at another address), or the path of a
+    file, which may come later; made absolute. Raises UsageError where it is neither, or there is no such folder."""
+    word, equals, base = text.partition("=")
+    if word in CLOUDS:
+        if equals and not base.startswith(("http://", "https://")):
+            raise UsageError(f"--notice {printable(text)}: give {word}, or {word}=http://HOST of its metadata service")
+        return text
     path = Path(text).absolute()
     if "/" not in text or not path.parent.is_dir() or path.is_dir():
-        raise UsageError(f"--notice {printable(text)}: give the path of a file with a / in it, in a folder that exists")
-    return path
+        raise UsageError(
+            f"--notice {printable(text)}: give {', '.join(CLOUDS)}, or the path of a file with a / in it, in a folder "
+            "that exists"
+        )
+    return str(path)
 
 
-class NoticeFile:
+class NoticeWatch:
     """Looks for the notice while the job runs. One thread."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._started_at = path, process_started_at()
+    def __init__(self, notice: str) -> None:
+        """notice: as `check_notice` returns it."""
+        word, _, base = notice.partition("=")
+        self._name = word if word in CLOUDS else f"notice file {notice}"
+        self._source: Callable[[], tuple[dict[str, Any], float]] = (
+            Cloud(word, base.rstrip("/") or METADATA).read if word in CLOUDS else partial(_read_file, Path(notice))
+        )
+        self._started_at = process_started_at()
         self._found: tuple[str, float | None] | None = None
         """Reason and deadline (unix seconds; None: not known) of the first notice that counts."""
         self._warned = ""
@@ -70,7 +87,7 @@ class NoticeFile:
             except FileNotFoundError:
                 pass
             except (OSError, ValueError) as error:
-                self._warn(f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error))
+                self._warn(f"cannot be read ({error.strerror or error})" if isinstance(error, OSError) else str(error))
         if self._found is None:
             return None
         reason, deadline = self._found
@@ -80,8 +97,7 @@ class NoticeFile:
         return StopNotice(reason, max(MIN_GRACE_S, left_s - min(_RESERVE_S, left_s / 4)))
 
     def _read(self) -> tuple[str, float | None] | None:
-        text, written = read_text(self._path)
-        content = parse_json_object(text) if text.strip() else {"stop": False}
+        content, written = self._source()
         if not isinstance(content.get("stop"), bool):
             raise ValueError('has no "stop": true or false')
         if not content["stop"]:
@@ -96,12 +112,18 @@ class NoticeFile:
             raise ValueError("is from before this start")
         why = content.get("reason")
         text = f": {printable(why, 200)}" if isinstance(why, str) and why else ""
-        return f"notice file {self._path}{text}", deadline
+        return f"{self._name}{text}", deadline
 
     def _warn(self, problem: str) -> None:
         if problem != self._warned:
             self._warned = problem
-            logger.warning("notice file %s %s; it stops nothing until it changes", self._path, printable(problem, 300))
+            logger.warning("--notice: %s %s; this stops nothing", self._name, printable(problem, 300))
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], float]:
+    """What it says, and when it was written."""
+    text, written = read_text(path)
+    return parse_json_object(text) if text.strip() else {"stop": False}, written
 
 
 def _moment(value: object) -> float:

@@ -1,4 +1,4 @@
-"""``mindx-elastic run --notice``: real jobs, and a file that is written meanwhile."""
+"""``mindx-elastic run --notice``: real jobs, and a file or a metadata service that says what it is told to."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from mindx_elastic.agent.result import read_result
 from tests.harness import events
+from tests.metadata_service import MetadataService
 from tests.system import agents
 from tests.system.agents import RUN, nothing_left
 from tests.system.conftest import Reference
@@ -35,6 +36,19 @@ def say(notice: Path, text: str = '{"stop": true, "seconds": 60, "reason": "main
     temp = notice.with_suffix(".tmp")
     temp.write_text(text)
     temp.rename(notice)
+
+
+def test_a_clouds_notice_stops_the_job_with_its_deadline_as_grace() -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(MetadataService())
+        options = ["--notice", f"gce={server.base}", "--grace", "10"]
+        job = stack.enter_context(agent("--hold-at", 7, options=options))
+        job.wait_for("HOLD", 2)
+        server.answers["/computeMetadata/v1/instance/preempted"] = "TRUE"
+        job.expect(75)
+    (fault,) = events(RUN, "fault")
+    assert fault["reason"] == "gce: preempted" and 10 < fault["grace_s"] <= 28, "longer than --grace"
+    assert nothing_left()
 
 
 def test_a_notice_stops_the_job_at_one_step_and_it_ends_like_an_uninterrupted_one(
