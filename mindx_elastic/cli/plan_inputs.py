@@ -110,10 +110,10 @@ def plan_and_check(
 
 
 def _files_used(plan: ResumePlan) -> list[FileFact]:
-    """All files that a start reads, as it verifies them: those of the ranks, then those of parts."""
+    """All files that a start may read: those of the ranks, then the first of each old rank for those that assemble."""
     found = {fact.path: fact for share in plan.ranks for fact in (share.file, *share.others)}
-    parts = plan.used_paths()
-    found |= {fact.path: fact for facts in plan.files.values() for fact in facts if fact.path in parts}
+    if any(share.assembled for share in plan.ranks):
+        found |= {facts[0].path: facts[0] for facts in plan.files.values()}
     return list(found.values())
 
 

@@ -8,6 +8,7 @@ Small ones are read by the caller's thread meanwhile, many at once: each costs m
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.entries import TensorEntry, without_collections
 from mindx_elastic.persist.flatten import Tree, tensor_names
 from mindx_elastic.persist.format import CheckpointInfo, Header, open_checkpoint
-from mindx_elastic.persist.regions import read_into
 from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = ["Checkpoint", "Pieces", "map_checkpoint", "read_checked", "read_checkpoint", "read_some", "verify_file"]
@@ -42,6 +42,7 @@ _NUM_THREADS = 4
 _PIECE_BYTES = 8 << 20  # read, then hashed
 _LARGE_BYTES = 64 << 10
 _RUN_BYTES = 1 << 20
+_READ_BYTES = 8 << 20
 
 
 @dataclass
@@ -269,10 +270,10 @@ def _read_run(fd: int, header: Header, run: Sequence[TensorEntry], path: Path, *
     data = torch.empty(run[-1].end - start, dtype=torch.uint8, device="cpu")
     view = memory_of(data)
     try:
-        read_into(fd, view, header.data_start + start, run[0], path)
+        _read_into(fd, view, header.data_start + start, run[0], path)
     except CorruptCheckpointError:
         for entry in run:  # one of them cannot be read: which?
-            read_into(fd, view[entry.start - start : entry.end - start], header.data_start + entry.start, entry, path)
+            _read_into(fd, view[entry.start - start : entry.end - start], header.data_start + entry.start, entry, path)
     if verify:
         for name, _, _, begin, end in run:
             if xxhash.xxh3_128_hexdigest(view[begin - start : end - start]) != digests[name]:
@@ -307,7 +308,7 @@ def _pieces(
     for start in range(0, entry.nbytes, step):
         first = 0 if memory is None else start
         piece = buffer[first : first + min(step, entry.nbytes - start)]
-        read_into(fd, piece, header.data_start + entry.start + start, entry, path)
+        _read_into(fd, piece, header.data_start + entry.start + start, entry, path)
         if verify:
             digest.update(piece)
         yield piece
@@ -347,3 +348,18 @@ def read_checked(
 def _differs(path: Path, name: str) -> CorruptCheckpointError:
     problem = f"{path}: tensor {name} does not match its digest; the file is damaged"
     return CorruptCheckpointError(problem, path=path, tensor=name)
+
+
+def _read_into(fd: int, view: memoryview, offset: int, entry: TensorEntry, path: Path) -> None:
+    """Fill `view` with bytes of tensor `entry`. Raises CorruptCheckpointError when bytes are missing or the medium
+    fails."""
+    while view:
+        try:
+            count = os.preadv(fd, [view[:_READ_BYTES]], offset)
+        except OSError as error:  # the medium fails: report a damaged file
+            problem = f"{path}: tensor {entry.name} cannot be read: {error.strerror}"
+            raise CorruptCheckpointError(problem, path=path, tensor=entry.name) from error
+        if count == 0:
+            problem = f"{path}: tensor {entry.name} is cut off; the file was truncated while it was read"
+            raise CorruptCheckpointError(problem, path=path, tensor=entry.name)
+        view, offset = view[count:], offset + count

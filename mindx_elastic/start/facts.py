@@ -31,7 +31,6 @@ __all__ = [
     "single_rank_strategy",
 ]
 
-_MANY = 100_000
 _Long = Annotated[str, Text(1 << 20)]
 
 DYING_KINDS = ("breakpoint", "ttp", "request_exit", "snapshot")
@@ -232,21 +231,6 @@ class ResumePlan:
                     for fact in self.files[rank][part]
                     if fact.seen_by(reader) and completing(fact, self.files, reader) is not None
                 )
-
-    def used_paths(self) -> set[str]:
-        """The files that some rank may read; for huge worlds all of the step's, since readers are spread over them."""
-        readers = [share.rank for share in self.ranks if share.assembled]
-        used = {fact.path for share in self.ranks if share.assembled for fact in (share.file, *share.others)}
-        num_shards = sum(group.layout.num_shards for group in self.source.classes)
-        if len(readers) * num_shards > _MANY:
-            return used | {fact.path for facts in self.files.values() for fact in facts[:1]}
-        for group in self.source.classes if readers else ():
-            for shard in range(group.layout.num_shards):
-                for reader in readers:
-                    first = next(self.holders(group.layout, shard, reader), None)
-                    if first is not None:
-                        used |= {first.path, *(each.path for each in completing(first, self.files, reader) or ())}
-        return used
 
 
 @dataclass(frozen=True)

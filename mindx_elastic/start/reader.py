@@ -9,9 +9,8 @@ from typing import TypeVar
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Trust
-from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError, UntrustedFileError
-from mindx_elastic.persist.format import open_checkpoint
-from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, verify_file
+from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
+from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import Transport
@@ -43,14 +42,11 @@ class ShareReader:
         """The file that was read last."""
 
     def read(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
-        """Return the rank's state; or None and what could not be read, also of the files that it verifies for others.
+        """Return the rank's state; or None and what could not be read.
 
         Raises MismatchError when the files are sound and do not fit this program.
         """
-        if share.rank.assembled:
-            return self._assemble(share, blueprint)
-        problems = self._verify_all(share.verify)
-        return (None, problems) if problems else self._read_own(share)
+        return self._assemble(share, blueprint) if share.rank.assembled else self._read_own(share)
 
     def _try(self, read: Callable[[], T], path: Path, others: Sequence[Path] = ()) -> tuple[T | None, str, Path]:
         """What `read` makes of `path` and `others`; or the problem, and which of these files it is about. A damaged
@@ -62,13 +58,15 @@ class ShareReader:
             return read(), "", path
         except (CheckpointError, OSError) as error:
             about = _path_of(error, path)
-            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                problem = f"{about.name} cannot be read: {error}"
-            elif isinstance(error, (UntrustedFileError, MismatchError)):  # exchanged since it was looked at
-                problem = str(error)
-            else:
-                problem = self._put_aside(about, str(error))
-            return None, problem, about if about in others else path
+            return None, self._problem_of(error, about), about if about in others else path
+
+    def _problem_of(self, error: Exception, path: Path) -> str:
+        """What is wrong with the file, in words. A damaged one goes to the quarantine."""
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            return f"{path.name} cannot be read: {error}"
+        if isinstance(error, (UntrustedFileError, MismatchError)):  # exchanged since it was looked at
+            return str(error)
+        return self._put_aside(path, str(error))
 
     # --- whole files ---
 
@@ -136,39 +134,21 @@ class ShareReader:
 
     # --- assembling a state from parts ---
 
-    def _verify_all(self, files: Sequence[FileFact]) -> list[Problem]:
-        return [(fact.path, problem) for fact in files if (problem := self._verify(Path(fact.path)))]
-
-    def _verify(self, path: Path) -> str:
-        """The problem of a file; empty: every byte is as it was written."""
-
-        def read() -> None:
-            with open_checkpoint(path):  # a file that cannot be opened at the moment is not damaged
-                if problems := verify_file(path, self._trust.of(path)):
-                    raise CorruptCheckpointError(problems[0], path=path)
-
-        return self._try(read, path)[1]
-
     def _assemble(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
         if blueprint is None:
             raise MismatchError("the state has to be assembled from parts, and no target layout is known")
         self.path = Path(share.rank.file.path)
-        checkpoint, failure = None, None
-        paths = [fact.path for fact in share.verify if not self._outside(Path(fact.path))]
-        with Parts(share.plan, share.rank, self._trust, verify=paths) as parts:
-            try:
-                checkpoint = assemble(parts, blueprint)
-            except (CheckpointError, OSError) as error:
-                failure = error
-        # The other ranks count on this one, whatever it has met.
-        problems = self._verify_all([fact for fact in share.verify if fact.path not in parts.verified])
-        if problems or failure is None:
-            return (None, problems) if problems else (checkpoint, [])
-        if isinstance(failure, MismatchError):
-            raise failure  # sound files, another program
-        path = str(_path_of(failure, self.path))
-        is_known = any(fact.path == path for facts in share.plan.files.values() for fact in facts)
-        return None, [(path if is_known else share.rank.file.path, str(failure))]
+        paths = {Path(fact.path) for facts in share.plan.files.values() for fact in facts}
+        if outside := [(str(path), problem) for path in paths if (problem := self._outside(path))]:
+            return None, outside
+        try:
+            with Parts(share.plan, share.rank, self._trust) as parts:
+                return assemble(parts, blueprint), []
+        except (CheckpointError, OSError) as error:
+            path = _path_of(error, self.path)
+            if isinstance(error, MismatchError) and error.path is None:
+                raise  # sound files, another program
+            return None, [(str(path if path in paths else self.path), self._problem_of(error, path))]
 
 
 def _path_of(error: Exception, path: Path) -> Path:

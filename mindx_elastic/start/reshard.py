@@ -1,17 +1,17 @@
 """Assembles a rank's state from shards that other ranks have saved under another layout.
 
-Each tensor is allocated at its final size and filled with the boxes of it that the old ranks' files contain. Only the
-needed bytes are read, and memory holds at most the rank's own shards. The rest (options of the optimizer, scheduler,
-loader, buffers) comes from one file: that of the old rank of the same number, if there is one.
+Each tensor is allocated at its final size and filled with the boxes of it that the old ranks' files contain. Memory
+holds at most the rank's own shards. The rest (options of the optimizer, scheduler, loader, buffers) comes from one
+file: that of the old rank of the same number, if there is one.
 
-Boxes are found by the caller's thread and read by a few others, which wait for the disk at the same time. Of a file
-that this rank has to verify, every tensor is read once: its digest is checked, and its boxes are filled, in one pass.
+Boxes are found by the caller's thread. Each stored tensor with a wanted box is then read once, by a few threads, which
+wait for the disk at the same time: its digest is checked, and its boxes are filled, in one pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -34,7 +34,6 @@ from mindx_elastic.persist.entries import TensorEntry
 from mindx_elastic.persist.format import Header, open_checkpoint
 from mindx_elastic.persist.places import places_in
 from mindx_elastic.persist.reader import Checkpoint, read_checked, read_some
-from mindx_elastic.persist.regions import read_box
 from mindx_elastic.persist.unflatten import unflatten
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, completing
 
@@ -48,17 +47,9 @@ _SMALL_BYTES = 64 << 10  # to hand it to a thread takes as long as to read it
 class Parts:
     """The files of a plan's step, opened when they are needed. Use as a context manager."""
 
-    def __init__(
-        self, plan: ResumePlan, share: RankPlan, trust: Trust | None = None, *, verify: Collection[str] = ()
-    ) -> None:
-        """`share`: of the rank that reads. `plan.ranks` is not used: a rank need not know the others' shares. verify:
-        the paths of the files to check whole; the digests of others are checked by other ranks."""
+    def __init__(self, plan: ResumePlan, share: RankPlan, trust: Trust | None = None) -> None:
+        """`share`: of the rank that reads. `plan.ranks` is not used: a rank need not know the others' shares."""
         self.plan, self.reader, self.base, self.trust = plan, share.rank, share.file, trust or Trust()
-        self.num_bytes = 0
-        """Read; complete after `finish`."""
-        self._verify = {*verify}
-        self.verified: set[str] = set()
-        """The paths of files of which every byte is as it was written."""
         self._open: dict[str, tuple[_PartFile, ExitStack]] = {}
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mindx-persist-read")
         # A network has few different shapes. Layouts by id: those of thousands of ranks take long to hash.
@@ -75,32 +66,26 @@ class Parts:
     def finish(self) -> None:
         """Wait until all tensors are filled. Raises what reading them has raised."""
         for file, _stack in self._open.values():
-            self._finish_file(file)
-
-    def _finish_file(self, file: _PartFile) -> None:
-        self.num_bytes += file.finish()
-        if file.verifies:
-            self.verified.add(str(file.path))
+            file.finish()
 
     def file(self, fact: FileFact) -> _PartFile:
         """Open a file. Use it at once: the next call may close it.
 
-        Raises what `open_checkpoint` raises, and CorruptCheckpointError when another file has taken its place.
+        Raises what `open_checkpoint` raises, and MismatchError with its path when another file has taken its place.
         """
         if fact.path in self._open:
             self._open[fact.path] = self._open.pop(fact.path)  # the most recently used stay open
             return self._open[fact.path][0]
         if len(self._open) >= _MOST_OPEN:  # the rank's base file stays open, it is used for every tensor
             oldest = next(path for path in self._open if path != self.base.path)
-            self._finish_file(self._open[oldest][0])
+            self._open[oldest][0].finish()
             self._open.pop(oldest)[1].close()
         stack = ExitStack()
         fd, header = stack.enter_context(open_checkpoint(fact.path, self.trust.of(Path(fact.path))))
-        verifies = fact.path in self._verify and fact.path not in self.verified
-        file = _PartFile(Path(fact.path), fd, header, self._pool, verifies=verifies)
+        file = _PartFile(Path(fact.path), fd, header, self._pool)
         self._open[fact.path] = (file, stack)
         if header.info.moment != fact.moment or header.info.rank != fact.rank:
-            raise CorruptCheckpointError(f"{fact.path} is of another step by now", path=fact.path)
+            raise MismatchError(f"{fact.path} is of another step by now", path=fact.path)
         return file
 
     def tensor(self, spec: TensorSpec, layout: Layout, rank: int) -> torch.Tensor:
@@ -203,43 +188,32 @@ class Parts:
 class _PartFile:
     """One open checkpoint file, its tensors by their names in the strategy."""
 
-    def __init__(self, path: Path, fd: int, header: Header, pool: ThreadPoolExecutor, *, verifies: bool) -> None:
-        """`pool`: reads what is large. verifies: `finish` checks every digest of the file."""
-        self.path, self.fd, self.header, self.verifies = path, fd, header, verifies
+    def __init__(self, path: Path, fd: int, header: Header, pool: ThreadPoolExecutor) -> None:
+        """`pool`: reads what is large."""
+        self.path, self.fd, self.header = path, fd, header
         self._wanted: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         parameters = header.layout.get("parameters", {})
         self.parameters: Mapping[str, Sequence[str]] = parameters
         self._nodes = {global_name(place, parameters)[0]: node for place, node in places_in(header.tree).items()}
         self._pool = pool
-        self._reads: list[Future[object]] = []
-        self._num_bytes = 0
         self._states: dict[str, _States] = {}
 
-    def finish(self) -> int:
-        """Wait until all boxes are filled. Returns the bytes read since the last call; raises what reading has
-        raised."""
-        if self.verifies:
-            for entry in self.header.entries.values():
-                wanted = self._wanted.pop(entry.name, ())
-                self._read(entry.nbytes, partial(read_checked, self.fd, self.header, entry, self.path, wanted))
-        for read in self._reads:
-            read.result()
-        num_bytes, self._num_bytes = self._num_bytes, 0
-        self._reads.clear()
-        return num_bytes
+    def finish(self) -> None:
+        """Wait until all boxes are filled. Raises what reading has raised."""
+        wanted, self._wanted = self._wanted, {}
+        reads: list[Future[None]] = []
+        for name, boxes in wanted.items():
+            entry = self.header.entries[name]
+            read = partial(read_checked, self.fd, self.header, entry, self.path, boxes)
+            if entry.nbytes < _SMALL_BYTES:
+                read()
+            else:
+                reads.append(self._pool.submit(read))
+        for each in reads:
+            each.result()
 
     def _fill(self, entry: TensorEntry, box: Box, out: torch.Tensor) -> None:
-        if self.verifies:
-            self._wanted.setdefault(entry.name, []).append((box, out))
-        else:
-            self._read(out.nbytes, partial(read_box, self.fd, self.header, entry, box, out, self.path))
-
-    def _read(self, nbytes: int, read: Callable[[], object]) -> None:
-        self._num_bytes += nbytes
-        if nbytes < _SMALL_BYTES:
-            read()
-        else:
-            self._reads.append(self._pool.submit(read))
+        self._wanted.setdefault(entry.name, []).append((box, out))
 
     def _node(self, spec: TensorSpec) -> dict[str, Any]:
         node = self._nodes.get(spec.name)

@@ -323,7 +323,6 @@ class PlanPart(FollowedPart):
         # Of rank 0:
         self._inventory = Inventory()
         self._plan: ResumePlan | None = None
-        self._verified: set[tuple[str, str]] = set()
         self._lines: list[str] = []
         self._told_lines: set[str] = set()
 
@@ -387,7 +386,7 @@ class PlanPart(FollowedPart):
         self._told_lines = {f"{one.what}: {one.reason}" for one in inventory.rejected}
         lines = self._lines = inventory.lines(plan.moment, plan.rejected)
         run_id = plan.moment[0]
-        answer = tell_shares(plan, inventory, self._verified)
+        answer = tell_shares(plan, inventory)
         common = {
             "plan": answer.common,
             "run_id": run_id,

@@ -35,8 +35,6 @@ class Share(NamedTuple):
     is_seen: bool
     """The rank can read the file itself; else it fetches it from one of `sources`."""
     sources: Sequence[tuple[int, Place]]
-    verify: Sequence[FileFact]
-    """The files whose digests this rank checks for all ranks: the ranks share that work."""
     uses_own_state: bool
     """Whether this rank uses its own small state of the step (see `Inventory.may_use`)."""
 
@@ -44,9 +42,8 @@ class Share(NamedTuple):
 # --- rank 0 ---
 
 
-def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]) -> Merged:
-    """Encode rank 0's answer. `verified`: paths that need no further check; the ones to check now are added to it."""
-    verify = _verifiers(plan, inventory, verified) if any(share.assembled for share in plan.ranks) else {}
+def tell_shares(plan: ResumePlan, inventory: Inventory) -> Merged:
+    """Encode rank 0's answer."""
     has_own = inventory.own_states.get(plan.moment, set())
     own = []
     for share in plan.ranks:
@@ -58,7 +55,6 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
                 "assembled": share.assembled,
                 "seen": is_seen,
                 "sources": [[holder, list(place)] for holder, place in sources],
-                "verify": list(map(_row, verify.get(share.rank, ()))),
                 "own_state": share.rank in has_own,
                 "others": list(map(_row, share.others)),
             }
@@ -70,23 +66,6 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
         rows = [_row(fact) for facts in plan.files.values() for fact in facts]
         more = {_FILES: rows, _SOURCE: plan.source.to_json()}
     return Merged(common, own, more)
-
-
-def _verifiers(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]) -> dict[int, list[FileFact]]:
-    """The files that each rank checks: the used files, divided among the ranks that see them. Neighbours' files go to
-    one rank, which most likely reads from them what it checks."""
-    used = plan.used_paths()
-    unchecked: dict[frozenset[int], list[FileFact]] = {}
-    for fact in (fact for facts in plan.files.values() for fact in facts):
-        if fact.path in used and (fact.where, fact.path) not in verified and (seen_by := inventory.seen_by(fact)):
-            unchecked.setdefault(seen_by, []).append(fact)
-            verified.add((fact.where, fact.path))  # nodes may have other bytes under the same path
-    found: dict[int, list[FileFact]] = {}
-    for seen_by, facts in unchecked.items():
-        readers = sorted(seen_by)
-        for index, fact in enumerate(facts):
-            found.setdefault(readers[index * len(readers) // len(facts)], []).append(fact)
-    return found
 
 
 def _row(fact: FileFact) -> list[Any]:
@@ -145,7 +124,6 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
         RankPlan(rank, fact_of(own["file"]), assembled, others),
         bool(own["seen"]),
         [(int(holder), (int(root), str(name))) for holder, (root, name) in own["sources"]],
-        list(map(fact_of, own["verify"])),
         bool(own["own_state"]),
     )
 

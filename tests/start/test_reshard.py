@@ -1,4 +1,4 @@
-"""Tensors put together from other ranks' files: byte for byte, in little memory, reading no more than is needed."""
+"""Tensors put together from other ranks' files: byte for byte, in little memory, each read once and checked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.catalog import read_entries
-from mindx_elastic.persist.format import read_header
-from mindx_elastic.persist.reader import Checkpoint
-from mindx_elastic.persist.regions import read_box, read_into
+from mindx_elastic.persist.entries import TensorEntry
+from mindx_elastic.persist.format import Header
+from mindx_elastic.persist.reader import Checkpoint, read_checked
 from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.start.facts import Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
@@ -229,58 +229,35 @@ def test_a_damaged_replica_costs_nothing(tmp_path: Path) -> None:
 # --- what it costs ---
 
 
-def read_bytes(root: Path, new: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
-    """Bytes that `rank` reads of tensor w, and bytes of its part."""
-    target = target_of(new.size, {"w": (shape, new)}, rank=rank)
-    plan = plan_for(root, target)
-    (source,) = plan.source.by_name["model.w"]
-    with Parts(plan, plan.ranks[rank]) as parts:
-        out = parts.tensor(source, new, rank)
-        parts.finish()
-        return parts.num_bytes, out.nbytes
-
-
-def test_only_the_bytes_needed_are_read(tmp_path: Path) -> None:
-    shape = (64, 32_000)  # rows of 128 KB: a third of one is a long run, too
-    tensor = numbers(*shape)
-    Saved(4, {"w": (tensor, layout([4], "S(0)"))}).write(tmp_path / "rows")
-    Saved(4, {"w": (tensor, layout([2, 2], "R", "S(1)"))}).write(tmp_path / "columns")
-    for new in (layout([2], "S(0)"), layout([3], "S(0)"), layout([3], "S(1)"), WHOLE, layout([2], "R")):
-        for rank in range(new.size):
-            for old in ("rows", "columns"):
-                num_bytes, part = read_bytes(tmp_path / old, new, shape, rank)
-                assert num_bytes == part, f"{old} -> {new} on rank {rank}"
-
-
-def test_a_file_that_a_rank_verifies_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what the rank does not need of it."""
+def test_what_has_a_wanted_part_is_read_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (64, 32_000)
     tensors = {"w": (numbers(*shape), layout([4], "S(0)")), "v": (numbers(64), layout([4], "S(0)"))}
     Saved(4, tensors).write(tmp_path)
-    target = target_of(3, {"w": (shape, layout([3], "S(1)")), "v": ((64,), layout([3], "S(0)"))})
+    target = target_of(2, {"w": (shape, layout([2], "S(0)")), "v": ((64,), layout([2], "S(0)"))})
     plan = plan_for(tmp_path, target)
-    paths = {fact.path for facts in plan.files.values() for fact in facts}
-    offsets: list[tuple[str, int]] = []
+    (source,) = plan.source.by_name["model.w"]
+    read: list[tuple[int, str]] = []
 
-    def read(fd: int, view: memoryview, offset: int, entry: Any, path: Path) -> None:
-        offsets.append((str(path), offset))
-        read_into(fd, view, offset, entry, path)
+    def checked(fd: int, header: Header, entry: TensorEntry, path: Path, wanted: Any) -> None:
+        read.append((header.info.rank, entry.name))
+        read_checked(fd, header, entry, path, wanted)
 
-    monkeypatch.setattr("mindx_elastic.persist.reader.read_into", read)
-    monkeypatch.setattr("mindx_elastic.persist.regions.read_into", read)
-    with Parts(plan, plan.ranks[1], verify=paths) as parts:
-        (source,) = plan.source.by_name["model.w"]
-        out = parts.tensor(source, layout([3], "S(1)"), 1)
-        parts.finish()
-        assert parts.verified == paths
-        assert parts.num_bytes == sum(entry.nbytes for path in paths for entry in read_header(path).entries.values())
-    assert_same_bits(out, cut(tensors["w"][0], layout([3], "S(1)"), 1))
-    assert len({*offsets}) == len(offsets)
-    flip_bit_in_data(Path(max(paths)))
-    with Parts(plan, plan.ranks[1], verify=paths) as parts:
-        parts.tensor(source, layout([3], "S(1)"), 1)
-        with pytest.raises(CorruptCheckpointError, match="digest"):
+    monkeypatch.setattr("mindx_elastic.start.reshard.read_checked", checked)
+
+    def second_half() -> torch.Tensor:
+        with Parts(plan, plan.ranks[1]) as parts:
+            out = parts.tensor(source, layout([2], "S(0)"), 1)
             parts.finish()
+            return out
+
+    assert_same_bits(second_half(), cut(tensors["w"][0], layout([2], "S(0)"), 1))
+    assert sorted(read) == [(2, "model.w"), (3, "model.w")]
+    path = Path(plan.files[3][0].path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1  # of w, which is most of it
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="digest"):
+        second_half()
 
 
 def test_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,12 +282,12 @@ def test_a_large_part_that_is_cut_off_while_it_is_read(tmp_path: Path, monkeypat
     readers: list[str] = []
 
     def read(fd: int, *args: Any) -> None:
-        if str(args[-1]) == path:
+        if str(args[2]) == path:
             readers.append(threading.current_thread().name)
             os.truncate(path, 100_000)
-        read_box(fd, *args)
+        read_checked(fd, *args)
 
-    monkeypatch.setattr("mindx_elastic.start.reshard.read_box", read)
+    monkeypatch.setattr("mindx_elastic.start.reshard.read_checked", read)
     with no_descriptor_left(), pytest.raises(CorruptCheckpointError, match="is cut off") as caught:
         assemble_for(plan, 0, target)
     assert str(caught.value.path) == path

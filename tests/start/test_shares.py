@@ -23,11 +23,11 @@ from tests.start.worlds import Saved, target_of
 class Told:
     """The shares of a plan, as the ranks receive them: through JSON."""
 
-    def __init__(self, inventory: Inventory, world: World, verified: set[tuple[str, str]] | None = None) -> None:
+    def __init__(self, inventory: Inventory, world: World) -> None:
         plan = inventory.plan(world)
         assert not isinstance(plan, Refusal), plan
         self.plan: ResumePlan = plan
-        self.merged: Merged = tell_shares(plan, inventory, set() if verified is None else verified)
+        self.merged: Merged = tell_shares(plan, inventory)
         self.asked: list[str] = []
 
     def more(self, keys: Sequence[str]) -> list[Any]:
@@ -55,32 +55,17 @@ def rows(world_size: int) -> Layout:
     return Layout((world_size,), (parse_placement("S(0)"),))
 
 
-def resharded(root: Path, verified: set[tuple[str, str]] | None = None) -> Told:
+def resharded(root: Path) -> Told:
     """A step of 4 ranks on one disk, for 3 ranks."""
-    if not any(root.iterdir()):
-        Saved(4, {"w": (torch.arange(48.0).reshape(12, 4), rows(4))}).write(root)
+    Saved(4, {"w": (torch.arange(48.0).reshape(12, 4), rows(4))}).write(root)
     target = target_of(3, {"w": ((12, 4), rows(3))})
-    return Told(inventory_of([root] * 3), World(3, target.own), verified)
-
-
-def test_the_ranks_divide_the_verification(tmp_path: Path) -> None:
-    verified: set[tuple[str, str]] = set()
-    told = resharded(tmp_path, verified)
-    checked = [fact.path for share in told.shares for fact in share.verify]
-    assert sorted(checked) == sorted(told.plan.used_paths()) == sorted(path for _, path in verified), (
-        "each used file once"
-    )
-    assert all(share.verify for share in told.shares)
-    for share in told.shares:
-        for fact in share.verify:
-            assert fact.path in [each.path for each in told.plan.files[fact.rank]]
-    assert not any(share.verify for share in resharded(tmp_path, verified).shares), "not again in the next round"
+    return Told(inventory_of([root] * 3), World(3, target.own))
 
 
 DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "a step that is a text": lambda common, own: common.update(moment=["run-a", 0, "seven"]),
     "a short row": lambda common, own: own["file"].pop(),
-    "a file to verify of no old rank": lambda common, own: own.update(verify=[[4, *own["file"][1:]]]),
+    "a file of no old rank": lambda common, own: own.update(others=[[4, *own["file"][1:]]]),
     "readers without end": lambda common, own: own["file"].__setitem__(2, [[0, 10**15]]),
 }
 
