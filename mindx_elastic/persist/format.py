@@ -22,21 +22,20 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import xxhash
 
-from mindx_elastic.core.certificate import MOST
 from mindx_elastic.core.division import Division
+from mindx_elastic.core.fields import Between, Text, read
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular
@@ -48,7 +47,7 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from mindx_elastic.persist.dtypes import BY_NAME
-from mindx_elastic.persist.entries import SURROGATE, TensorEntry, entries_of_text, entry_texts
+from mindx_elastic.persist.entries import TensorEntry, entries_of_text, entry_texts
 from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
 from mindx_elastic.persist.shared_json import SharedJson
 
@@ -73,14 +72,11 @@ SCHEMA_DIVIDED = "2"
 DATA_ALIGNMENT = 4096
 MAX_WORLD_SIZE = 1 << 18
 """A plan makes lists of as many ranks as a file claims."""
-MAX_FLAGS, MAX_FLAG_LENGTH = 64, 128
-MAX_NAMES = 64
 MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
 NO_DIGEST = "0" * 32
 
 _MAX_TEXT = 1024
 _MAX_REASON = 10_000
-_MAX_COORDINATES = 256
 _MAX_APPEND_INFO_DEPTH = 64
 _MAX_LAYOUT_DEPTH = 16
 _MAX_TREE_DEPTH = 3 * MAX_DEPTH + 10  # a dict that JSON cannot hold as an object takes three levels
@@ -95,13 +91,17 @@ _PLAIN_TYPES = frozenset((str, int, float, bool, type(None)))
 _HEADER_DIGEST = re.compile(re.escape(_HEADER_DIGEST_KEY) + rb'"([0-9a-f]{32})"')
 
 
+_Name = Annotated[str, Text(_MAX_TEXT, "[^\ud800-\udfff]*")]
+_Line = Annotated[str, Text(_MAX_REASON + 3)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """Where a checkpoint comes from. Raises UsageError when a field has a wrong type or range."""
+    """Where a checkpoint comes from. Raises UsageError for a rank that the world has not."""
 
-    run_id: str
+    run_id: _Name
     """The job, the same over all its restarts."""
-    world_size: int
+    world_size: Annotated[int, Between(1, MAX_WORLD_SIZE)]
     """Number of ranks that saved together."""
     rank: int
     """Which of them this file is from."""
@@ -113,9 +113,9 @@ class CheckpointInfo:
     """From 1; 0 before the first."""
     batch_num: int
     """Batches of one epoch."""
-    reason: str
+    reason: _Line
     """For people: "periodic", "SIGTERM", "flag file", "exception: ValueError: ..."."""
-    kind: str
+    kind: _Name
     """"periodic", "manual" (the program asked for it), "breakpoint", "request_exit" or "eval"."""
     created: float
     """Unix seconds."""
@@ -123,27 +123,26 @@ class CheckpointInfo:
     """False: for inspection only, not a boundary's state."""
     attempt: int = 0
     """How often the job had been restarted."""
-    coordinates: Mapping[str, int] = field(default_factory=dict)
+    coordinates: Mapping[_Name, Annotated[int, Between(-(1 << 63), 1 << 63)]] = field(default_factory=dict)
     """Mesh coordinates of the rank, free form."""
     append_info: Sequence[object] = ()
     """The user's own JSON-able facts."""
-    torch_version: str = ""
+    torch_version: _Name = ""
     """Filled in by the writer."""
-    flags: Sequence[str] = ()
+    flags: Sequence[_Name] = ()
     """Identities of the flag files that have stopped this run, see `platforms.flag_file`."""
-    names: Sequence[str] = ()
+    names: Sequence[_Name] = ()
     """What the job calls its files (prefixes): files of a job with none of these names are another job's."""
-    unmanaged: Sequence[str] = ()
+    unmanaged: Sequence[_Line] = ()
     """What was known against an exact resume of this run, in words: state that no file has."""
-    not_kept: str = ""
+    not_kept: _Name = ""
     """For people: names of variables that go on from step to step and are in no file. A fact, no verdict."""
-    certificate: Sequence[str] = ()
+    certificate: Sequence[_Name] = ()
     """What comparisons of this run's resumes have shown, see `core.certificate`."""
 
     def __post_init__(self) -> None:
-        problem = _info_problem(self)
-        if problem:
-            raise UsageError(f"checkpoint info: {problem}")
+        if not 0 <= self.rank < self.world_size <= MAX_WORLD_SIZE:
+            raise UsageError(f"checkpoint info: rank {self.rank} of {self.world_size}; {MAX_WORLD_SIZE} ranks at most")
         object.__setattr__(self, "reason", _one_text(self.reason))
         object.__setattr__(self, "append_info", tuple(self.append_info))
         object.__setattr__(self, "flags", tuple(self.flags))
@@ -178,11 +177,11 @@ class CheckpointInfo:
         """The inverse of `to_json`; unknown keys are ignored. Raises CorruptCheckpointError when malformed."""
         try:
             values = json.loads(text)
-            known = {f.name for f in fields(cls)}
-            if _is_deeper(values.get("append_info"), _MAX_APPEND_INFO_DEPTH):
-                raise ValueError("append_info is nested too deep")
-            return cls(**{key: value for key, value in values.items() if key in known})
-        except (ArithmeticError, AttributeError, TypeError, ValueError, RecursionError) as error:
+            appended = values.get("append_info", [])
+            if not isinstance(appended, list) or _is_deeper(appended, _MAX_APPEND_INFO_DEPTH):
+                raise ValueError("append_info is not a list, or nested too deep")
+            return read(cls, values, append_info=appended)
+        except (AttributeError, ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"malformed checkpoint info: {error}") from error
 
 
@@ -208,59 +207,6 @@ def _one_text(reason: str) -> str:
     """A reason that any reader can show: undecodable bytes (in a file name) are escaped, its length is limited."""
     text = reason.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
-
-
-def _is_plain(text: object) -> bool:
-    """Whether it is a text of reasonable length that every encoding can express."""
-    return isinstance(text, str) and len(text) <= _MAX_TEXT and not SURROGATE.search(text)
-
-
-def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can be of any type
-    if not isinstance(info.reason, str):
-        return "reason must be a string"
-    for name in ("run_id", "kind", "torch_version", "not_kept"):
-        if not _is_plain(getattr(info, name)):
-            return f"{name} must be a string of at most {_MAX_TEXT} characters, without surrogates"
-    for name in ("world_size", "rank", "step", "epoch", "step_in_epoch", "batch_num", "attempt"):
-        value = getattr(info, name)
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            return f"{name} must be a whole number, 0 or more"
-    if info.world_size > MAX_WORLD_SIZE:
-        return f"world_size {info.world_size} is more than {MAX_WORLD_SIZE}"
-    if not info.rank < info.world_size:
-        return f"rank {info.rank} is not below world_size {info.world_size}"
-    if type(info.resumable) is not bool:
-        return "resumable must be true or false"
-    created = info.created
-    if not (math.isfinite(created) if type(created) is float else type(created) is int and created.bit_length() < 64):
-        return "created must be a time in seconds"
-    if (
-        not isinstance(info.coordinates, Mapping)
-        or len(info.coordinates) > _MAX_COORDINATES
-        or not all(
-            _is_plain(key) and type(value) is int and value.bit_length() <= _MAX_TEXT
-            for key, value in info.coordinates.items()
-        )
-    ):
-        return f"coordinates must map names to whole numbers, {_MAX_COORDINATES} at most"
-    if isinstance(info.append_info, str) or not isinstance(info.append_info, Sequence):
-        return "append_info must be a list"
-    for name, most, fits, what in _LISTS:
-        value = getattr(info, name)
-        if not isinstance(value, (list, tuple)) or len(value) > most:
-            return f"{name} must be a list of {most} at most"
-        if not all(map(fits, value)):
-            return f"{name} must be {what}"
-    return None
-
-
-_LISTS: tuple[tuple[str, int, Callable[[object], bool], str], ...] = (
-    ("flags", MAX_FLAGS, lambda flag: isinstance(flag, str) and len(flag) <= MAX_FLAG_LENGTH, "short strings"),
-    ("names", MAX_NAMES, _is_plain, "strings of reasonable length"),
-    ("unmanaged", MAX_NAMES, lambda line: isinstance(line, str), "strings"),
-    ("certificate", MOST + 1, _is_plain, "strings of reasonable length"),
-)
-"""Fields that are lists: how long at most, what an item is, and that in words."""
 
 
 class Held(NamedTuple):

@@ -22,7 +22,6 @@ from mindx_elastic.errors import (
     CorruptCheckpointError,
     ForeignCheckpointError,
     UnsupportedStateError,
-    UsageError,
 )
 from mindx_elastic.persist.entries import place_tensors
 from mindx_elastic.persist.flatten import flatten
@@ -80,7 +79,7 @@ def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         kind=st.text(),
         created=st.floats(allow_nan=False, allow_infinity=False),
         resumable=st.booleans(),
-        coordinates=st.dictionaries(st.text(), st.integers()),
+        coordinates=st.dictionaries(st.text(), st.integers(-(1 << 63), 1 << 63)),
         append_info=st.lists(st.recursive(st.none() | st.booleans() | st.text(), st.lists, max_leaves=4)),
     )
 )
@@ -95,6 +94,8 @@ def test_info_round_trip(info: CheckpointInfo) -> None:
         ("run_id", 3),
         ("world_size", "2"),
         ("world_size", 0),
+        ("rank", 4),
+        ("names", ["\ud800"]),
         ("reason", None),
         ("created", "now"),
         ("resumable", 1),
@@ -104,8 +105,6 @@ def test_info_round_trip(info: CheckpointInfo) -> None:
     ],
 )
 def test_info_of_wrong_type_or_range_is_refused(field: str, value: object) -> None:
-    with pytest.raises(UsageError, match=field):
-        dataclasses.replace(INFO, **{field: value})  # type: ignore[arg-type]
     with pytest.raises(CorruptCheckpointError, match=field):
         CheckpointInfo.from_json(json.dumps({**json.loads(INFO.to_json()), field: value}))
 
