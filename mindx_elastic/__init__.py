@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mindx_elastic.plan import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
     from mindx_elastic.plan import merge_strategies as merge_strategies
     from mindx_elastic.plan import restore_group_info_list as restore_group_info_list
-    from mindx_elastic.start.peek import Peek as Peek
-    from mindx_elastic.start.peek import peek as peek
     from mindx_elastic.train import Callback as Callback
     from mindx_elastic.train import CheckpointConfig as CheckpointConfig
     from mindx_elastic.train import ExceptionCheckpoint as ExceptionCheckpoint
@@ -51,7 +49,6 @@ _HOME = {
     "ModelCheckpoint": "mindx_elastic.train",
     "OnRequestExit": "mindx_elastic.train",
     "OptTFTWrapper": "mindx_elastic.train",
-    "Peek": "mindx_elastic.start.peek",
     "PeriodicPolicy": "mindx_elastic.guard.policy",
     "RunContext": "mindx_elastic.train",
     "TFTRegister": "mindx_elastic.train",
@@ -62,7 +59,6 @@ _HOME = {
     "errors": "",
     "get_ckpt_path_with_strategy": "mindx_elastic.plan",
     "merge_strategies": "mindx_elastic.plan",
-    "peek": "mindx_elastic.start.peek",
     "restore_group_info_list": "mindx_elastic.plan",
 }
 __all__ = [
@@ -78,7 +74,6 @@ __all__ = [
     "ModelCheckpoint",
     "OnRequestExit",
     "OptTFTWrapper",
-    "Peek",
     "PeriodicPolicy",
     "RunContext",
     "TFTRegister",
@@ -89,7 +84,6 @@ __all__ = [
     "errors",
     "get_ckpt_path_with_strategy",
     "merge_strategies",
-    "peek",
     "restore_group_info_list",
 ]
 

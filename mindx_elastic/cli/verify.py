@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +18,6 @@ from mindx_elastic.cli.common import (
     JSON_SCHEMA,
     JsonOption,
     PathArgument,
-    fail,
     is_folder,
     nothing_found,
     say,
@@ -33,26 +32,17 @@ if TYPE_CHECKING:
 __all__ = ["check_entries", "entries_at", "verify_command"]
 
 
-def verify_command(
-    path: PathArgument,
-    as_json: JsonOption = False,
-    certificate: Annotated[
-        bool, typer.Option("--certificate", help="Check what the resumes of the job have proved; reads headers only.")
-    ] = False,
-) -> None:
+def verify_command(path: PathArgument, as_json: JsonOption = False) -> None:
     """Read every checkpoint file completely and compare its digests.
 
     Reports each file as ok or BAD with what is wrong: flipped bits, a cut-off end, a damaged header, a
     symbolic link (never followed), a foreign file under a name of ours. Other foreign files are skipped.
     Changes nothing; the next start of the job moves damaged files into quarantine.
 
-    With --certificate: checks the chain of comparisons in the newest complete step, and says which resumes are joined
-    by compared steps, which are not, and why. It claims the compared steps and no more, and is not a signature.
-
     \b
     [bold]Exit code[/bold]
-    0  every file is good; with --certificate: the chain is sound, whatever it says
-    1  at least one is bad; with --certificate: the chain is broken, or no step can be used
+    0  every file is good
+    1  at least one is bad
     2  wrong usage, for example no such path
     3  no checkpoint was found
 
@@ -61,12 +51,11 @@ def verify_command(
     mindx-elastic verify ckpt
     mindx-elastic verify ckpt/rank_0
     mindx-elastic verify ckpt/rank_0/resnet-2_17_breakpoint.safetensors
-    mindx-elastic verify ckpt --certificate
     mindx-elastic verify ckpt --json | jq '.files[] | select(.ok | not)'
     """
     import mindx_elastic.persist.reader  # noqa: F401  # torch: seconds on a busy machine, and none of them verifies
 
-    raise typer.Exit((_check_certificate if certificate else _check_files)(path, as_json=as_json))
+    raise typer.Exit(_check_files(path, as_json=as_json))
 
 
 def _check_files(path: Path, *, as_json: bool) -> int:
@@ -96,20 +85,6 @@ def _check_files(path: Path, *, as_json: bool) -> int:
     }
     show(summary, as_json, _print)
     return EXIT_BAD if bad else EXIT_GOOD if files else EXIT_NOTHING
-
-
-def _check_certificate(path: Path, *, as_json: bool) -> int:
-    """Prints what the certificate of the newest complete step says; returns the exit code."""
-    from mindx_elastic.start.certificates import certificate_in
-
-    if not is_folder(path):
-        fail(f"{path} is a file: give the checkpoint directory")
-    found = certificate_in(path)
-    lines = [*found["spans"], *found["problems"], found["conclusion"]]
-    show({"schema": JSON_SCHEMA, "path": str(path), **found}, as_json, lambda console, _: say(console, *lines))
-    if found["step"] is None:
-        return EXIT_BAD if found["problems"] else EXIT_NOTHING
-    return EXIT_BAD if found["problems"] else EXIT_GOOD
 
 
 def entries_at(path: Path) -> list[CatalogEntry]:

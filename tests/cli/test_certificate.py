@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-import mindx_elastic as mx
 from mindx_elastic.core.certificate import MOST, NOT_COMPARED, added, digest_of, proof_of, read_chain
-from mindx_elastic.start.certificates import certificate_in
 from mindx_elastic.start.unused_state import proof_in_events
 from tests.cli.conftest import Run
 from tests.guarded import no_traces, plain_environment, stop_at, stopped
-from tests.prove.test_overlap import STOP, Quiet, scaled_by, stop, witness_in
+from tests.prove.test_overlap import STOP, Quiet, scaled_by, stop
 
 FACTS: dict[str, Any] = {"ranks": 2, "date": 1e9}
 
@@ -79,45 +77,27 @@ def test_ranks_prove_together() -> None:
     assert "after step 20: differs: weights" in proof_of([chain_of(2), bad], ()).words
 
 
-def test_a_resume_is_proved_and_a_kill_of_nothing_is_said(tmp_path: Path) -> None:
+def test_a_resume_is_proved_and_a_kill_of_nothing_is_said(tmp_path: Path, run: Run) -> None:
+    def planned() -> Any:
+        return json.loads(run("plan", tmp_path, "--json").stdout)
+
     stop(tmp_path)
-    fresh = mx.peek(tmp_path)
-    assert fresh is not None and fresh.exact is None and fresh.proof.startswith("not proved yet")
+    fresh = planned()
+    assert fresh["exact"] is None and fresh["proof"].startswith("not proved yet")
     resume_until(tmp_path, 12)
-    proved = mx.peek(tmp_path)
-    assert proved is not None and proved.exact is True
-    assert proved.proof.startswith(f"proved: step {STOP + 1} (1 rank, ") == proof_in_events(tmp_path).startswith(
-        "proved"
-    )
+    proved = planned()
+    assert proved["exact"] is True and proved["proof"].startswith(f"proved: step {STOP + 1} (1 rank, ")
+    assert proof_in_events(tmp_path).startswith("proved")
     witness_in_newest = max(tmp_path.glob("*.witness.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     witness_in_newest.unlink()
     resume_until(tmp_path, 13)
-    found = certificate_in(tmp_path)
-    assert found["step"] == 13 and found["sound"] and "1 of 2 resumes" in found["conclusion"]
-    first, second = found["spans"]
-    assert first.startswith(f"resumed after step {STOP}: joined: step {STOP + 1}")
-    assert second == "resumed after step 12: NOT joined: not compared: it left no step to compare with"
+    assert planned()["proof"].endswith("; after step 12: not compared: it left no step to compare with")
 
 
 def test_a_difference_is_against_all_later_files(tmp_path: Path, run: Run) -> None:
     stop(tmp_path)
     resume_until(tmp_path, 12, middle=scaled_by(-1.0))
-    seen = mx.peek(tmp_path)
-    assert seen is not None and seen.exact is False and seen.proof.startswith(f"no: since step {STOP + 1}, ")
     assert proof_in_events(tmp_path).startswith(f"no: since step {STOP + 1}: ")
     assert f"no: since step {STOP + 1}" in run("plan", tmp_path).stdout.replace("\n", " ")
     document = json.loads(run("plan", tmp_path, "--json").stdout)
     assert document["exact"] is False and "weights differ" in document["inexact"][0]
-    resume_until(tmp_path, 14)
-    assert f"after step {STOP}: NOT joined: differs" in run("verify", "--certificate", tmp_path).stdout
-
-
-def test_a_witness_that_was_changed_since_breaks_it(tmp_path: Path, run: Run) -> None:
-    stop(tmp_path)
-    witness = witness_in(tmp_path)
-    resume_until(tmp_path, 12)
-    assert run("verify", "--certificate", tmp_path).exit_code == 0
-    witness.write_text(witness.read_text().replace("verified", "") + "\n")
-    outcome = run("verify", "--certificate", tmp_path)
-    assert outcome.exit_code == 1 and "BROKEN" in outcome.stdout and "not the one that step" in outcome.stdout
-    assert run("verify", "--certificate", tmp_path / "rank_9").exit_code in (2, 3)
