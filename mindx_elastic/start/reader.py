@@ -12,7 +12,6 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
 from mindx_elastic.persist.storage import quarantine
-from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import Transport
 from mindx_elastic.start.reshard import Parts, assemble
 from mindx_elastic.start.shares import Share
