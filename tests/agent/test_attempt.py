@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,71 +228,6 @@ def test_two_ranks_killed_for_one_hang_are_not_blamed_when_their_replacements_fi
     ending = run(Workers(pages, ignore), hang_timeout_s=1.0, recovery=recovery)
     assert sorted(made[0].replaced) == [0, 1]
     assert ending.outcome == "finished"
-
-
-def test_a_new_process_has_the_time_of_its_recovery_to_come_to_its_guard(run: Callable[..., Ending]) -> None:
-    class Slow(Replacing):
-        def hear_end(self, end: WorkerExit) -> None:
-            super().hear_end(end)
-            self.workers.pages[end.rank], self.until = None, clock.now + 1.2
-
-        def look(self) -> Phase:
-            if clock.now > self.until:
-                self.replaced.append(-1)
-            return super().look()
-
-    def late(statuses: Mapping[int, Status]) -> dict[int, str]:
-        return dict.fromkeys({0, 1} - statuses.keys(), "its new process has not come to its guard")
-
-    workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
-    workers.end(1, -KILL)
-    assert run(workers, recovery=Slow, late=late).outcome == "finished"
-    assert workers.sent[1] == []
-
-
-def test_a_death_right_after_a_recovery_is_the_next_failure_though_the_agent_has_not_looked_since(
-    run: Callable[..., Ending],
-) -> None:
-    begun: list[int] = []
-
-    class Fast(Replacing):
-        def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
-            begun.append(end.rank)
-            self.began = clock.now
-            return super().begin(end, cause, stuck_s=stuck_s)
-
-        def hear_end(self, end: WorkerExit) -> None:
-            super().hear_end(end)
-            if len(self.replaced) == 1:
-                self.workers.end(end.rank, -KILL)  # its new process, in its first step
-
-        def look(self) -> Phase:
-            if len(self.replaced) > 1:
-                return super().look()
-            self.is_active = clock.now == self.began  # since then all ranks have said that they train
-            return self.phase
-
-    workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
-    workers.end(1, -KILL)
-    assert run(workers, recovery=Fast).outcome == "finished"
-    assert begun == [1, 1]
-
-
-@pytest.mark.parametrize(("second", "own"), [(-6, [1]), (-KILL, [1, 2])])
-def test_the_failures_of_replaced_processes_are_known_but_not_those_of_whom_they_took_along(
-    run: Callable[..., Ending], second: int, own: list[int]
-) -> None:
-    workers, made = Workers(dict.fromkeys(range(3), IN_TRAINING), ignore), list[Attempt]()
-
-    class TakesAlong(Replacing):
-        def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
-            self.workers.end(2, second)
-            return super().begin(end, cause, stuck_s=stuck_s)
-
-    workers.end(1, -KILL)
-    assert run(workers, recovery=TakesAlong, made=made).outcome == "finished"
-    assert [end.rank for end in made[0].own_failures] == own
-    assert [end.code for end in workers.exits] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("states", "found"), [("SRS", [1]), ("SSD", [2]), ("SST", [2]), ("SSS", []), ("RRR", [])])

@@ -68,23 +68,6 @@ def test_a_rank_without_a_boundary_for_longer_than_the_timeout() -> None:
     assert job.wait(10) == []
 
 
-@pytest.mark.parametrize(("timeout_s", "allowed_s"), [(1, 30), (10, 100)])
-def test_the_first_step_may_take_longer(timeout_s: float, allowed_s: float) -> None:
-    job = Job(timeout_s)
-    assert job.wait(allowed_s) == []
-    assert len(job.wait(1)) == 1
-
-
-def test_after_an_evaluation_the_time_starts_anew() -> None:
-    job = Job(10)
-    job.steps(3, 1.0)
-    job.phase(WorkerPhase.BETWEEN)
-    job.wait(100)
-    job.phase(WorkerPhase.TRAINING)
-    assert job.wait(10) == []  # its last boundary is 110 s ago
-    assert len(job.wait(1)) == 1
-
-
 def test_a_rank_that_waits_for_one_in_an_evaluation_is_not_stuck() -> None:
     job = Job(10, num_ranks=3)
     job.steps(3, 1.0)
@@ -128,13 +111,6 @@ def test_the_timeout_is_learned_from_ten_steps_and_said_once() -> None:
     assert text is not None and "120 s counts as stuck" in text and "4.0 s on average, 4.0 s at most" in text
     assert job.watch.announcement is None
     assert job.wait(120) == [] and len(job.wait(1)) == 1
-
-
-def test_a_restarted_rank_without_a_reset_is_a_new_one() -> None:
-    job = Job(10, num_ranks=1)
-    job.steps(5, 1.0)
-    job.pages[0] = Status(pid=900, phase=WorkerPhase.STARTING, boundaries=0)
-    assert job.wait(100) == []
 
 
 def test_a_machine_that_stood_still_is_not_judged_by_it() -> None:

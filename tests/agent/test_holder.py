@@ -17,14 +17,12 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.memory import arena as arena_module
-from mindx_elastic.memory.boundaries import BoundaryRing
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist import writer
 from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks
 from mindx_elastic.persist.format import read_header
-from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import EPOCH_0, flip_bit_in_data, write
@@ -216,28 +214,6 @@ def test_a_snapshot_that_has_rotted_gives_way_to_the_older_one(alone: Job) -> No
 
 
 # --- replicas ---
-
-
-def pinned(job: Job, rank: int, step: int) -> None:
-    arena = job.arena(rank)
-    ring = BoundaryRing(arena.folder / "boundaries", RUN, 4096)
-    assert ring.write(0, step, b"".join(pack_state({"rng": {"of": rank, "step": step}, "buffers": {}})), pinned=True)
-    ring.close()
-    arena.close()
-
-
-def test_one_replicas_snapshot_is_enough(replicas: Job) -> None:
-    """The other ranks never take one; they have kept their own states of its step."""
-    for step in (40, 50):
-        replicas.snapshot(step, ranks=[0])
-        for rank in (1, 2):
-            pinned(replicas, rank, step)
-    for rank in (1, 2):
-        for step in range(51, 56):
-            replicas.boundary(rank, step)
-    assert flush(replicas.job).step == 50
-    assert replicas.written() == {(0, 0, 50)} and replicas.remembered() == []
-    assert replicas.start() == [(50, None, None), (50, 0, 50), (50, 0, 50)]
 
 
 @pytest.mark.parametrize(("older", "steps"), [(49, {49, 50}), (48, {48, 50}), (47, {50})])

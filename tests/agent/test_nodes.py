@@ -29,7 +29,6 @@ from mindx_elastic.cluster.messages import Beat, Group
 from mindx_elastic.cluster.scheduler import is_own_address
 from mindx_elastic.cluster.wire import Line
 from tests.harness import free_port, wait_until
-from tests.resets import can_reset, reset_connections
 
 FINISHED = Ending(outcome="finished", code=0, cause="")
 FAILED = Ending(outcome="failed", code=1, cause="why")
@@ -89,14 +88,6 @@ def agents() -> Iterator[Agents]:
 def inbox() -> Iterator[SignalInbox]:
     with SignalInbox([signal.SIGUSR1]) as found:
         yield found
-
-
-@pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
-def test_agents_meet_again_over_new_connections(agents: Agents) -> None:
-    assert agents.meet() == [(0, 4, 0), (1, 4, 0)]
-    assert reset_connections(os.getpid()) > 0, "the fault has fired"
-    assert agents.meet(restarts=2) == [(0, 4, 2), (1, 4, 2)]
-    assert [each.lost for each in agents.members] == ["", ""]
 
 
 def test_an_agent_hears_that_another_one_wants_to_meet_again_and_which_ranks_it_ends(agents: Agents) -> None:

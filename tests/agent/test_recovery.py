@@ -79,14 +79,6 @@ def node() -> Node:
     return Node()
 
 
-def test_a_dead_rank_gets_a_new_process_at_once_and_the_survivors_hear_of_it(node: Node) -> None:
-    assert node.recovery.begin(node.end(1), KILLED)
-    assert node.started == [(1, 1)]
-    assert node.read("1/plan") == {"generation": 1, "rank": 1, "cause": KILLED}
-    assert node.read("1/out/1") == {"dead": True}
-    assert node.recovery.look() is Phase.CUT
-
-
 def test_a_second_death_before_its_report_only_makes_one_more_place(node: Node) -> None:
     assert node.recovery.begin(node.end(1), KILLED)
     node.recovery.hear_end(node.end(2))
@@ -140,15 +132,6 @@ def test_what_makes_no_sense_on_the_board_ends_it(node: Node) -> None:
     assert node.recovery.begin(node.end(1), KILLED)
     node.write("1/out/0", step="seven")
     assert node.recovery.look() is Phase.FALLBACK
-
-
-def test_a_process_that_cannot_be_started_ends_it(node: Node) -> None:
-    def fail(rank: int, generation: int) -> Any:
-        raise OSError("no memory")
-
-    node.recovery._start = fail
-    assert not node.recovery.begin(node.end(1), KILLED)
-    assert "no memory" in node.recovery.reason
 
 
 def test_the_same_end_at_the_same_step_again_and_again_is_left_to_the_restart(node: Node) -> None:
@@ -260,14 +243,6 @@ def test_a_stuck_rank_had_failed_before_it_was_killed(node: Node) -> None:
     assert record.duration_s is not None and record.duration_s > 40.0
 
 
-def test_the_next_death_comes_right_after_the_first_step(node: Node) -> None:
-    """Before the agent has looked."""
-    node.succeed(1, 1)
-    node.pages = {rank: page._replace(step=8, generation=1) for rank, page in node.pages.items()}
-    assert node.recovery.begin(node.end(2), KILLED)
-    assert "first_step" in node.told[0].stages
-
-
 def test_what_a_recovery_that_came_to_nothing_was(node: Node) -> None:
     assert node.recovery.begin(node.end(1), KILLED)
     node.write("1/refusal", rank=0, refusal="the store is full")
@@ -276,13 +251,6 @@ def test_what_a_recovery_that_came_to_nothing_was(node: Node) -> None:
     (record,) = node.told
     assert (record.outcome, record.cause, record.reason) == ("restart", KILLED, "rank 0: the store is full")
     assert (record.ranks, record.step, [each.pid for each in record.stood_in]) == ((1,), None, [201])
-
-
-def test_a_hang_right_after_a_recovery_does_not_hide_it(node: Node) -> None:
-    node.succeed(1, 1)
-    node.recovery.refuse([], "hang", "it cannot be told which rank the others wait for")
-    node.recovery.close()
-    assert [(record.outcome, record.generation) for record in node.told] == [("in place", 1), ("restart", 2)]
 
 
 def test_the_job_is_stopped_meanwhile(node: Node) -> None:

@@ -7,28 +7,6 @@ import threading
 from mindx_elastic.agreement.step_gate import StepGate
 
 
-def test_a_closed_gate_offers_the_coming_boundary_and_holds_the_rank_there() -> None:
-    gate = StepGate()
-    gate.arrive(4)
-    assert gate.close() == 5
-    assert gate.arrive(5)
-    gate.open_until(7)
-    assert gate.wait(10) is False  # another rank is ahead: go on
-    assert not gate.arrive(6)
-    assert gate.arrive(7)
-    assert gate.wait(10) is True
-
-
-def test_between_two_steps_the_boundary_at_hand_is_offered() -> None:
-    gate = StepGate()
-    gate.arrive(4)
-    gate.leave_step()
-    assert gate.close() == 4
-    assert gate.at_limit() and gate.is_between
-    assert gate.enter_step(), "the rank must not start a step past its offer"
-    assert not gate.is_between
-
-
 def test_waiting_ends_with_the_decision_or_the_bound() -> None:
     gate = StepGate()
     gate.close()
@@ -93,13 +71,3 @@ def test_a_stop_takes_a_pause_over_at_the_boundary_where_the_rank_waits() -> Non
     assert gate.at_limit(), "nor ended by a resume that comes late"
     gate.open_until(5)
     assert gate.wait(30) is True
-
-
-def test_a_stop_may_send_a_waiting_rank_on_to_a_later_boundary() -> None:
-    gate = StepGate(5)
-    gate.pause()
-    assert gate.arrive(6)
-    thread, told = waiting(gate)
-    gate.open_until(7)
-    thread.join(30)
-    assert told == [False] and gate.arrive(7)

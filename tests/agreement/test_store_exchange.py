@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,27 +100,6 @@ def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(ranks: list[StoreExch
     assert ranks[0].decide("salvage", 5, 600).reason == "rank 1 is gone"
 
 
-def test_a_rank_that_has_made_its_offer_and_left_is_no_reason_to_act_alone(ranks: list[StoreExchange]) -> None:
-    """It has saved at the agreed step; another one is late."""
-    ranks[1].announce("salvage", 13)
-    ranks[0].gone = lambda: [1]
-    looks, has_looked = itertools.count(), threading.Event()
-
-    def gone() -> list[int]:
-        if next(looks):  # the look before has been acted on
-            has_looked.set()
-        return [1]
-
-    ranks[2].gone = gone
-    decisions: list[Decision] = []
-    early = threading.Thread(target=lambda: decisions.append(ranks[2].decide("salvage", 12, 30)))
-    early.start()
-    assert has_looked.wait(30)
-    decisions.append(ranks[0].decide("salvage", 13, 30))
-    early.join(30)
-    assert [decision.step for decision in decisions] == [13, 13]
-
-
 class SlowToTakeARequest:
     """A connection on which the stop request is held up until the test lets it through."""
 
@@ -165,16 +143,6 @@ def test_a_rank_whose_request_takes_the_store_long_still_agrees_with_the_others(
                 exchange.close()
 
 
-def test_the_second_to_ask_rings_where_the_winner_has_died_before(ranks: list[StoreExchange]) -> None:
-    heard = threading.Event()
-    ranks[2].listen(lambda content: heard.set())
-    wanted = request("SIGTERM", 0)
-    message = ranks[0].seal.close("request", wanted.encode())
-    ranks[0]._store.compare_set("request", "", message)  # and then it was killed
-    assert ranks[1].request(request("SIGTERM", 1)) == wanted
-    assert heard.wait(30)
-
-
 def test_the_first_request_wins_and_reaches_every_listener(ranks: list[StoreExchange]) -> None:
     heard: dict[int, StopRequest] = {}
     done = threading.Semaphore(0)
@@ -194,13 +162,6 @@ def test_the_first_request_wins_and_reaches_every_listener(ranks: list[StoreExch
     for _ in range(3):
         assert done.acquire(timeout=30)
     assert heard == dict.fromkeys(range(3), first)
-
-
-def test_values_of_all_ranks_are_collected_in_rank_order(ranks: list[StoreExchange]) -> None:
-    for rank in (2, 0, 1):
-        assert ranks[1].try_collect("view") is None
-        assert ranks[rank].tell("view", f"of {rank}")
-    assert ranks[1].try_collect("view") == ["of 0", "of 1", "of 2"] and ranks[0].try_collect("view", [2]) == ["of 2"]
 
 
 def test_a_lost_store_makes_a_rank_act_alone() -> None:
@@ -393,27 +354,6 @@ def test_an_order_is_given_once_and_a_rank_that_has_missed_some_hears_the_newest
     for number in (2, 3, 4):
         ranks[0].order(pause=number == 3, reason=f"order {number}")
     assert ranks[2].order(pause=False, reason="late") == PauseRequest(4, "order 4")
-
-
-def test_every_rank_hears_each_order_and_a_stop_still_comes_through(ranks: list[StoreExchange]) -> None:
-    heard: list[queue.Queue[PauseRequest]] = [queue.Queue() for _ in ranks]
-    stops = [threading.Event() for _ in ranks]
-    for exchange, orders, stop in zip(ranks, heard, stops, strict=True):
-        exchange.listen(lambda content, stop=stop: stop.set(), orders.put)  # type: ignore[misc]
-    for number in (1, 2, 3):
-        giver = number % 3
-        order = ranks[giver].order(pause=number != 2, reason="x")
-        for orders in (orders for rank, orders in enumerate(heard) if rank != giver):
-            while orders.get(timeout=60) != order:
-                pass  # one of its own
-        name = f"pause/{number}"
-        for exchange in ranks:
-            assert exchange.decided(name) is None
-            exchange.announce(name, 4 + exchange.rank, is_stop=False)
-            exchange.announce(name, 9, is_stop=False)  # a second offer is none
-        assert [exchange.decided(name) for exchange in ranks] == [Decision(6)] * 3
-    ranks[1].request(request("stop"))
-    assert all(stop.wait(60) for stop in stops)
 
 
 def test_a_strangers_order_is_not_obeyed(attacked: Attacked) -> None:

@@ -37,15 +37,6 @@ def ears() -> Iterator[Ears]:
     ears.watcher.stop()
 
 
-def test_posts_run_in_order_in_one_thread_of_its_own(ears: Ears) -> None:
-    ran: list[tuple[int, int]] = []
-    for number in range(50):
-        ears.watcher.post(lambda number=number: ran.append((number, threading.get_ident())))  # type: ignore[misc]
-    ears.settle()
-    assert [number for number, _ in ran] == list(range(50))
-    assert {thread for _, thread in ran} == {ears.watcher.ident} != {threading.get_ident()}
-
-
 def test_timers_run_by_their_time_not_by_their_order(ears: Ears) -> None:
     now, ran = time.monotonic(), []
 

@@ -59,17 +59,6 @@ def test_a_missing_part_is_an_error_before_anything_changes() -> None:
     assert_same(dict(model.state_dict()), before)
 
 
-def test_a_boundary_can_be_taken_again() -> None:
-    """What a callback changes after the boundary, random streams included, belongs to it."""
-    count = [0]
-    collector = Collector({"count": count})
-    for count[0] in (1, 2):
-        torch.rand(1)
-        collector.copy(Position(step=1))
-    state = collector.state()
-    assert state["count"]["value"] == [2] and torch.equal(state["rng"]["torch"], torch.get_rng_state())
-
-
 def test_an_average_that_is_updated_with_gradients_can_be_updated_after_a_resume() -> None:
     model, average = network(1), network(2).requires_grad_(False)
     for held, trained in zip(average.parameters(), model.parameters(), strict=True):

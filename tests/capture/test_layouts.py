@@ -96,12 +96,6 @@ def test_what_is_known_of_the_job_comes_back_in_the_strategy() -> None:
     assert strategy.by_name["model.other"] == (told,) and strategy.world_size == 4
 
 
-def test_without_ddp_each_rank_has_its_own() -> None:
-    targets = {"model": nn.Linear(3, 2)}
-    tensors = [spec for rank in range(2) for spec in strategy_of(targets, recorder(targets, rank)).tensors]
-    assert Strategy(WORLD, tuple(tensors)).replica_groups() == [(0,), (1,)]
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_zero_state_is_its_ranks_alone_and_marked(one_rank_group: None) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -291,14 +285,3 @@ def test_tied_weights_buffers_and_extra_state() -> None:
 def test_a_parameter_of_no_model_is_known_by_its_number() -> None:
     targets = {"optimizer": stepped([nn.Parameter(torch.zeros(3))])}
     assert "optimizer.state.optimizer.0.exp_avg" in strategy_of(targets, recorder(targets, world_size=1)).by_name
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_ranks_of_one_job_say_the_same(world_size: int) -> None:
-    network = nn.Linear(3, 2)
-    targets = {"model": network, "optimizer": stepped(network.parameters())}
-    ranks = range(world_size)
-    strategies = [strategy_of(targets, recorder(targets, rank, world_size, replicas=ranks)) for rank in ranks]
-    assert len(set(strategies)) == 1
-    specs: tuple[TensorSpec, ...] = strategies[0].tensors
-    assert len(specs) == 2 + 2 * 3 and strategies[0].replica_groups() == [tuple(ranks)]

@@ -104,18 +104,6 @@ def test_every_leaf_comes_back_with_its_type(dtype: torch.dtype) -> None:
     assert_resumes(lambda seed: TinyJob(on(OddState, lr=0.05), seed=seed, dtype=dtype))
 
 
-def test_options_changed_after_the_boundary_are_not_saved() -> None:
-    """A scheduler that has stepped already, a warm-up in the next step: the boundary's options count."""
-    job = TinyJob(on(o.AdamW, lr=0.01))
-    job.train(3)
-    (group,) = job.optimizer.param_groups
-    group["lr"], group["betas"], group["new"] = 0.5, (0.1, 0.2), 1
-    (saved,) = job.collector.state()["optimizer"]["param_groups"]
-    assert (saved["lr"], saved["betas"]) == (0.01, (0.9, 0.999))
-    assert "new" not in saved
-    assert saved["params"] == [0, 1]
-
-
 def test_loading_does_not_tie_the_optimizer_to_the_checkpoint() -> None:
     job, other = (TinyJob(on(OddState, lr=0.05), dtype=torch.bfloat16) for _ in range(2))
     job.train(3)

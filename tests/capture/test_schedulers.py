@@ -11,7 +11,6 @@ from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import SWALR
 
 from tests.capture.jobs import MakeScheduler, TinyJob, assert_resumes
-from tests.capture.round_trip import through_format
 
 
 class WarmUp:
@@ -92,20 +91,3 @@ def sgd(network: torch.nn.Module) -> torch.optim.Optimizer:
 def test_a_scheduler_resumes(name: str) -> None:
     for make_optimizer in (adam, sgd):
         assert_resumes(lambda seed: TinyJob(make_optimizer, SCHEDULERS[name], seed=seed))  # noqa: B023
-
-
-@pytest.mark.parametrize("name", ["SequentialLR", "OneCycleLR", "ReduceLROnPlateau", "CosineAnnealingWarmRestarts"])
-@pytest.mark.parametrize("before", range(1, 11))
-def test_wherever_the_stop_falls(name: str, before: int) -> None:
-    """Around milestones, restarts and phases, too."""
-    assert_resumes(lambda seed: TinyJob(sgd, SCHEDULERS[name], seed=seed), before=before, after=3)
-
-
-def test_a_scheduler_that_stepped_after_the_boundary_is_not_saved() -> None:
-    job = TinyJob(sgd, SCHEDULERS["LambdaLR object"])
-    job.train(3)
-    before = through_format(job.collector.state()["lr_scheduler"])
-    assert job.scheduler is not None
-    job.scheduler.step()
-    assert through_format(job.collector.state()["lr_scheduler"]) == before
-    assert before["lr_lambdas"][0]["calls"] == [4]

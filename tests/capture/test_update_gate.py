@@ -55,16 +55,6 @@ def start(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_after_a_step_nothing_is_clean_until_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None:
-    updated(layer)
-    assert gate.state is GateState.DIRTY
-    assert "an optimizer had stepped and the boundary was not reached" in str(problem(gate))
-    copied: list[int] = []
-    assert gate.pass_boundary(lambda: copied.append(1))
-    assert copied == [1]
-    assert (gate.state, problem(gate)) == (GateState.CLEAN, None)
-
-
 def test_an_optimizer_is_seen_where_it_is_named_or_changes_what_is_kept(gate: UpdateGate) -> None:
     other = nn.Linear(3, 1)
     probe = updated(other)
@@ -123,15 +113,6 @@ def test_a_failed_update_is_torn_and_the_boundary_after_it_says_so(gate: UpdateG
     assert problem(gate) is None
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
     assert gate.pass_boundary(lambda: None), "told once"
-
-
-def test_an_update_by_hand_is_found_by_its_traces(gate: UpdateGate, layer: nn.Linear) -> None:
-    with torch.no_grad():
-        layer.weight -= 0.1
-    assert gate.state is GateState.CLEAN
-    assert problem(gate) == "1 parameters were changed in place since the boundary, outside any optimizer"
-    gate.pass_boundary(lambda: None)
-    assert problem(gate) is None
 
 
 def test_gradients_without_an_update_are_an_open_window(gate: UpdateGate, layer: nn.Linear) -> None:

@@ -20,7 +20,6 @@ from mindx_elastic.guard.ending import GuardEnding
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
-from tests.guard.test_saver import Every
 from tests.guarded import STEPS_PER_EPOCH, Job, stop_and_wait
 from tests.harness import events
 
@@ -71,13 +70,6 @@ def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(names(tmp_path)) == 1
     Job(tmp_path / "no step", final_save=True).run(0)
     assert names(tmp_path / "no step") == []
-
-
-@pytest.mark.parametrize("steps", [LAST, STEPS_PER_EPOCH])
-def test_nothing_where_a_periodic_save_has_the_step(tmp_path: Path, steps: int) -> None:
-    Job(tmp_path, periodic=[Every(tmp_path, steps, keep_max=2)]).run()
-    assert "final" not in "".join(names(tmp_path))
-    assert names(tmp_path)[-1] == f"every-3_{STEPS_PER_EPOCH}.safetensors"
 
 
 def test_a_save_by_hand_counts_where_a_start_looks(tmp_path: Path) -> None:

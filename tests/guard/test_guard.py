@@ -61,18 +61,6 @@ def test_other_signals_have_their_exit_codes(tmp_path: Path) -> None:
     assert (leaving.code, leaving.step) == (138, 2)
 
 
-def test_a_signal_before_the_first_batch(tmp_path: Path) -> None:
-    expected = weights_of_uninterrupted(tmp_path)
-
-    def wait_outside(job: Job) -> None:
-        with job.guard.outside_step():
-            stop_and_wait(job)
-
-    leaving = stopped(Job(tmp_path), begin=wait_outside)
-    assert (leaving.code, leaving.step, leaving.path) == (143, None, None), "there is nothing to save yet"
-    assert_same(Job(tmp_path).run(), expected)
-
-
 def test_the_run_begun_last_goes_on_whatever_the_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the one that the program has gone back to, in this directory or into another one with a run of its own."""
     real = time.time

@@ -15,7 +15,6 @@ from mindx_elastic.alarm.peers import PeerWatch, own_identity
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.guard.agent_link import AgentLink
 from mindx_elastic.guard.listeners import Listeners
-from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
 from tests.guard.stopper_parts import Parts
 
@@ -65,18 +64,6 @@ def listen(make_parts: Make) -> Iterator[Callable[..., Listening]]:
 
 
 Listen = Callable[..., Listening]
-
-
-def test_a_signal_of_a_policy(listen: Listen) -> None:
-    heard = listen(signals=(signal.SIGTERM,))
-    alarm = heard.hear(signal.SIGTERM)
-    assert alarm is not None and (alarm.kind, alarm.reason, alarm.exit_code) == ("signal", "SIGTERM", 143)
-
-
-def test_a_signal_that_no_policy_asks_for(listen: Listen) -> None:
-    heard = listen(signals=(signal.SIGUSR2,))
-    assert heard.hear(signal.SIGTERM) is None
-    assert heard.parts.stopper.phase is StopPhase.TRAINING
 
 
 def test_an_agent_stops_its_workers_whatever_the_policies_say(listen: Listen) -> None:

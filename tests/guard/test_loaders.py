@@ -105,31 +105,6 @@ def one_ahead(loader: Any) -> Iterator[Any]:
     yield held
 
 
-def accumulated_ahead(p: Program) -> None:
-    for _ in p.guard.epochs(EPOCHS):
-        waiting = 0
-        for batch in one_ahead(p.loader):
-            p.backward(*batch)
-            p.log.append(batch[1].tolist())
-            waiting += 1
-            if waiting == 2:
-                p.update()
-                p.guard.step_end()
-                waiting = 0
-        if waiting:
-            p.update()
-            p.guard.step_end()
-
-
-@pytest.mark.parametrize(
-    ("loop", "stops"),
-    [(nano, ()), (three_ahead, ()), (accumulated_ahead, (1, 2, 3, 4, 6, 8))],
-    ids=lambda v: str(v)[:20],
-)
-def test_a_loop_that_is_ahead(loop: Loop, stops: tuple[int, ...], tmp_path: Path) -> None:
-    check(loop, tmp_path, stops, make=of())
-
-
 def ahead_with_a_tail(p: Program) -> None:
     for epoch in p.guard.epochs(EPOCHS):
         batches = iter(p.loader)
@@ -190,11 +165,6 @@ def test_an_early_stop_of_a_loop_that_is_ahead_is_not_made_again(
     assert_same(result["weights"], expected["weights"])
     assert torch.equal(streams[1], at_end)
     assert "give a larger one" not in caplog.text
-
-
-@pytest.mark.parametrize("loop", [nano, pytest.param(three_ahead, marks=pytest.mark.drill)])
-def test_with_workers(loop: Loop, tmp_path: Path) -> None:
-    check(loop, tmp_path, [2, BATCHES, BATCHES + 1], make=of(lambda: shuffled(num_workers=2)))
 
 
 class Drawing(Sampler[int]):

@@ -53,19 +53,6 @@ def in_epochs_with_a_begin(p: Program) -> None:
 # --- refused, or nothing to do ---
 
 
-@pytest.mark.parametrize("what", ["steps", "epochs"])
-def test_a_finished_run_passes_through(tmp_path: Path, what: str) -> None:
-    def loop(p: Program) -> None:
-        for number in getattr(p.guard, what)(3, start=0):
-            p.train(p.full_batch())
-            p.log.append(number)
-
-    first, expected = run(loop, tmp_path, loader=None)
-    again, result = run(loop, tmp_path, loader=None, seed=99)
-    assert (first.log, again.log) == ([0, 1, 2], [])
-    assert_same(result, expected)
-
-
 def test_wrong_numbers_are_refused_at_once(tmp_path: Path) -> None:
     guard = Program(tmp_path).guard
     for loop, number in itertools.product((guard.steps, guard.epochs), (-1, 2.0, True, "3", None)):

@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 
-from mindx_elastic.alarm.alarm import Alarm
-from mindx_elastic.alarm.deadline import Deadline
 from mindx_elastic.guard.stop_state import MOVES, StopPhase, StopState
 
 TRAINING, STOPPING, SAVING, SAVED, FAILED = StopPhase
@@ -27,10 +25,6 @@ def state_at(phase: StopPhase) -> StopState:
     return state
 
 
-def make_alarm() -> Alarm:
-    return Alarm("signal", "SIGTERM", Deadline.after(30.0), 143, signum=15)
-
-
 def test_only_the_moves_of_the_table_are_possible() -> None:
     for before, after in itertools.product(StopPhase, StopPhase):
         state = state_at(before)
@@ -40,21 +34,6 @@ def test_only_the_moves_of_the_table_are_possible() -> None:
         else:
             with pytest.raises(RuntimeError, match=f"cannot go from {before.name} to {after.name}"):
                 state.move(after)
-
-
-def test_the_first_alarm_is_the_one() -> None:
-    state, first = StopState(), make_alarm()
-    assert state.accept(first) and not state.accept(make_alarm())
-    assert state.alarm is first and state.phase is STOPPING
-    state.finish()
-    assert not state.finished
-
-
-def test_after_the_end_no_alarm_is_accepted() -> None:
-    state = StopState()
-    state.finish()
-    assert not state.accept(make_alarm())
-    assert (state.phase, state.alarm) == (TRAINING, None)
 
 
 @pytest.mark.parametrize("phase", [TRAINING, SAVING, SAVED, FAILED])

@@ -66,13 +66,6 @@ def test_a_save_that_fails_still_leaves(parts: Parts, monkeypatch: pytest.Monkey
     assert parts.stopper.save.failure is not None and "injected" in parts.stopper.save.failure
 
 
-def test_a_step_that_is_durable_already_is_not_written_again(parts: Parts) -> None:
-    parts.durable = parts.directory / "old.safetensors"
-    parts.steps.leave_step()
-    parts.stopper.hear_signal(signal.SIGTERM)
-    assert (parts.stopper.save.path, parts.stopper.save.step, parts.files()) == (parts.durable, 5, [])
-
-
 def test_what_comes_after_the_save_gets_the_deadline_and_may_fail(
     make_parts: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

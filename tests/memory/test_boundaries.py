@@ -52,19 +52,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "boundaries"
 
 
-def test_the_newest_records_come_first_and_the_oldest_go(path: Path) -> None:
-    ring = BoundaryRing(path, RUN, 64)
-    assert read_ring(path) == []
-    for step in range(1, 8):
-        write(ring, step)
-        assert [record.step for record in read_ring(path)] == list(range(step, max(0, step - 4), -1))
-    assert {record.run_id for record in read_ring(path)} == {RUN}
-    assert path.stat().st_mode & 0o777 == 0o600
-    write(ring, 5, attempt=1)
-    ring.close()
-    assert facts(read_ring(path)) == [(1, 5, False), (0, 7, False), (0, 6, False), (0, 5, False)], "the attempt first"
-
-
 def test_a_boundary_that_is_written_twice_costs_one_older_one(path: Path) -> None:
     ring = BoundaryRing(path, RUN, 64)
     for step in range(1, 9):

@@ -32,13 +32,6 @@ def open_on(machine: Machine, every: int) -> Memory | None:
     return open_memory(settings, machine.directory, RankInfo(), replicated=False)
 
 
-def test_nothing_is_opened_where_nothing_is_to_be_kept(machine: Machine) -> None:
-    assert open_on(machine, 0) is None
-    settings = MemorySettings(base=None, snapshot_every=1)
-    assert open_memory(settings, machine.directory, RankInfo(), replicated=True) is None
-    assert list(machine.base.iterdir()) == []
-
-
 def test_what_an_earlier_run_has_left_is_taken_over_even_without_snapshots_now(machine: Machine) -> None:
     machine.snapshot(2)
     machine.snapshot(3, sealed=False)

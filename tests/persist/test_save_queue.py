@@ -42,13 +42,6 @@ def test_a_third_copy_waits_for_room(saves: SaveQueue) -> None:
     assert saves.drain(60) and done == [0, 1, 2]
 
 
-def test_room_that_is_given_up_is_free_again(saves: SaveQueue) -> None:
-    for _ in range(5):
-        saves.reserve()
-        saves.give_up()
-    assert saves.drain(0.0)
-
-
 def test_after_an_unexpected_error_the_next_save_is_done(saves: SaveQueue, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> bool:
         raise ZeroDivisionError("injected")

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindx_elastic.prove.compare import Difference, Reference, compare_life, compare_steps
+from mindx_elastic.prove.compare import Difference, Reference, compare_life
 from tests.prove.made import REFERENCE, life, step
-
-
-def test_equal_runs_do_not_differ() -> None:
-    assert compare_life(REFERENCE, life([step(n) for n in range(15, 21)], resumed=14)) is None
-    assert list(compare_steps(step(3), step(3))) == []
 
 
 def test_steps_after_the_end_of_the_proof_are_left_out() -> None:

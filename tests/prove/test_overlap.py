@@ -222,14 +222,6 @@ def scaled_by(number: float) -> Callable[[Job, int], None]:
     return scale
 
 
-def test_another_step_is_told_with_its_first_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stop(tmp_path)
-    resume(tmp_path, middle=scaled_by(-1.0))
-    (told,) = lines(caplog, f"step {STOP + 1} is not the one of the stopped process")
-    assert "weights differ" in told and "usual cause: " in told
-    assert outcomes(tmp_path) == ["differs"]
-
-
 def test_a_witness_goes_with_its_checkpoint(tmp_path: Path) -> None:
     stop(tmp_path)
     first = witness_in(tmp_path)

@@ -238,18 +238,6 @@ def test_every_run_and_every_step_has_to_be_proved() -> None:
 # --- another world ---
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
-def test_four_ranks_become_two_three_and_four_again(strategy: Strategy) -> None:
-    for size in (2, 3, 4):
-        plan = plan_of(files(range(strategy.world_size), strategy=strategy), size)
-        assert [each.rank for each in plan.ranks] == list(range(size))
-        assert plan.resharded
-        assert "ranks become" in plan.inexact[0]
-        assert plan.world.strategy is not None
-        strategy = plan.world.strategy
-    assert strategy.tensors[0].layout == (DDP if strategy.tensors[0].layout.num_shards == 1 else FSDP).tensors[0].layout
-
-
 def test_tensors_of_one_name_on_different_ranks_are_refused_on_another_world() -> None:
     strategy = Strategy(4, tuple(tensor("w", (8,), layout_of((1,), "R", ranks=(r,))) for r in range(4)))
     assert readers(plan_of(files(range(4), strategy=strategy))) == [0, 1, 2, 3]

@@ -34,15 +34,6 @@ def steps_on(world_size: int, directory: Path, resume: Any = "auto") -> set[int]
 # --- one rank ---
 
 
-def test_the_newest_step_with_its_state(tmp_path: Path) -> None:
-    for step in (3, 12, 7):
-        write(tmp_path / f"a-1_{step}.safetensors", step=step)
-    found = find(tmp_path)
-    assert step_of(found) == 12
-    assert found is not None and found.path.name == "a-1_12.safetensors" and not found.rejected
-    assert found.checkpoint.state["model"]["weight"].tolist() == list(range(1000))
-
-
 def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(tmp_path: Path) -> None:
     write(tmp_path / "a-1_5.safetensors", step=5)
     bad = write(tmp_path / "a-1_9.safetensors", step=9)
