@@ -127,6 +127,7 @@ class Counting(Sampler[int]):
         self.passes += self.end
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("end", [False, True])
 def test_a_sampler_that_counts_by_itself(end: bool, workers: int, tmp_path: Path) -> None:

@@ -364,6 +364,7 @@ def test_a_stream_by_itself_is_refused_with_the_reason(tmp_path: Path) -> None:
 # --- loaders that come within the epochs of the first one ---
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(("trains", "breaks"), [(False, False), (False, True), (True, False)])
 def test_one_that_was_at_its_end_begins_anew(

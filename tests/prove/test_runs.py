@@ -94,7 +94,7 @@ def test_what_is_kept_stays_and_goes_into_an_empty_folder(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
+@pytest.mark.drill
 @pytest.mark.parametrize("options", [("--recover", "in-place"), ()], ids=["in place", "restart"])
 def test_the_workers_of_an_agent_are_forked_from_one_that_has_imported_torch(
     tmp_path: Path, options: tuple[str, ...]

@@ -21,7 +21,7 @@ def played(nodes: int, *faults: Fault) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(20)) for first in range(0, 100_000, EACH)])
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(12)) for first in range(0, 100_000, EACH)])
 def test_agents_keep_their_promises_whatever_goes_wrong(first: int) -> None:
     wrong = {seed: found for seed in range(first, first + EACH) if (found := play(plan_of(seed)).wrong)}
     assert not wrong, f"tell one with: python -m tests.simulation.agents --seed {min(wrong)}"

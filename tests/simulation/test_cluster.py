@@ -17,7 +17,7 @@ def outcome_of(seed: int) -> Outcome:
     return play(plan_of(seed))
 
 
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(10)) for first in range(0, 100_000, EACH)])
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(6)) for first in range(0, 100_000, EACH)])
 def test_a_cluster_keeps_its_promises_whatever_goes_wrong(first: int) -> None:
     wrong = {seed: found for seed in range(first, first + EACH) if (found := outcome_of(seed).wrong)}
     assert not wrong, f"tell one with: python -m tests.simulation.cluster --seed {min(wrong)}"
@@ -109,7 +109,7 @@ def test_a_worker_that_is_held_for_dead_right_after_its_group_begins_anew() -> N
 
 
 @pytest.mark.parametrize("kind", ["kill", "sigterm"])
-@pytest.mark.parametrize("size", [64, pytest.param(512, marks=pytest.mark.drill)])
+@pytest.mark.parametrize("size", [32, pytest.param(512, marks=pytest.mark.drill)])
 def test_the_start_and_a_death_or_a_stop_of_twice_the_nodes_take_twice_the_messages_and_no_longer(
     size: int, kind: str
 ) -> None:

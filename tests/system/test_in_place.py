@@ -207,7 +207,8 @@ def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs, ranks: int) 
     assert document["totals"]["not_training_s"] >= 6.0, "the time in which they were stuck counts"
 
 
-@pytest.mark.parametrize("order", ["1:1:update", pytest.param("0:1:backward", marks=drill)])
+@drill
+@pytest.mark.parametrize("order", ["1:1:update", "0:1:backward"])
 def test_in_its_first_step_which_the_other_rank_can_end(runs: Runs, order: str) -> None:
     """The dead rank's forecast is the first one: that of the other rank has come true, so this one counts, too."""
     job, _ = runs.run(2, *faults(order))

@@ -76,10 +76,9 @@ def check(nodes: Nodes, survivors: list[Job], undisturbed: End) -> None:
         assert len(job.matches(r"restart \d")) == 1, nodes.report()
 
 
-@pytest.mark.parametrize(
-    ("rank", "where"), [(1, "update"), *(pytest.param(0, where, marks=drill) for where in ("mid", "eval", "after"))]
-)
-@pytest.mark.parametrize("snapshots", ["auto", pytest.param("1", marks=drill)])
+@drill
+@pytest.mark.parametrize(("rank", "where"), [(1, "update"), (0, "mid"), (0, "eval"), (0, "after")])
+@pytest.mark.parametrize("snapshots", ["auto", "1"])
 def test_a_killed_rank_of_two_nodes_restarts_the_job_bit_for_bit(
     tmp_path: Path, plain: Plain, rank: int, where: str, snapshots: str
 ) -> None:

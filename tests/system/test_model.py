@@ -81,6 +81,7 @@ def test_a_long_evaluation_in_mid_epoch_is_cut_off_by_the_deadline_and_done_agai
     assert done == sorted(m[1] for m in whole.matches(r"(STEP_EVAL .*)")), resumed.report()
 
 
+@drill
 def test_a_rank_that_is_killed_in_an_evaluation_in_mid_epoch_costs_nothing(
     tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:

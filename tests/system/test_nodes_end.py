@@ -38,8 +38,9 @@ def signal_node(job: Job, rank: int, signum: int) -> None:
     os.kill(worker, signum)
 
 
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=drill)])
-@pytest.mark.parametrize("shard", ["no", pytest.param("fsdp", marks=drill)])
+@drill
+@pytest.mark.parametrize("lost", [1, 0])
+@pytest.mark.parametrize("shard", ["no", "fsdp"])
 def test_a_node_lost_in_its_final_save_is_waited_for(tmp_path: Path, plain: Plain, shard: str, lost: int) -> None:
     """Its part of the state may be nowhere: the job must not say that it has finished."""
     with ExitStack() as stack:

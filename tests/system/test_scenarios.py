@@ -82,7 +82,8 @@ def test_what_a_start_cannot_make_again_is_refused(tmp_path: Path, scenario: str
     assert not job.matches("DONE")
 
 
-@pytest.mark.parametrize("step", [6, drilled(9)])
+@drill
+@pytest.mark.parametrize("step", [6, 9])
 def test_a_step_whose_errors_of_power_sgd_died_with_their_rank_is_done_again(
     tmp_path: Path, uninterrupted: Uninterrupted, step: int
 ) -> None:
