@@ -61,31 +61,7 @@ _HOME = {
     "merge_strategies": "mindx_elastic.plan",
     "restore_group_info_list": "mindx_elastic.plan",
 }
-__all__ = [
-    "Callback",
-    "CheckpointConfig",
-    "ExceptionCheckpoint",
-    "ExitPolicy",
-    "GracefulExit",
-    "Guard",
-    "Layout",
-    "LossMonitor",
-    "Model",
-    "ModelCheckpoint",
-    "OnRequestExit",
-    "OptTFTWrapper",
-    "PeriodicPolicy",
-    "RunContext",
-    "TFTRegister",
-    "TimeMonitor",
-    "attributes",
-    "cluster",
-    "data",
-    "errors",
-    "get_ckpt_path_with_strategy",
-    "merge_strategies",
-    "restore_group_info_list",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

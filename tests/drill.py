@@ -52,12 +52,12 @@ class Setting:
 
 SETTINGS = {
     "words-2": Setting((*W, "--num-workers", "1"), 2, IN_PLACE, 90, 48, ("stop:rank=1,step=20",)),
-    "words-3": Setting(W, 3, IN_PLACE, 90, 48, ("stop:rank=2,step=20", "kill-in-save:rank=2,step=5,call=all")),
-    "words-4": Setting(W, 4, IN_PLACE, 80, 48, ("stop:rank=3,step=20", "kill-in-save:rank=0,step=5,call=all")),
+    "words-3": Setting(W, 3, IN_PLACE, 90, 48, ("stop:rank=2,step=20",)),
+    "words-4": Setting(W, 4, IN_PLACE, 80, 48, ("stop:rank=3,step=20",)),
     "words-4-restart": Setting(W, 4, AGAIN, 60, 48, ("stop:rank=1,step=20",)),
     "networks-2": Setting((NETWORKS, "out"), 2, AGAIN, 90, 48, ("stop:step=20",)),
     "networks-3": Setting((NETWORKS, "out", "--num-workers", "1"), 3, AGAIN, 90, 48),
-    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 80, 48, ("kill-in-save:rank=3,step=5,call=all",)),
+    "networks-4": Setting((NETWORKS, "out"), 4, IN_PLACE, 80, 48),
     "sharded-2": Setting((SHARDED, "out", "--steps", "48"), 2, AGAIN, 40, 48, ("stop:rank=1,step=20",)),
     "example-2": Setting((*TRAIN, "--limit-train", "200"), 2, AGAIN, 40, 32),
     "example-3": Setting((*TRAIN, "--limit-train", "300"), 3, IN_PLACE, 30, 32),

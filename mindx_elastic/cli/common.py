@@ -122,7 +122,7 @@ def is_folder(path: Path) -> bool:
             os.listdir(path)
             return True
     except FileNotFoundError:
-        fail(f"{path} does not exist{_nearest(path)}")
+        fail(f"{path} does not exist")
     except OSError as error:
         fail(f"{path} cannot be looked at: {error.strerror}")
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
@@ -154,14 +154,6 @@ def is_running(run: AgentRun) -> bool | None:
     if run.host and run.host != socket.gethostname():
         return None
     return run.pid is not None and is_alive(run.pid, run.started)
-
-
-def _nearest(path: Path) -> str:
-    """A hint for the mistyped part of a long path."""
-    for parent in path.absolute().parents:
-        if parent.exists():
-            return "" if parent == path.absolute().parent else f" (the part that exists is {parent})"
-    return ""
 
 
 def make_console(*, stderr: bool = False) -> Console:

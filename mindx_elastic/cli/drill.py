@@ -69,8 +69,7 @@ def drill_command(
     \b
     [bold]Examples[/bold]
     mindx-elastic drill --list
-    mindx-elastic drill --fault kill:step=7,at=update --fault disk-full:step=3 -- train.py
-    mindx-elastic drill --fault kill-in-save:step=4,call=all -- train.py
+    mindx-elastic drill --fault kill:step=7,at=update --fault exception:step=3 -- train.py
     mindx-elastic drill --random 50 --seed 1 --nproc-per-node 2 --recover in-place -- train.py
     """
     if list_faults:

@@ -6,8 +6,7 @@ them fit on a screen. Everything in full is in ``--json``.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rich.text import Text
 from mindx_elastic.cli.common import moment, print_table, say
 from mindx_elastic.core.moment import moment_name
 from mindx_elastic.core.printable import human_size, printable
-from mindx_elastic.core.rank_lists import rank_ranges
+from mindx_elastic.core.rank_lists import rank_list, rank_ranges
 from mindx_elastic.start.facts import RankPlan, Refusal, Rejected, ResumePlan
 
 __all__ = ["print_nothing", "print_plan", "print_refusal"]
@@ -25,8 +24,6 @@ __all__ = ["print_nothing", "print_plan", "print_refusal"]
 _MAX_ROWS = 12
 _KEY_WIDTH = 9
 _COLUMNS = ("ranks", "read", "each", "from")
-_RANK_FOLDER = re.compile(r"rank_\d+")
-_RANK_FILE = re.compile(r"ttp_rank_\d+")
 
 
 def _of_ranks(ranks: Sequence[int]) -> str:
@@ -111,51 +108,19 @@ def _restore(document: dict[str, Any]) -> str:
 # --- who reads what ---
 
 
-def _rows(plan: ResumePlan, directory: str) -> list[tuple[str, str, str, str]]:
-    groups: dict[tuple[bool, int | None], list[RankPlan]] = {}
+def _rows(plan: ResumePlan, directory: str) -> Iterator[tuple[str, str, str, str]]:
+    groups: dict[str, list[RankPlan]] = {}
     for each in plan.ranks:
-        key = (each.assembled, None if each.assembled else each.donor)
-        groups.setdefault(key, []).append(each)
-    own = [key for key in groups if key[1] is None]
-    others = [key for key in groups if key[1] is not None]
-    shown = [*own, *others[: _MAX_ROWS - len(own)]]
-    rows = [_row(plan, key, groups[key], directory) for key in shown]
-    rest = [each for key in others[_MAX_ROWS - len(own) :] for each in groups[key]]
-    if rest:
-        text = f"other ranks' files, of {len({each.file.rank for each in rest})} donors"
-        rows.append((rank_ranges(each.rank for each in rest), text, _sizes(plan, rest), "(--json lists them)"))
-    return rows
-
-
-def _row(
-    plan: ResumePlan, key: tuple[bool, int | None], ranks: Sequence[RankPlan], directory: str
-) -> tuple[str, str, str, str]:
-    assembled, donor = key
-    several = len(ranks) > 1
-    if assembled:
-        what = "parts of several files"
-    elif donor is not None:
-        what = f"rank {donor}'s file"
-    else:
-        what = "their own files" if several else "its own file"
-    if not assembled and any(each.others for each in ranks):
-        what += " and parts of others'"
-    return rank_ranges(each.rank for each in ranks), what, _sizes(plan, ranks), _paths(ranks, directory)
-
-
-def _sizes(plan: ResumePlan, ranks: Sequence[RankPlan]) -> str:
-    sizes = list(map(plan.bytes_of, ranks))
-    low, high = min(sizes), max(sizes)
-    return human_size(high) if human_size(low) == human_size(high) else f"{human_size(low)} to {human_size(high)}"
-
-
-def _paths(ranks: Sequence[RankPlan], directory: str) -> str:
-    """One path, with a star for the rank where they differ in nothing else."""
-    paths = dict.fromkeys(_relative(each.file.path, directory) for each in ranks)
-    if len(paths) > 1:
-        paths = dict.fromkeys(_RANK_FILE.sub("ttp_rank_*", _RANK_FOLDER.sub("rank_*", path)) for path in paths)
-    first = next(iter(paths))
-    return first if len(paths) == 1 else f"{first} and others"
+        kind = "parts of several files" if each.assembled else "own file" if each.donor is None else "another rank's"
+        groups.setdefault(kind, []).append(each)
+    for kind, ranks in groups.items():
+        what = f"{rank_list({each.file.rank for each in ranks})}'s file" if kind == "another rank's" else kind
+        if any(each.others for each in ranks):
+            what += " and parts of others'"
+        low, high = (human_size(bound(map(plan.bytes_of, ranks))) for bound in (min, max))
+        size = high if low == high else f"{low} to {high}"
+        path = _relative(ranks[0].file.path, directory) + (" and others" if len(ranks) > 1 else "")
+        yield rank_ranges(each.rank for each in ranks), what, size, path
 
 
 def _relative(path: str, directory: str) -> str:
@@ -196,8 +161,6 @@ def print_refusal(console: Console, refusal: Refusal, document: dict[str, Any]) 
 
 def _remedies(refusal: Refusal, document: dict[str, Any]) -> list[str]:
     lines = []
-    if re.fullmatch(r"rank_\d+", Path(document["directory"]).absolute().name):
-        lines.append("this is one rank's folder: give the folder above it")
     if document["asked_step"] is not None:
         lines.append("leave out --step: another step may do")
     if refusal.other_worlds:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -97,8 +96,7 @@ class ScriptOptions:
         """The options of a `ScriptCommand`. Ends the command for what would be found out by each run, or after the last
         one."""
         asked = ScriptOptions(script=list(ctx.meta[_MARK]), agent=list(ctx.args), **options)
-        own = [word for parameter in ctx.command.params for word in parameter.opts]
-        _check(name, asked.script, asked.agent, own)
+        _check(name, asked.script, asked.agent)
         return asked
 
     @property
@@ -118,7 +116,7 @@ class ScriptOptions:
         say(console, *lines)
 
 
-def _check(command: str, script: Sequence[str], agent: Sequence[str], own: Sequence[str]) -> None:
+def _check(command: str, script: Sequence[str], agent: Sequence[str]) -> None:
     if not script:
         fail(f'name the script after "--": mindx-elastic {command} -- train.py')
     if script[0] == "-m" and len(script) < 2:
@@ -130,19 +128,13 @@ def _check(command: str, script: Sequence[str], agent: Sequence[str], own: Seque
     if agent and not agent[0].startswith("-"):
         fail(f'{agent[0]} is not an option; the script comes after "--"')
     if agent:
-        _check_agent(command, agent, own)
+        from mindx_elastic.agent.options import check_options
 
-
-def _check_agent(command: str, agent: Sequence[str], own: Sequence[str]) -> None:
-    """`own`: the names of our options, one of which may have been meant."""
-    from mindx_elastic.agent.options import check_options
-
-    try:
-        check_options(agent)
-    except UsageError as error:
-        near = get_close_matches(agent[0].partition("=")[0], own, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        fail(f"{error}; neither of {command} nor of mindx-elastic run{hint}" if "no such" in str(error) else str(error))
+        try:
+            check_options(agent)
+        except UsageError as error:
+            more = f"; neither of {command} nor of mindx-elastic run" if "no such" in str(error) else ""
+            fail(f"{error}{more}")
 
 
 @contextmanager

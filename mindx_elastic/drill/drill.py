@@ -17,7 +17,7 @@ from typing import Any
 
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real
-from mindx_elastic.drill.faults import ALL_CALLS, KINDS, Fault
+from mindx_elastic.drill.faults import KINDS, Fault
 from mindx_elastic.drill.outside import DrillLeftovers, adopt_orphans, read_notes
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.baseline import Baseline, ProofReport, Show, count_steps, failure
@@ -31,7 +31,6 @@ __all__ = ["GOOD", "Drill", "DrillResult", "Driller", "draw_faults", "trained_ag
 GOOD = ("exact", "inexact as said")
 """Outcomes after which the exit code is 0."""
 _MOST_STARTS = 4
-_MOST_CALLS = 400
 _MOST_REPLACED = 100
 
 
@@ -56,8 +55,6 @@ class DrillResult:
     lost: int | None = None
     """Steps that were done again; None: it did not go on."""
     compared: int = 0
-    calls: int = 0
-    """System calls of the save that were made or refused, where the fault is about those."""
     again_s: float | None = None
     """Seconds from the fault until every rank had passed a step again; None: it did not come to that."""
     leftovers: Sequence[str] = ()
@@ -92,8 +89,6 @@ def draw_faults(places: Sequence[tuple[int, int]], *, ranks: int, agent: bool, s
         fault = Fault(
             kind=kind.name, rank=chance.randrange(ranks), step=step, guard=guard, at=chance.choice(kind.places)
         )
-        if kind.name == "kill-in-save":
-            fault = replace(fault, call=chance.randint(1, 8))
         yield fault
 
 
@@ -143,10 +138,7 @@ class Driller(Baseline):
         if self._number and not places:
             raise UsageError("--random: the runs have no boundary before the last one; give --steps 2 or more")
         for fault in self._faults:
-            if fault.call == ALL_CALLS and fault.about.counts_calls:
-                self._each_call(fault)
-            else:
-                self.result.results.append(self._job(fault))
+            self.result.results.append(self._job(fault))
         self._by_chance(places)
 
     def _by_chance(self, places: Sequence[tuple[int, int]]) -> None:
@@ -172,7 +164,7 @@ class Driller(Baseline):
         if not last:
             raise UsageError(f"--fault {fault}: the script enters no guard number {fault.guard}; the first one is 0")
         latest = last[-1] if fault.at not in ("boundary", "copy") else last[-1] - 1
-        latest -= fault.about.ends_in_save and len(ranks) > 1
+        latest -= fault.about.stops and len(ranks) > 1
         if fault.step > latest:
             raise UsageError(
                 f"--fault {fault}: the runs have {last[-1]} steps, so this fault needs a step up to {latest}; "
@@ -180,15 +172,6 @@ class Driller(Baseline):
             )
 
     # --- one fault ---
-
-    def _each_call(self, fault: Fault) -> None:
-        """One run for each system call, until a save has no call of that number."""
-        for call in range(1, _MOST_CALLS + 1):
-            result = self._job(replace(fault, call=call))
-            if call > 1 and result.outcome == "not fired":
-                return
-            self._planned += 2
-            self.result.results.append(result)
 
     def _job(self, fault: Fault) -> DrillResult:
         """One job with this fault, started again until it has ended."""
@@ -233,20 +216,20 @@ class Driller(Baseline):
     def _judge(self, fault: Fault, chain: RunChain, codes: Sequence[int], offset: float) -> DrillResult:
         """`codes`: of all starts from the one in which it happened."""
         notes = read_notes(Path(fault.folder))
-        fired, hits = _fired(fault), [note for note in notes if note["what"] == "hit"]
-        result = DrillResult(fault=fault, outcome="exact", calls=len(hits), codes=codes)
+        fired = _fired(fault)
+        result = DrillResult(fault=fault, outcome="exact", codes=codes)
         if fired is None:
-            missed = self._missed(result, None, hits, notes)
-            assert missed is not None
-            return missed
+            other = "the rank has copied no state to shared memory there" if fault.at == "copy" else ""
+            missed = (str(note["why"]) for note in notes if note["what"] == "missed")
+            why = next(missed, other or "the run has not come to its place")
+            return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}"))
         lives = [life for run in chain.runs for life in run.lives]
         result = replace(result, compared=count_steps(lives), leftovers=[*self._leftovers.processes])
         result = self._with_loss(result, lives, fired["clock"])
         events = _events_since(fired["clock"] + offset, [chain.directories, *(run.folder for run in chain.runs)])
         result = replace(result, again_s=trained_again(lives, fired["clock"]))
         wrong = (
-            self._missed(result, fired, hits, notes)
-            or self._failed(result, chain)
+            self._failed(result, chain)
             or self._differs(result, lives, chain, events)
             or self._lost(result, fired)
             or self._left(result, chain, lives)
@@ -285,26 +268,6 @@ class Driller(Baseline):
             lines = next(run.last_lines for run in chain.runs if run.code == odd[0])
             return replace(result, outcome="failed", explained=explained, lines=lines)
         return None
-
-    def _missed(
-        self,
-        result: DrillResult,
-        fired: Mapping[str, Any] | None,
-        hits: Sequence[object],
-        notes: Sequence[Mapping[str, Any]],
-    ) -> DrillResult | None:
-        kind, why = result.fault.kind, ""
-        if fired is None:
-            missed = [str(note["why"]) for note in notes if note["what"] == "missed"]
-            other = "the rank has copied no state to shared memory there" if result.fault.at == "copy" else ""
-            why = next(iter(missed), other or "the run has not come to its place")
-        elif kind == "kill-in-save" and not any(note["what"] == "died" for note in notes):
-            why = f"the save had {len(hits)} system calls"
-        elif kind == "disk-full" and not hits:
-            why = "the rank made no such system call in its save"
-        if not why:
-            return None
-        return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}"))
 
     def _differs(
         self, result: DrillResult, lives: Sequence[ProcessRecord], chain: RunChain, events: Sequence[Mapping[str, Any]]

@@ -9,14 +9,12 @@ from typing import Any
 
 from mindx_elastic.errors import UsageError
 
-__all__ = ["ALL_CALLS", "KINDS", "PLACES", "Fault", "Kind", "describe_kinds", "parse_fault"]
+__all__ = ["KINDS", "PLACES", "Fault", "Kind", "describe_kinds", "parse_fault"]
 
 PLACES = ("boundary", "forward", "backward", "update", "copy")
 """After the step; at its first forward; when a gradient is there; in the middle of ``optimizer.step()``; in the middle
 of the copy of a snapshot."""
-ALL_CALLS = -1
-"""``call=all``: one run for each system call of the save."""
-_KEYS = {"rank": "R", "step": "N", "at": "PLACE", "call": "N|all", "guard": "G"}
+_KEYS = {"rank": "R", "step": "N", "at": "PLACE", "guard": "G"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,25 +26,16 @@ class Kind:
     """One line, for ``--list``."""
     places: tuple[str, ...] = ("boundary",)
     """Where it can happen; the first one is the default."""
-    counts_calls: bool = False
-    """It takes the parameter ``call``."""
     codes: tuple[int, ...] = ()
     """Exit codes of the script's process, or the agent's, with which the job may end before it is started again."""
     agent: bool = False
     """Only under ``mindx-elastic run``."""
     stops: bool = False
     """Every rank stops at a boundary and saves it: no step is lost."""
-    saves: bool = False
-    """It strikes in the save of a stop."""
     workers: bool = False
     """Only where the loader has workers."""
     by_chance: bool = True
     """``--random`` draws it."""
-
-    @property
-    def ends_in_save(self) -> bool:
-        """The ranks stop and save, at the fault's step or, with several ranks, at the next one."""
-        return self.stops or self.saves
 
 
 def _signal(number: int) -> int:
@@ -54,8 +43,6 @@ def _signal(number: int) -> int:
 
 
 _MOMENTS = ("boundary", "forward", "backward", "update")
-_SAVES = (_signal(2), _signal(10), _signal(15), 1, 75)
-"""A stop: by whichever signal the guard listens to. 1 and 75: its save failed, or a rank was missing."""
 _ALL = (
     Kind(
         name="kill",
@@ -74,7 +61,7 @@ _ALL = (
         name="terminate",
         says="the signal that the guard listens to (SIGTERM) to one rank",
         places=_MOMENTS,
-        codes=_SAVES[:3],
+        codes=(_signal(2), _signal(10), _signal(15)),  # whichever the guard listens to
         stops=True,
     ),
     Kind(
@@ -108,14 +95,6 @@ _ALL = (
         agent=True,
         stops=True,
     ),
-    Kind(
-        name="kill-in-save",
-        says="a stop, and SIGKILL at the CALL-th system call of one rank's save; call=all: at each of them in turn",
-        counts_calls=True,
-        codes=(-9, _signal(9), *_SAVES),
-        saves=True,
-    ),
-    Kind(name="disk-full", says="a stop, and ENOSPC from every write of one rank's save", codes=_SAVES, saves=True),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 
@@ -132,8 +111,6 @@ class Fault:
     """One of `PLACES`."""
     guard: int = 0
     """Which guard of the program, from 0."""
-    call: int = 1
-    """Of ``kill-in-save``: which system call, from 1, or `ALL_CALLS`."""
     folder: str = ""
     """Where it notes what it has done; empty: not known yet."""
 
@@ -148,15 +125,13 @@ class Fault:
 
     @property
     def needs_more(self) -> bool:
-        """Whether it needs something that not every job has at every step: a worker, a copy of the state, a save."""
-        return self.about.workers or self.at == "copy" or self.about.ends_in_save
+        """Whether it needs something that not every job has at every step: a worker, a copy of the state, a stop."""
+        return self.about.workers or self.at == "copy" or self.about.stops
 
     def __str__(self) -> str:
         shown: list[str] = [f"rank={self.rank}", f"step={self.step}"]
         shown += [f"at={self.at}"] if len(self.about.places) > 1 else []
         shown += [f"guard={self.guard}"] if self.guard else []
-        if self.about.counts_calls:
-            shown.append(f"call={'all' if self.call == ALL_CALLS else self.call}")
         return f"{self.kind}:{','.join(shown)}"
 
 
@@ -168,7 +143,7 @@ def parse_fault(text: str) -> Fault:
         near = get_close_matches(name, KINDS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UsageError(f"--fault {text}: no such fault{hint}; mindx-elastic drill --list names all")
-    known = ["rank", "step", "guard", *(["at"] * (len(kind.places) > 1)), *(["call"] * kind.counts_calls)]
+    known = ["rank", "step", "guard", *(["at"] * (len(kind.places) > 1))]
     found: dict[str, Any] = {"at": kind.places[0]}
     for part in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = (each.strip() for each in part.partition("="))
@@ -183,8 +158,6 @@ def _value(text: str, kind: Kind, key: str, value: str) -> object:
         if value not in kind.places:
             raise UsageError(f"--fault {text}: at={value}: give {', '.join(kind.places)}")
         return value
-    if key == "call" and value == "all":
-        return ALL_CALLS
     least = {"rank": 0, "guard": 0}.get(key, 1)
     if not value.isdecimal() or not least <= int(value) <= 10**9:
         raise UsageError(f"--fault {text}: {key}={value}: give a whole number from {least}")
@@ -197,7 +170,6 @@ def describe_kinds() -> Sequence[tuple[str, str]]:
     for kind in _ALL:
         parts = ["rank=R", "step=N"]
         parts += [f"at={'|'.join(kind.places)}"] if len(kind.places) > 1 else []
-        parts += ["call=N|all"] * kind.counts_calls
         needs = [
             *(["under mindx-elastic run"] if kind.agent else []),
             *(["loader with workers"] if kind.workers else []),

@@ -2,25 +2,21 @@
 
 The witness of the rank's guard (`prove.proof_witness`) makes an `Injector` where the control file names a fault, and
 tells it of boundaries and forwards. What a fault does is real: signals, exceptions, a process that is gone in the
-middle of a copy. Only a broken disk cannot be had without rights on the machine: there the functions of `os` and libc
-that this process calls are replaced, for files of the checkpoint directories alone.
+middle of a copy.
 
 Before anything happens it is noted in a file, so that a fault that never came about is seen, and so that a rank that an
-agent starts again does not do it again. Training thread, but for the calls of a save, which may come from any.
+agent starts again does not do it again. Training thread.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,19 +28,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mindx_elastic.core.status_page import read_page
 from mindx_elastic.drill.faults import Fault
 from mindx_elastic.memory import snapshots
-from mindx_elastic.persist import direct_io
 
 __all__ = ["NOTES", "DrillError", "Injector"]
 
 NOTES = "fault.jsonl"
-"""The file in the fault's folder: ``fired``, and each ``hit`` of a system call."""
+"""The file in the fault's folder: ``fired``, or ``missed``."""
 _FIRED = "fired"
 _CHANGES = 3  # changes of a parameter's memory in the middle of an update
-_WRITES = ("pwrite", "write", "writev", "pwritev", "ftruncate", "posix_fallocate", "fallocate64")
-_FLUSHES = ("fsync", "fdatasync")
-_NAMES = ("link", "rename", "replace", "unlink", "mkdir")
-_NOT_A_SAVE = ("events.jsonl", ".mindx-lock")
-_MOST_HITS = 200
 
 
 class DrillError(RuntimeError):
@@ -54,9 +44,9 @@ class DrillError(RuntimeError):
 class Injector:
     """One per guard that is entered."""
 
-    def __init__(self, content: Mapping[str, Any], rank: int, directories: Path) -> None:
-        """`content`: of the control file. `directories`: hold the checkpoints of the run."""
-        self._rank, self._directories = rank, os.path.realpath(directories)
+    def __init__(self, content: Mapping[str, Any], rank: int) -> None:
+        """`content`: of the control file."""
+        self._rank = rank
         self._fault = Fault(**content)
         self._mark = Path(self._fault.folder) / _FIRED
         self._is_armed = self._fault.rank == rank and not self._mark.exists()
@@ -64,7 +54,6 @@ class Injector:
         """This process has begun to do it."""
         self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
         self._modules: Mapping[str, nn.Module] = {}
-        self._calls, self._counting = 0, threading.Lock()  # several threads write a file
         self._has_updated = False
         register_optimizer_step_post_hook(self._note_update)
         if not self._is_armed:
@@ -154,9 +143,9 @@ class Injector:
             raise DrillError(f"an exception of the drill, rank {self._rank}, step {self._passed + 1}")
         elif kind in ("kill-agent", "terminate-agent"):
             os.kill(int(os.environ["MINDX_AGENT_PID"]), signal.SIGKILL if kind == "kill-agent" else signal.SIGTERM)
-        else:
-            return self._stop_with(fault)
-        return kind == "terminate-agent"
+        elif kind == "terminate":
+            os.kill(os.getpid(), self._stop_signal)
+        return kind in ("terminate", "terminate-agent")
 
     def _kill_worker(self) -> bool:
         workers = [each for each in multiprocessing.active_children() if each.pid is not None]
@@ -168,45 +157,13 @@ class Injector:
         _kill(workers[0].pid)
         return False
 
-    def _stop_with(self, fault: Fault) -> bool:
-        """A stop, and something that meets it."""
-        if fault.kind != "terminate":
-            _BrokenDisk(self)
-        os.kill(os.getpid(), self._stop_signal)
-        return True
-
-    # --- the disk of this process ---
-
-    def at_call(self, name: str, path: str) -> None:
-        """A system call `name` on the file `path` is about to be made. Raises OSError, or does not return."""
-        folder, _, file = path.rpartition("/")
-        if not f"{folder}/".startswith(f"{self._directories}/") or file.startswith(_NOT_A_SAVE):
-            return
-        fault = self._fault
-        with self._counting:
-            self._calls += 1
-            call = self._calls
-        if fault.kind == "kill-in-save":
-            self.note("hit", call=name, file=file)
-            if call == fault.call:
-                self.note("died", call=name)
-                _kill(os.getpid())
-        elif fault.kind == "disk-full" and name in (*_WRITES, "mkdir", "link"):
-            self.note("hit", call=name, file=file)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
     def note(self, what: str, **content: object) -> None:
-        if what == "hit" and self._calls > _MOST_HITS:
-            return
         line = {"what": what, "rank": self._rank, "pid": os.getpid(), "clock": time.monotonic(), **content}
         notes = os.open(Path(self._fault.folder) / NOTES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _WRITE(notes, json.dumps(line).encode() + b"\n")
+            os.write(notes, json.dumps(line).encode() + b"\n")
         finally:
             os.close(notes)
-
-
-_WRITE = os.write  # the true one
 
 
 def _kill(pid: int, signum: int = signal.SIGKILL) -> None:
@@ -264,62 +221,3 @@ class _Update:
         sys.setprofile(None)
         for handle in self._handles:
             handle.remove()
-
-
-class _BrokenDisk:
-    """Lets the injector hear of every system call of this process that changes a file, before it is made."""
-
-    def __init__(self, injector: Injector) -> None:
-        self._injector, self._inside = injector, threading.local()
-        for name in (*_WRITES, *_FLUSHES, *_NAMES):
-            if (original := getattr(os, name, None)) is not None:
-                setattr(os, name, self._heard(name, original))
-        direct_io._libc = _Libc(direct_io._libc, self)  # type: ignore[assignment]
-
-    def _heard(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(first: Any, *arguments: Any, **more: Any) -> Any:
-            at = more.get("dir_fd") or more.get("src_dir_fd")
-            self.hear(name, first if name not in ("link", "rename", "replace") or not arguments else arguments[0], at)
-            return original(first, *arguments, **more)
-
-        return call
-
-    def hear(self, name: str, file: Any, at: int | None = None) -> None:
-        if getattr(self._inside, "value", False):
-            return
-        self._inside.value = True
-        try:
-            self._injector.at_call(name, _path_of(file, at))
-        finally:
-            self._inside.value = False
-
-
-class _Libc:
-    """libc, whose ``fallocate`` is heard as well."""
-
-    def __init__(self, libc: ctypes.CDLL, disk: _BrokenDisk) -> None:
-        self._libc, self._disk = libc, disk
-
-    def fallocate64(self, fd: int, *arguments: Any) -> int:
-        try:
-            self._disk.hear("fallocate64", fd)
-        except OSError as error:
-            ctypes.set_errno(error.errno or errno.EIO)
-            return -1
-        return int(self._libc.fallocate64(fd, *arguments))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._libc, name)
-
-
-def _path_of(file: Any, at: int | None) -> str:
-    if isinstance(file, int):
-        with suppress(OSError):
-            return os.readlink(f"/proc/self/fd/{file}")
-        return ""
-    folder = os.getcwd() if at is None else _path_of(at, None)
-    return (
-        os.path.realpath(os.path.dirname(os.path.join(folder, os.fsdecode(file))))
-        + "/"
-        + os.path.basename(os.fsdecode(file))
-    )

@@ -11,7 +11,7 @@ from mindx_elastic.prove.report import to_json as proof_to_json
 
 __all__ = ["COLUMNS", "SCHEMA", "cells", "summary", "to_json"]
 
-SCHEMA = 3
+SCHEMA = 4
 COLUMNS = ("fault", "exit codes", "reached", "resumed", "lost", "again s", "result")
 
 
@@ -65,7 +65,6 @@ def _fault(result: DrillResult) -> dict[str, Any]:
         "resumed_step": result.resumed,
         "steps_lost": result.lost,
         "steps_compared": result.compared,
-        "system_calls": result.calls,
         "trained_again_s": result.again_s,
         "rank": result.rank,
         "step": result.step,

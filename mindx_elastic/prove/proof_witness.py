@@ -60,9 +60,9 @@ def _open_injector(control: Control, ranks: RankInfo) -> Injector | None:
     """What carries out the fault of this run; None: it has none."""
     if control.fault is None:
         return None
-    from mindx_elastic.drill.inject import Injector  # it replaces functions: no other run even loads it
+    from mindx_elastic.drill.inject import Injector
 
-    return Injector(control.fault, ranks.rank, control.directories)
+    return Injector(control.fault, ranks.rank)
 
 
 class ProofWitness(Witness):

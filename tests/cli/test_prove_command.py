@@ -55,7 +55,7 @@ def test_the_line_is_divided_at_the_script() -> None:
         (["--stops", "0", "--", "s.py"], "--stops 0: give a number from 1, or all"),
         (["word", "--", "s.py"], "word is not an option"),
         (["--nproc-per-node", "2", "--", "none.py"], "none.py: no such file"),
-        (["--stop", "3", "--", "s.py"], "--stop: no such option; neither of prove nor of mindx-elastic run (did you"),
+        (["--stop", "3", "--", "s.py"], "--stop: no such option; neither of prove nor of mindx-elastic run"),
         (["--nproc-per-node", "2", "3", "--", "s.py"], "3 is not an option"),
         (["--nnodes", "2", "--", "s.py"], "--nnodes 2: this runs on one node; leave it out"),
     ],

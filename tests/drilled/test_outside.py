@@ -60,6 +60,6 @@ def test_files_that_a_finished_job_must_not_leave(tmp_path: Path) -> None:
 
 def test_notes_that_were_cut_off(tmp_path: Path) -> None:
     assert read_notes(tmp_path) == []
-    (tmp_path / NOTES).write_text('{"what": "hit", "call": "x"}\n{"what": "hi')
+    (tmp_path / NOTES).write_text('{"what": "missed", "why": "x"}\n{"what": "fi')
     (note,) = read_notes(tmp_path)
-    assert (note["what"], note["call"]) == ("hit", "x")
+    assert (note["what"], note["why"]) == ("missed", "x")
