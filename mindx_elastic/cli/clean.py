@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,9 +80,9 @@ def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
         found = find_leftovers(base)
     except OSError as error:
         fail(str(error))
-    agents = [{**_entry(each, f"agent {each.pid} is gone", dry_run), "pid": each.pid} for each in found.agents]
-    proofs = [{**_entry(each, f"proof {each.pid} is gone", dry_run), "pid": each.pid} for each in found.proofs]
-    arenas = [{**_entry(each, _why(each, everything), dry_run), **_about(each)} for each in found.arenas]
+    agents = [_entry(each, f"agent {each.pid} is gone", dry_run) for each in found.agents]
+    proofs = [_entry(each, f"proof {each.pid} is gone", dry_run) for each in found.proofs]
+    arenas = [_entry(each, _why(each, everything), dry_run) for each in found.arenas]
     done = [entry for entry in [*agents, *arenas, *proofs] if entry["action"] in (_REMOVED, _WOULD)]
     return {
         "schema": JSON_SCHEMA,
@@ -102,16 +103,6 @@ def _why(arena: ArenaLeftover, everything: bool) -> str:
     return "--all" if everything else ""
 
 
-def _about(arena: ArenaLeftover) -> dict[str, Any]:
-    return {
-        "directory": arena.directory or None,
-        "directory_exists": arena.directory_exists,
-        "run_id": arena.run_id or None,
-        "ranks": list(arena.ranks),
-        "newest_step": arena.newest_step,
-    }
-
-
 def _entry(found: ProcessLeftover | ArenaLeftover, why: str, dry_run: bool) -> dict[str, Any]:
     """What is done with it. `why`: it is to be removed; empty: it is kept."""
     from mindx_elastic.memory.folders import remove_unused
@@ -126,8 +117,9 @@ def _entry(found: ProcessLeftover | ArenaLeftover, why: str, dry_run: bool) -> d
             action, why = (_REMOVED, why) if remove_unused(found.path) else (_IN_USE, "a job has begun to use it")
         except OSError as error:
             action, why = _FAILED, f"{error.strerror or error}: {os.fspath(error.filename or found.path)}"
-    content = {"path": str(found.path), "action": action, "why": why}
-    return {**content, "size_bytes": found.size, "age_s": round(found.age_s, 3)}
+    content = {name: value for name, value in asdict(found).items() if name not in ("in_use", "size")}
+    done = {"path": str(found.path), "action": action, "why": why, "size_bytes": found.size}
+    return content | done | {"age_s": round(found.age_s, 3)}
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:

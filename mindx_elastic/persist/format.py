@@ -243,14 +243,6 @@ class Header(NamedTuple):
     digest: str = ""
     """The digest that the header has of itself."""
 
-    @property
-    def tensor_types(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Type name and shape of all tensors of the state, in this file or not."""
-        divided = {} if self.held is None else self.held.division.tensors
-        pieces = set() if self.held is None else {name for name, _, _ in self.held.division.pieces(self.held.parts)}
-        own = {name: (entry.dtype, entry.shape) for name, entry in self.entries.items() if name not in pieces}
-        return {**own, **{name: (tensor.dtype, tensor.shape) for name, tensor in divided.items()}}
-
     def type_of(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Type name and shape of a tensor that the tree refers to, in this file or not. Raises KeyError."""
         if self.held is not None and (divided := self.held.division.tensors.get(name)) is not None:

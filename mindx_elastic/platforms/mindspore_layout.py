@@ -24,7 +24,6 @@ __all__ = [
     "Fields",
     "fields_of",
     "layout_of",
-    "says",
     "stage_size_of",
 ]
 
@@ -149,15 +148,6 @@ def _divide(mesh: list[int], orders: Orders, m: int, parts: tuple[int, int, int]
     more = len(kept) - 1
     moved = [[other + more if other > m else other for other in order] for order in orders]
     return [*mesh[:m], *kept, *mesh[m + 1 :]], moved, m + (parts[0] > 1)
-
-
-def says(fields: Fields, layout: Layout) -> bool:
-    """Whether the fields mean just this layout."""
-    try:
-        found = layout_of(fields, layout.ranks[0])
-    except UsageError:
-        return False
-    return found.mesh_shape == layout.mesh_shape and _split_orders(found) == _split_orders(layout)
 
 
 # --- to MindSpore ---

@@ -26,7 +26,7 @@ from mindx_elastic.core.fields import load_json
 from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, Layout
 from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 from mindx_elastic.errors import StrPath, UsageError
-from mindx_elastic.platforms.mindspore_layout import Fields, fields_of, layout_of, says, stage_size_of
+from mindx_elastic.platforms.mindspore_layout import Fields, fields_of, layout_of, stage_size_of
 from mindx_elastic.platforms.protobuf import messages, parse_message
 from mindx_elastic.platforms.small_files import read_bounded, write_whole
 
@@ -165,15 +165,15 @@ def _from_proto(data: bytes) -> Content:
     builder = _Builder(nodes[0].parallel_strategys.stage if nodes else 0)
     for item in content.parallel_layout_item:
         layouts = item.parallel_layouts
-        fields = _fields_from_proto(item.param_name, layouts)
         if layouts.HasField("exact"):
-            builder.add_exact(item.param_name, fields, layouts.exact)
+            builder.add_exact(layouts.exact)
         else:
+            fields = _fields_from_proto(item.param_name, layouts)
             pieces, offsets = layouts.param_split_shape, layouts.indices_offset
             _check_not_cut(item.param_name, pieces[0].dim if pieces else (), offsets[0].dim if offsets else (), fields)
             builder.add_foreign(item.param_name, fields, ())
     for exact in content.other_tensor:
-        builder.add_exact("", None, exact)
+        builder.add_exact(exact)
     return builder.finish(content.world_size)
 
 
@@ -271,8 +271,8 @@ class _Builder:
         self.sizes.setdefault(fields.num_ranks, param_name)
         self.specs.append(spec)
 
-    def add_exact(self, param_name: str, fields: Fields | None, exact: Any) -> None:
-        """A tensor of ours; `fields`: what the file says of it in MindSpore's words."""
+    def add_exact(self, exact: Any) -> None:
+        """A tensor of ours."""
         name = exact.name
         try:
             texts = (name, exact.dtype, exact.parameter, *exact.placement, *exact.mesh_dim_name)
@@ -289,13 +289,6 @@ class _Builder:
                 spec.layout.local_shape(spec.shape, 0)
             if not name:
                 raise UsageError("a tensor without a name")
-            if fields is None:
-                self.specs.append(spec)
-                return
-            if not says(fields, layout):
-                raise UsageError(f"{fields} and its exact layout {spec.layout} on {str(spec.layout.ranks)[:80]} differ")
-            if param_name not in (name, f"{spec.layout.ranks[0] // fields.num_ranks}-{name}"):
-                raise UsageError(f"is called {param_name!r:.200} too")
         except UsageError as error:
             raise UsageError(f"{name!r:.200}: {error}") from None
         self.specs.append(spec)
