@@ -23,8 +23,8 @@ Private places of Lightning: `Precision._wrap_closure`, `_Loop._restarting`, ``_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -174,7 +174,7 @@ class ElasticCallback(Callback):
         def run_validation() -> Any:
             if trainer.sanity_checking:
                 return validate()
-            with guard.outside_step(), _averages_put_back(trainer):
+            with guard.outside_step():
                 return validate()
 
         def on_advance_start() -> None:
@@ -249,31 +249,6 @@ class ElasticCallback(Callback):
         if self._loops is not None:
             self._loops.leave()
         guard.close(error)
-
-
-@contextmanager
-def _averages_put_back(trainer: Trainer) -> Iterator[None]:
-    """Around a validation, for which `WeightAveraging` exchanges the weights: where it ends with an exception (a
-    collective fails, because a rank has died), the training's are there again, and their boundary can be saved."""
-    averaging = [each for each in trainer.callbacks if _averages_weights(each) and hasattr(each, "_swap_models")]
-    swaps = {each: each._swap_models for each in averaging}
-    exchanged: set[Callback] = set()
-
-    def swap_models(callback: Callback, module: LightningModule) -> None:
-        swaps[callback](module)
-        exchanged.symmetric_difference_update({callback})
-
-    for each in averaging:
-        vars(each)["_swap_models"] = partial(swap_models, each)
-    try:
-        yield
-    except BaseException:
-        for each in exchanged:
-            swaps[each](trainer.lightning_module)
-        raise
-    finally:
-        for each in averaging:
-            del vars(each)["_swap_models"]
 
 
 def _forget_loader(trainer: Trainer) -> None:

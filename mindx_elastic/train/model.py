@@ -16,7 +16,6 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import all_or_none, meet
 from mindx_elastic.capture.plain_component import is_stateful
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.events import logger
 from mindx_elastic.data import from_loader
 from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
@@ -276,19 +275,7 @@ class Model(ModelParts):
             if name in (PROGRESS, CALLBACKS) or name in found:
                 raise UsageError(f"stateful[{name!r}]: that name is taken; choose another")
             found[name] = value
-        self._check_optimized(found)
         return found
-
-    def _check_optimized(self, found: Mapping[str, Any]) -> None:
-        modules = [self.network, *(value for value in found.values() if isinstance(value, nn.Module))]
-        known = {id(p) for module in modules for p in module.parameters()}
-        unknown = sum(id(p) not in known for o in self.optimizers for group in o.param_groups for p in group["params"])
-        if unknown:
-            logger.warning(
-                "the optimizer holds %d parameters that belong neither to the network nor to a stateful object: "
-                "they are trained, but not saved. Name their module in train(stateful={...})",
-                unknown,
-            )
 
 
 def _has_state(value: object) -> bool:

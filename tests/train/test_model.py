@@ -244,11 +244,3 @@ def test_train_refuses_what_cannot_work() -> None:
         model.train(1, make_loader(), resume="somewhere")
     with pytest.raises(UsageError, match="without targets"):
         model.train(1, [torch.zeros(2, 4)])
-
-
-def test_parameters_that_would_not_be_saved_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    network, other = make_network(), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([*network.parameters(), *other.parameters()], lr=0.1)
-    model = Model(network, nn.CrossEntropyLoss(), optimizer, device="cpu")
-    model.train(1, make_loader())
-    assert "2 parameters that belong neither" in caplog.text
