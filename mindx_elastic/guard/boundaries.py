@@ -74,7 +74,7 @@ class Boundaries:
         if world_size > 1:
             collector.watch_weights()
             collector.keep_older_boundaries()
-            self._unreduced = UnreducedUpdates(stack, targets, ddp, unmanaged)
+            self._unreduced = UnreducedUpdates(ddp, unmanaged)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self.hidden = HiddenChanges(

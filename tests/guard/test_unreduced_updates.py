@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("one_rank_group")
 class Job:
     """Two models in DDP, each with an optimizer, and what is told of their updates."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self) -> None:
         self.first, self.second = (DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))
         self.optimizers = {id(m): torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.first, self.second)}
         targets = {"first": self.first, "second": self.second}
         self.unmanaged = Unmanaged("error")
-        self.updates = UnreducedUpdates(stack, targets, ddp_modules(targets), self.unmanaged)
+        self.updates = UnreducedUpdates(ddp_modules(targets), self.unmanaged)
 
     def forward(self, module: DistributedDataParallel, *, reduces: bool) -> torch.Tensor:
         with nullcontext() if reduces else module.no_sync():
@@ -43,9 +42,8 @@ class Job:
 
 
 @pytest.fixture
-def job(one_rank_group: None) -> Iterator[Job]:
-    with ExitStack() as stack:
-        yield Job(stack)
+def job(one_rank_group: None) -> Job:
+    return Job()
 
 
 @pytest.mark.parametrize(("forwards", "is_told"), [((False, False), True), ((False, True), False), ((True,), False)])
@@ -85,35 +83,34 @@ def test_the_update_of_another_model_is_not_meant(job: Job) -> None:
 
 
 def test_a_forward_that_reduces_by_itself_is_not_meant(one_rank_group: None) -> None:
-    """Lightning's manual optimization: backward and update are inside of the forward, which switches DDP's own
-    preparation of the next backward off once they are done."""
+    """Lightning's manual optimization: backward, reduction and update are inside of the forward, which switches DDP's
+    own preparation of the next backward off once they are done."""
 
     class Trains(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(x.clone())
             updates.at_update(optimizer)
             ddp.require_backward_grad_sync = False
             return super().forward(x)
 
-    with ExitStack() as stack:
-        ddp = DistributedDataParallel(Trains(2, 2))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        unmanaged = Unmanaged("error")
-        updates = UnreducedUpdates(stack, {"model": ddp}, ddp_modules({"model": ddp}), unmanaged)
-        for _ in range(3):
-            ddp(torch.ones(1, 2))
-            ddp.require_backward_grad_sync = True
-            updates.at_boundary()
+    ddp = DistributedDataParallel(Trains(2, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    unmanaged = Unmanaged("error")
+    updates = UnreducedUpdates(ddp_modules({"model": ddp}), unmanaged)
+    for _ in range(3):
+        ddp(torch.ones(1, 2))
+        ddp.require_backward_grad_sync = True
+        updates.at_boundary()
     assert not unmanaged.notes
 
 
 def test_under_compile() -> None:
-    with ExitStack() as stack:
-        ddp = DistributedDataParallel(nn.Linear(2, 2))
-        model = torch.compile(ddp, backend="eager")
-        unmanaged = Unmanaged("error")
-        updates = UnreducedUpdates(stack, {"model": model}, ddp_modules({"model": model}), unmanaged)
-        with ddp.no_sync():
-            model(torch.ones(1, 2)).sum().backward()
-        updates.at_update(torch.optim.SGD(ddp.parameters(), lr=0.1))
-        updates.at_boundary()
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    model = torch.compile(ddp, backend="eager")
+    unmanaged = Unmanaged("error")
+    updates = UnreducedUpdates(ddp_modules({"model": model}), unmanaged)
+    with ddp.no_sync():
+        model(torch.ones(1, 2)).sum().backward()
+    updates.at_update(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    updates.at_boundary()
     assert len(unmanaged.notes) == 1

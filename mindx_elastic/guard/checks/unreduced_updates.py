@@ -1,70 +1,40 @@
 """Updates with gradients that nothing has reduced: the last forward in front of them was under ``no_sync()``, and no
-collective was called since, with which a program would average them itself.
+collective was called in the step, with which a program would average them itself, or Lightning's manual optimization.
 
 Each rank has its own state from then on (local SGD), while a job with DDP is taken for one whose ranks have the
-same: of what they share one rank's is kept. A program may begin that at any step, so each update is looked at. DDP
-decides in its forward whether it will reduce what the backward brings. What it begins with counts: Lightning's manual
-optimization, whose backwards and updates are inside of the forward, tells the reducer of each by itself, and keeps DDP
-from doing so in the end.
+same: of what they share one rank's is kept. A program may begin that at any step, so each update is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.ddp_order import DdpModules
-from mindx_elastic.capture.replicas import outermost_replicas
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["UnreducedUpdates"]
 
-_Inside = list[tuple[str, DistributedDataParallel]]
-
 
 class UnreducedUpdates:
-    """One per entered guard. Training thread; `stack` removes the hooks in the end."""
+    """One per entered guard. Training thread."""
 
-    def __init__(self, stack: ExitStack, targets: Mapping[str, Any], ddp: DdpModules, unmanaged: Unmanaged) -> None:
-        self._unmanaged = unmanaged
-        self._unreduced: dict[str, tuple[DistributedDataParallel, Sequence[int]]] = {}
-        """The modules, by path, whose last forward with gradients was one that DDP does not reduce, and `_collectives`
-        as it began."""
+    def __init__(self, ddp: DdpModules, unmanaged: Unmanaged) -> None:
+        self._ddp, self._unmanaged = dict(ddp), unmanaged
         self._updated: list[str] = []
-        self._told: set[str] = set()
-        for module in outermost_replicas(targets, ddp):
-            parts = {id(part) for part in module.modules()}
-            inside = [(name, each) for name, each in ddp if id(each) in parts]
-            stack.callback(module.register_forward_pre_hook(partial(self._at_forward, inside)).remove)
-
-    def _at_forward(self, inside: _Inside, module: nn.Module, *_: object) -> None:
-        if not torch.is_grad_enabled():
-            return
-        for name, ddp in inside:
-            if ddp.require_backward_grad_sync or name in self._told:
-                self._unreduced.pop(name, None)
-            else:
-                self._unreduced[name] = ddp, _collectives()
+        self._before = _collectives()  # as the step began
 
     def at_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Before an optimizer steps."""
-        if not self._unreduced or optimizer is None:
+        # DDP sets that in each forward: whether it reduces what the backward brings.
+        unreduced = [name for name, module in self._ddp.items() if not module.require_forward_param_sync]
+        if not unreduced or optimizer is None or self._before != _collectives():
             return
         changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        now = _collectives()
-        for name, (ddp, before) in list(self._unreduced.items()):
-            if any(id(p) in changed for p in ddp.parameters()):
-                del self._unreduced[name]
-                if before == now:
-                    self._told.add(name)
-                    self._updated.append(name)
+        self._updated += [name for name in unreduced if any(id(p) in changed for p in self._ddp[name].parameters())]
 
     def at_boundary(self) -> None:
         for name in self._updated:
@@ -74,7 +44,9 @@ class UnreducedUpdates:
                 "Make the last backward in front of an update outside of no_sync(). For local SGD train the module "
                 "without DDP: then each rank's state is kept",
             )
+            self._ddp.pop(name, None)
         self._updated.clear()
+        self._before = _collectives() if self._ddp else ()
 
 
 def _collectives() -> Sequence[int]:
