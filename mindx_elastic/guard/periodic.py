@@ -33,7 +33,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
-__all__ = ["AUTO", "PeriodicSave", "SaveClock", "SaveEvery", "SaveInterval", "next_check", "parse_save_every"]
+__all__ = ["AUTO", "PeriodicSave", "SaveClock", "SaveEvery", "next_check", "parse_save_every"]
 
 AUTO = "auto"
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
@@ -42,8 +42,6 @@ LEAST_S = 60.0
 """Seconds between two saves of `AUTO` at least, and before the first one, which shows what a save costs."""
 _SHARE = 0.01
 """The share of the time that saves of `AUTO` may take."""
-_PLAIN_STEPS, _FEWEST, _ENOUGH_S = 64, 8, 10.0
-_FOLLOWING = 8  # a save may go on during the next steps, and slow them down
 _COSTS = 5
 _CHANGE = 0.2  # of the interval, to be told
 _TIMEOUT = timedelta(minutes=10)
@@ -60,7 +58,7 @@ class SaveEvery(NamedTuple):
     seconds: float = 0.0
     """Seconds between two saves, by rank 0's clock."""
     adapts: bool = False
-    """The seconds are measured, see `SaveInterval`."""
+    """The seconds are measured: as few as one percent of the time pays for, and `LEAST_S` at least."""
 
 
 def parse_save_every(value: object) -> SaveEvery | None:
@@ -109,15 +107,15 @@ class PeriodicSave:
         on all ranks; empty: all ranks' processes are as old, and count alike.
         """
         self.newest = self._clock = None
-        seconds = SaveInterval(tell) if self.every.adapts else self.every.seconds
-        if not seconds:
+        seconds = None if self.every.adapts else self.every.seconds
+        if seconds == 0:
             return
         if ranks.world_size == 1:
-            self._clock = SaveClock(seconds)
+            self._clock = SaveClock(seconds, tell)
             return
         name = f"clock/{name or next(_clocks)}"
         store = connect_store(RankInfo.from_env(), name)
-        self._clock = SaveClock(seconds, rank=ranks.rank, store=store, seal=current_seal(), name=name)
+        self._clock = SaveClock(seconds, tell, rank=ranks.rank, store=store, seal=current_seal(), name=name)
 
     def due(self, position: Position) -> bool:
         if self._clock is not None:
@@ -128,57 +126,13 @@ class PeriodicSave:
             self.newest = position
         return due
 
+    def note_cost(self, cost_s: float) -> None:
+        """The training has waited so long for a save."""
+        if self._clock is not None:
+            self._clock.note_cost(cost_s)
+
     def name(self, position: Position) -> str:
         return f"{self.prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
-
-
-class SaveInterval:
-    """The seconds between two saves of `AUTO`: as few as one percent of the time pays for, and `LEAST_S` at least.
-
-    What a save costs is the time that the steps after it take longer than others. Rank 0's training thread; `now` by
-    any clock that does not jump.
-    """
-
-    def __init__(self, tell: Callable[[int], None] = lambda seconds: None) -> None:
-        """`tell`: is told of another interval than before."""
-        self._tell = tell
-        self._plain: deque[float] = deque(maxlen=_PLAIN_STEPS)
-        self._costs: deque[float] = deque(maxlen=_COSTS)
-        self._last: float | None = None
-        self._following = 0
-        self._extra = 0.0
-        self.seconds = self._told = LEAST_S
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether enough plain steps have been seen to tell what a save costs: some, or one that is long."""
-        return not self._following and (len(self._plain) >= _FEWEST or sum(self._plain) >= _ENOUGH_S)
-
-    def pass_step(self, now: float) -> None:
-        """A step is over, and the save that may have followed the one before it."""
-        last, self._last = self._last, now
-        if last is None:
-            return
-        if not self._following:
-            self._plain.append(now - last)
-            return
-        self._extra += now - last
-        self._following -= 1
-        if not self._following:
-            self._note_cost(max(0.0, self._extra - _FOLLOWING * median(self._plain)))
-
-    def begin_save(self) -> None:
-        """A save follows the step that was passed last."""
-        self._following, self._extra = _FOLLOWING, 0.0
-
-    def _note_cost(self, cost_s: float) -> None:
-        self._costs.append(cost_s)
-        cost_s = median(self._costs)
-        self.seconds = max(cost_s / _SHARE - cost_s, LEAST_S, median(self._plain))
-        if abs(self.seconds - self._told) > _CHANGE * self._told or len(self._costs) == 1:
-            self._told = self.seconds
-            logger.info("a checkpoint every %.0f s: one costs %.2f s of the training", self.seconds, cost_s)
-            self._tell(round(self.seconds))
 
 
 def next_check(step: int, *, remaining_s: float, step_s: float) -> int:
@@ -189,15 +143,16 @@ def next_check(step: int, *, remaining_s: float, step_s: float) -> int:
 
 
 class SaveClock:
-    """Says every `seconds` that a save is due, or as often as the interval says that rank 0 measures. `due` belongs to
-    the training thread; the same calls on all ranks.
+    """Says every `seconds` that a save is due, or as often as one percent of the time pays for, as rank 0 measures it.
+    `due` belongs to the training thread; the same calls on all ranks.
 
     `store`: None in a job of one rank. A store that fails ends the saving by time with one warning.
     """
 
     def __init__(
         self,
-        seconds: float | SaveInterval,
+        seconds: float | None,
+        tell: Callable[[int], None] = lambda seconds: None,
         *,
         rank: int = 0,
         store: Any = None,
@@ -205,11 +160,13 @@ class SaveClock:
         seal: Seal | None = None,
         name: str = "clock",
     ) -> None:
-        """`seal`: of the job's exchange, None: nothing is sealed. `name` tells the clocks of a job apart."""
+        """`seconds`: None: they are measured. `tell`: is told of another interval than before. `seal`: of the job's
+        exchange, None: nothing is sealed. `name` tells the clocks of a job apart."""
         self._seal, self._name = Seal(None, "", rank) if seal is None else seal, name
         self._rank, self._now, self._store = rank, now, store
-        self._measured = seconds if isinstance(seconds, SaveInterval) and rank == 0 else None
-        self._fixed_s = 0.0 if isinstance(seconds, SaveInterval) else float(seconds)
+        self._adapts, self._tell = seconds is None and rank == 0, tell
+        self.seconds = self._told = LEAST_S if seconds is None else float(seconds)
+        self._costs: deque[float] = deque(maxlen=_COSTS)
         self._last_save = self._last_check = now()
         self._last_step: int | None = None
         self._check_at = 0
@@ -218,8 +175,6 @@ class SaveClock:
 
     def due(self, step: int) -> bool:
         """Whether boundary `step` is to be saved."""
-        if self._measured is not None:
-            self._measured.pass_step(self._now())
         if step < self._check_at or self._broken:
             return False
         try:
@@ -231,19 +186,28 @@ class SaveClock:
         finally:
             self._checks += 1
 
+    def note_cost(self, cost_s: float) -> None:
+        """The training has waited so long for a save."""
+        if not self._adapts:
+            return
+        self._costs.append(cost_s)
+        cost_s = median(self._costs)
+        self.seconds = max(cost_s / _SHARE - cost_s, LEAST_S)
+        if abs(self.seconds - self._told) > _CHANGE * self._told or len(self._costs) == 1:
+            self._told = self.seconds
+            logger.info("a checkpoint every %.0f s: one costs %.2f s of the training", self.seconds, cost_s)
+            self._tell(round(self.seconds))
+
     def _decide(self, step: int) -> bool:
-        now, measured = self._now(), self._measured
-        seconds = self._fixed_s if measured is None else measured.seconds
+        now = self._now()
         steps = 0 if self._last_step is None else step - self._last_step
         step_s = (now - self._last_check) / steps if steps else 0.0
         self._last_check, self._last_step = now, step
-        due = now - self._last_save >= seconds and (measured is None or measured.is_ready)
+        due = now - self._last_save >= self.seconds
         if due:
             self._last_save = now
-            if measured is not None:
-                measured.begin_save()
         if self._store is not None:  # alone, a look at the clock costs nothing
-            self._check_at = next_check(step, remaining_s=seconds - (now - self._last_save), step_s=step_s)
+            self._check_at = next_check(step, remaining_s=self.seconds - (now - self._last_save), step_s=step_s)
             self._publish(f"{step} {int(due)} {self._check_at}")
         return due
 

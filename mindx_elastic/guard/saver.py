@@ -24,6 +24,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.divided_saves import DividedSaves
+from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.mirror.mirror import Mirror
@@ -196,8 +197,11 @@ class Saver:
         try:
             return self._save_periodic(policy)
         finally:
-            self._stall_ns += time.monotonic_ns() - began
+            cost_ns = time.monotonic_ns() - began
+            self._stall_ns += cost_ns
             self.page.set(stall_ns=self._stall_ns)
+            if isinstance(policy, PeriodicSave):
+                policy.note_cost(cost_ns / 1e9)
 
     def _save_periodic(self, policy: PeriodicPolicy) -> bool:
         position = self.collector.position
