@@ -35,7 +35,7 @@ from mindx_elastic.config import (
     ShrinkSettings,
     TftSettings,
 )
-from mindx_elastic.guard.stop_state import StopPhase
+from mindx_elastic.guard.stop_save import StopPhase
 from mindx_elastic.persist import unflatten
 from mindx_elastic.platforms.plan_files import env_lines, plan_to_json
 from mindx_elastic.rejoin.record import RecoveryRecord, as_event

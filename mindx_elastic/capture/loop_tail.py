@@ -45,7 +45,7 @@ def front_of(loop: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def tail_values_in(loop: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What `loop` has for a tail that comes without a batch, see `tail_values.EpochValues`."""
+    """What `loop` has for a tail that comes without a batch, see `epoch_tail.EpochValues`."""
     found = loop.get(VALUES)
     return dict(found) if isinstance(found, Mapping) and OVER not in loop else {}
 

@@ -28,9 +28,8 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.checks.checks import FIRST_LOOKS, Checks
-from mindx_elastic.guard.checks.comm_hooks import CommHooks
+from mindx_elastic.guard.checks.ddp import CommHooks, UnreducedUpdates
 from mindx_elastic.guard.checks.movements import TensorsLook
-from mindx_elastic.guard.checks.unreduced_updates import UnreducedUpdates
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.persist.flatten import flatten
 

@@ -15,6 +15,11 @@ or miss, the step is complete or an older one is taken. Where the ranks do not a
 
 Policies with ``remove_redundancy=True`` also divide what is saved periodically and at the end of a training, each part
 once: if a rank fails in it, the step before stays the newest.
+
+Weights of a replicated job that the ranks should have alike and have not are told (`UnevenModules`): each rank may get
+another's, after its death, or where its file is lost. DDP makes the weights that it wraps the same on all ranks. A copy
+that a program makes before that, with another seed on each rank (an average of the weights, as DeiT has it), begins
+with each rank's own and stays another. The files of a usual stop have all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.weight_samples import sample_of
+from mindx_elastic.capture.components import ModuleComponent
+from mindx_elastic.capture.weight_samples import WeightSamples, sample_of
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.division import MAX_PARTS, Division, parts_of_member
 from mindx_elastic.core.events import logger
@@ -39,11 +45,14 @@ from mindx_elastic.core.posix import boot_id
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import Held
 from mindx_elastic.persist.packed import flat_bytes
 from mindx_elastic.persist.places import places_in
+
+__all__ = ["UnevenModules"]
 
 _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
 
@@ -234,3 +243,30 @@ def _sample(shared: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> str:
     for group in sample_of([tensors[name] for name in names[:: max(1, len(names) // _SAMPLES)]]).groups:
         digest.update(memory_of(flat_bytes(group.cpu())))
     return digest.hexdigest()
+
+
+class UnevenModules(Part):
+    """Some elements of each parameter are compared, when the state has been loaded."""
+
+    name = "uneven_modules"
+
+    def __init__(self, collector: Collector, unmanaged: Unmanaged) -> None:
+        self._collector, self._unmanaged = collector, unmanaged
+
+    def say(self) -> Any:
+        return WeightSamples(self._collector).digests()
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        return Merged(sorted(str(name) for name in said[0] if len({each.get(name) for each in said}) > 1))
+
+    def hear(self, answer: Answer) -> None:
+        kinds: Mapping[str, Any] = self._collector.components
+        for name in map(str, answer.common):
+            component = kinds.get(name)
+            kind = type(component.module).__name__ if isinstance(component, ModuleComponent) else "?"
+            self._unmanaged.risk(
+                f'the weights of module "{name}" ({kind}) are not the same on all ranks, and a rank that is killed '
+                "gets those of another rank",
+                "Copy it from the module inside DDP, which gives all ranks the same weights "
+                "(copy.deepcopy(ddp.module)), and update it on all ranks alike; or --snapshot-every 1 keeps rank 0's",
+            )

@@ -35,10 +35,9 @@ from mindx_elastic.guard.fewer_ranks import FewerRanks
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.layered import LayeredGuard
 from mindx_elastic.guard.listeners import Listeners
-from mindx_elastic.guard.loops.evaluations import Evaluations
+from mindx_elastic.guard.loops.between_steps import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.loops import Loops
-from mindx_elastic.guard.loops.numbered_batches import NumberedBatches
+from mindx_elastic.guard.loops.loops import Loops, NumberedBatches
 from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions

@@ -25,7 +25,7 @@ from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, Re
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.divided_saves import DividedSaves, SavesPart
+from mindx_elastic.guard.divided_saves import DividedSaves, SavesPart, UnevenModules
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.observers import observers
@@ -35,7 +35,6 @@ from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.running import InPlaceGuard
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.uneven_ranks import UnevenModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.platforms.at_start import PlatformAtStart
 from mindx_elastic.rejoin.member import GuardEntry

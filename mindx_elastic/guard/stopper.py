@@ -1,4 +1,4 @@
-"""How a job stops: from an alarm to a durable checkpoint and the end of the process. Its phases: see `stop_state`.
+"""How a job stops: from an alarm to a durable checkpoint and the end of the process. Its phases: see `stop_save`.
 
 The usual way. The watcher thread hears an alarm, closes the step gate at the coming boundary, asks the other ranks to
 stop, agrees with them on one step and opens the gate up to it (`Stopper.stop`). The training thread arrives there,
@@ -36,8 +36,7 @@ from mindx_elastic.guard.pausing import Pauses
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, policies_for
 from mindx_elastic.guard.process_end import LogRelay, end_process, shorten_interpreter_exit
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.stop_save import GATE_S, StopSave
-from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
+from mindx_elastic.guard.stop_save import GATE_S, SETTLED, StopPhase, StopSave, StopState
 from mindx_elastic.rejoin.failures import comes_from_failure
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 

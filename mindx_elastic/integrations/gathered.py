@@ -17,7 +17,7 @@ import torch
 from mindx_elastic.capture.copying import copy_tree, map_tensors
 from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.core.events import logger
-from mindx_elastic.guard.loops.tail_values import stored_size
+from mindx_elastic.guard.loops.epoch_tail import stored_size
 
 __all__ = ["Gathered"]
 

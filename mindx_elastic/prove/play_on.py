@@ -32,7 +32,7 @@ from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.opening import Opening
-from mindx_elastic.guard.stop_state import StopPhase
+from mindx_elastic.guard.stop_save import StopPhase
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.prove.kept_steps import KeptSteps, open_kept_steps

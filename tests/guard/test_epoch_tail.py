@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mindx_elastic.capture.loop_tail import names_of_tail_values, tail_values_in
-from mindx_elastic.guard.loops.tail_values import EpochValues, put_back_values
+from mindx_elastic.guard.loops.epoch_tail import EpochValues, put_back_values
 from tests.capture.round_trip import assert_same
 from tests.guard.program import BATCHES, EPOCHS, Loop, Program, check, run
 from tests.guarded import Done

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mindx_elastic.guard.stop_state import MOVES, StopPhase, StopState
+from mindx_elastic.guard.stop_save import MOVES, StopPhase, StopState
 
 TRAINING, STOPPING, SAVING, SAVED, FAILED = StopPhase
 WAY_TO = {

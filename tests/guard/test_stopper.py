@@ -11,7 +11,7 @@ import pytest
 
 from mindx_elastic.alarm.alarm import StopRequest
 from mindx_elastic.errors import GracefulExit, SaveError
-from mindx_elastic.guard.stop_state import StopPhase
+from mindx_elastic.guard.stop_save import StopPhase
 from tests.guard.stopper_parts import Parts
 from tests.harness import events
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.replicas import ddp_modules
-from mindx_elastic.guard.checks.unreduced_updates import UnreducedUpdates
+from mindx_elastic.guard.checks.ddp import UnreducedUpdates
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import mindx_elastic as mx
 from mindx_elastic import cluster
-from mindx_elastic.guard.stop_state import StopPhase
+from mindx_elastic.guard.stop_save import StopPhase
 from tests.jobs.kit import say
 
 

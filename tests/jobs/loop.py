@@ -35,7 +35,7 @@ import mindx_elastic as mx
 from mindx_elastic.errors import SaveError
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.active import entered as active_guards
-from mindx_elastic.guard.stop_state import StopPhase
+from mindx_elastic.guard.stop_save import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
 from mindx_elastic.platforms.flag_file import FlagFile
 from tests.jobs.kit import kill_here, say

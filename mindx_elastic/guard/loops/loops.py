@@ -18,7 +18,7 @@ of a loop that has nothing left to do
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -35,20 +35,51 @@ from mindx_elastic.core.looks import has_method
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.loops.between_steps import BetweenSteps
-from mindx_elastic.guard.loops.epoch_tail import EpochTail
-from mindx_elastic.guard.loops.followed_loader import FollowedLoader
-from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.loops.own_loop import OwnLoop
-from mindx_elastic.guard.loops.resumed_state import (
+from mindx_elastic.guard.loops.between_steps import (
+    BetweenSteps,
     named_streams,
     put_back_small_state,
     put_back_streams,
 )
-from mindx_elastic.guard.loops.tail_values import EpochValues
+from mindx_elastic.guard.loops.epoch_tail import EpochTail, EpochValues
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
+from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.loops.own_loop import OwnLoop
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["Loops", "without_streams"]
+__all__ = ["Loops", "NumberedBatches", "without_streams"]
+
+
+class NumberedBatches(Iterator[tuple[int, Any]]):
+    """The batches of a loader with their numbers in the epoch. It has the loader's length, which what is around it asks
+    for: a bar, torchvision's `MetricLogger`."""
+
+    def __init__(self, loader: Iterable[Any], start: int) -> None:
+        self._loader, self._start = loader, start
+        self._batches: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> tuple[int, Any]:
+        if self._batches is None:
+            self._batches = iter(self._loader)
+            self._number = _batches_done(self._loader) + self._start - 1
+        batch = next(self._batches)
+        self._number += 1
+        return self._number, batch
+
+
+def _batches_done(loader: Any) -> int:
+    """Batches of its epoch that an iteration of `loader` that has just begun leaves out. Raises UsageError."""
+    state = loader.state_dict() if has_method(loader, "state_dict") else None
+    if not isinstance(state, Mapping) or not isinstance(state.get("batch"), int):
+        raise UsageError(
+            f"guard.enumerate({type(loader).__name__}): it cannot tell where it stands in its epoch; name the loader "
+            "in Guard(loader=...) and give it to guard.enumerate() itself, tqdm and the like around that"
+        )
+    return int(state["batch"])
+
 
 _IDLE_ITERATIONS = 1000
 _TAILS = (1, 2, 8)  # after which boundaries of the process
