@@ -52,11 +52,9 @@ from mindx_elastic.persist.format import Held
 from mindx_elastic.persist.packed import flat_bytes
 from mindx_elastic.persist.places import places_in
 
-__all__ = ["UnevenModules"]
-
 _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")
 
-__all__ = ["DividedSaves", "SavesPart", "SavingGroup"]
+__all__ = ["DividedSaves", "SavesPart", "SavingGroup", "UnevenModules"]
 
 COPIES = 2
 """Number of files of a stop that have each part, so that a step survives the loss of one."""
