@@ -317,7 +317,7 @@ class UpdateGate:
         if now == self._versions:
             if (count := sum(optimizer.num_changed() for optimizer in self._optimizers)) == 0:
                 return None
-            return f"{count} tensors of the optimizers' state were changed since the boundary, outside their steps"
+            return f"{count} values of the optimizers' state were changed since the boundary, outside their steps"
         count = sum(a != b for a, b in zip(now, self._versions, strict=True))
         return f"{count} parameters were changed in place since the boundary, outside any optimizer"
 

@@ -263,7 +263,7 @@ def test_what_the_program_does_to_state_before_a_boundary_belongs_to_it(kind: An
     gate.watch(list(network.parameters()), [optimizer])
 
     def decay() -> None:
-        for value in optimizer.state[network[1].weight].values():
+        for value in optimizer.state[network[2].bias].values():
             value.mul_(0.5)
 
     try:
