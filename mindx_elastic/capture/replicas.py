@@ -152,7 +152,7 @@ class GradientOrders:
         by_hand: bool = False,
     ) -> None:
         """by_hand: the user has given layouts, or the guard does not train; then there is no warning without DDP."""
-        self._collector, self._risks = collector, risks
+        self._collector = collector
         if world_size > 1 and not by_hand and not ddp and not collector.is_sharded:
             others = find_objects(DistributedDataParallel)  # around something else: perhaps around a copy
             logger.log(
@@ -162,9 +162,15 @@ class GradientOrders:
             )
         self._recording: dict[str, GradientOrder] = {}
         for name, module in ddp:
-            order = GradientOrder(module, collector.gradient_order.get(name))
-            if not order.is_complete:
-                self._recording[name] = order
+            if module.static_graph:
+                if module.process_group.size() > 2:  # a sum of two is the same in any order
+                    risks.risk(
+                        f"{name} is DDP with static_graph=True, whose order of gradients no checkpoint has: a resumed "
+                        "run may differ in the last bits from 3 ranks on",
+                        "Write DDP(..., static_graph=False), and torch.utils.checkpoint with use_reentrant=False",
+                    )
+            elif not collector.gradient_order.get(name):
+                order = self._recording[name] = GradientOrder(module)
                 order.record()
         self.are_complete = not self._recording
         """There is nothing left to record, and `at_boundary` need not be called."""
@@ -174,14 +180,6 @@ class GradientOrders:
         for name, order in list(self._recording.items()):
             is_complete = order.finish()
             self._collector.gradient_order[name] = order.order
-            if not is_complete:
-                continue
-            del self._recording[name]
-            self.are_complete = not self._recording
-            if not order.is_even:
-                self._collector.gradient_order[name] = []
-                self._risks.risk(
-                    f"{name} is DDP with static_graph=True, and some gradients arrive several times in one backward: a "
-                    "resumed process cannot repeat its first step, and may differ in the last bits from 3 ranks on",
-                    "Write DDP(..., static_graph=False), and torch.utils.checkpoint with use_reentrant=False",
-                )
+            if is_complete:
+                del self._recording[name]
+                self.are_complete = not self._recording

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.ddp_order import DdpModules, GradientOrder, split_backwards
+from mindx_elastic.capture.ddp_order import DdpModules, GradientOrder
 from mindx_elastic.core.ports import Risks
 
 __all__ = ["replay_gradient_order", "replay_orders"]
@@ -23,6 +23,8 @@ __all__ = ["replay_gradient_order", "replay_orders"]
 def replay_orders(orders: Mapping[str, list[int]], ddp: DdpModules, risks: Risks) -> None:
     """Let DDP lay out its buckets as it had. `orders`: by module, as recorded. All ranks together."""
     for name, module in ddp:
+        if module.static_graph:
+            continue  # told at the entry
         problem = replay_gradient_order(module, orders.get(name, []))
         if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
             risks.risk(
@@ -39,24 +41,21 @@ def replay_gradient_order(module: DistributedDataParallel, order: list[int]) -> 
     Returns None when the layout is restored, else the reason why it is not. Does not change parameters, buffers,
     gradients or random generators.
     """
-    if module.find_unused_parameters and not module.static_graph:
+    if module.static_graph:
+        return "it has static_graph=True"
+    if module.find_unused_parameters:
         return None  # DDP never rebuilds, so there is nothing to restore
     parameters = GradientOrder(module).parameters
-    backwards = split_backwards(order)
-    sizes = {frozenset(backward) for backward in backwards}
-    # With a static graph DDP knows which parameters never get a gradient; the record has both of its first backwards.
-    fits = len(sizes) == 1 and all(size <= set(range(len(parameters))) for size in sizes)
-    if not fits or (not module.static_graph and sorted(order) != list(range(len(parameters)))):
+    if sorted(order) != list(range(len(parameters))):
         return f"the checkpoint recorded {len(order)} gradients, the model has {len(parameters)} that need one"
     gradients = [p.grad for p in parameters]
 
     inner = module.module
     broadcast, module.broadcast_buffers = module.broadcast_buffers, False
     try:
-        for backward in backwards:
-            module._modules["module"] = _Replay(parameters, backward)  # not inner.forward: no hook of the user's runs
-            with torch.enable_grad():
-                module(torch.zeros(1, device=parameters[0].device)).backward()
+        module._modules["module"] = _Replay(parameters, order)  # not inner.forward: no hook of the user's runs
+        with torch.enable_grad():
+            module(torch.zeros(1, device=parameters[0].device)).backward()
     finally:
         module._modules["module"] = inner
         module.broadcast_buffers = broadcast
