@@ -2,7 +2,7 @@
 
 Each entry is a JSON text in the header of every later file. It has the digest of the entry before, so that none can be
 changed or left out unseen by accident; it is not a signature. An entry claims the compared steps and no more. The last
-`MOST` are kept, in front of them the number and the last digest of those before. Pure.
+`MOST` are kept. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import xxhash
 
 from mindx_elastic.core.fields import Text, read
 from mindx_elastic.core.printable import printable
-from mindx_elastic.core.values import text, whole
 
 __all__ = [
     "COMPARED",
@@ -88,41 +87,27 @@ def added(chain: Sequence[str], *, after: int, why: str = "", **facts: Any) -> t
     if texts and _object(texts[-1]).get("after") == after:
         texts.pop()
     entry = {"after": after, "why": printable(why)[:_MOST_CHARACTERS], **facts}
-    texts.append(json.dumps({**entry, "before": _link(texts[-1]) if texts else ""}, ensure_ascii=False))
-    is_cut = "left_out" in _object(texts[0])
-    if (more := len(texts) - is_cut - MOST) > 0:
-        left_out = whole(_object(texts[0])["left_out"]) or 0 if is_cut else 0
-        start = more + is_cut
-        texts[:start] = [json.dumps({"left_out": left_out + more, "digest": digest_of(texts[start - 1])})]
-    return tuple(texts)
+    texts.append(json.dumps({**entry, "before": digest_of(texts[-1]) if texts else ""}, ensure_ascii=False))
+    return tuple(texts[-MOST:])
 
 
-def read_chain(chain: Sequence[str]) -> tuple[list[CertifiedResume], int]:
-    """The entries, the oldest first, and how many were left out in front of them. Raises ValueError where the chain is
-    broken, with the place."""
+def read_chain(chain: Sequence[str]) -> list[CertifiedResume]:
+    """The entries, the oldest first. Raises ValueError where the chain is broken, with the place."""
     entries: list[CertifiedResume] = []
-    before, left_out, step = "", 0, 0
-    for number, each in enumerate(chain):
-        content = _object(each)
-        if number == 0 and "left_out" in content:
-            before, left_out = text(content.get("digest")), whole(content["left_out"]) or 0
-            continue
-        where = f"entry {left_out + len(entries) + 1}"
-        entry = _entry(content)
+    before, step = "", 0
+    for number, each in enumerate(chain, start=1):
+        where = f"entry {number}"
+        entry = _entry(_object(each))
         if entry is None:
             raise ValueError(f"{where} is not an entry of a certificate")
-        if entry.before != before:
+        is_cut = number == 1 and len(chain) >= MOST
+        if entry.before != before and not is_cut:
             raise ValueError(f"{where} does not follow the one before it: one of them was changed, or is missing")
         if entry.after < step or entry.last < entry.after:
             raise ValueError(f"{where} goes back: from step {step} to {entry.after}")
         entries.append(entry)
         before, step = digest_of(each), entry.after
-    return entries, left_out
-
-
-def _link(last: str) -> str:
-    content = _object(last)
-    return text(content.get("digest")) if "left_out" in content else digest_of(last)
+    return entries
 
 
 def _object(entry: str) -> dict[str, Any]:
@@ -158,7 +143,7 @@ def proof_of(chains: Sequence[Sequence[str]], against: Sequence[str]) -> ResumeP
     if against:
         return ResumeProof(False, f"no: {against[0]}")
     try:
-        ranks = [read_chain(chain)[0] for chain in chains]
+        ranks = [read_chain(chain) for chain in chains]
     except ValueError as error:
         return ResumeProof(None, f"not proved yet: the certificate is broken: {error}")
     joined, open_ends = [], []

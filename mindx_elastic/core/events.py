@@ -46,21 +46,6 @@ EVENTS_FILE = "events.jsonl"
 """Name of the event log, in a checkpoint directory and in an agent's run directory."""
 
 
-class _Fallback(logging.Filter):
-    """Gives warnings their prefix and level where no handler exists: outside of a guard, in a program without logging.
-
-    Python's last resort prints the bare message then. We add no handler: a program may configure logging later.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING and not logger.hasHandlers():
-            rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
-            where = f" rank {rank}" if rank.isdecimal() and size != "1" else ""
-            record.msg = f"[mindx_elastic{where}] {record.levelname} {record.getMessage()}"
-            record.args = ()
-        return True
-
-
 class _Shown(logging.Filter):
     """Escapes what others have put into a message: file names, reasons, texts of exceptions.
 
@@ -79,7 +64,6 @@ class _Shown(logging.Filter):
 
 logger = logging.getLogger("mindx_elastic")
 logger.addFilter(_Shown())
-logger.addFilter(_Fallback())
 GENERATION_BYTES = 4 << 20
 """A log that has grown to this is moved to ``{name}.1``, and a new one begun: some 12,000 lines each."""
 READ_BYTES = 2 * GENERATION_BYTES
