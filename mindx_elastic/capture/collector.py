@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import torch
@@ -590,10 +589,7 @@ class Collector:
                 )
             elif own.get("names") is None:
                 wanted = grouped(names, [len(group["params"]) for group in own["param_groups"]])
-                before = [*optimizer.local.param_groups]
                 said += optimizer.arrange(wanted, parameters, own["state"])
-                if not all(map(is_, before, optimizer.local.param_groups)):
-                    self._settings.forget(name)
         there = layout.get("groups", {})
         for name, lists in groups_inside(self.components).items():
             for groups, wanted in zip(lists, there.get(name, ()), strict=False):

@@ -61,10 +61,6 @@ class GivenSettings:
         self.kept: Mapping[str, Any] = {**self._now, _SEED: self._seed}
         """For the file; only ever replaced."""
 
-    def forget(self, name: str) -> None:
-        """The groups of optimizer `name` have other numbers from here on: what was given is not compared."""
-        self._now[_OBJECTS] = {each: given for each, given in self._now[_OBJECTS].items() if each != name}
-
     def resume(self, state: Mapping[str, Any], components: Mapping[str, Component], *, live: bool) -> list[str]:
         """The training that `state` is of goes on, which is loaded into `components`. Returns a line for each object
         whose settings that has changed, none if `live`: the objects have run in this process, and moved."""

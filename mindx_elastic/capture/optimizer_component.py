@@ -186,15 +186,9 @@ class OptimizerComponent:
     def arrange(
         self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor], saved: Mapping[Any, Any]
     ) -> list[str]:
-        """Before `load`: put parameters and groups into the order of the run that wrote the checkpoint. Returns what is
-        to be said; see `arrange_groups`. ZeRO has dealt groups and parameters out to the ranks: they may not change."""
-        before = list(self.local.param_groups)
+        """Before `load`: put parameters into the order of the run that wrote the checkpoint. Returns what is to be
+        said; see `arrange_groups`."""
         said = arrange_groups(self.name, self.local.param_groups, groups, parameters, saved)
-        if self.is_spread and any(a is not b for a, b in zip(before, self.local.param_groups, strict=True)):
-            raise MismatchError(
-                f"the checkpoint does not fit {self.name}: its parameter groups are in another order there, and "
-                "ZeroRedundancyOptimizer deals them out by it; list them as in the run that wrote the checkpoint"
-            )
         self._built = self._named_groups(self._places)
         return said
 

@@ -2,9 +2,9 @@
 
 An optimizer's state, and that of a wrapper around one, is numbered: it says 3, and not ``model.fc.weight``. What 3 is
 follows from the order of the program's lists, which may be another one at the next start (layers registered otherwise,
-groups swapped, a list made from a set). So a file names the parameter of each number, and before a state is loaded the
-live lists are put into the file's order, in place: every number then means what it meant, for an optimizer as for
-what holds one inside.
+a list made from a set). So a file names the parameter of each number, and before a state is loaded the lists of the
+live groups are put into the file's order, in place: every number then means what it meant, for an optimizer as for
+what holds one inside. Groups in another order are refused: the program may set something by a group's number.
 
 A parameter has the first of these names: its place in a named module; its name in ``stateful=``; the name that
 ``named_parameters()`` has given the optimizer; its place in the state of a named object (an agent with its network).
@@ -14,7 +14,6 @@ One without a name has its number.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +105,7 @@ def arrange_groups(
     parameters: Mapping[str, torch.Tensor],
     saved: Mapping[Any, Any] | None = None,
 ) -> list[str]:
-    """Put `groups` and their parameters into the order of `wanted`, the names in the checkpoint. Returns what is to be
+    """Put the parameters of `groups` into the order of `wanted`, the names in the checkpoint. Returns what is to be
     said about it.
 
     parameters: by name, tied ones under each. saved: the state in the checkpoint by number, where that is known.
@@ -119,26 +118,22 @@ def arrange_groups(
     found = [[parameters.get(n) if n in parameters else next(unnamed, None) if numbered.fullmatch(n) else None
               for n in names] for names in wanted]  # fmt: skip
     _check_same(where, own, wanted, found, parameters)
-    order = {frozenset(map(id, group["params"])): group for group in groups}
     there = [frozenset(map(id, group)) for group in found]
-    if Counter(there) != Counter(frozenset(map(id, group["params"])) for group in groups):
+    here = [frozenset(map(id, group["params"])) for group in groups]
+    if there != here:
+        number = next(
+            (n for n, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), min(len(there), len(here))
+        )
         sizes = [len(names) for names in wanted], [len(group["params"]) for group in groups]
         raise MismatchError(
             f"the checkpoint does not fit {where}: it has parameter groups of {sizes[0]} parameters, this optimizer "
-            f"has {sizes[1]} or others in them ({_moved(wanted, there, order)}); {_SAME_OBJECTS}"
-        )
-    said = []
-    if len(order) == len(groups) and any(order[ids] is not group for ids, group in zip(there, groups, strict=True)):
-        groups[:] = [order[ids] for ids in there]
-        said.append(
-            f"{where}: its parameter groups are in another order than in the run that wrote the checkpoint, and go on "
-            "in that run's order. What the program gives or sets by a group's number (the functions of a LambdaLR) "
-            "belongs into that order, too"
+            f"has {sizes[1]}, others or in another order; group {number} has {listed([*[*wanted, []][number]], 3)} "
+            "there. Give it the groups of the run that wrote it, in that order, or start over with "
+            'resume="never" in another directory'
         )
     for group, mine in zip(groups, found, strict=True):
         group["params"][:] = mine
-    said += _by_number(where, wanted, found, parameters, saved)
-    return said
+    return list(_by_number(where, wanted, found, parameters, saved))
 
 
 def _check_same(
@@ -157,11 +152,6 @@ def _check_same(
         told = [f"there it updates {listed(gone, 3)}, here not"] if gone else []
         told += [f"here it updates {listed(new, 3)}, there not"] if new else []
         raise MismatchError(f"the checkpoint does not fit {where}: {'; '.join(told)}; {_SAME_OBJECTS}")
-
-
-def _moved(wanted: Sequence[Sequence[str]], there: Sequence[frozenset[int]], here: Collection[frozenset[int]]) -> str:
-    names = next((names for names, ids in zip(wanted, there, strict=True) if ids not in here), [])
-    return f"{listed(list(names), 3)} are one group there"
 
 
 def _by_number(
