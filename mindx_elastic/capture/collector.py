@@ -346,13 +346,11 @@ class Collector:
         """
         # At each boundary: loops, for a comprehension is a call.
         buffers, groups, plain = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-        extras, loose = dict[str, Any](), dict[str, Any]()
+        extras = dict[str, Any]()
         for name, module in self._modules.items():
             buffers[name] = module.buffers()
             if own := module.extras:
                 extras[name] = own
-            if own := module.own_loose():
-                loose[name] = own
         for name, optimizer in self._optimizers.items():
             groups[name] = optimizer.groups
         for name, component in self._plain:
@@ -362,8 +360,6 @@ class Collector:
         state: dict[str, Any] = {"rng": rng, "progress": progress, "buffers": buffers, "groups": groups, "plain": plain}
         if extras:
             state["extras"] = extras
-        if loose:
-            state["loose"] = loose
         if self._moves:
             state["moves"] = self._moves
         return state
@@ -399,17 +395,13 @@ class Collector:
         The forecast is right if nothing else draws or changes them. It has the buffers and objects that have always
         come out as foreseen; not those of a module whose buffers were replaced since the last boundary.
         """
-        buffers, loose = dict[str, Any](), dict[str, Any]()
+        buffers = dict[str, Any]()
         for name, module in self._foreseen.items():
             if module.copy_ahead():
                 buffers[name] = module.buffers(ahead=True)
-                if own := module.loose_ahead():
-                    loose[name] = own
         ahead = self._ahead_rng = capture_rng(self.rng)
         rng = self._raw_rng.of(ahead)
         state: dict[str, Any] = {"rng": rng, "buffers": buffers, "plain": self._forecast.look()}
-        if loose:
-            state["loose"] = loose
         if self._forecast.epochs:
             state["epochs"] = self._forecast.epochs
         return state
@@ -452,13 +444,6 @@ class Collector:
                     own[name] = {**state[name], "param_groups": merged}
         if module_extras := volatile.get("beside"):
             own["module_extras"] = state.get("module_extras", {}) | module_extras
-        elif loose := volatile.get("loose"):
-            module_extras = state.get("module_extras", {})
-            own["module_extras"] = module_extras | {
-                name: {**module_extras[name], "buffers": module_extras[name].get("buffers", {}) | buffers}
-                for name, buffers in loose.items()
-                if name in module_extras
-            }
         if "buffer_broadcasts" in volatile:
             own.pop("buffer_broadcasts", None)
             if broadcasts := volatile["buffer_broadcasts"]:

@@ -27,8 +27,7 @@ class LooseBuffers:
         self._kept: dict[str, TensorCopy | None] = {}
         """None: the place holds no tensor."""
         self._replaced: set[str] = set()  # not as the program has built them: None there is state too
-        self._changed: set[str] = set()  # loaded with other values than the program builds
-        self._ahead: dict[str, torch.Tensor] = {}
+        self._changed: set[str] = set()  # replaced, or loaded with other values than the program builds
         self.follow()
 
     def follow(self) -> None:
@@ -54,6 +53,7 @@ class LooseBuffers:
             elif tensor is not None or kept is not None:
                 self._kept[name] = None if tensor is None else TensorCopy(tensor)
                 self._replaced.add(name)
+                self._changed.add(name)
 
     def recheck(self) -> None:
         """Also find what moves no version counter. The program has not gone on since `copy`."""
@@ -85,35 +85,9 @@ class LooseBuffers:
         """The buffers themselves."""
         return {name: t for name, table, key in self._slots if (t := table.get(key)) is not None}
 
-    def own(self) -> dict[str, torch.Tensor]:
-        """The boundary's copies of those that another rank may have otherwise: in host memory, and changed by the
-        training (DDP makes those alike that a program builds). What is on a device is not read at each step."""
-        found = {}
-        for name, kept in self._kept.items():
-            if kept is not None and kept.value is not None and self._is_own(name, kept):
-                found[name] = local_part(kept.value)
-        return found
-
-    def _is_own(self, name: str, kept: TensorCopy) -> bool:
-        is_new = kept.has_changed or name in self._changed or name in self._replaced
-        return kept.tensor.device.type == "cpu" and is_new
-
-    @torch.no_grad()
-    def look_ahead(self) -> dict[str, torch.Tensor]:
-        """Copies of the same as they are now, in mid-step."""
-        self._ahead = {}
-        for name, table, key in self._slots:
-            tensor, kept = table.get(key), self._kept[name]
-            if tensor is None or kept is None or tensor.device.type != "cpu":
-                continue
-            if tensor is not kept.tensor or kept.is_stale or self._is_own(name, kept):
-                self._ahead[name] = local_part(tensor).detach().clone()
-        return self._ahead
-
-    def came_true(self) -> bool:
-        """Call it at a boundary. Whether it has what `look_ahead` has seen."""
-        now = self.own()
-        return now.keys() == self._ahead.keys() and all(torch.equal(now[n], seen) for n, seen in self._ahead.items())
+    def changed(self) -> list[str]:
+        """Those that the training has changed, so that another rank may have others."""
+        return [n for n, copy in self._kept.items() if copy is not None and (copy.has_changed or n in self._changed)]
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:

@@ -204,18 +204,8 @@ class ModuleComponent:
         """The boundary's saved buffers that are on a device, in host memory. Waits for the device."""
         return {n: c.cpu() for n, c in zip(self._slot_names, self._block.outside, strict=False) if c is not None}
 
-    def loose_ahead(self) -> dict[str, torch.Tensor]:
-        """As `own_loose`, in mid-step; after `copy_ahead`."""
-        return self._loose.look_ahead() if self._loose.are_used else {}
-
-    def own_loose(self) -> dict[str, torch.Tensor]:
-        """The boundary's copies of buffers that are not persistent, where they may differ from a replica's."""
-        return self._loose.own() if self._loose.are_used else {}
-
     def forecast_came_true(self) -> bool:
         """Call it at a boundary. Whether its buffers are as `copy_ahead` copied them."""
-        if self._loose.are_used and not self._loose.came_true():
-            return False
         ahead, block = self._ahead, self._block
         return (ahead.slices is block.slices or ahead.slices == block.slices) and ahead.raw == block.raw
 
@@ -230,17 +220,16 @@ class ModuleComponent:
         return [(name, t) for name, table, key in found if (t := table.get(key)) is not None]
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
-        """The saved buffers on a device, or not plain, that other ranks may have otherwise, by name: not those that DDP
-        broadcasts before the next forward from the rank that `leads`, nor those that the ranks make together, nor
-        counters."""
+        """The buffers that other ranks may have otherwise and that are not in a rank's small state, by name: on a
+        device, not plain, or not persistent. Not those that DDP broadcasts before the next forward from the rank that
+        `leads`, nor those that the ranks make together, nor counters."""
         if self._is_broadcast and not leads:
             return []
         alike = tuple(f"{n}." for n, m in self.module.named_modules() if isinstance(m, nn.SyncBatchNorm))
-        return [
-            name
-            for name, t in self.named_buffers()
-            if not is_plain(t) and t.is_floating_point() and not (alike and name.startswith(alike))
-        ]
+        live, loose = self._loose.live(), self._loose.changed()
+        found = [(name, t) for name, t in self.named_buffers() if not is_plain(t)]
+        found += [(name, live[name]) for name in loose if name in live]
+        return [name for name, t in found if t.is_floating_point() and not (alike and name.startswith(alike))]
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
         """The boundary's copies of the saved buffers, by name."""
@@ -306,8 +295,7 @@ class ModuleComponent:
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
 
     def module_extras(self) -> dict[str, Any]:
-        """What no state_dict has, as it was at the boundary; small, and the same for replicas but for some buffers (see
-        `own_loose`)."""
+        """What no state_dict has, as it was at the boundary; small, and the same for replicas but for some buffers."""
         added = [
             n
             for n, c in zip(self._slot_names, self._block.views, strict=True)

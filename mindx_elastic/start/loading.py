@@ -48,7 +48,7 @@ __all__ = ["ChosenState", "RingStates", "choose", "choose_of_loader", "choose_pa
 
 MISSING: Any = object()
 _THEIRS = object()
-_OF_MODULES = {"buffers": "the buffers", "extras": "the extra state", "loose": "the non-persistent buffers"}
+_OF_MODULES = {"buffers": "the buffers", "extras": "the extra state"}
 """What modules have besides their parameters, as `Collector.volatile` names it."""
 _FOLLOWS_THE_STEPS = re.compile(r"(loader|optimizer|lr_scheduler|scaler)(_\d+)?")
 """Names of objects that replicas move alike: the donor's counts where nothing is known against it."""
@@ -171,9 +171,9 @@ def _tell_of_device_buffers(found: Resumed, collector: Collector, ranks: RankInf
     known = {f"{name}.{place}" for name, own in found.own.unpack().get("on_device", {}).items() for place in own}
     if names := [name for name in collector.buffers_of_this_rank(leads=ranks.rank == 0) if name not in known]:
         risks.risk(
-            f"rank {ranks.rank} was killed, and its buffers on a device with it, or that are not contiguous "
-            f"({listed(names, 3)}): it goes on with rank {found.donor}'s, so from here the run is not bit for bit the "
-            "uninterrupted one",
+            f"rank {ranks.rank} was killed, and its buffers on a device with it, or that are not contiguous or not "
+            f"persistent ({listed(names, 3)}): it goes on with rank {found.donor}'s, so from here the run is not bit "
+            "for bit the uninterrupted one",
             "--snapshot-every 1 keeps them for all ranks; torch.nn.SyncBatchNorm has the same on each rank",
         )
 

@@ -306,13 +306,13 @@ class UnnamedOwnHook(Training):
 
 
 class Centred(nn.Module):
-    """Keeps a running mean of this rank's own in a buffer that no state_dict has."""
+    """Keeps a running mean of this rank's own."""
 
     mean: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(8), persistent=False)
+        self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
