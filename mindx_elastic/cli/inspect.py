@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from mindx_elastic.cli.common import (
@@ -302,16 +301,12 @@ def _print_file(console: Console, details: dict[str, Any]) -> None:
     if details["problem"]:
         say(console, Text.assemble(("  BAD   ", "bold red"), printable(details["problem"])))
         return
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
     for name, value in details.items():
         if name not in ("path", "parts") and value not in (None, "", [], {}):
-            grid.add_row(Text(f"  {name}"), Text(printable(_SHOWN.get(name, str)(value))))
+            say(console, f"  {name:<13} {_SHOWN.get(name, str)(value)}")
     for part in details["parts"]:
         words = [str(part["num_tensors"]), f"tensors, {human_size(part['bytes'])}", *part["dtypes"]]
-        grid.add_row(Text(f"  {printable(part['name'])}"), Text(" ".join(words)))
-    console.print(grid)
+        say(console, f"  {part['name']:<13} {' '.join(words)}")
 
 
 _SHOWN: dict[str, Callable[[Any], str]] = {"created": moment, "size_bytes": human_size, "tensor_bytes": human_size}

@@ -33,6 +33,7 @@ from mindx_elastic.start.reshard import Parts
 
 __all__ = ["Source", "read_source"]
 
+_FEW_RANKS = 1 << 12
 _OF_OTHERS = (
     "what another program has written is not converted: torch.load(FILE, weights_only=True) or "
     "safetensors.torch.load_file(FILE) loads its weights (docs/porting.md)"
@@ -84,6 +85,11 @@ def _of_directory(path: Path, component: str, everything: bool, step: int | None
     found = Inventory.merge([scan(list_files([path]), trust=trust)])
     facts = [fact for fact in found.facts if step in (None, fact.moment[2])]
     world = World(newest_world_size(facts) or 1)
+    if world.size > _FEW_RANKS and world.size > 16 * len(facts):  # a plan for so many takes minutes
+        raise UsageError(
+            f"{path}: the step that goes first says that {world.size} ranks wrote it, and {len(facts)} files are here; "
+            "give one of them"
+        )
     states: list[Source] = []
 
     def read(plan: ResumePlan | Refusal) -> Iterator[tuple[None, FileFact, str]]:

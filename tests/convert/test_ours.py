@@ -196,6 +196,12 @@ def test_which_step(tmp_path: Path) -> None:
         run(root / "a.safetensors", step=11)
 
 
+def test_a_world_that_a_small_file_claims_is_refused(tmp_path: Path) -> None:
+    write_rank(tmp_path / "ckpt", 0, 1 << 18, {"model": {"w": WEIGHT}}, coordinates={"replicas": 1 << 18})
+    with pytest.raises(UsageError, match="262144 ranks wrote it, and 1 files are here; give one of them"):
+        run(tmp_path / "ckpt")
+
+
 def test_complex_and_strided_tensors(tmp_path: Path) -> None:
     state = {
         "c": torch.randn(3, 4, dtype=torch.complex64),
