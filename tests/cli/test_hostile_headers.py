@@ -125,7 +125,7 @@ HARMLESS = {
     "created 1e300",
     "created 2^62",
     "reason with a lone surrogate",
-    "reason of a megabyte",
+    "100,000 coordinates",
     "append_info with a lone surrogate",
     "replicas on 2^18 ranks",
     "tree that is a number",
