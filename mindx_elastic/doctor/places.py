@@ -11,7 +11,7 @@ from mindx_elastic.doctor.disk import existing_part, measure
 from mindx_elastic.doctor.finding import Finding, Level
 from mindx_elastic.doctor.machine import available_memory, memory_of_container
 from mindx_elastic.doctor.saving import HeldState, judge_memory, judge_room, judge_time
-from mindx_elastic.persist.storage import free_space, try_rename
+from mindx_elastic.persist.storage import free_space
 
 __all__ = ["file_system", "look_at_directory", "look_at_first_process", "look_at_memory"]
 
@@ -57,14 +57,11 @@ def look_at_directory(
             "run doctor on all machines at the same moment, and take the slowest",
         )
     try:
-        why, disk = try_rename(folder), measure(folder, _MEASURE_S, page_cache=page_cache)
+        disk = measure(folder, _MEASURE_S, page_cache=page_cache)
     except OSError as error:
         text = f"writing to {where} fails: {error.strerror or error}"
         yield Finding("directory", Level.PROBLEM, text, "a save would fail the same way: give another directory")
         return
-    if why:
-        text = f"{where}: no file can be renamed ({why}), so each checkpoint is written twice"
-        yield Finding("directory", Level.WARNING, text, "give one on a disk, and copy it to the bucket from there")
     yield judge_room(free_space(folder), state, where)
     yield judge_time(disk, state, grace_s)
 

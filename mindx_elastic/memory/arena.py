@@ -28,7 +28,6 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from functools import cache
@@ -159,8 +158,8 @@ class ArenaFile:
         self.size = nbytes
         return self.map
 
-    def bring_in(self, go_on: Callable[[], bool] = lambda: True) -> bool:
-        """Map the pages ahead of the first store; what they hold stays. False when ``go_on()`` became false.
+    def bring_in(self) -> None:
+        """Map the pages ahead of the first store; what they hold stays.
 
         One by one, by page faults, it takes up to 20 times as long as the copy that causes them. Any thread; the
         interpreter's lock is not held.
@@ -170,15 +169,12 @@ class ArenaFile:
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         anchor = ctypes.c_char.from_buffer(self.map)
         while self._present < self.size:
-            if not go_on():
-                return False
             # In pieces, also because other threads of this process that map memory have to wait for each.
             start = self._present - self._present % mmap.PAGESIZE
             count = min(_PAGES_PIECE, self.size - start)
             if madvise(ctypes.addressof(anchor) + start, count, _MADV_POPULATE_WRITE) != 0:
-                return True  # a kernel before 5.14; then page faults do it
+                return  # a kernel before 5.14; then page faults do it
             self._present = start + count
-        return True
 
     def close(self) -> None:
         """Unmap. A view that still exists keeps the memory until it goes."""

@@ -8,7 +8,7 @@ __all__ = ["SnapshotSchedule"]
 
 _BUDGET = 0.0075  # of the step time: of the one percent that a guard may cost; a boundary needs some itself
 _PLAIN_STEPS = 8  # measured before the first snapshot
-_TRIALS = 3
+_TRIALS = 5  # the first two get the memory of the slots as well
 _LONGEST = 1 << 14
 
 

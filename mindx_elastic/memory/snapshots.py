@@ -48,7 +48,6 @@ __all__ = [
     "copy_snapshot",
     "lay_out",
     "reach",
-    "reserve_slots",
     "seal_slot",
 ]
 
@@ -98,9 +97,8 @@ class Snapshotter:
         self._step_began: float | None = None
         self._extra = False
         self._one_copy = threading.Lock()  # a dying save may come in parallel with the training thread
-        self._nbytes = 0  # of the last snapshot; 0: not known
         self._laid_out: SnapshotLayout | None = None
-        self._reserved = self._hurry = False
+        self._hurry = False
         self.broken = False
         """Shared memory has no room, or the state has no form; said once, training goes on without snapshots."""
 
@@ -132,8 +130,6 @@ class Snapshotter:
             self._hand_over()
         elif (proposal := self.schedule.proposal()) is not None:
             self._agree(proposal)
-        if not self._reserved and self._instead is None:
-            self._reserve_in_background()
         self._step_began = now if self._extra else time.perf_counter()
 
     def _hand_over(self) -> None:
@@ -159,35 +155,9 @@ class Snapshotter:
         if index is not None:
             self._seal(index)
 
-    def _reserve_in_background(self) -> None:
-        """Memory that is touched for the first time can be ten times as slow as the copy itself: get it beforehand."""
-        if self._thread.busy:
-            return
-        try:
-            if not self._nbytes:
-                with self._collector.devices.reading():
-                    self._lay_out()
-            self._thread.submit(self._reserve)
-        except Exception as error:
-            self._give_up(error)
-
-    def _reserve(self) -> None:
-        if self.broken:
-            return
-        try:
-            self._reserved = reserve_slots(
-                self._arena,
-                self._nbytes,
-                go_on=lambda: not (self._closed or self._pending or self._hurry),
-                device=self._collector.devices.device,
-            )
-        except Exception as error:
-            self._give_up(error)
-
     def _lay_out(self) -> SnapshotLayout:
         collector = self._collector
         snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out)
-        self._nbytes = snapshot.nbytes
         self._laid_out = snapshot._replace(tensors={})  # keeps no tensor alive
         return snapshot
 
@@ -324,7 +294,7 @@ class Snapshotter:
         return next((index for index, record in records.items() if record.sequence == self._sequence), None)
 
     def finish_copy(self) -> None:
-        """Wait for a copy in progress; its digests and memory for later ones are broken off. Training thread."""
+        """Wait for a copy in progress; its digests are broken off. Training thread."""
         self._hurry = True
         self.drain()
         self._hurry = False
@@ -444,25 +414,6 @@ def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, at: Callable[[str
             torch.cuda.current_stream(source.device).synchronize()
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-
-
-def reserve_slots(
-    arena: RankArena, nbytes: int, *, go_on: Callable[[], bool], device: torch.device | None = None
-) -> bool:
-    """Get the memory for snapshots of `nbytes` ahead of their copies, which take a tenth of the time with it. `device`:
-    the CUDA device that they come from.
-
-    False when ``go_on()`` became false first. A slot that holds a snapshot keeps it, whatever its size. Raises
-    ArenaError when there is no room.
-    """
-    for index, file in enumerate(arena.slots):
-        record = arena.record(index)
-        file.resize(nbytes if record.state is SlotState.EMPTY else record.nbytes)
-        if not file.bring_in(go_on):
-            return False
-        if device is not None:
-            file.pin(device)
-    return True
 
 
 def seal_slot(arena: RankArena, index: int, *, go_on: Callable[[], bool] = lambda: True) -> bool:

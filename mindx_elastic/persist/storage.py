@@ -26,7 +26,6 @@ from mindx_elastic.errors import SaveError, StrPath, UsageError
 
 __all__ = [
     "LOCK_FILE",
-    "NO_RENAME",
     "QUARANTINE",
     "TEMP_SUFFIX",
     "check_free_space",
@@ -43,7 +42,6 @@ __all__ = [
     "quarantined",
     "remove_stale_temps",
     "temp_name",
-    "try_rename",
 ]
 
 TEMP_SUFFIX = ".mindx-tmp"
@@ -67,12 +65,6 @@ _MOMENTARY = (
 CIFS."""
 _NO_OTHER_WAY = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EISDIR, errno.ENOTDIR)
 _PAUSES_S = (0.05, 0.2, 0.5)
-_FIRST_BYTES = 4096  # of a checkpoint's header, which ends at a multiple of it
-NO_RENAME = (
-    "%s: no file can be renamed there (%s): each checkpoint is written twice, and a kill in between costs that one. "
-    "Give a directory on a disk, and copy it to the bucket from there"
-)
-"""Logged for a file system that keeps objects (a mounted bucket)."""
 _DIRECTORY_MODE = 0o755  # never writable by others, whatever the umask
 _FILE_MODE = 0o644
 
@@ -155,37 +147,33 @@ def _probe(directory: Path, *, may_be_full: bool) -> os.stat_result:
         fd, temp = create_temp(directory / "probe")
         try:
             _write_one(fd, directory, may_be_full=may_be_full)
-            if problem := _why_no_rename(temp):
-                logger.warning(NO_RENAME, directory, problem)
+            _try_rename(temp)
             return os.fstat(fd)
         finally:
             temp.unlink(missing_ok=True)
             os.close(fd)
+    except SaveError:
+        raise
     except OSError as error:
         problem = f"{directory}: cannot write there: {error.strerror}"
         remedy = "check its permissions and free space, or give another directory"
         raise SaveError(f"{problem}; {remedy}", path=directory) from error
 
 
-def try_rename(directory: Path) -> str:
-    """Why no file of `directory` can get another name; empty: it can. Raises OSError where no file can be made."""
-    fd, temp = create_temp(directory / "probe")
-    try:
-        return _why_no_rename(temp)
-    finally:
-        temp.unlink(missing_ok=True)
-        os.close(fd)
-
-
-def _why_no_rename(temp: Path) -> str:
+def _try_rename(temp: Path) -> None:
+    """A file system that keeps objects (a mounted bucket) may have no renames. Raises SaveError."""
     other = temp_name(temp)
     try:
         os.rename(temp, other)
         os.rename(other, temp)
     except OSError as error:
         other.unlink(missing_ok=True)
-        return "" if error.errno in _MOMENTARY else str(error.strerror)
-    return ""
+        if error.errno not in _MOMENTARY:
+            problem = (
+                f"{temp.parent}: no file can be renamed there ({error.strerror}), so none appears whole or not at all"
+            )
+            remedy = "give a directory on a disk, and copy it to the bucket from there"
+            raise SaveError(f"{problem}; {remedy}", path=temp.parent) from error
 
 
 def _write_one(fd: int, directory: Path, *, may_be_full: bool) -> None:
@@ -295,26 +283,15 @@ def keep_as(path: Path, second: Path) -> None:
 def publish(temp: Path, final: Path, *, other: Path | None = None) -> Path:
     """Give the finished file `temp` its final name in one step, and return the name. The caller flushes the directory.
 
-    A network or user-space file system may refuse that for a moment, or this name (another process has it open), or any
-    rename. So it is tried again, for 0.75 s; then under the name `other`; then `temp` is copied, to `other` where
-    `final` exists. A copy gets its first block last, so no reader accepts it before it is whole. Raises the OSError of
-    the first try.
+    A network or user-space file system may refuse that for a moment, or this name (another process has it open). So it
+    is tried again, for 0.75 s; then under the name `other`. Raises the OSError of the first try.
     """
-    problem: OSError | None = None
-    for name in (final, other):
-        if name is not None and (error := _rename(temp, name)) is None:
-            return name
-        problem = problem or error
-    assert problem is not None
-    if problem.errno in _NO_OTHER_WAY:
+    problem = _rename(temp, final)
+    if problem is None:
+        return final
+    if other is None or problem.errno in _NO_OTHER_WAY or _rename(temp, other) is not None:
         raise problem
-    target = other if other is not None and os.path.lexists(final) else final
-    try:
-        _copy_over(temp, target)
-    except OSError as error:
-        raise problem from error
-    temp.unlink(missing_ok=True)
-    return target
+    return other
 
 
 def _rename(temp: Path, name: Path) -> OSError | None:
@@ -329,19 +306,6 @@ def _rename(temp: Path, name: Path) -> OSError | None:
         else:
             return None
     raise AssertionError("the last try has returned")
-
-
-def _copy_over(source: Path, target: Path) -> None:
-    fd = open_regular(target, os.O_RDWR | os.O_CREAT, _FILE_MODE)
-    with open(source, "rb") as reader, open(fd, "r+b") as writer:
-        first = reader.read(_FIRST_BYTES)
-        writer.truncate(0)
-        writer.write(bytes(len(first)))
-        shutil.copyfileobj(reader, writer, 8 << 20)
-        writer.flush()
-        os.fsync(fd)
-        os.pwrite(fd, first, 0)
-        os.fsync(fd)
 
 
 def publish_copy(source: Path, final: Path) -> None:
