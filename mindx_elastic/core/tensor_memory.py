@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-__all__ = ["memory_of"]
+__all__ = ["flat_bytes", "memory_of"]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -28,3 +28,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(address)
     array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in file order, on its device; copies only where memory has another order."""
+    if not tensor.is_contiguous():
+        # On the host: a training job has no spare accelerator memory.
+        tensor = tensor.cpu().contiguous()
+    # Not reshape(-1): it keeps the odd strides that tensors of one or no element may have, which view() then refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -43,13 +43,12 @@ from mindx_elastic.core.division import MAX_PARTS, Division, parts_of_member
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import boot_id
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.core.tensor_memory import memory_of
+from mindx_elastic.core.tensor_memory import flat_bytes, memory_of
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.dtypes import NAMES
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import Held
-from mindx_elastic.persist.packed import flat_bytes
 from mindx_elastic.persist.places import places_in
 
 _Policy = TypeVar("_Policy", ExitPolicy, "ExitPolicy | PeriodicPolicy")

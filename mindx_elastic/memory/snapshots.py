@@ -32,13 +32,13 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.tensor_memory import flat_bytes
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState, bytes_of
 from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.persist.entries import TensorEntry, place_tensors
 from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import NO_DIGEST, CheckpointInfo, HeaderDraft, seal_header
-from mindx_elastic.persist.packed import flat_bytes
 
 __all__ = [
     "ANY_INTERVAL",

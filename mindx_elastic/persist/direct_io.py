@@ -32,7 +32,7 @@ import xxhash
 
 from mindx_elastic.core.pinned import PinnedMemory
 from mindx_elastic.core.ready_thread import ReadyThread, ThreadTask
-from mindx_elastic.persist.packed import flat_bytes
+from mindx_elastic.core.tensor_memory import flat_bytes
 
 __all__ = ["ALIGNMENT", "BlockWriter", "Reserve", "preallocate"]
 

@@ -8,7 +8,10 @@ and has a part of the state, for the place `at`, a list of keys. A section whose
     the blobs, one after the other: byte strings of that length, tensors of that type and shape
 
 In the tree ``{"$number": 0}`` and ``{"$blob": 0}`` refer to these, ``{"$tuple": [...]}`` is a tuple, and the rest is
-itself. Any other section is as `persist.packed` has it, with `at` next to the tree.
+itself. Any other section is as `flatten` gives it::
+
+    {"at": [...], "tree": ..., "tensors": [[name, dtype, shape], ...]}
+    bytes of the tensors, one after the other
 
 Rejected: marshal and pickle, which are as fast, because the bytes come from a file that a damaged process or another
 user may have written, and these are not safe to read.
@@ -24,10 +27,11 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.core.tensor_memory import flat_bytes, memory_of
 from mindx_elastic.errors import CorruptCheckpointError
-from mindx_elastic.persist.dtypes import NAMES
-from mindx_elastic.persist.flatten import MAX_DEPTH
-from mindx_elastic.persist.packed import pack_state, tensor_at, unpack_section
+from mindx_elastic.persist.dtypes import BY_NAME, NAMES
+from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
+from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = ["SectionPacker", "StatePacker", "unpack_sections"]
 
@@ -104,7 +108,16 @@ class SectionPacker:
             else:
                 self._shape = shape
                 return pieces
-        return pack_state(state, at=self._at)
+        return _unshaped(self._at, state)
+
+
+def _unshaped(at: Sequence[str], state: object) -> list[Piece]:
+    """Views of the state's CPU tensors, not copies."""
+    tree, tensors = flatten(state)
+    named = [[name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
+    text = json.dumps({"at": list(at), "tree": tree, "tensors": named}, separators=(",", ":")).encode()
+    kept = [memory_of(flat_bytes(tensor.detach().cpu())) for tensor in tensors.values() if tensor.numel()]
+    return [struct.pack("<Q", len(text)) + text, *kept]
 
 
 class _Shape:
@@ -220,23 +233,45 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def unpack_sections(data: bytes) -> Any:
-    """The whole state, of the sections that `SectionPacker` has packed, one after the other; or what `pack_state` has
-    packed. Every tensor has its own memory. Raises CorruptCheckpointError."""
+    """The whole state, of the sections that `SectionPacker` has packed, one after the other. Every tensor has its own
+    memory. Raises CorruptCheckpointError."""
     position = 0
     state: dict[str, Any] = {}
-    while position < len(data) or not position:
-        at, value, position = unpack_section(data, position, _unpack_shaped)
-        if not at:
-            if state or position < len(data):
-                raise CorruptCheckpointError(f"malformed packed state: {len(data)} bytes instead of {position}")
-            return value
-        inner: Any = state
-        for key in at[:-1]:
-            inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise CorruptCheckpointError(f"malformed packed state: a section inside of another one ({at})")
-        inner[at[-1]] = value
+    try:
+        while position < len(data) or not position:
+            (length,) = struct.unpack_from("<Q", data, position)
+            content = json.loads(data[position + 8 : position + 8 + length])
+            *outer, last = content["at"]
+            unpack = _unpack_shaped if "shape" in content else _unpack_tree
+            value, position = unpack(content, data, position + 8 + length)
+            inner: Any = state
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            if not (isinstance(inner, dict) and all(isinstance(key, str) for key in (*outer, last))):
+                raise ValueError(f"at {content['at']!r}")
+            inner[last] = value
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
+        raise CorruptCheckpointError(f"malformed packed state: {error!r}") from error
     return state
+
+
+def _tensor_at(data: bytes, start: int, dtype: str, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """The tensor whose bytes begin at `start`, in its own memory, and where they end. Raises ValueError."""
+    tensor = torch.empty(shape, dtype=BY_NAME[dtype], device="cpu")
+    source = data[start : start + tensor.nbytes]
+    if len(source) != tensor.nbytes:
+        raise ValueError("cut off")
+    if source:
+        memory_of(tensor)[:] = source
+    return tensor, start + tensor.nbytes
+
+
+def _unpack_tree(content: dict[str, Any], data: bytes, position: int) -> tuple[Any, int]:
+    """As `_unpack_shaped`, of a section without a shape."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, dtype, shape in content["tensors"]:
+        tensors[name], position = _tensor_at(data, position, dtype, shape)
+    return unflatten(content["tree"], tensors), position
 
 
 def _unpack_shaped(content: dict[str, Any], data: bytes, position: int) -> tuple[Any, int]:
@@ -256,7 +291,7 @@ def _unpack_shaped(content: dict[str, Any], data: bytes, position: int) -> tuple
             piece: Any = data[position : position + blob]
             position += blob
         else:
-            piece, position = tensor_at(data, position, *blob)
+            piece, position = _tensor_at(data, position, *blob)
         blobs.append(piece)
     return _build(content["shape"], numbers, blobs), position
 

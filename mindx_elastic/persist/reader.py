@@ -55,13 +55,10 @@ class Checkpoint:
     layout: dict[str, Any]
 
 
-def read_checkpoint(
-    path: StrPath, *, verify: bool = True, owners: Owners | None = None, others: Sequence[StrPath] = ()
-) -> Checkpoint:
+def read_checkpoint(path: StrPath, *, owners: Owners | None = None, others: Sequence[StrPath] = ()) -> Checkpoint:
     """Read `path` whole. Any thread; blocks on the disk.
 
-    verify=False skips the digests of the tensors, for a file that was verified a moment ago; the header is always
-    checked. `owners`: the users whose files are trusted. `others`: files of the same step with what `path` lacks, where
+    `owners`: the users whose files are trusted. `others`: files of the same step with what `path` lacks, where
     replicas have divided their state.
 
     Raises CorruptCheckpointError (`path` and `tensor` name what is damaged), ForeignCheckpointError,
@@ -75,12 +72,12 @@ def read_checkpoint(
 
         def load(entry: TensorEntry) -> None:
             place = pieces.place_of(entry)
-            tensor = _read_tensor(fd, header, entry, path, verify=verify, out=place)
+            tensor = _read_tensor(fd, header, entry, path, out=place)
             if place is None:
                 tensors[entry.name] = tensor
 
         def load_run(run: Sequence[TensorEntry]) -> None:
-            data = _read_run(fd, header, run, path, verify=verify).view(run[0].torch_dtype)
+            data = _read_run(fd, header, run, path).view(run[0].torch_dtype)
             split: Any = torch.split_with_sizes_copy  # torch's own stub says that it returns nothing
             counts = [entry.nbytes // data.itemsize for entry in run]
             for entry, tensor in zip(run, split(data, counts), strict=True):
@@ -88,7 +85,7 @@ def read_checkpoint(
 
         _for_each(header.entries.values(), load, load_run if header.held is None else None)
     for other in map(Path, others):
-        pieces.add(other, owners, verify=verify)
+        pieces.add(other, owners)
     tensors |= pieces.whole()
     return Checkpoint(header.info, unflatten(header.tree, tensors, path=path), header.layout)
 
@@ -118,7 +115,7 @@ class Pieces:
     def _rows(self, name: str, piece: RowPiece) -> torch.Tensor:
         return self._tensors[name][piece.start : piece.stop]
 
-    def add(self, path: Path, owners: Owners | None, *, verify: bool) -> None:
+    def add(self, path: Path, owners: Owners | None) -> None:
         """Take what is still missing from another file. Raises as `read_checkpoint`."""
         with open_checkpoint(path, owners) as (fd, header):
             if header.info.moment != self._header.info.moment:
@@ -134,9 +131,9 @@ class Pieces:
                 pieces = wanted[entry.name]
                 if header.held is not None:
                     ((name, piece),) = pieces
-                    _read_tensor(fd, header, entry, path, verify=verify, out=self._rows(name, piece))
+                    _read_tensor(fd, header, entry, path, out=self._rows(name, piece))
                     return
-                whole = _read_tensor(fd, header, entry, path, verify=verify)
+                whole = _read_tensor(fd, header, entry, path)
                 for name, piece in pieces:
                     self._rows(name, piece).copy_(whole[piece.start : piece.stop])
 
@@ -195,7 +192,7 @@ def read_some(fd: int, header: Header, tree: Tree, path: Path) -> Any:
     """
     names = set(tensor_names(tree))
     wanted = [entry for name, entry in header.entries.items() if name in names]
-    tensors = {entry.name: _read_tensor(fd, header, entry, path, verify=True) for entry in wanted}
+    tensors = {entry.name: _read_tensor(fd, header, entry, path) for entry in wanted}
     return unflatten(tree, tensors, path=path)
 
 
@@ -217,7 +214,7 @@ def verify_file(path: StrPath, owners: Owners | None = None) -> list[str]:
 
             def check_run(run: Sequence[TensorEntry]) -> None:
                 try:
-                    _read_run(fd, header, run, path, verify=True)
+                    _read_run(fd, header, run, path)
                 except CheckpointError:  # there may be several
                     for entry in run:
                         check(entry)
@@ -264,7 +261,7 @@ def _runs(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
         yield run
 
 
-def _read_run(fd: int, header: Header, run: Sequence[TensorEntry], path: Path, *, verify: bool) -> torch.Tensor:
+def _read_run(fd: int, header: Header, run: Sequence[TensorEntry], path: Path) -> torch.Tensor:
     """The bytes of tensors that are next to each other."""
     start, digests = run[0].start, header.digests
     data = torch.empty(run[-1].end - start, dtype=torch.uint8, device="cpu")
@@ -274,19 +271,18 @@ def _read_run(fd: int, header: Header, run: Sequence[TensorEntry], path: Path, *
     except CorruptCheckpointError:
         for entry in run:  # one of them cannot be read: which?
             _read_into(fd, view[entry.start - start : entry.end - start], header.data_start + entry.start, entry, path)
-    if verify:
-        for name, _, _, begin, end in run:
-            if xxhash.xxh3_128_hexdigest(view[begin - start : end - start]) != digests[name]:
-                raise _differs(path, name)
+    for name, _, _, begin, end in run:
+        if xxhash.xxh3_128_hexdigest(view[begin - start : end - start]) != digests[name]:
+            raise _differs(path, name)
     return data
 
 
 def _read_tensor(
-    fd: int, header: Header, entry: TensorEntry, path: Path, *, verify: bool, out: torch.Tensor | None = None
+    fd: int, header: Header, entry: TensorEntry, path: Path, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`out`: contiguous memory of that type and shape."""
     tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu") if out is None else out
-    for _ in _pieces(fd, header, entry, path, _PIECE_BYTES, memory=memory_of(tensor), verify=verify):
+    for _ in _pieces(fd, header, entry, path, _PIECE_BYTES, memory=memory_of(tensor)):
         pass
     return tensor
 
@@ -299,7 +295,6 @@ def _pieces(
     step: int,
     *,
     memory: memoryview | None = None,
-    verify: bool = True,
 ) -> Iterator[memoryview]:
     """Read one tensor, `step` bytes at a time, and check its digest in the end. `memory`: of all of it; None: each
     piece takes the place of the one before."""
@@ -309,10 +304,9 @@ def _pieces(
         first = 0 if memory is None else start
         piece = buffer[first : first + min(step, entry.nbytes - start)]
         _read_into(fd, piece, header.data_start + entry.start + start, entry, path)
-        if verify:
-            digest.update(piece)
+        digest.update(piece)
         yield piece
-    if verify and digest.hexdigest() != header.digests[entry.name]:
+    if digest.hexdigest() != header.digests[entry.name]:
         raise _differs(path, entry.name)
 
 
@@ -326,7 +320,7 @@ def read_checked(
     """
     whole = next((out for _, out in wanted if out.shape == entry.shape and out.is_contiguous()), None)
     if whole is not None:
-        _read_tensor(fd, header, entry, path, verify=True, out=whole)
+        _read_tensor(fd, header, entry, path, out=whole)
         for box, out in wanted:
             if out is not whole:
                 out.copy_(whole[tuple(slice(*each) for each in box)])

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from mindx_elastic.core.tensor_memory import memory_of
-from mindx_elastic.persist.packed import pack_state
+from mindx_elastic.persist.packer import SectionPacker
 from mindx_elastic.prove.digests import digest
 from mindx_elastic.prove.variables import _sample
 
 PACKAGE = Path(__file__).parents[2] / "mindx_elastic"
 OWN = {
-    *("persist/unflatten.py", "persist/direct_io.py", "persist/packer.py", "persist/reader.py", "persist/packed.py"),
+    *("persist/unflatten.py", "persist/direct_io.py", "persist/packer.py", "persist/reader.py"),
     *("capture/rng.py", "capture/own_attributes.py", "core/mersenne.py"),  # states of generators
     *("guard/checks/generators.py", "prove/digests.py", "capture/data_listing.py"),
     *("rejoin/copies.py", "mirror/wire.py"),
@@ -42,7 +42,7 @@ def test_the_bytes_are_those_of_the_tensor_live_and_kept() -> None:
 def test_a_tensor_that_was_looked_at_can_still_be_resized() -> None:
     looks: list[Callable[[torch.Tensor], object]] = [
         *(digest, _sample),
-        lambda tensor: [bytes(piece) for piece in pack_state({"a": tensor})],
+        lambda tensor: [bytes(piece) for piece in SectionPacker("a").pack({1: tensor})],
     ]
     for look in looks:
         tensor = torch.arange(80_000, dtype=torch.float32)[:] if look is _sample else torch.arange(8.0)

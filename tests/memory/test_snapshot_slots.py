@@ -72,7 +72,7 @@ class Job:
         found = set()
         for slot in self.arena.slots:
             if slot.path.exists():
-                checkpoint = read_checkpoint(slot.path, verify=True)
+                checkpoint = read_checkpoint(slot.path)
                 assert_same(checkpoint.state, state_of(checkpoint.info.step))
                 found.add(checkpoint.info.step)
         return found
@@ -119,7 +119,7 @@ def test_a_slot_is_mapped_before_and_while_it_is_sealed(job: Job) -> None:
 def test_any_state_comes_back_from_a_slot(job: Job, state: Any) -> None:
     index = job.copy(1, state={"state": state})
     assert index is not None and seal_slot(job.arena, index)
-    assert_same(read_checkpoint(job.path(index), verify=True).state["state"], state)
+    assert_same(read_checkpoint(job.path(index)).state["state"], state)
 
 
 # --- killed ---
@@ -202,9 +202,9 @@ def test_a_flipped_bit_is_found_once_the_slot_is_sealed_and_not_before(job: Job)
         data[job.arena.record(index).header_bytes + 5] ^= 1
         job.path(index).write_bytes(data)
     assert job.restart() == []
-    before = read_checkpoint(job.path(0), verify=True)
+    before = read_checkpoint(job.path(0))
     assert before.info.step == 1
     with pytest.raises(AssertionError):
         assert_same(before.state, state_of(1))
     with pytest.raises(CorruptCheckpointError, match="digest"):
-        read_checkpoint(job.path(1), verify=True)
+        read_checkpoint(job.path(1))

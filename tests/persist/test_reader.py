@@ -100,7 +100,6 @@ def test_verify_finds_every_bad_tensor(file: Path) -> None:
     damage(file, "layer5", byte=77)
     problems = verify_file(file)
     assert ["layer1" in problems[0], "layer5" in problems[1], len(problems)] == [True, True, 2]
-    assert_same(read_checkpoint(file, verify=False).state["layer2"], make_state()["layer2"])
 
 
 def test_verify_reports_what_is_not_a_checkpoint(tmp_path: Path) -> None:

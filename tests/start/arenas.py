@@ -11,7 +11,7 @@ from mindx_elastic.memory.arena import RankArena
 from mindx_elastic.memory.boundaries import BoundaryRing
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.snapshots import copy_snapshot, lay_out, seal_slot
-from mindx_elastic.persist.packed import pack_state
+from mindx_elastic.persist.packer import StatePacker
 from tests.checkpoint_files import STATE, info_of
 
 RUN = "run-a"
@@ -61,7 +61,7 @@ class Machine:
         """A record in the rank's boundary ring."""
         arena = self.arena(rank)
         ring = BoundaryRing(arena.folder / "boundaries", run, 4096)
-        content = b"".join(pack_state({"rng": {"of": rank, "step": step}, "buffers": {}}))
+        content = StatePacker("plain").pack({"rng": {"of": rank, "step": step}, "buffers": {}})
         assert ring.write(attempt, step, content, forecast=forecast, trusted=trusted)
         ring.close()
         arena.close()
