@@ -93,7 +93,7 @@ class Snapshotter:
         self._sequence = arena.newest().sequence
         self._taken = -1  # step of the last snapshot of ours
         self._thread = ReadyThread("mindx-snapshot")
-        self._pending = self._copying = self._closed = False
+        self._copying = self._closed = False
         self._step_began: float | None = None
         self._extra = False
         self._one_copy = threading.Lock()  # a dying save may come in parallel with the training thread
@@ -142,11 +142,10 @@ class Snapshotter:
             self._give_up(error)
             return
         self._gate.lend()
-        self._copying = self._pending = True  # a seal in progress gives way
+        self._copying = True  # a seal in progress gives way
         self._thread.submit(self._copy_in_background)
 
     def _copy_in_background(self) -> None:
-        self._pending = False
         try:
             index = None if self.broken else self._copy()  # no room was found meanwhile: it is said
         finally:
@@ -193,7 +192,7 @@ class Snapshotter:
         try:
             # A slot that is not sealed serves the next process as well. A snapshot that is skipped does not: the other
             # ranks would take it.
-            if seal_slot(self._arena, index, go_on=lambda: not (self._closed or self._pending or self._hurry)):
+            if seal_slot(self._arena, index, go_on=lambda: not (self._closed or self._copying or self._hurry)):
                 reach("sealed")
         except Exception as error:
             self._give_up(error)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from mindx_elastic.agreement.gather import Answer, Merged
 from mindx_elastic.core.fields import read
-from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, World
 from mindx_elastic.start.findings import Place
@@ -70,19 +69,8 @@ def tell_shares(plan: ResumePlan, inventory: Inventory) -> Merged:
 
 def _row(fact: FileFact) -> list[Any]:
     """What a rank has to know of a file that it reads."""
-    visible = None if fact.visible_to is None else _runs(sorted(fact.visible_to))
+    visible = None if fact.visible_to is None else sorted(fact.visible_to)
     return [fact.rank, fact.path, visible, None if fact.held is None else asdict(fact.held)]
-
-
-def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Ascending numbers as runs [first, count]."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == sum(found[-1]):
-            found[-1][1] += 1
-        else:
-            found.append([number, 1])
-    return found
 
 
 # --- every rank ---
@@ -101,7 +89,7 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     def fact_of(row: Sequence[Any]) -> FileFact:
         old, path, visible, held = row
         content = {"rank": old, "path": path, "moment": common["moment"], "world_size": old_size, "held": held}
-        readers = None if visible is None else frozenset(_expand(visible))
+        readers = None if visible is None else frozenset(map(int, visible))
         found = read(FileFact, content, strategy=source, visible_to=readers)
         if found.rank >= old_size:
             raise ValueError("not a file of a rank")
@@ -126,12 +114,3 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
         [(int(holder), (int(root), str(name))) for holder, (root, name) in own["sources"]],
         bool(own["own_state"]),
     )
-
-
-def _expand(runs: Sequence[Sequence[int]]) -> list[int]:
-    found: list[int] = []
-    for first, count in runs:
-        if type(first) is not int or type(count) is not int or not 0 <= first <= first + count <= MAX_RANKS:
-            raise ValueError("not a list of ranks")
-        found += range(first, first + count)
-    return found

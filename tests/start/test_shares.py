@@ -66,7 +66,7 @@ DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "a step that is a text": lambda common, own: common.update(moment=["run-a", 0, "seven"]),
     "a short row": lambda common, own: own["file"].pop(),
     "a file of no old rank": lambda common, own: own.update(others=[[4, *own["file"][1:]]]),
-    "readers without end": lambda common, own: own["file"].__setitem__(2, [[0, 10**15]]),
+    "readers that are no ranks": lambda common, own: own["file"].__setitem__(2, [[0]]),
 }
 
 
