@@ -18,7 +18,6 @@ from mindx_elastic.capture.components import (
     PlainComponent,
     WrapperComponent,
     component_for,
-    unwrap_optimizer,
 )
 from mindx_elastic.capture.copying import copy_tree, equal_tensors, same_tree, tensors_in
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
@@ -629,4 +628,4 @@ def _inside(target: object) -> Iterator[object]:
     if isinstance(target, torch.nn.Module):
         yield from target.modules()
     elif isinstance(target, torch.optim.Optimizer):
-        yield unwrap_optimizer(target)
+        yield target

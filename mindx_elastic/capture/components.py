@@ -26,7 +26,7 @@ from torch import nn
 from mindx_elastic.capture.adapters import NO_STATE, adapted
 from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.capture.module_component import ModuleComponent, unwrap_module
-from mindx_elastic.capture.optimizer_component import OptimizerComponent, has_state_of_torch, unwrap_optimizer
+from mindx_elastic.capture.optimizer_component import OptimizerComponent, has_state_of_torch
 from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.parameter_names import optimizers_inside
 from mindx_elastic.capture.plain_component import (
@@ -51,7 +51,6 @@ __all__ = [
     "WrapperComponent",
     "component_for",
     "unwrap_module",
-    "unwrap_optimizer",
 ]
 
 _LIVES_BY_ITSELF = re.compile(r"(model|optimizer|loader)(_\d+)?")

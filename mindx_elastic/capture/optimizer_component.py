@@ -20,28 +20,18 @@ from mindx_elastic.capture.nested import rebuilt
 from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.parameter_names import arrange_groups, optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, original_keys, originals
-from mindx_elastic.core.looks import asked
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["OptimizerComponent", "has_state_of_torch", "unwrap_optimizer"]
+__all__ = ["OptimizerComponent", "has_state_of_torch"]
 
 _params_of = itemgetter("params")
 _options_of = partial(copy_items, but="params")
 
 
-def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside a wrapper that holds it as ``_wrapped_optimizer``: a checkpoint with the wrapper and one
-    without fit each other."""
-    while isinstance(inner := asked(optimizer, "_wrapped_optimizer"), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
-
-
 def has_state_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state is that of torch's optimizers: by numbers of parameters, besides its groups. That of a wrapper
     may have any form."""
-    optimizer = unwrap_optimizer(optimizer)
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict or _is_spread(optimizer):
         return True
     if not all(
@@ -75,7 +65,7 @@ class OptimizerComponent:
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
-        self.optimizer = unwrap_optimizer(optimizer)
+        self.optimizer = optimizer
         self._own = OwnAttributes(is_stable=True)
         # Stock ones have none, and a look at each parameter of a large model is no longer nothing.
         self._has_own = not type(self.optimizer).__module__.startswith("torch.")

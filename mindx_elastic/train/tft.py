@@ -10,7 +10,7 @@
 
 In MindIO a controller on one rank watches the others and the wrapper reports each update to it; when the controller's
 rank is killed nothing is saved. Here every rank saves what it holds by itself, so the controller's arguments have no
-effect and the wrapper has nothing to report: the guard watches every optimizer.
+effect, and the wrapper, which has nothing to report, is the optimizer itself: the guard watches every one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -89,58 +88,16 @@ class TFTRegister(Callback):
         ]
 
 
-class OptTFTWrapper(torch.optim.Optimizer):
-    """Wraps an optimizer; behaves in every way like it: schedulers, gradient scalers, hooks, `Guard` and `Model` accept
-    it, and checkpoints with and without it are the same.
-
-    * `opt`: a `torch.optim.Optimizer`.
+def OptTFTWrapper(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:  # noqa: N802 - MindSpore's name
+    """Gives `opt` back: the guard watches every optimizer, and checkpoints with and without this are the same.
 
     Raises UsageError (a ValueError) without ``MS_ENABLE_TFT='{TTP:1}'``, and TypeError (a UsageError too) for anything
     but an optimizer.
     """
-
-    _wrapped_optimizer: torch.optim.Optimizer
-
-    # Everything is asked of the wrapped optimizer; only these are the wrapper's own. `step` is one, because schedulers
-    # replace it by a function that calls the method they found there.
-    _OWN = frozenset({"_wrapped_optimizer", "opt", "step"})
-
-    def __init__(self, opt: torch.optim.Optimizer) -> None:
-        if not isinstance(opt, torch.optim.Optimizer):
-            raise _NoOptimizer(f"opt is a {type(opt).__name__}; give the torch.optim.Optimizer to wrap")
-        _require_ttp("OptTFTWrapper")
-        self._wrapped_optimizer = opt
-
-    @property
-    def opt(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer."""
-        return self._wrapped_optimizer
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped_optimizer.step(*args, **kwargs)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__") or name in OptTFTWrapper._OWN:
-            return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "_wrapped_optimizer"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in OptTFTWrapper._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._wrapped_optimizer, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in OptTFTWrapper._OWN:
-            object.__delattr__(self, name)
-        else:
-            delattr(self._wrapped_optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"OptTFTWrapper({self._wrapped_optimizer!r})"
-
-    def __reduce__(self) -> tuple[type[OptTFTWrapper], tuple[torch.optim.Optimizer]]:
-        return OptTFTWrapper, (self._wrapped_optimizer,)
+    if not isinstance(opt, torch.optim.Optimizer):
+        raise _NoOptimizer(f"opt is a {type(opt).__name__}; give the torch.optim.Optimizer to wrap")
+    _require_ttp("OptTFTWrapper")
+    return opt
 
 
 class _NoOptimizer(UsageError, TypeError):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import mindx_elastic as mx
-from mindx_elastic.capture.components import unwrap_optimizer
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard.policy import ExitPolicy, keep_consistent
@@ -180,43 +179,13 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
 # --- the optimizer's wrapper ---
 
 
-def optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
-    torch.manual_seed(0)
-    made: torch.optim.Optimizer = kind(nn.Linear(3, 2).parameters(), lr=0.1, **options)
-    return made
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW(nn.Linear(3, 2).parameters(), lr=0.1)
 
 
-def update(target: torch.optim.Optimizer, steps: int = 3) -> list[torch.Tensor]:
-    parameters: list[torch.Tensor] = target.param_groups[0]["params"]
-    for step in range(steps):
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
-        target.step()
-    return parameters
-
-
-def test_it_is_the_optimizer_in_every_way() -> None:
+def test_it_is_the_optimizer() -> None:
     inner = optimizer()
-    wrapped = OptTFTWrapper(inner)
-    assert isinstance(wrapped, torch.optim.Optimizer) and wrapped.opt is inner and unwrap_optimizer(wrapped) is inner
-    calls: list[str] = []
-    wrapped.register_step_pre_hook(lambda *_: calls.append("pre"))
-    wrapped.register_step_post_hook(lambda *_: calls.append("post"))
-    updated = update(wrapped)
-    assert calls == ["pre", "post"] * 3
-    assert all(map(torch.equal, updated, update(optimizer())))
-    assert wrapped.param_groups is inner.param_groups and wrapped.state is inner.state
-    assert str(wrapped.state_dict()) == str(inner.state_dict())
-    wrapped.zero_grad()
-    assert all(parameter.grad is None for parameter in updated)
-    wrapped.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
-    assert len(inner.param_groups) == 2
-    wrapped.extra = 3
-    assert inner.extra == 3  # type: ignore[attr-defined]
-    del wrapped.extra
-    assert not hasattr(inner, "extra") and not hasattr(wrapped, "extra")
-    assert repr(wrapped).startswith("OptTFTWrapper(AdamW (")
-    assert wrapped.step(lambda: 0.25) == 0.25
+    assert OptTFTWrapper(inner) is inner
 
 
 def wrapped_model() -> mx.Model:
