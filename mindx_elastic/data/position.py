@@ -1,4 +1,4 @@
-"""The position of a loader in its data, and the protocol of loaders that have one."""
+"""The position of a loader in its data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from mindx_elastic.core.looks import asked, length_of
+from mindx_elastic.core.looks import length_of
 from mindx_elastic.data.track import LoaderMark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -17,39 +17,14 @@ __all__ = [
     "ORDER",
     "SETTINGS",
     "Cursor",
-    "PositionedLoader",
     "at_place_of",
     "check_numbers",
     "check_order",
     "check_unchanged",
-    "epoch_reader",
     "num_batches",
     "whole_number",
     "without_order",
 ]
-
-
-@runtime_checkable
-class PositionedLoader(Protocol):
-    """A loader that knows its position and can continue from one. Called from the training thread only.
-
-    `on_iterator_ready` is called once an iteration: the worker iterator exists, skipping is done, and the first batch
-    has not been fetched (also when no batch is left). Random number streams are restored there, not earlier.
-    """
-
-    on_iterator_ready: Callable[[], None] | None
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __len__(self) -> int: ...
-
-    def set_epoch(self, epoch: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-    def shutdown(self) -> None: ...
 
 
 _tokens = itertools.count(1)  # unique: an iterator from inside of `Cursor.set_aside` must not be taken for a later one
@@ -254,17 +229,6 @@ def check_numbers(state: Mapping[str, Any], *others: str) -> None:
         value = state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise MismatchError(f"the checkpoint's data position is damaged: {name}={value!r}")
-
-
-def epoch_reader(loader: Any) -> Callable[[], int]:
-    """A function that gives the epoch of the loader's newest batch, else 0; for every step.
-
-    (The loader's `epoch` is the next one after the last batch.) What kind of loader it is, is found out here, once:
-    asking a runtime Protocol takes 12 us.
-    """
-    if isinstance(loader, PositionedLoader):
-        return lambda: int(loader.state_dict()["epoch"] or 0)
-    return lambda: int(asked(loader, "epoch", 0) or 0)
 
 
 def num_batches(loader: Any) -> int:

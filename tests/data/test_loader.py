@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from mindx_elastic.data import PositionedLoader, ResumableLoader
+from mindx_elastic.data import ResumableLoader
 from mindx_elastic.data.random_streams import capture_streams, restore_streams
 from mindx_elastic.errors import MismatchError, UsageError
 from tests.data.datasets import Noisy, NoisyStream, draw, noisy_collate, same
@@ -134,7 +134,6 @@ def test_it_looks_like_a_dataloader() -> None:
     dataset = Noisy(30)
     source = ResumableLoader(dataset, 4, True, drop_last=True)
     assert isinstance(source, DataLoader)
-    assert isinstance(source, PositionedLoader)
     assert (source.dataset, source.batch_size, source.drop_last, len(source)) == (dataset, 4, True, 7)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from mindx_elastic.data import PositionedLoader, ReplayLoader, ResumableLoader
+from mindx_elastic.data import ReplayLoader, ResumableLoader
 from mindx_elastic.data.random_streams import capture_streams, restore_streams, seed_streams
 from mindx_elastic.errors import MismatchError, UsageError
 from mindx_elastic.persist.flatten import flatten
@@ -247,7 +247,6 @@ def test_set_epoch_reaches_the_sampler_and_the_users_own_choice_comes_back() -> 
 def test_it_passes_on_what_it_does_not_have_and_refuses_what_cannot_be_begun_again() -> None:
     wrapped = plain("python")
     source = ReplayLoader(wrapped)
-    assert isinstance(source, PositionedLoader)
     assert (source.dataset, source.batch_size, len(source)) == (wrapped.dataset, 4, 8)
     with pytest.raises(AttributeError):
         _ = source.no_such_thing

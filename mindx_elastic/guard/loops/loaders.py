@@ -16,11 +16,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.looks import has_method
+from mindx_elastic.core.looks import asked, has_method
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.look_ahead import LookAhead
-from mindx_elastic.data.position import epoch_reader, num_batches
+from mindx_elastic.data.position import num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata, keeps_state
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
@@ -58,7 +58,7 @@ class Loaders:
         """The loader whose epochs and batches count; None without one."""
         self._counting = next((each for each in self._followed if each.loader is self.first), None)
         """The same, if it is one of ours."""
-        self.epoch: Callable[[], int] = epoch_reader(self.first) if self._counting is None else self._counting.epoch
+        self.epoch: Callable[[], int] = self._epoch_of_first if self._counting is None else self._counting.epoch
         """The epoch of the newest batch that was used, else 0."""
         self.num_batches: Callable[[], int] = (
             partial(num_batches, self.first) if self._counting is None else self._counting.num_batches
@@ -72,6 +72,9 @@ class Loaders:
         """The loop may leave an epoch early, and a resumed one leaves it at the same batch."""
         self.epoch_used = 0
         """The epoch of the first loader whose batches the last step has used; 0: none, or it fetches ahead."""
+
+    def _epoch_of_first(self) -> int:
+        return int(asked(self.first, "epoch", 0) or 0)
 
     def _target(self, name: str, loader: Any) -> Any:
         adoption = None
