@@ -6,7 +6,6 @@ the guard a policy; the guard hears the alarm, captures the state and writes the
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -286,12 +285,3 @@ def _check_append_info(items: object) -> None:
             raise UsageError(f"append_info holds {item!r}; a string must be one of {', '.join(_APPEND_NAMES)}")
         if not isinstance(item, (str, dict)):
             raise UsageError(f"append_info holds {item!r}; give dicts, for example {{'epoch_num': 3}}")
-        try:
-            same = json.loads(json.dumps(item)) == item
-        except (TypeError, ValueError):
-            same = False
-        if not same:
-            raise UsageError(
-                f"append_info holds {item!r}, which JSON cannot hold; use strings as keys and plain numbers, strings, "
-                "lists and dicts as values (tensor.item() makes a number)"
-            )
