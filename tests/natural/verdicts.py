@@ -92,8 +92,6 @@ class Loop:
 EXACT = Exact()
 _COUNTS_BY_ITSELF = Refused("starts over after a resume, for it counts by itself")
 _UNNAMED_OPTIMIZER = Refused("steps and is not named")
-_UNNAMED_LOADER = Refused("steps use batches of a ")
-_BESIDE_THE_NAMED = Refused("next to the named ones")
 _OTHER_WEIGHTS = "weights differ after step"
 
 # Places in ``plain`` and ``ddp``.
@@ -143,13 +141,6 @@ def _of(name: str, verdict: Verdict, old: str, new: str = "") -> Loop:
 _LOADERS: Sequence[Loop] = (
     Loop("plain", EXACT),
     _plain("no optimizer is named", _UNNAMED_OPTIMIZER, {"optimizer=opt, ": ""}),
-    _plain("no loader is named", _UNNAMED_LOADER, {"loader=loader, ": ""}),
-    _plain(
-        "another loader",
-        _BESIDE_THE_NAMED,
-        {_INNER: _INNER.replace("loader", "DataLoader(loader.dataset, batch_size=6)")},
-    ),
-    _plain("resumable", EXACT, {_LOADER: "mx.data.ResumableLoader(tools.Noisy(), batch_size=6, shuffle=True, seed=0)"}),
     _plain(
         "workers, and a count of batches for the log",
         EXACT,
@@ -157,20 +148,7 @@ _LOADERS: Sequence[Loop] = (
         {_INNER: "        for i, (x, y) in enumerate(loader):\n"},
         _after(_END, "            if i % 2 == 0:\n                print(f'batch {i}: loss {loss.item():.3f}')\n"),
     ),
-    _plain("workers that live on", EXACT, {"shuffle=True": "shuffle=True, num_workers=1, persistent_workers=True"}),
-    _plain("an order of its own", EXACT, {"shuffle=True": "shuffle=True, generator=torch.Generator().manual_seed(5)"}),
-    _plain(
-        "weighted",
-        EXACT,
-        {"shuffle=True": "sampler=torch.utils.data.WeightedRandomSampler([1.0 + i % 3 for i in range(30)], 30)"},
-    ),
-    _plain("a divided stream", EXACT, {_LOADER: "DataLoader(tools.Stream(), batch_size=5, num_workers=2)"}),
     _plain("a list", Refused("knows no position"), {_LOADER: "list(DataLoader(tools.points(), batch_size=6))"}),
-    _plain(
-        "a list with a position",
-        EXACT,
-        {_LOADER: "mx.data.from_loader(list(DataLoader(tools.points(), batch_size=6)))"},
-    ),
     _plain(
         "buckets",
         EXACT,
@@ -201,15 +179,6 @@ loader = DataLoader(tools.Noisy(), batch_sampler=Buckets([i * 7 % 13 for i in ra
         of="own_data_set",
     ),
     Loop(
-        "an object of the data set is exchanged once",
-        Told("the batch of step 8 is another one"),
-        {
-            _INNER: "        if epoch == 1:\n            data.changed = torch.nn.Flatten(0)\n" + _INNER,
-            "return x + ": "return (x if self.changed is None else 2 * self.changed(x)) + ",
-        },
-        of="own_data_set",
-    ),
-    Loop(
         "what the data set gives follows from how often it was asked",
         Told("calls", Found("is another one", "data.calls")),
         {
@@ -218,7 +187,6 @@ loader = DataLoader(tools.Noisy(), batch_sampler=Buckets([i * 7 % 13 for i in ra
         },
         of="own_data_set",
     ),
-    Loop("active_learning", EXACT),
     _plain(
         "two loaders side by side",
         EXACT,
@@ -226,27 +194,11 @@ loader = DataLoader(tools.Noisy(), batch_sampler=Buckets([i * 7 % 13 for i in ra
         {"loader=loader, ": "loader=[loader, other], ", _INNER: "        for (x, y), _ in zip(loader, other):\n"},
     ),
     Loop("mean_teacher", EXACT),
-    Loop(
-        "the few labelled data go on from epoch to epoch",
-        EXACT,
-        {
-            "    for epoch in guard.epochs(4):\n        batches = iter(labelled)\n": (
-                "    batches = iter(labelled)\n    for epoch in guard.epochs(4):\n"
-            )
-        },
-        of="mean_teacher",
-    ),
 )
 """What a loop draws its batches from."""
 
 _PLACES: Sequence[Loop] = (
     _plain("epochs by itself", _COUNTS_BY_ITSELF, {"guard.epochs(3)": "range(1, 4)"}),
-    _plain(
-        "epochs from 0",
-        EXACT,
-        {"guard.epochs(3)": "guard.epochs(3, start=0)"},
-        _before(_INNER, "        opt.param_groups[0]['lr'] = 0.05 / (1 + epoch)\n"),
-    ),
     _plain(
         "steps",
         EXACT,
@@ -264,32 +216,12 @@ _PLACES: Sequence[Loop] = (
         },
     ),
     _plain(
-        "a while over steps",
-        EXACT,
-        {"for epoch in guard.epochs(3)": "while guard.step < 13"},
-        _after(_END, "            if guard.step >= 13:\n                break\n"),
-    ),
-    _plain(
-        "as many batches as the loader has",
-        EXACT,
-        {
-            _INNER: "        batches = iter(loader)\n        for _ in guard.steps(len(loader), start=0):\n"
-            "            x, y = next(batches)\n"
-        },
-    ),
-    _plain(
         "as many batches as the loader has, by itself",
         Found("the resumed run fails with exit code 1: StopIteration"),
         {
             _INNER: "        batches = iter(loader)\n        for _ in range(len(loader)):\n"
             "            x, y = next(batches)\n"
         },
-    ),
-    _plain(
-        "an endless iterator, and steps that make an epoch",
-        EXACT,
-        _before(_GUARD, "batches = (batch for _ in iter(int, 1) for batch in loader)\n"),
-        {_INNER: "        for _ in guard.steps(5):\n            x, y = next(batches)\n"},
     ),
     Loop("steps_full_batch", EXACT),
     Loop("nanogpt", EXACT),
@@ -300,17 +232,6 @@ _PLACES: Sequence[Loop] = (
             "with guard:\n": "with guard:\n    x, y = get_batch()\n",
             "        x, y = get_batch()\n        loss = ": "        loss = ",
             "        opt.zero_grad": "        x, y = get_batch()\n        opt.zero_grad",
-        },
-        of="nanogpt",
-    ),
-    Loop(
-        "nanogpt, drawn ahead through a loader",
-        EXACT,
-        {
-            "guard = mx.Guard(": "loader = mx.data.from_function(get_batch)\nguard = mx.Guard(loader=loader, ",
-            "with guard:\n": "with guard:\n    batches = iter(loader)\n    x, y = next(batches)\n",
-            "        x, y = get_batch()\n        loss = ": "        loss = ",
-            "        opt.zero_grad": "        x, y = next(batches)\n        opt.zero_grad",
         },
         of="nanogpt",
     ),
@@ -327,23 +248,7 @@ _PLACES: Sequence[Loop] = (
 """
         },
     ),
-    _plain(
-        "ahead in a generator",
-        EXACT,
-        _before(_GUARD, "import itertools\n"),
-        {_INNER: "        for (x, y), _ in itertools.pairwise(itertools.chain(loader, [None])):\n"},
-    ),
     Loop("ahead_prefetcher", EXACT),
-    Loop(
-        "a prefetcher that draws",
-        Told("began with another torch stream"),
-        {
-            "            self.batch = next(self.batches)\n": (
-                "            x, y = next(self.batches)\n            self.batch = x + torch.randn_like(x), y\n"
-            )
-        },
-        of="ahead_prefetcher",
-    ),
     _plain(
         "accumulates, and enumerates by itself",
         Found(_OTHER_WEIGHTS, "i"),
@@ -366,13 +271,6 @@ _PLACES: Sequence[Loop] = (
         {_ZERO: "            micro += 1\n"},
         {_STEP: "            if micro % 3 == 0:\n                opt.step()\n                opt.zero_grad()\n"},
     ),
-    _plain(
-        "two batches in a step",
-        EXACT,
-        {"batch_size=6": "batch_size=3", _INNER: "        for (x, y), (a, b) in zip(*[iter(loader)] * 2):\n"},
-        _after(_ZERO, "            F.cross_entropy(model(a), b).backward()\n"),
-    ),
-    _plain("leaves batches out", EXACT, _before(_ZERO, "            if x.sum() > 6:\n                continue\n")),
 )
 """Where a loop stands, and what it has fetched ahead."""
 
@@ -398,21 +296,11 @@ sched = torch.optim.lr_scheduler.SequentialLR(opt, [warmup, cosine], milestones=
         _SCHEDULED,
         _after(_STEP, "            sched.step()\n"),
     ),
-    _plain(
-        "a schedule that steps at the end of an epoch",
-        EXACT,
-        _before(_GUARD, "sched = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)\n"),
-        _SCHEDULED,
-        _after(_END, "        sched.step()\n"),
-    ),
     Loop("plateau_of_a_meter", EXACT),
     _of("plateau_of_a_meter", Told("meter"), '    stateful={"meter": meter},\n'),
     Loop("two_optimizers_by_kind", EXACT),
-    Loop("sac_temperature", EXACT),
     Loop("muon", EXACT),
     _of("muon", Told("an unnamed optimizer"), "optimizer=opt, "),
-    Loop("sam", EXACT),
-    Loop("lookahead_wrapper", EXACT),
     _plain(
         "an update by hand",
         EXACT,
@@ -426,32 +314,7 @@ sched = torch.optim.lr_scheduler.SequentialLR(opt, [warmup, cosine], milestones=
     ),
     Loop("swa", EXACT),
     _of("swa", Warned('module "swa" (AveragedModel'), ', stateful={"swa": swa}'),
-    Loop("transformer", EXACT),
     Loop("non_persistent_buffer", EXACT),
-    _plain(
-        "weight norm and spectral norm",
-        EXACT,
-        _after(
-            "model = tools.mlp()\n",
-            "torch.nn.utils.parametrizations.weight_norm(model[0])\n"
-            "torch.nn.utils.parametrizations.spectral_norm(model[4])\n",
-        ),
-    ),
-    _plain(
-        "pruned after an epoch",
-        EXACT,
-        _before(
-            _INNER,
-            "        if epoch >= 2 and not torch.nn.utils.prune.is_pruned(model):\n"
-            "            torch.nn.utils.prune.l1_unstructured(model[0], 'weight', amount=0.5)\n",
-        ),
-        _before(_GUARD, "import torch.nn.utils.prune\n\n"),
-    ),
-    _plain(
-        "batch norm is frozen after an epoch",
-        EXACT,
-        _before(_INNER, "        if epoch == 2:\n            model[1].eval().requires_grad_(False)\n"),
-    ),
     _plain(
         "unfrozen after an epoch, in a group of its own",
         EXACT,
@@ -475,12 +338,6 @@ sched = torch.optim.lr_scheduler.SequentialLR(opt, [warmup, cosine], milestones=
         ),
     ),
     Loop("two_phases", EXACT),
-    Loop(
-        "two phases with one loader",
-        EXACT,
-        {"loader=[easy, full]": "loader=easy", "train(full, ": "train(easy, "},
-        of="two_phases",
-    ),
 )
 """What a guard is told to keep."""
 
@@ -502,26 +359,6 @@ _OWN: Sequence[Loop] = (
         Refused("is iterated twice at once"),
         _before(_ZERO, "            if guard.step % 4 == 3:\n                seen = [len(a) for a, _ in loader]\n"),
     ),
-    _plain(
-        "evaluates with dropout after each epoch",
-        EXACT,
-        _before(_GUARD, "held_out = DataLoader(tools.points(20, seed=5), batch_size=5, shuffle=True)\n"),
-        _after(
-            _END,
-            "        model[1].eval()\n"
-            "        with torch.no_grad():\n"
-            "            print(sum(model(a).std() for a, _ in held_out))\n"
-            "        model[1].train()\n",
-        ),
-    ),
-    _plain(
-        "mixup with numpy's global stream",
-        EXACT,
-        _before(_ZERO, "            share, order = tools.np.random.beta(0.4, 0.4), torch.randperm(len(x))\n"),
-        {_LOSS: "F.cross_entropy(model(share * x + (1 - share) * x[order]), y)"},
-        _before(_GUARD, "tools.np.random.seed(0)\n"),
-    ),
-    Loop("noise_generator", EXACT),
     Loop("early_stopping", EXACT),
     _of(
         "early_stopping",
@@ -530,12 +367,6 @@ _OWN: Sequence[Loop] = (
     ),
     Loop("reinforce", EXACT),
     _of("reinforce", Told("baseline.mean", Found(_OTHER_WEIGHTS, "baseline.mean")), ', "baseline": baseline'),
-    Loop("hidden_state_of_a_network", EXACT),
-    _of(
-        "hidden_state_of_a_network",
-        Told("memory.hidden", Found("is another one", "memory.hidden")),
-        'stateful={"memory": memory}, ',
-    ),
     Loop("lstm_of_a_module", Told("state")),
     Loop("trainer_class", EXACT),
     _of("trainer_class", Told("factor"), '"factor", '),
@@ -560,16 +391,6 @@ _OWN: Sequence[Loop] = (
             "                model.load_state_dict(best)\n",
         ),
     ),
-    _plain(
-        "a moving average of the loss",
-        Told("average", Found("optimizer lr differs at step", "average")),
-        _before(_GUARD, "average = None\n"),
-        _before(
-            _STEP,
-            "            average = loss.item() if average is None else 0.9 * average + 0.1 * loss.item()\n"
-            "            opt.param_groups[0]['lr'] = 0.05 * average\n",
-        ),
-    ),
     Loop("state_of_its_own", EXACT),
     _of("state_of_its_own", Told("scale.calls"), '("scale", "calls")', '("scale",)'),
     _of(
@@ -577,19 +398,6 @@ _OWN: Sequence[Loop] = (
         Told("model.3.p"),
         "            opt.zero_grad()\n",
         "            if guard.step == 3:\n                model.apply(off)\n            opt.zero_grad()\n",
-    ),
-    _of(
-        "state_of_its_own",
-        Told("first"),
-        "            loss = scale(F.cross_entropy(model(x), y))\n",
-        "            loss = F.cross_entropy(model(x), y)\n            if first is None:\n"
-        "                first = loss.item()\n            loss = loss / first\n",
-    ),
-    _of(
-        "state_of_its_own",
-        Told("n ("),
-        "            loss.backward()\n",
-        "            n += 1\n            (loss * 0.5 if n % 4 == 0 else loss).backward()\n",
     ),
     _of(
         "state_of_its_own",
@@ -603,11 +411,6 @@ _OWN: Sequence[Loop] = (
         Found("the script itself is not deterministic"),
         {"model = tools.mlp()": "model = tools.mlp(out=10)\nnames = list({str(n) for n in range(100, 110)})"},
         {"model(x), y": "model(x)[:, [names.index(name) for name in sorted(names)]], y"},
-    ),
-    _plain(
-        "another seed in each process",
-        Found("the script itself is not deterministic"),
-        _before(_GUARD, "import os\n\nmodel[0].weight.data.mul_(1 + 1e-3 * (os.getpid() % 97))\n"),
     ),
 )
 """What the program has of its own."""
@@ -677,18 +480,6 @@ model.register_comm_hook(powersgd, powerSGD_hook.powerSGD_hook)
         {"model(x)": "model(x + 0.1 * torch.randn_like(x))"},
         _after(_STEP, "            ema.update_parameters(network)\n"),
         {"tools.done(network)": "tools.done(network, ema)"},
-    ),
-    _ddp(
-        "ahead",
-        EXACT,
-        {
-            _INNER: """
-        batches = iter(loader)
-        following = next(batches, None)
-        while following is not None:
-            (x, y), following = following, next(batches, None)
-"""
-        },
     ),
     Loop("ddp_wrapped", EXACT, ranks=2),
     Loop("fsdp", EXACT, ranks=2),
