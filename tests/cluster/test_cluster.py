@@ -74,21 +74,6 @@ def test_a_killed_worker_that_is_started_again_costs_no_step(
         assert hashes_of([*living, again]) == uninterrupted(size, tmp_path)
 
 
-@pytest.mark.drill
-def test_all_workers_killed_and_started_again_go_on_from_memory(tmp_path: Path) -> None:
-    """Each rank has its own directory, and one of them copies the state that all share."""
-    with cluster(2) as run:
-        scheduler, jobs = held(run, "--hold-at=7", "--snapshot-every=1", fresh=True)
-        for job in jobs:
-            job.process.kill()
-        for job in jobs:
-            job.wait()
-        again = run.workers("--snapshot-every=1")
-        finish(run, scheduler, again)
-        assert {match[3] for job in again for match in job.matches(r"READY (\d+) (\d+) (\w+)")} == {"7"}
-        assert hashes_of(again) == uninterrupted(2, tmp_path, "--snapshot-every=1")
-
-
 # --- the scheduler ---
 
 
@@ -129,23 +114,6 @@ def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
 
 
 # --- who is refused ---
-
-
-@pytest.mark.drill
-def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
-    """It comes back before another process has its place."""
-    with cluster(2) as run:
-        scheduler = run.scheduler()
-        jobs = run.workers("--stop=7:1")
-        try:
-            scheduler.wait_for("rank 1 .* is dead: it has sent nothing for 5 s")
-            jobs[0].wait_for("starts over in place")
-        finally:
-            os.kill(jobs[1].process.pid, signal.SIGCONT)
-        # From the scheduler, or from its connections to the others, whichever it looks at first.
-        jobs[1].wait_for("this process is held for dead|rank 1 is gone on rank 0")
-        finish(run, scheduler, jobs)
-        assert all(len(job.matches("READY")) == 2 for job in jobs)
 
 
 @pytest.mark.drill

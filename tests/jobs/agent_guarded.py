@@ -32,7 +32,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--own-count", action="store_true", help="a count that is not kept decides the loss")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--own-name", action="store_true", help="each process gives the directory another name")
-    parser.add_argument("--prefix", default="small")
     parser.add_argument("--fork", action="store_true", help="leave a forked child behind")
     parser.add_argument("--walk", action="store_true", help="open and close every file of the directory")
     parser.add_argument("--slow-save", type=Path, metavar="GO", help="each save waits for this file")
@@ -60,7 +59,7 @@ def main() -> None:
     directory = os.path.join(args.directory, str(rank)) if rank else args.directory
     directory += f"-{os.getpid()}" * args.own_name
     count = 0
-    guard = mx.Guard(model=model, optimizer=optimizer, directory=directory, prefix=args.prefix)
+    guard = mx.Guard(model=model, optimizer=optimizer, directory=directory, prefix="small")
     with guard:
         resumed = guard.resumed_from_step
         if args.fork and os.fork() == 0:

@@ -3,7 +3,7 @@
 Each rank saves to ``./ckpt_of_rank/{rank}``. Prints ``READY rank pid resumed_from``, ``HOLD rank step``, ``PASSED rank
 step`` and ``DONE rank sha256 step``. ``--kill``: that rank kills itself in that step, unless it has resumed; WHERE:
 forward, boundary, or before (the guard is entered). ``--hold-at 5,9``: the ranks wait after these steps until there
-is a file ``go5``, ``go9``, or an alarm; unless they have resumed, or also then with ``--hold-resumed``.
+is a file ``go5``, ``go9``, or an alarm; unless they have resumed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def main() -> None:
     parser.add_argument("--kill", default="")
     parser.add_argument("--stop", default="", help="STEP:RANK: that rank stops itself (SIGSTOP)")
     parser.add_argument("--hold-at", default="", help="steps, separated by commas")
-    parser.add_argument("--hold-resumed", action="store_true")
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--snapshot-every", default="0")
@@ -72,7 +71,7 @@ def main() -> None:
                 if now(args.kill, "boundary:", step):
                     os.kill(os.getpid(), signal.SIGKILL)
                 say(f"PASSED {rank} {guard.step}")
-                if str(guard.step) in holds and (fresh or args.hold_resumed):
+                if str(guard.step) in holds and fresh:
                     say(f"HOLD {rank} {guard.step}")
                     while not os.path.exists(f"go{guard.step}") and guard.stopper.phase is StopPhase.TRAINING:
                         time.sleep(0.02)

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -100,9 +99,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
     parser.add_argument("--fail-where", choices=("forward", "backward", "late", "after"), default="forward")
-    parser.add_argument("--fail-resumed", action="store_true", help="fail at that step after a resume too")
-    parser.add_argument("--stuck-at", type=int, default=-1, help="sleep for ever in this step, in C code")
-    parser.add_argument("--stuck-rank", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=30.0)
     parser.add_argument("--flag-file")
     parser.add_argument("--remove-redundancy", action="store_true")
@@ -200,10 +196,7 @@ class Trainer:
         elif step == args.hold_at and self.guard.resumed_from_step is None:
             begin_held_step(args)
         failing = step == args.fail_at and self.rank == args.fail_rank
-        failing &= args.fail_resumed or self.guard.resumed_from_step is None
-        if step == args.stuck_at and self.rank == args.stuck_rank and self.guard.resumed_from_step is None:
-            say(f"STUCK {self.rank} {step}")
-            torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).get("never")
+        failing &= self.guard.resumed_from_step is None
         if step == args.ask_stop_at and self.rank == 0:
             self.guard.request_stop("enough")
         loss = nn.functional.cross_entropy(self.wrapped(x), y)
@@ -296,37 +289,12 @@ def hang_in_poll(flag: FlagFile) -> None:
     hang("flag")
 
 
-def hang_in_copy(value: str) -> None:
-    """In the copy of a snapshot, which the training thread has lent the update gate to."""
-    hangs = {"copying": lambda: hang("copy")}
-    mock.patch.object(snapshotting_module, "reach", lambda stage: hangs.get(stage, lambda: None)()).start()
-
-
-def kill_at_call(value: str) -> None:
-    """SIGKILL at this call of a function of the overlap's, from where it begins."""
-    modules = ("prove/play_on.py", "prove/overlap.py", "prove/witness.py", "prove/digests.py", "prove/variables.py")
-    calls = 0
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal calls
-        code = frame.f_code
-        if event == "call" and code.co_filename.endswith(modules):
-            if calls or (code.co_name == "_begin" and code.co_filename.endswith(modules[0])):
-                calls += 1
-            if calls == int(value):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(note)
-
-
 INJECTIONS: dict[str, Callable[[str], None]] = {
     "file-size": file_size,
     "save-killed": of_one_rank(lambda _: kill_here("in the save")),
     "save-stopped": of_one_rank(stand_still),
     "save-full": of_one_rank(disk_is_full),
     "save-held": lambda _: replace_write(wait_for_second_alarm),
-    "hang-copy": hang_in_copy,
-    "played-call": kill_at_call,
 }
 """From the start. Later: `begin_held_step`, `begin_played_step`."""
 

@@ -200,8 +200,6 @@ class Trainer:
             world_size=self.spread.data_size,
         )
         self.window, rest = divmod(SAMPLES_PER_UPDATE, args.batch_size * self.spread.data_size)
-        if args.free:
-            self.window, rest = 1, 0
         assert not rest
         self.guard = mx.Guard(
             model=self.spread.wrapped,
@@ -273,7 +271,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=3)
     parser.add_argument("--tensor-parallel", type=int, default=0)
-    parser.add_argument("--free", action="store_true", help="an update a batch, of however many samples that are")
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--save-at", type=int, nargs="*", default=())
     return parser.parse_args()

@@ -6,15 +6,14 @@ import hashlib
 import os
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-__all__ = ["Noisy", "Stream", "done", "gpu", "mlp", "points", "text"]
+__all__ = ["Noisy", "done", "gpu", "mlp", "points", "text"]
 
 
 def points(size: int = 30, width: int = 8, classes: int = 3, seed: int = 1) -> TensorDataset:
@@ -36,19 +35,6 @@ class Noisy(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = self.data[index]
         return x + 0.1 * torch.randn(8) + 0.1 * random.random() + 0.1 * float(np.random.rand()), y
-
-
-class Stream(IterableDataset[Any]):
-    """An iterable data set; its samples follow from their number."""
-
-    def __init__(self, size: int = 30) -> None:
-        self.data = points(size)
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        begin, step = (0, 1) if info is None else (info.id, info.num_workers)
-        for index in range(begin, len(self.data), step):
-            yield self.data[index]
 
 
 def text(length: int = 400, symbols: int = 11) -> torch.Tensor:

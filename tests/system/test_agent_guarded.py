@@ -124,25 +124,6 @@ def test_a_stop_on_a_full_disk_says_that_its_step_is_in_memory_and_why(small_dis
     assert job.resumed() == [str(result["saved_step"])], job.report()
 
 
-@drill
-@pytest.mark.parametrize("what", ["no process group", "unsafe directory"])
-def test_an_error_that_no_restart_can_mend_is_told_and_not_restarted(what: str) -> None:
-    ranks = 2 if what == "no process group" else 1
-    words = {2: "UsageError: WORLD_SIZE=2 but", 1: "UnsafeDirectoryError: .*ckpt"}[ranks]
-    if ranks == 1:
-        Path("ckpt").mkdir()
-        Path("ckpt").chmod(0o777)
-    with agent(SMALL, "ckpt", ranks=ranks) as job:
-        job.expect(1)
-    assert not job.matches("restart 1"), job.report()
-    assert len(job.matches(f"the job has failed: exit code 1: {words}")) == 1, job.report()
-    result = json.loads((RUN / "result.json").read_text())
-    assert re.search(words, result["reason"]) and not result["retry"], result
-    status = CliRunner().invoke(app, ["status", str(RUN)]).output.replace("\n", " ")
-    assert re.search(f"has ended.*: failed, exit code 1: {words}", status), status
-    assert len(attempts()) == 1
-
-
 def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
     with agent(SMALL, "ckpt", "--steps", 10**6, "--step-s", 0.01, env={"MINDX_FAULT_DIR": str(tmp_path / "f")}) as job:
         job.wait_for("READY")

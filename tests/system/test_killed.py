@@ -124,18 +124,6 @@ def test_real_shared_memory(tmp_path: Path, reference: Reference) -> None:
     assert not job_arenas.exists()
 
 
-@drill
-def test_a_directory_that_was_emptied_starts_over(place: Place, reference: Reference) -> None:
-    with place.start("--kill", "boundary:5:0", every=1) as job:
-        job.expect(-signal.SIGKILL)
-    assert rank_folders(job_folder(place.memory, place.directory))
-    for path in place.directory.iterdir():
-        path.unlink()
-    fresh = place.run(every=1)
-    assert set(fresh.resumed()) == {"None"}
-    assert fresh.hashes() == reference(1).hashes()
-
-
 # --- killed in the middle of a copy ---
 
 

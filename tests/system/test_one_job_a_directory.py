@@ -51,17 +51,3 @@ def test_a_start_waits_for_the_dying_save_of_its_predecessor_and_goes_on_from_it
             second.expect(0)
     (saved,) = first.matches(r"step (\d+) saved in")
     assert second.resumed() == [saved[1]], f"{first.report()}\n{second.report()}"
-
-
-@pytest.mark.drill
-def test_another_prefix_in_a_directory_is_refused_with_the_ways_out(tmp_path: Path) -> None:
-    with start_job(JOB, tmp_path, *LONG, "--prefix", "resnet") as first:
-        first.wait_for("READY")
-        first.process.send_signal(signal.SIGTERM)
-        first.expect(143)
-    with start_job(JOB, tmp_path, "--prefix", "bert") as second:
-        second.expect(1)
-    (line,) = second.matches("MismatchError: .*")
-    for text in ("'resnet'", "'bert'", "its own", 'resume="PATH"', 'resume="never"'):
-        assert text in line[0], second.report()
-    assert not second.matches("DONE")

@@ -253,20 +253,6 @@ def test_where_a_needed_file_is_lost_or_damaged_the_older_step_is_taken_whole(
     assert_goes_on(SAVED, before.job, after, whole("2d", 4), exact=ranks == 4)
 
 
-@drill
-def test_four_two_one_four_under_torchrun(tmp_path: Path, whole: Wholes) -> None:
-    """As users start it, and with a stop in each world."""
-    place, jobs = Place(tmp_path), []
-    for ranks, hold in ((4, 2), (2, 5), (1, 7)):
-        with place.start("2d", ranks, "--hold-at", hold, torchrun=ranks > 1) as job:
-            job.wait_for("HOLD", count=ranks)
-            job.signal_rank(0, signal.SIGTERM)
-            jobs.append(job.expect(1 if ranks > 1 else 143))
-    with place.start("2d", 4, torchrun=True) as last:
-        jobs.append(last.expect(0))
-    assert_one_after_the_other(jobs, [3, 6, 8], whole("2d", 4))
-
-
 # --- HSDP: every shard is on two ranks ---
 
 
@@ -306,24 +292,6 @@ def test_zero_in_one_world_after_the_other(
 
 
 # --- the position in the data ---
-
-
-@drill
-@pytest.mark.parametrize("size", [60, 53])
-@pytest.mark.parametrize("worlds", [(4, 2, 4), (4, 3, 2), (1, 4, 3)])
-def test_every_sample_once_over_changing_worlds(tmp_path: Path, worlds: tuple[int, int, int], size: int) -> None:
-    """An update a batch, sizes that do not divide: shuffled, nothing dropped."""
-    place = Place(tmp_path)
-    options = ("--free", "--size", size, "--steps", 1000)
-    jobs = [hold_and_stop(place, "ddp", ranks, hold, *options) for ranks, hold in zip(worlds[:2], (2, 4), strict=True)]
-    with place.start("ddp", worlds[2], *options) as last:
-        last.wait_for("SEEN 2 ")  # the epoch is over
-        last.signal_rank(0, signal.SIGTERM)
-        jobs.append(last.expect(143))
-    report = "\n\n".join(job.report() for job in jobs)
-    assert [set(job.resumed()) for job in jobs] == [{"None"}, {"3"}, {"5"}], report
-    together = sum((seen(job, 1000) for job in jobs), Counter[tuple[int, int]]())
-    assert {index: n for (epoch, index), n in together.items() if epoch == 1} == dict.fromkeys(range(size), 1), report
 
 
 @drill

@@ -153,20 +153,6 @@ def test_a_static_graph_is_told_from_three_ranks_on(tmp_path: Path) -> None:
 
 
 @drill
-def test_a_save_does_not_wait_for_the_copy_of_a_snapshot(tmp_path: Path, reference: Reference) -> None:
-    (tmp_path / "arena").mkdir()
-    env = {"MINDX_SNAPSHOT_EVERY": "6", "MINDX_ARENA_DIR": str(tmp_path / "arena")}
-    with start_job("loop.py", tmp_path / "job", "--grace-s", 3, "--inject", "hang-copy", env=env) as job:
-        job.wait_for("HANGS copy")  # the training thread waits at optimizer.step() of the seventh
-        job.signal_rank(0)
-        job.expect(143)
-    (durable,) = events(tmp_path / "job", "durable")
-    assert (durable["reason"], durable["step"]) == ("SIGTERM", 6), job.report()
-    resumed = resume(tmp_path / "job", 1)
-    assert resumed.hashes() == reference(1).hashes(), resumed.report()
-
-
-@drill
 @pytest.mark.parametrize("what", ["flag", "log", "stderr"])
 def test_what_hangs_does_not_hold_up_the_stop(tmp_path: Path, reference: Reference, what: str) -> None:
     args = ("--hold-at", 7, "--grace-s", 4, "--flag-file", tmp_path / "graceful_exit.json", "--inject", f"hang-{what}")
@@ -183,19 +169,6 @@ def test_what_hangs_does_not_hold_up_the_stop(tmp_path: Path, reference: Referen
     assert read_header(saved).info.step in (7, 8), job.report()
     resumed = resume(tmp_path, 1)
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
-
-
-@drill
-def test_a_frozen_host_of_the_store_holds_up_no_rank(tmp_path: Path) -> None:
-    with start_job("loop.py", tmp_path, "--hold-at", 7, "--grace-s", 6, ranks=2, env=NO_MEMORY) as job:
-        job.wait_for("HOLD", count=2)
-        job.signal_launcher(signal.SIGSTOP)  # torchrun hosts the store
-        for rank in (0, 1):
-            job.signal_rank(rank)
-        job.wait_for(r"step \d+ saved in", count=2)
-        job.signal_launcher(signal.SIGCONT)
-        job.wait()
-    assert set(saved_steps(tmp_path)) == {0, 1}, job.report()
 
 
 @drill
@@ -239,17 +212,3 @@ def test_the_stop_is_the_same_and_the_next_start_compares(
     assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
     compared = [event["outcome"] for event in events(tmp_path, "compared")]
     assert compared == ([] if fault else ["verified"] * ranks), resumed.report()
-
-
-@drill
-@pytest.mark.parametrize("call", [1, 20, 500, 2000, 4000, 5000])
-def test_a_kill_at_any_call_of_it_costs_the_comparison_only(tmp_path: Path, reference: Reference, call: int) -> None:
-    """37 calls drawn by chance have been tried once, too."""
-    with start_job("loop.py", tmp_path, "--hold-at", 7, "--inject", f"played-call:{call}", env=NO_MEMORY) as job:
-        job.wait_for("HOLD")
-        job.signal_rank(0)
-        job.expect(-9)
-    assert witnesses(tmp_path) == 0
-    resumed = resume(tmp_path, 1)  # by the file: its event may have been cut off
-    assert resumed.matches(r"INFO resumed from .*: step 8 ") and resumed.hashes() == reference(1).hashes()
-    assert not events(tmp_path, "compared")
