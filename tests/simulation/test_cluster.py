@@ -17,9 +17,15 @@ def outcome_of(seed: int) -> Outcome:
     return play(plan_of(seed))
 
 
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(6)) for first in range(0, 100_000, EACH)])
-def test_a_cluster_keeps_its_promises_whatever_goes_wrong(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + EACH) if (found := outcome_of(seed).wrong)}
+OFTEN = [range(first, first + EACH) for first in range(0, 300, EACH)]
+DRILLED = [range(first, first + 1_000) for first in range(0, 100_000, 1_000)]
+
+
+@pytest.mark.parametrize(
+    "seeds", [*OFTEN, *(pytest.param(seeds, marks=pytest.mark.drill) for seeds in DRILLED)], ids=str
+)
+def test_a_cluster_keeps_its_promises_whatever_goes_wrong(seeds: range) -> None:
+    wrong = {seed: found for seed in seeds if (found := outcome_of(seed).wrong)}
     assert not wrong, f"tell one with: python -m tests.simulation.cluster --seed {min(wrong)}"
 
 

@@ -31,9 +31,15 @@ def recoveries_of(outcome: Outcome) -> list[str]:
     return [text.partition("outcome ")[2].partition(",")[0] for text in told]
 
 
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(10)) for first in range(0, 15_000, EACH)])
-def test_all_go_on_from_one_boundary_whatever_goes_wrong(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + EACH) if (found := play(plan_of(seed)).wrong)}
+OFTEN = [range(first, first + EACH) for first in range(0, 150, EACH)]
+DRILLED = [range(first, first + 500) for first in range(0, 15_000, 500)]
+
+
+@pytest.mark.parametrize(
+    "seeds", [*OFTEN, *(pytest.param(seeds, marks=pytest.mark.drill) for seeds in DRILLED)], ids=str
+)
+def test_all_go_on_from_one_boundary_whatever_goes_wrong(seeds: range) -> None:
+    wrong = {seed: found for seed in seeds if (found := play(plan_of(seed)).wrong)}
     assert not wrong, f"tell one with: python -m tests.simulation.in_place --seed {min(wrong)}"
 
 

@@ -15,9 +15,15 @@ from tests.simulation.world import World
 EACH = 100
 
 
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.few(10)) for first in range(0, 100_000, EACH)])
-def test_a_stop_keeps_its_promises_whatever_goes_wrong(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + EACH) if (found := play(plan_of(seed)).wrong)}
+OFTEN = [range(first, first + EACH) for first in range(0, 1_000, EACH)]
+DRILLED = [range(first, first + 1_000) for first in range(0, 100_000, 1_000)]
+
+
+@pytest.mark.parametrize(
+    "seeds", [*OFTEN, *(pytest.param(seeds, marks=pytest.mark.drill) for seeds in DRILLED)], ids=str
+)
+def test_a_stop_keeps_its_promises_whatever_goes_wrong(seeds: range) -> None:
+    wrong = {seed: found for seed in seeds if (found := play(plan_of(seed)).wrong)}
     assert not wrong, f"tell one with: python -m tests.simulation.stops --seed {min(wrong)}"
 
 
