@@ -18,7 +18,6 @@ from mindx_elastic.errors import UsageError
 __all__ = [
     "DEFAULT_GRACE_S",
     "MIN_GRACE_S",
-    "SHRINK_MODES",
     "AgentInfo",
     "FaultPaths",
     "KeySettings",
@@ -36,8 +35,6 @@ __all__ = [
     "parse_snapshot_every",
 ]
 
-SHRINK_MODES = ("keep", "scale-lr", "stop")
-"""What ``--on-shrink`` may say."""
 DEFAULT_GRACE_S = 30.0  # Kubernetes' terminationGracePeriodSeconds and torchrun's own wait
 MIN_GRACE_S, _MAX_GRACE_S = 0.5, 86400.0
 
@@ -251,9 +248,6 @@ class ShrinkSettings:
 
     full_size: int = 0
     """``MINDX_FULL_WORLD_SIZE``: the number of ranks that the job is meant to have; 0: it has always as many as now."""
-    mode: str = "keep"
-    """``MINDX_ON_SHRINK``: what keeps the updates meaningful with fewer ranks: ``keep`` the global batch, by
-    accumulation; ``scale-lr``: the learning rate."""
     places: tuple[int, ...] = ()
     """``MINDX_PLACES``: which of the node's places (devices) the ranks have, by local rank."""
 
@@ -261,11 +255,7 @@ class ShrinkSettings:
     def from_env(cls, env: Mapping[str, str] | None = None) -> ShrinkSettings:
         env = os.environ if env is None else env
         places = tuple(int(each) for each in env.get("MINDX_PLACES", "").split(",") if each.strip().isdecimal())
-        return cls(
-            full_size=_integer(env, "MINDX_FULL_WORLD_SIZE", 0),
-            mode=_one_of(env, "MINDX_ON_SHRINK", SHRINK_MODES),
-            places=places,
-        )
+        return cls(full_size=_integer(env, "MINDX_FULL_WORLD_SIZE", 0), places=places)
 
     def is_shrunk(self, world_size: int) -> bool:
         """Whether `world_size` ranks are fewer than the job is meant to have."""
@@ -274,7 +264,7 @@ class ShrinkSettings:
     def shares(self, world_size: int) -> int:
         """Among how many ranks the data are shared out where `world_size` are there: all of the whole job, if those
         that are there stand in for the others."""
-        return self.full_size if self.mode == "keep" and self.is_shrunk(world_size) else world_size
+        return self.full_size if self.is_shrunk(world_size) else world_size
 
 
 @dataclass(frozen=True, kw_only=True)

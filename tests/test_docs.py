@@ -163,7 +163,6 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_SPARE": rejoin.pipe,
         "MINDX_JOB_ID": rejoin.job or None,
         "MINDX_FULL_WORLD_SIZE": shrink.full_size,
-        "MINDX_ON_SHRINK": shrink.mode,
         "MINDX_PLACES": ",".join(map(str, shrink.places)) or None,
         "MINDX_UNMANAGED": settings.unmanaged,
         "MINDX_LOG_LEVEL": settings.log_level,

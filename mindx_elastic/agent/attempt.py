@@ -11,8 +11,7 @@ How workers are stopped depends on whether they have a guard:
 
 Signals go to the trainer processes alone, SIGKILL to all that is left of them.
 
-A rank whose training is finished may not end (`hang.ExitWatch`). The agent ends it, and the job has finished: no step
-of the training is lost. Ranks that then fail because they had waited for it do not change that.
+A rank that has left its guard and does not end is waited for, as by torchrun: it may work for long on an export.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, ended_before, meaning
-from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck, is_between_steps
+from mindx_elastic.agent.hang import HangWatch, Stuck, is_between_steps
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.nodes import Membership
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
@@ -61,18 +60,14 @@ class AttemptContext:
     folder: AgentFolder
     inbox: SignalInbox
     hang: HangWatch
-    exits: ExitWatch
     stop_files: StopFiles
     membership: Membership | None
     """None: there can be no other nodes."""
     events: EventLog
     grace_s: float
     stacks: Path
-    on_look: Callable[[Mapping[int, Status]], str | None]
-    """Called twice a second with the pages; says why all workers are to stop and to start again; nothing: they are not.
-    """
-    late: Callable[[Mapping[int, Status]], Mapping[int, str]] = lambda statuses: {}
-    """Ranks that do not come to their guards, and the words for it. Not asked during a recovery in place."""
+    on_look: Callable[[Mapping[int, Status]], None]
+    """Called twice a second with the pages."""
     recovery: Callable[[Workers], Recovery | None] = lambda workers: None
     """Makes what replaces dead ranks in place; None: nothing does."""
 
@@ -101,8 +96,6 @@ class Attempt:
         self._lost_since: float | None = None
         self._waiting_since: float | None = None
         self._woke_at = time.monotonic()
-        self._cut_off: dict[int, str] = {}  # what became of ranks that were ended after their training, in words
-        self._hurried: set[int] = set()  # ranks past their guards that are being ended
         self._recovery = context.recovery(workers)
         self._looks_at_recovery = False
         self._stuck: dict[int, tuple[str, float]] = {}
@@ -117,18 +110,9 @@ class Attempt:
         if self._recovery is not None:
             self._recovery.close()
         membership = self._context.membership
-        ending = conclude(
-            self.workers.exits,
-            self.stop,
-            signum=self._signum,
-            cause=self._cause,
-            rank=self._cause_rank,
-            cut_off=self._cut_off,
-        )
+        ending = conclude(self.workers.exits, self.stop, signum=self._signum, cause=self._cause, rank=self._cause_rank)
         if ending.outcome == "failed" and not ending.cause:
             ending = replace(ending, cause=self._otherwise)
-        if ending.cut_off:
-            return replace(ending, cause="; ".join(self._cut_off.values()))
         if (
             ending.outcome == "stopped"
             and self.stop is None
@@ -171,42 +155,21 @@ class Attempt:
         statuses = self.workers.statuses()
         if self._recovery is not None:
             self.workers.look_for_early_signs()
-        wanted = self._context.on_look(statuses)
+        self._context.on_look(statuses)
         if self.stop is not None or self._signum is not None:
             return
         event = self._context.stop_files.poll()
         if event is not None:
             self._hear_fault(event)
             return
-        is_recovering = self._waits_for_new_process()
-        if wanted and self._deadline is None and not is_recovering:
-            self._regroup(wanted)
-            return
-        for rank, cause in ({} if is_recovering else self._context.late(statuses)).items():
-            if rank in self.workers.live and rank not in self._stuck:
-                self._killed_at = time.monotonic()
-                self._stuck[rank] = cause, self._killed_at
-                self.workers.kill(rank)
         stuck = self._context.hang.observe(statuses, time.monotonic_ns())
         announcement = self._context.hang.announcement
         if announcement:
             logger.info("%s", announcement)
-        if stuck and self._deadline is None:
-            # A killed process may take its time to end; the others wait for it meanwhile, and do not hang.
-            if not self._stuck or time.monotonic() - self._killed_at > _UNKILLABLE_S:
-                self._hear_hang(stuck, statuses)
-        elif self._deadline is None:
-            self._look_at_leavers(statuses)
-
-    def _look_at_leavers(self, statuses: Mapping[int, Status]) -> None:
-        """Ranks past their guards: do they come to their end?"""
-        past = {r: s for r, s in statuses.items() if s.phase == WorkerPhase.LEFT and r not in self._hurried}
-        states = {rank: process_state(status.pid) for rank, status in past.items()}
-        if "t" in states.values():
-            return  # a debugger holds it
-        leavers = {rank: Leaver(left_ns=status.left_ns, stopped=states[rank] == "T") for rank, status in past.items()}
-        if overdue := self._context.exits.observe(leavers, time.monotonic_ns()):
-            self._hear_overdue(overdue, statuses)
+        # A killed process may take its time to end; the others wait for it meanwhile, and do not hang.
+        waits = self._stuck and time.monotonic() - self._killed_at <= _UNKILLABLE_S
+        if stuck and self._deadline is None and not waits:
+            self._hear_hang(stuck, statuses)
 
     # --- what can happen ----------------------------------------------------------------------------------------------
 
@@ -252,8 +215,6 @@ class Attempt:
             worker_pid=end.pid,
         )
         failed = what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP)
-        if end.rank in self._cut_off or (failed and self._is_cut_off(end)):
-            return  # its training was finished
         now = time.monotonic()
         stuck, since = self._stuck.pop(end.rank, ("", now))
         why, recovery = stuck or describe(end), self._recovery if self._deadline is None else None
@@ -345,56 +306,6 @@ class Attempt:
             else:
                 self._after_rank(min(_STUCK_S, self._context.grace_s / 4), self._end_stuck, rank)
 
-    def _hear_overdue(self, overdue: list[Overdue], statuses: Mapping[int, Status]) -> None:
-        """Ranks that have left their guards and do not end."""
-        late = {each.rank: statuses[each.rank] for each in overdue}
-        files = write_stacks(self.workers, late, self._context.stacks, attempt=self._number)
-        told = f"stacks: {', '.join(map(str, files)) or 'none could be written'}"
-        ranks = [each.rank for each in overdue]
-        finished = [rank for rank in ranks if late[rank].finished]
-        if finished and self._context.membership is not None:
-            self._context.membership.tell_cut_off(finished)
-        for each in overdue:
-            status, stopped = late[each.rank], _STOPPED if each.stopped else ""
-            what = f"rank {each.rank} has not ended {each.seconds:.1f} s after its training{stopped}"
-            if status.finished:
-                self._cut_off[each.rank] = f"{what} and was ended; what it did then may be incomplete"
-            logger.error("%s; it is ended, and what it does then (an export, say) may be incomplete; %s", what, told)
-            self._context.events.emit(
-                "exit_timeout",
-                step=status.step,
-                reason=what,
-                outcome="finished" if status.finished else "not finished",
-                ranks=[each.rank],
-                stacks=[str(file) for file in files],
-            )
-        others = [rank for rank in ranks if not late[rank].finished and late[rank].exit_code < 0]
-        if others:  # an exception has left their guards
-            reason = late[others[0]].reason
-            cause = f"it does not end after {reason}" if reason else "it does not end after an exception"
-            self._fail(cause, others[0], f"rank {others[0]} is stuck: {cause}")
-        for each in overdue:
-            self._hurried.add(each.rank)
-            if each.stopped:
-                self.workers.kill(each.rank)
-            else:
-                self.workers.send(each.rank, signal.SIGTERM)
-                self._after_rank(min(_STUCK_S, self._context.grace_s / 4), self.workers.kill, each.rank)
-        self._context.exits.reset(time.monotonic_ns())
-
-    def _is_cut_off(self, end: WorkerExit) -> bool:
-        """Whether a rank has failed after its training because a rank that it had waited for was ended."""
-        status = end.status
-        if status is None or status.phase != WorkerPhase.LEFT or not status.finished:
-            return False
-        membership = self._context.membership
-        ended = list(self._cut_off) or ([] if membership is None else membership.ask().cut_off)
-        if ended:
-            why = f"rank {end.rank} ended after its training with {describe(end)}, because rank {ended[0]} was ended"
-            logger.warning("%s; the job has finished, but what it did then may be incomplete", why)
-            self._cut_off[end.rank] = why
-        return bool(ended)
-
     def _has_finished(self) -> bool:
         """Whether no living rank of this node trains any more."""
         statuses = self.workers.statuses()
@@ -422,7 +333,7 @@ class Attempt:
         elif membership.news.waiting > 0:
             logger.warning("%d nodes want to join: all nodes stop and meet again", membership.news.waiting)
             self._context.events.emit("membership", reason=f"nodes waiting: {membership.news.waiting}")
-            self._regroup("")
+            self._regroup()
         elif not membership.lost:
             self._lost_since = None
         elif self._lost_since is None:
@@ -481,9 +392,9 @@ class Attempt:
             if not guarded or phase == WorkerPhase.STARTING:
                 self.workers.send(rank, signal.SIGTERM)  # nothing to save yet, and no guard that would read an order
 
-    def _regroup(self, cause: str) -> None:
-        """All workers stop at one boundary, to start again with others. `cause`: where it is not new nodes."""
-        self.stop, self._cause = StopKind.MEMBERSHIP, cause
+    def _regroup(self) -> None:
+        """All workers stop at one boundary, to start again with others."""
+        self.stop = StopKind.MEMBERSHIP
         self._begin_stop()
         for rank in list(self.workers.live):
             self.workers.send(rank, signal.SIGTERM)

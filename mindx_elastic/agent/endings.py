@@ -17,7 +17,7 @@ Pure: no clock, no processes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -62,7 +62,7 @@ class StopKind(Enum):
     FAULT = "fault"
     """The platform has reported a fault, or asks for the end."""
     MEMBERSHIP = "membership"
-    """Nodes come or come back, or there can be more workers: all nodes meet again."""
+    """Nodes come or come back: all nodes meet again."""
     FAILURE = "failure"
     """A worker failed or hangs, or a node is lost."""
 
@@ -72,8 +72,7 @@ class Ending:
     """How an attempt ended."""
 
     outcome: str
-    """``finished``, ``stopped`` (no restart wanted), ``failed``, ``membership``, or ``grown``: it is to start
-    again with more workers."""
+    """``finished``, ``stopped`` (no restart wanted), ``failed`` or ``membership``."""
     code: int
     """What the agent leaves with, should this be the end."""
     cause: str = ""
@@ -84,8 +83,6 @@ class Ending:
     """The first worker that failed."""
     elsewhere: bool = False
     """The failure was another node's; ours only noticed it."""
-    cut_off: bool = False
-    """The training is finished, but the agent has ended ranks that did not end after it."""
 
 
 def shell_code(code: int) -> int:
@@ -149,19 +146,15 @@ def conclude(
     signum: int | None = None,
     cause: str = "",
     rank: int = -1,
-    cut_off: Collection[int] = (),
 ) -> Ending:
     """How an attempt ended whose workers have all ended.
 
     exits: in the order in which they were noticed. signum: the first signal that the agent got. cause, rank: why the
-    agent stopped them, for `FAILURE` and `FAULT`; for `MEMBERSHIP`, where it is not new nodes. cut_off: ranks
-    whose training was finished, but which did not come to their own end, because the agent had to end one of them.
+    agent stopped them, for `FAILURE` and `FAULT`.
     """
     meanings = [meaning(end) for end in exits]
     if all(m is Meaning.FINISHED for m in meanings):
         return Ending(outcome="finished", code=0)
-    if cut_off and all(m is Meaning.FINISHED or end.rank in cut_off for end, m in zip(exits, meanings, strict=True)):
-        return Ending(outcome="finished", code=0, cause=cause, cut_off=True)
     left = [end for end, m in zip(exits, meanings, strict=True) if m is Meaning.LEFT]
     failed = [end for end, m in zip(exits, meanings, strict=True) if m is Meaning.FAILED]
     if signum is not None:
@@ -174,8 +167,6 @@ def conclude(
             return Ending(outcome="stopped", code=asked.status.asked_code, cause=asked.status.reason, first=asked)
         return _failure(failed, left, cause, rank)
     if stop is StopKind.MEMBERSHIP:
-        if cause:
-            return Ending(outcome="grown", code=EXIT_TEMPORARY, cause=cause)
         return Ending(outcome="membership", code=EXIT_TEMPORARY, cause="nodes have come or come back")
     if not left:  # signals of ours without a reason of ours: cannot be
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause="stopped without a reason")

@@ -1,4 +1,4 @@
-"""Which ranks are stuck: in the training (`HangWatch`), or in what the script does after it (`ExitWatch`).
+"""Which ranks are stuck in the training.
 
 The whole machine may have stood still (suspended, frozen container, stopped agent): then the time since the last look
 is far longer than usual, and all clocks start again.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
-__all__ = ["ExitWatch", "HangWatch", "Leaver", "Overdue", "Stuck", "is_between_steps"]
+__all__ = ["HangWatch", "Stuck", "is_between_steps"]
 
 
 MIN_INTERVALS = 10
@@ -185,76 +185,3 @@ def _duration(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
-
-
-STOPPED_S = 60.0
-JUMP_S = 30.0
-"""Looks come twice a second; a gap of so many seconds is a standstill of the machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leaver:
-    """A living rank that has left its guard."""
-
-    left_ns: int
-    """When, `time.monotonic_ns`."""
-    stopped: bool
-    """By a signal, as SIGSTOP."""
-
-
-@dataclass(frozen=True)
-class Overdue:
-    """A rank that should have ended."""
-
-    rank: int
-    seconds: float
-    """That count against it."""
-    stopped: bool
-
-
-class ExitWatch:
-    """Looks at the ranks that have left their guards, again and again, and names those that do not end.
-
-    timeout_s: seconds after the guard's end, whatever the rank does; 0 never judges. With None a stopped process
-    (SIGSTOP) is stuck after a minute: it does nothing, and nothing can be waiting for it to go on. Any other may work
-    for a long time on a last evaluation or an export, or wait for one that does.
-    """
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self.timeout_s = timeout_s
-        self.reset()
-
-    def reset(self, now_ns: int = 0) -> None:
-        """Forget all that was seen; nothing before `now_ns` counts against a rank, because the machine stood still, or
-        the rank that the others had waited for has only just been ended."""
-        self._since_ns = now_ns
-        self._stopped_ns: dict[int, int] = {}
-        self._last_look_ns: int | None = None
-
-    def observe(self, leavers: Mapping[int, Leaver], now_ns: int) -> list[Overdue]:
-        """The ranks that are to be ended now. Stopped ones come alone, for the others may be waiting for them; call
-        `reset` when they are ended."""
-        if self.timeout_s == 0 or not leavers:
-            self.reset()
-            return []
-        self._look(leavers, now_ns)
-        if self.timeout_s is not None:
-            began, most_s = {rank: max(each.left_ns, self._since_ns) for rank, each in leavers.items()}, self.timeout_s
-        else:
-            began, most_s = self._stopped_ns, STOPPED_S
-        found = {rank: (now_ns - since) / _NS for rank, since in began.items()}
-        overdue = [Overdue(rank, found[rank], leavers[rank].stopped) for rank in sorted(found) if found[rank] > most_s]
-        return [each for each in overdue if each.stopped] or overdue
-
-    def _look(self, leavers: Mapping[int, Leaver], now_ns: int) -> None:
-        last, self._last_look_ns = self._last_look_ns, now_ns
-        if last is not None and now_ns - last > JUMP_S * _NS:
-            self.reset(now_ns)
-            self._last_look_ns = now_ns
-        for rank, each in leavers.items():
-            if each.stopped:
-                self._stopped_ns.setdefault(rank, now_ns)
-            else:
-                self._stopped_ns.pop(rank, None)
-        for rank in self._stopped_ns.keys() - leavers.keys():
-            del self._stopped_ns[rank]

@@ -212,11 +212,10 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     os.environ["MINDX_SNAPSHOT_EVERY"] = options.snapshot_every
     os.environ["MINDX_RECOVER"] = "in-place" if options.in_place else "restart"
     os.environ["MINDX_REJOIN_TIMEOUT_S"] = f"{options.rejoin_timeout_s:g}"
-    for name in ("MINDX_FULL_WORLD_SIZE", "MINDX_ON_SHRINK", "MINDX_PLACES"):
+    for name in ("MINDX_FULL_WORLD_SIZE", "MINDX_PLACES"):
         os.environ.pop(name, None)
     if options.min_nproc is not None:
         os.environ["MINDX_FULL_WORLD_SIZE"] = str(plan.config.nproc_per_node)
-        os.environ["MINDX_ON_SHRINK"] = options.on_shrink
     if options.in_place and RejoinSettings.from_env().nccl:
         os.environ.setdefault(ERROR_HANDLING, "0")  # else torch, and its agent, end each process whose peer has died
         os.environ.setdefault(DUMP, "0")
@@ -267,7 +266,7 @@ def _make_supervisor(
     events: EventLog,
     lines: LastLines,
 ) -> Supervisor:
-    config = plan.config
+    config, least = plan.config, plan.options.min_nproc
     known = {field.name for field in fields(WorkerSpec)}
     more: dict[str, Any] = {
         name: getattr(config, name) for name in _NEWER_FIELDS if name in known and hasattr(config, name)
@@ -309,21 +308,9 @@ def _make_supervisor(
         lines=lines,
         membership=membership,
         forks=forks,
-        shrinking=_make_shrinking(plan, events),
+        shrinking=None if least is None else Shrinking(NodePlaces(config.nproc_per_node, least), events),
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
-    )
-
-
-def _make_shrinking(plan: Launch, events: EventLog) -> Shrinking | None:
-    options = plan.options
-    if options.min_nproc is None:
-        return None
-    return Shrinking(
-        NodePlaces(plan.config.nproc_per_node, options.min_nproc, options.on_shrink),
-        events,
-        patience_s=options.rejoin_timeout_s,
-        regrow_after_s=options.regrow_after_s,
     )
 
 
@@ -333,7 +320,7 @@ def _conclude(supervisor: Supervisor) -> None:
     for arena in sorted(map(Path, supervisor.arenas)):
         from mindx_elastic.agent.holder import drop, flush  # see `supervisor`
 
-        if supervisor.leaves_nothing or (ending.outcome == "finished" and not ending.cut_off):
+        if supervisor.leaves_nothing or ending.outcome == "finished":
             drop(arena)
             continue
         flushed = flush(arena)

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FAILED",
     "FINISHED",
-    "GROWN",
     "NEW_NODE",
     "STOPPED",
     "AttemptRecord",
@@ -62,15 +61,12 @@ __all__ = [
 
 
 FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarted for a new node"
-GROWN = "restarted with more ranks"
-"""Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes, because there
-can be more workers."""
+"""Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes."""
 _OUTCOMES = {
     "finished": FINISHED,
     "stopped": STOPPED,
     "failed": FAILED,
     "membership": NEW_NODE,
-    "grown": GROWN,
 }
 """By `Ending.outcome`."""
 _NS = 1_000_000_000
@@ -122,7 +118,7 @@ class AttemptRecord:
     in_place_steps_lost: int | None = None
     """By them, in all."""
     outcome: str | None = None
-    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE`, `GROWN` or another word; None while it runs."""
+    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE` or another word; None while it runs."""
     full_size: int | None = None
     """How many ranks the job is meant to have, where it has fewer."""
     why_fewer: str | None = None
@@ -318,7 +314,7 @@ class Ledger:
             stall_s=round(max((status.stall_ns for status in statuses.values()), default=0) / _NS, 6) or None,
             outcome=_OUTCOMES[ending.outcome],
         )
-        again = ending.outcome in ("failed", "membership", "grown")
+        again = ending.outcome in ("failed", "membership")
         self._pause = _Pause(self._number, began, reached) if again else None
 
     def note_flushed(self, step: int | None) -> None:

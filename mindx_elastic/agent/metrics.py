@@ -1,14 +1,13 @@
 """``--metrics-port``: what the agent knows of its workers, in Prometheus' text format.
 
 The agent's main thread notes what it sees, twice a second; the server's threads read the newest note and never wait for
-the job. Counters go on over the processes of a rank: each starts again at 0 on its status page.
+the job. Counters of a rank begin at 0 with each of its processes, as its status page does: ``rate`` allows for that.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ __all__ = ["METRICS", "Metrics", "MetricsServer"]
 METRICS = {
     "mindx_workers": "Workers of this node that have a guard and have not left it",
     "mindx_step": "Last step that the rank has passed",
-    "mindx_steps_total": "Steps that the rank has passed since the agent's start, those done again included",
-    "mindx_step_seconds": "Mean time of the rank's last steps",
+    "mindx_steps_total": "Steps that the rank's process has passed",
     "mindx_durable_step": "Newest step of the rank that is known to be on disk; -1: none is",
     "mindx_since_durable_seconds": "Since the rank last brought a step to disk, or has begun",
-    "mindx_durable_bytes_total": "Bytes of checkpoints that the rank has written",
+    "mindx_durable_bytes_total": "Bytes of checkpoints that the rank's process has written",
     "mindx_stall_seconds_total": "How long periodic saves have held up the rank's training",
-    "mindx_alarms_total": "Stops that the rank has heard of",
     "mindx_attempts_total": "Starts of the workers",
     "mindx_failures_total": "Failures, those recovered from in place included",
     "mindx_recoveries_in_place_total": "Failures that were recovered from in place",
@@ -39,76 +36,34 @@ METRICS = {
 _NS = 1e9
 
 
-@dataclass
-class _Rank:
-    """What is known of one rank, over all of its processes."""
-
-    status: Status = field(default_factory=Status)
-    steps: int = 0
-    nbytes: int = 0
-    stall_ns: int = 0
-    alarms: int = 0
-    step_s: float | None = None
-    durable_step: int = -1
-
-    def look(self, new: Status, memory: Path | None) -> None:
-        """memory: the folder of what is only in memory."""
-        old = self.status if self.status.pid == new.pid and new.boundaries >= self.status.boundaries else Status()
-        passed = new.boundaries - old.boundaries
-        self.steps += passed
-        self.nbytes += new.durable_bytes - old.durable_bytes
-        self.stall_ns += new.stall_ns - old.stall_ns
-        self.alarms += bool(new.alarm_ns) and not old.alarm_ns
-        since = old.boundary_ns or new.entered_ns
-        if passed > 0 and since:
-            self.step_s = max(0.0, (new.boundary_ns - since) / passed / _NS)
-        if new.pid:
-            self.durable_step = _durable_step(new, self.durable_step, memory)
-        self.status = new
-
-
-def _durable_step(new: Status, before: int, memory: Path | None) -> int:
-    """`before`: that of the rank's earlier processes. What comes after the step that a process went on from does not
-    count any more."""
-    if new.durable_step >= 0:
-        return new.durable_step
-    if new.resumed_path and (memory is None or not Path(new.resumed_path).is_relative_to(memory)):
-        return new.resumed_step
-    return min(before, new.resumed_step) if new.entered_ns else before
-
-
 class Metrics:
     """`look` belongs to the agent's main thread, `collect` to any other."""
 
     def __init__(self, memory: Path | None = None) -> None:
         """memory: where shared memory is mounted; a step that was read from there is not on disk."""
         self._memory = memory
-        self._ranks: dict[int, _Rank] = {}
-        self._note: tuple[Mapping[str, Mapping[int, float]], Mapping[int, int], int, Totals] = ({}, {}, 0, add_up(()))
+        self._note: tuple[Mapping[int, Status], int, Totals] = ({}, 0, add_up(()))
 
     def look(self, statuses: Mapping[int, Status], records: Iterable[AttemptRecord]) -> None:
         """What the workers' pages say now, and what the agent knows of its attempts."""
-        for rank, status in statuses.items():
-            self._ranks.setdefault(rank, _Rank()).look(status, self._memory)
-        known = {rank: each for rank, each in self._ranks.items() if each.status.pid}
-        values: dict[str, Mapping[int, float]] = {
-            "mindx_step": {r: each.status.step for r, each in known.items()},
-            "mindx_steps_total": {r: each.steps for r, each in known.items()},
-            "mindx_step_seconds": {r: each.step_s for r, each in known.items() if each.step_s is not None},
-            "mindx_durable_step": {r: each.durable_step for r, each in known.items()},
-            "mindx_durable_bytes_total": {r: each.nbytes for r, each in known.items()},
-            "mindx_stall_seconds_total": {r: each.stall_ns / _NS for r, each in known.items()},
-            "mindx_alarms_total": {r: each.alarms for r, each in known.items()},
-        }
-        since = {r: s.durable_ns or s.entered_ns for r, each in known.items() if (s := each.status).entered_ns}
         num_workers = sum(0 < status.phase < WorkerPhase.LEFT for status in statuses.values())
-        self._note = values, since, num_workers, add_up(records)  # one store: a reader sees the old or the new one
+        # One store: a reader sees the old or the new one. What a dead rank said last stays.
+        self._note = {**self._note[0], **statuses}, num_workers, add_up(records)
 
     def collect(self) -> Iterator[Any]:
         """For prometheus_client's registry."""
-        values, since, num_workers, totals = self._note
+        pages, num_workers, totals = self._note
         now = time.monotonic_ns()
-        values = {**values, "mindx_since_durable_seconds": {r: (now - ns) / _NS for r, ns in since.items()}}
+        of_rank: dict[str, Mapping[int, float]] = {
+            "mindx_step": {r: page.step for r, page in pages.items()},
+            "mindx_steps_total": {r: page.boundaries for r, page in pages.items()},
+            "mindx_durable_step": {r: self._durable_step(page) for r, page in pages.items()},
+            "mindx_since_durable_seconds": {
+                r: (now - (page.durable_ns or page.entered_ns)) / _NS for r, page in pages.items() if page.entered_ns
+            },
+            "mindx_durable_bytes_total": {r: page.durable_bytes for r, page in pages.items()},
+            "mindx_stall_seconds_total": {r: page.stall_ns / _NS for r, page in pages.items()},
+        }
         of_node = {
             "mindx_workers": num_workers,
             "mindx_attempts_total": totals.attempts,
@@ -121,7 +76,12 @@ class Metrics:
             if name in of_node:
                 yield _family(name, {(): of_node[name]}, ())
             else:
-                yield _family(name, {(str(rank),): value for rank, value in values.get(name, {}).items()}, ("rank",))
+                yield _family(name, {(str(rank),): value for rank, value in of_rank[name].items()}, ("rank",))
+
+    def _durable_step(self, page: Status) -> int:
+        is_memory = self._memory is not None and Path(page.resumed_path).is_relative_to(self._memory)
+        resumed = -1 if not page.resumed_path or is_memory else page.resumed_step
+        return max(page.durable_step, resumed)
 
 
 def _family(name: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...]) -> Any:

@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import ip_address
 
@@ -57,7 +57,6 @@ _END_S = 300.0
 _HURRY_S = 5.0
 _LEAVE_S = 2.0
 _LOOK_S = 0.1
-_MOST_RANKS = 1000
 
 
 class HostLostError(RendezvousError):
@@ -154,7 +153,7 @@ class Membership(TableConnection):
         Raises RendezvousError: HostLostError, or the nodes have not come in time, or do not meet any more.
         """
         began, store = time.monotonic(), (self.address, port)
-        self.begin_anew(ranks=workers, restarts=restarts, store=store, has_finished=False, cut_off=())
+        self.begin_anew(ranks=workers, restarts=restarts, store=store, has_finished=False)
         if self._thread.ident is None:
             self.down_since = began
             self.start()  # not before: the table could form a group that this agent does not know it wants
@@ -226,10 +225,6 @@ class Membership(TableConnection):
             while self._num_answers < number and self.down_since is None and time.monotonic() < until:
                 self.changed.wait(_LOOK_S)
             return self.news
-
-    def tell_cut_off(self, ranks: Sequence[int]) -> None:
-        """These ranks are about to be ended. Call it before the first signal, so that ranks that fail can learn why."""
-        self.say(cut_off=tuple(ranks[:_MOST_RANKS]))
 
     # --- the connection's thread ---
 

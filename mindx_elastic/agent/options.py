@@ -27,7 +27,6 @@ from torch.distributed.run import (
 from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.config import (
     MIN_GRACE_S,
-    SHRINK_MODES,
     KeySettings,
     MemorySettings,
     Settings,
@@ -67,14 +66,12 @@ class AgentOptions:
     """As in ``MINDX_SNAPSHOT_EVERY``."""
     hang_timeout_s: float | None
     """Seconds without a step; None: learned, 0: never."""
-    exit_timeout_s: float | None
-    """Seconds that a rank may live on after its training; None: as `ExitWatch` says, 0: for ever."""
     run_dir: Path
     """Absolute; exists."""
     restarts_window_s: float | None
     """Seconds within which --max-restarts counts; None: the whole job."""
     crash_loop: int
-    """Equal failures in a row that stop the job; 0: never."""
+    """Failures in a row at one step that stop the job; 0: never."""
     in_place: bool
     """A dead rank is replaced while the others keep their processes, where that is possible."""
     spares: int
@@ -83,10 +80,6 @@ class AgentOptions:
     """Longest time for that, before the job is restarted."""
     min_nproc: int | None
     """Fewest workers of the node that the job goes on with; None: always all of them."""
-    on_shrink: str
-    """What becomes of the updates then; see `agent.places`."""
-    regrow_after_s: float
-    """Seconds until a place that could not be filled is tried again; 0: never."""
     arena_base: Path
     """Memory file system for the agent's folder."""
     job_key_file: Path | None
@@ -166,16 +159,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
             "restarts; auto learns it from the steps; 0 never (default: auto)"
         ),
     },
-    "--exit-timeout": {
-        "type": _seconds(0, 1e7, word="auto"),
-        "default": "auto",
-        "metavar": "SECONDS|auto|0",
-        "help": (
-            "a rank that has not ended so long after its training counts as stuck: its stack is written, it is ended, "
-            "and the job has finished; auto: a process that is stopped (SIGSTOP) after a minute; 0 never (default: "
-            "auto)"
-        ),
-    },
     "--run-dir": {
         "metavar": "DIR",
         "default": "mindx-run",
@@ -197,7 +180,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _count,
         "default": 3,
         "metavar": "K",
-        "help": "stop after the same failure at the same step K times in a row; 0: never (default: 3)",
+        "help": "stop after K failures in a row at the same step; 0: never (default: 3)",
     },
     "--recover": {
         "choices": ("restart", "in-place"),
@@ -226,27 +209,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _count,
         "metavar": "M",
         "help": (
-            "on one node: where the new process of a dead rank fails, too, go on with fewer ranks, M at least, and "
-            "with all of them again when it can be started; each sample of the epoch still comes once (default: the "
-            "job restarts with all ranks, or ends)"
-        ),
-    },
-    "--on-shrink": {
-        "choices": SHRINK_MODES,
-        "default": "keep",
-        "help": (
-            "with --min-nproc: what the updates of fewer ranks are. keep: the global batch, by accumulation over more "
-            "batches (Model.train; guard.accumulation() in a loop of your own); scale-lr: smaller batches, with the "
-            "learning rate in the same proportion; stop: none, save and end with exit code 75 (default: keep)"
-        ),
-    },
-    "--regrow-after": {
-        "type": _seconds(0, 1e7),
-        "default": 60.0,
-        "metavar": "SECONDS",
-        "help": (
-            "with --min-nproc: try so often whether a process can be started again where one has failed, more rarely "
-            "with each time that it cannot; 0: never (default: 60)"
+            "on one node: where the new process of a dead rank fails, too, go on with fewer ranks, M at least, which "
+            "accumulate over more batches (Model.train; guard.accumulation() in a loop of your own), so that the "
+            "global batch stays (default: the job restarts with all ranks, or ends)"
         ),
     },
     "--notice": {
@@ -384,7 +349,6 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         tell_grace=grace_s is not None,
         snapshot_every=every,
         hang_timeout_s=None if args.hang_timeout == "auto" else args.hang_timeout,
-        exit_timeout_s=None if args.exit_timeout == "auto" else args.exit_timeout,
         run_dir=run_dir,
         restarts_window_s=args.max_restarts_window,
         crash_loop=args.crash_loop,
@@ -392,8 +356,6 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         spares=args.spares,
         rejoin_timeout_s=args.rejoin_timeout,
         min_nproc=args.min_nproc,
-        on_shrink=args.on_shrink,
-        regrow_after_s=args.regrow_after,
         arena_base=memory.base or Path("/dev/shm"),
         job_key_file=_job_key_file(args.job_key_file),
         metrics=None if args.metrics_port is None else (args.metrics_host or "127.0.0.1", args.metrics_port),
@@ -469,8 +431,6 @@ def _check_backend(config: LaunchConfig) -> None:
 def _check_shrinking(args: Namespace, config: LaunchConfig) -> None:
     least = args.min_nproc
     if least is None:
-        if args.on_shrink != "keep":
-            raise UsageError(f"--on-shrink {args.on_shrink}: say with --min-nproc how few ranks the job may go on with")
         return
     if config.max_nodes > 1:
         raise UsageError(

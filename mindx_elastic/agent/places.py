@@ -1,16 +1,9 @@
-"""Which places of a node have a worker: all of them, or fewer while some cannot be filled.
+"""Which places of a node have a worker: all of them, or fewer where some cannot be filled (``--min-nproc``).
 
 A *place* is what a local rank stands for: a device, a share of the machine. A job of N workers has the places 0 to N-1.
 A place is *lost* when two processes in a row have failed in it, the second before it passed a boundary: a rank has died
-and no node has taken its place. The workers that remain get the local ranks 0 to n-1 in the order of their places.
-
-==================  ================================================================================================
-``--on-shrink``     how many workers go on
-==================  ================================================================================================
-``keep``            the most among which the batches of an update of all N can be shared out evenly
-``scale-lr``        one for each place that works
-``stop``            none
-==================  ================================================================================================
+and no node has taken its place. The workers that remain get the local ranks 0 to n-1 in the order of their places: the
+most among which the batches of an update of all N can be shared out evenly.
 
 Pure: no clock, no files, no processes. One thread.
 """
@@ -51,8 +44,6 @@ class NodePlaces:
     count: int
     least: int
     """Fewest workers that the job goes on with (``--min-nproc``)."""
-    mode: str = "keep"
-    """As ``--on-shrink`` says."""
     lost: dict[int, str] = field(default_factory=dict)
     """Places that cannot be filled, and why."""
     active: tuple[int, ...] = ()
@@ -93,8 +84,6 @@ class NodePlaces:
         if len(working) == self.count:
             return ActivePlaces(tuple(working))
         names = _names(sorted(self.lost))
-        if self.mode == "stop":
-            return ActivePlaces((), f"{names} cannot be filled (--on-shrink stop)")
         if len(working) < self.least:
             return ActivePlaces(
                 (), f"{names} cannot be filled, {len(working)} are left, and --min-nproc is {self.least}"
@@ -103,8 +92,6 @@ class NodePlaces:
             return ActivePlaces(
                 (), f"{names} cannot be filled, and the program cannot go on with fewer ranks: {refusal}"
             )
-        if self.mode == "scale-lr":
-            return ActivePlaces(tuple(working))
         if not window:
             why = "its loop does not ask guard.accumulation(), so that its global batch would shrink"
             return ActivePlaces((), f"{names} cannot be filled, and the program cannot go on with fewer ranks: {why}")
@@ -113,7 +100,7 @@ class NodePlaces:
                 return ActivePlaces(tuple(working[:size]))
         sizes = f"{self.least} to {len(working)}" if self.least < len(working) else str(self.least)
         what = f"the {self.count * window} batches of an update"
-        why = f"{what} cannot be shared out evenly among {sizes} ranks (--on-shrink keep)"
+        why = f"{what} cannot be shared out evenly among {sizes} ranks"
         return ActivePlaces((), f"{names} cannot be filled, and {why}")
 
 

@@ -28,7 +28,7 @@ __all__ = [
     "runs_of_ranks",
 ]
 
-NOTABLE = ("signal", "fault", "hang", "exit_timeout", "crash_loop", "shrink", "grow", "hold", "membership", "directory")
+NOTABLE = ("signal", "fault", "hang", "crash_loop", "shrink", "hold", "membership", "directory")
 """Events of the agent that a person wants to see."""
 
 _START, _END = "agent_start", "agent_end"

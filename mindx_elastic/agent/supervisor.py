@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
 from mindx_elastic.agent.forked_start import ForkedStart
-from mindx_elastic.agent.hang import ExitWatch, HangWatch
+from mindx_elastic.agent.hang import HangWatch
 from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.last_lines import LastLines, exception_in
@@ -219,13 +218,10 @@ class Supervisor(LocalElasticAgent):
             full_size=None if shrinking is None else shrinking.places.count,
             why_fewer="" if shrinking is None else shrinking.reason,
         )
-        if shrinking is not None:
-            shrinking.begin_attempt()
         context = AttemptContext(
             folder=self._folder,
             inbox=self._inbox,
             hang=self._hang,
-            exits=ExitWatch(self._options.exit_timeout_s),
             stop_files=self._stop_files,
             membership=self._membership,
             events=self._events,
@@ -233,7 +229,6 @@ class Supervisor(LocalElasticAgent):
             stacks=self._options.run_dir / "stacks",
             recovery=self._make_recovery,
             on_look=self._look,
-            **({} if shrinking is None else {"late": shrinking.late}),
         )
         return Attempt(workers, context, number=self._number)
 
@@ -267,7 +262,7 @@ class Supervisor(LocalElasticAgent):
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""
         ending = self.ending
-        if ending.outcome in ("membership", "grown"):
+        if ending.outcome == "membership":
             self._events.emit("restart", reason=ending.cause)
             return True
         if ending.outcome != "failed":
@@ -275,16 +270,10 @@ class Supervisor(LocalElasticAgent):
         if attempt.abandoned:
             logger.error("no restart: ranks %s could not be ended and hold their devices", attempt.abandoned)
             return False
-        if self._shrinking is not None and self._shrinking.stops_with:
-            cause = f"{ending.cause}; {self._shrinking.stops_with}"
-            logger.error("no restart: %s", self._shrinking.stops_with)
-            self.ending = replace(ending, code=EXIT_TEMPORARY, cause=cause)
-            return False
         failure = self.ledger.failure(attempt, ending)
         self.leaves_nothing = failure.leaves_nothing
         verdict = self._crash_loop.judge(failure)
-        is_free = self._shrinking is not None and self._shrinking.has_fallen_back
-        allowed = verdict.action != "stop" and (is_free or self._restarts.take(time.monotonic()))
+        allowed = verdict.action != "stop" and self._restarts.take(time.monotonic())
         if verdict.explanation:
             for line in verdict.explanation.splitlines():  # a record is one line
                 logger.error("%s", line)
@@ -295,7 +284,7 @@ class Supervisor(LocalElasticAgent):
                 logger.error("no restart: %s", self._restarts.why_not)
             return False
         print_block(render(self.ledger.records, self.ledger.recoveries))
-        logger.warning("restart %s", "that does not count" if is_free else self._restarts.count)
+        logger.warning("restart %s", self._restarts.count)
         self._events.emit("restart", reason=ending.cause, restart=self._restarts.total)
         return True
 
@@ -408,7 +397,7 @@ class Supervisor(LocalElasticAgent):
 
     # --- small parts --------------------------------------------------------------------------------------------------
 
-    def _look(self, statuses: Mapping[int, Status]) -> str:
+    def _look(self, statuses: Mapping[int, Status]) -> None:
         self.ledger.look(statuses)
         self.ledger.look_at_pause(statuses)
         self._note_arenas(statuses)
@@ -417,7 +406,8 @@ class Supervisor(LocalElasticAgent):
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)
-        return "" if self._shrinking is None else self._shrinking.look(statuses)
+        if self._shrinking is not None:
+            self._shrinking.look(statuses)
 
     def _note_arenas(self, statuses: Mapping[int, Status]) -> None:
         """While the ranks live: the page of one that is replaced is gone with it."""

@@ -108,8 +108,6 @@ class Register:
     """What has ended its part of the group before."""
     has_finished: bool = False
     """Its ranks have, and it waits for the others' end."""
-    cut_off: tuple[Rank, ...] = ()
-    """Ranks that had not ended after their training, and were ended by it."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +197,6 @@ class News:
     """What became of the first of them."""
     failed: bool = False
     """It is dead, or its part of the group has failed."""
-    cut_off: tuple[Rank, ...] = ()
-    """As all members have said with `Register`: others that waited for these ranks may fail now."""
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ class Table:
         """To a member that has connected again: what it may not have heard."""
         self.outbox.append((place.incarnation, self._group_message(place)))
         news = self._news()
-        if news.waiting or news.missing or news.cut_off:
+        if news.waiting or news.missing:
             self.outbox.append((place.incarnation, news))
 
     def _answer(self, who: Register, now: float) -> messages.Welcome | messages.Refused | messages.Dead:
@@ -546,15 +546,14 @@ class Table:
         if missing:
             how = "is dead" if missing[0].state is ProcessState.DEAD else "has left the group"
             why = f"{missing[0]} {how}: {missing[0].why}".removesuffix(": ")
-        cut_off = sorted({rank for m in members for rank in m.said.cut_off})
         ranks = tuple(m.rank or 0 for m in missing[:_MOST_TOLD])
         failed = bool(missing and missing[0].why)
-        return messages.News(min(num_waiting, room), ranks, why, failed, tuple(cut_off[:_MOST_TOLD]))
+        return messages.News(min(num_waiting, room), ranks, why, failed)
 
     def _topics(self) -> object:
         """News are told when this changes: not with each member that comes or goes, for most go together."""
         news, dead = self._news(), {m.rank for m in self.places.values() if m.state is ProcessState.DEAD}
-        return news.waiting > 0, bool(news.missing), dead, news.cut_off
+        return news.waiting > 0, bool(news.missing), dead
 
     def _tell_news(self) -> None:
         told, self._told = self._told, self._topics()

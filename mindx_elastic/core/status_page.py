@@ -78,8 +78,6 @@ class Status(NamedTuple):
     """What a graceful stop leaves with; -1 for none."""
     entered_ns: int = 0
     """When the guard was entered and the state was back."""
-    left_ns: int = 0
-    """When the guard was left; 0 before."""
     finished: int = 0
     """1: its block has ended by itself, so that the training is done; the process may have more to do."""
     in_place: int = 0

@@ -57,7 +57,7 @@ def window_of(batches: int, world_size: int) -> int:
     if batches * shares % world_size:
         raise UsageError(
             f"the {batches * shares} batches of an update of {shares} ranks cannot be shared out evenly among "
-            f"{world_size}; start with another number of ranks, or with --on-shrink scale-lr"
+            f"{world_size}; start with another number of ranks"
         )
     return batches * shares // world_size
 

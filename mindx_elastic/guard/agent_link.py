@@ -166,5 +166,4 @@ class AgentLink:
         if self.stays:
             self.page.set(phase=WorkerPhase.STARTING)
             return
-        self.page.set(left_ns=time.monotonic_ns())
         self.page.set(phase=WorkerPhase.LEFT)

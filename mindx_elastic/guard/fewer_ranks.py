@@ -1,14 +1,9 @@
-"""What keeps the updates right while the job trains with fewer ranks than it is meant to have.
+"""What keeps the updates right while the job trains with fewer ranks than it is meant to have (``--min-nproc``).
 
-``--on-shrink keep``: each rank stands in for several, one after the other, and accumulates over as many more batches
-(`Guard.accumulation`). The loader hands out the batches that all ranks together would get, so an update is the mean
-over the same samples. A step is an update's share of the whole job's: `step_end` inside of a longer window counts only
-as often as it would with all ranks.
-
-``--on-shrink scale-lr``: each optimizer finds its learning rates scaled while it steps. In between they are the
-program's own, so schedulers, checkpoints and a later run with all ranks know nothing of it. They are scaled once the
-update gate has let the step begin, and put back before the gate sees its end: no snapshot has them, and an error of the
-gate leaves none scaled.
+Each rank stands in for several, one after the other, and accumulates over as many more batches (`Guard.accumulation`).
+The loader hands out the batches that all ranks together would get, so an update is the mean over the same samples. A
+step is an update's share of the whole job's: `step_end` inside of a longer window counts only as often as it would with
+all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, ShrinkSettings
@@ -34,7 +29,7 @@ __all__ = ["FewerRanks", "why_fixed"]
 
 _ASK = (
     "Accumulate over `n = guard.accumulation()` batches for each update (`guard.accumulation(4)` where it is 4 with "
-    "all ranks) and divide each loss by n, or start with --on-shrink scale-lr"
+    "all ranks) and divide each loss by n, or start without --min-nproc"
 )
 
 
@@ -51,11 +46,8 @@ class FewerRanks:
         """The job has fewer ranks than it is meant to have. Else there is nothing to do in a step."""
         self.has_left_out = False
         """`leaves_out` has said so last."""
-        self._scaled: dict[int, list[tuple[dict[str, Any], Any, Any]]] = {}
-        self._scales: Callable[..., None] | None = None
         self._world_size = 1
         self._shares = 1  # ranks of the whole job that those that are there stand for
-        self._full = 1  # ranks of the whole job
 
     def accumulation(self, batches: int) -> int:
         """Over how many batches this rank accumulates where it is `batches` with all ranks."""
@@ -80,33 +72,21 @@ class FewerRanks:
         self._page, self._unmanaged, self._loaders = page, unmanaged, loaders
         self._world_size, self._shares, self._calls = world_size, shares_of(world_size), 0
         self._handed.clear()
-        self._scales = None
         self.has_left_out, self.is_shrunk = False, settings.is_shrunk(world_size)
         if settings.full_size:
             page.set(accumulates=self._divisor)
-            page.set_text("fixed_size", why_fixed(settings, world_size, loaders.by_name(), optimizers))
+            page.set_text("fixed_size", why_fixed(world_size, loaders.by_name()))
         if not self.is_shrunk:
             return
-        full = self._full = settings.full_size
         named = {id(optimizer) for optimizer in optimizers}
-        if settings.mode == "keep":
-            handle = register_optimizer_step_pre_hook(_only(named, self._check_window))
-            told = f"they stand in for all {full}, and accumulate over more batches: the global batch stays"
-        else:
-            handle = register_optimizer_step_post_hook(_only(named, lambda optimizer: self._put_back(id(optimizer))))
-            self._scales = _only(named, self._scale)
-            told = f"each update takes the learning rate times {world_size}/{full}"
-        stack.callback(handle.remove)
+        stack.callback(register_optimizer_step_pre_hook(_only(named, self._check_window)).remove)
         if rank == 0:
-            logger.warning("%d of %d ranks train: %s", world_size, full, told)
-
-    def begin_updates(self, stack: ExitStack) -> None:
-        """The update gate is open."""
-        if self._scales is not None:
-            stack.callback(self.end_step)
-            stack.callback(register_optimizer_step_pre_hook(self._scales).remove)
-
-    # --- keep ---
+            logger.warning(
+                "%d of %d ranks train: they stand in for all of them, and accumulate over more batches: the global "
+                "batch stays",
+                world_size,
+                settings.full_size,
+            )
 
     def leaves_out(self, is_inside: Callable[[], bool]) -> bool:
         """Whether the step that has ended is none with all ranks: a part of a window that is longer now. `is_inside`:
@@ -144,34 +124,6 @@ class FewerRanks:
                 _ASK,
             )
 
-    # --- scale-lr ---
-
-    def end_step(self) -> None:
-        """At a step's end, and the guard's: put back what an ``optimizer.step()`` that was cut off has left scaled."""
-        for key in list(self._scaled):
-            self._put_back(key)
-
-    def _scale(self, optimizer: torch.optim.Optimizer) -> None:
-        self._put_back(id(optimizer))
-        scaled = []
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                own = group["lr"]
-                group["lr"] = own * self._world_size / self._full
-                scaled.append((group, own, group["lr"]))
-        self._scaled[id(optimizer)] = scaled
-
-    def _put_back(self, key: int) -> None:
-        for group, own, scaled in self._scaled.pop(key, ()):
-            if group["lr"] is scaled:
-                group["lr"] = own
-            else:
-                self._unmanaged.risk(
-                    "a learning rate that was scaled for fewer ranks was changed in an optimizer.step(), or after one "
-                    "that had failed: made from the scaled one, it is too small from here on",
-                    "Step schedulers outside of optimizer.step(), and not where it has raised",
-                )
-
 
 def _only(named: set[int], hook: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
     def run(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -181,26 +133,15 @@ def _only(named: set[int], hook: Callable[[torch.optim.Optimizer], None]) -> Cal
     return run
 
 
-def why_fixed(
-    settings: ShrinkSettings,
-    world_size: int,
-    loaders: Sequence[tuple[str, Any]],
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> str:
+def why_fixed(world_size: int, loaders: Sequence[tuple[str, Any]]) -> str:
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     for name, loader in loaders:
         if isinstance(loader, ReplayLoader):
             return f"{name} keeps its own order, which resumes with as many ranks only (use a ResumableLoader)"
         if isinstance(loader, FunctionLoader):
-            if settings.mode == "keep":
-                return f"{name} makes the batches of each rank from its number"
-        elif not isinstance(loader, ResumableLoader):
+            return f"{name} makes the batches of each rank from its number"
+        if not isinstance(loader, ResumableLoader):
             return f"{name} keeps its own position, one for each rank (use a ResumableLoader)"
-        elif settings.mode == "keep" and loader.num_shares != world_size:
+        if loader.num_shares != world_size:
             return f"{name} is not shared out over all ranks (it has no DistributedSampler)"
-    if settings.mode == "scale-lr":
-        for optimizer in optimizers:
-            rates = [group.get("lr") for group in optimizer.param_groups]
-            if not all(isinstance(rate, (int, float, torch.Tensor)) for rate in rates):
-                return f"a {type(optimizer).__name__} has no learning rate that can be scaled"
     return ""

@@ -265,7 +265,6 @@ class Guard(LayeredGuard):
         self._start_stages(stack, opening)
         if trains:
             self._checks.watch(self._update_gate)
-            self._fewer.begin_updates(stack)
         self._around.enter(
             start.resumed,
             start.run_id,
@@ -441,10 +440,8 @@ class Guard(LayeredGuard):
         if self._place is not None:
             self._place.member.at_boundary()
         loops = self._loops
-        if self._fewer.is_shrunk:
-            self._fewer.end_step()
-            if self._fewer.leaves_out(self._boundaries.is_inside_accumulation):
-                return
+        if self._fewer.is_shrunk and self._fewer.leaves_out(self._boundaries.is_inside_accumulation):
+            return
         self._known = self._loaders.at_boundary()
         loops.count()
         self._finished_step = False

@@ -9,7 +9,6 @@ import jinja2
 from markupsafe import Markup
 
 from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, add_up, totals_line
-from mindx_elastic.agent.restarts import advice
 from mindx_elastic.core.printable import printable
 from mindx_elastic.report.run_history import Bar, Mark, RunHistory, remarks_of_run
 
@@ -80,9 +79,8 @@ def _next(story: RunHistory, failure: AttemptRecord | None) -> str:
     if failure is None or failure is not last:
         return "start the same command again to go on"
     reached = -1 if failure.step_reached is None else failure.step_reached
-    where = advice(failure.cause or "", -1 if failure.cause_rank is None else failure.cause_rank, reached)
     onward = "" if reached < 0 else "; it goes on from the newest good checkpoint (mindx-elastic plan names it)"
-    return f"look at {where}. Remove the cause and start the same command again{onward}"
+    return f"remove the cause (mindx-elastic logs) and start the same command again{onward}"
 
 
 def _tiles(story: RunHistory, total_s: float) -> list[tuple[str, str]]:

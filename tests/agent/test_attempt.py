@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext, _culprits
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.hang import ExitWatch, HangWatch, Stuck
+from mindx_elastic.agent.hang import HangWatch, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.cluster.messages import News
@@ -137,14 +136,12 @@ def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
             folder=AgentFolder(tmp_path),
             inbox=inbox,
             hang=HangWatch(more.get("hang_timeout_s", 0)),
-            exits=ExitWatch(more.get("exit_timeout_s", 0)),
             stop_files=faults or Faults(),  # type: ignore[arg-type]
             membership=more.get("membership"),
             events=EventLog(tmp_path / "events.jsonl"),
             grace_s=grace_s,
             stacks=tmp_path / "stacks",
             on_look=lambda statuses: None,
-            late=more.get("late", lambda statuses: {}),
             recovery=more.get("recovery", lambda workers: None),
         )
         made = Attempt(workers, context, number=0)  # type: ignore[arg-type]
@@ -304,14 +301,10 @@ class Nodes:
 
     def __init__(self, inbox: SignalInbox, *, waiting: int = 0, lost: str = "") -> None:
         self.news, self.lost = News(waiting, (), ""), lost
-        self.told: list[int] = []
         self.wakeup = SimpleNamespace(fd=inbox.fd, drain=lambda: None)
 
     def ask(self) -> News:
         return self.news
-
-    def tell_cut_off(self, ranks: list[int]) -> None:
-        self.told += ranks
 
 
 def test_a_node_that_waits_makes_everybody_meet_anew(run: Callable[..., Ending], inbox: SignalInbox) -> None:
@@ -349,37 +342,8 @@ def test_a_lost_node(page: Status | None, run: Callable[..., Ending], inbox: Sig
 
 
 def past(*, finished: bool = True, **more: Any) -> Status:
-    """A guard that was left a minute ago."""
-    left_ns = clock.monotonic_ns() - 60 * 10**9
-    return IN_TRAINING._replace(phase=WorkerPhase.LEFT, left_ns=left_ns, finished=int(finished), **more)
-
-
-def test_a_rank_that_does_not_end_is_ended_and_the_job_has_finished(
-    run: Callable[..., Ending], inbox: SignalInbox, tmp_path: Path
-) -> None:
-    workers = Workers({0: past(), 1: past()}, ignore)
-    workers.end(0, 0)
-    nodes = Nodes(inbox)
-    ending = run(workers, exit_timeout_s=30, membership=nodes, grace_s=0.4)
-    assert nodes.told == [1], "the other nodes know"
-    assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
-    assert "rank 1 has not ended 60" in ending.cause and "may be incomplete" in ending.cause
-    assert workers.sent == {0: [], 1: [TERM, KILL]}, "SIGTERM, and SIGKILL for one that does not heed it"
-    (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines() if "exit_t" in line)
-    assert (event["ranks"], event["outcome"], event["step"]) == ([1], "finished", 3)
-
-
-def test_a_rank_that_fails_because_the_one_it_waited_for_was_ended(run: Callable[..., Ending]) -> None:
-    def react(rank: int, signum: int) -> int | None:
-        if signum == TERM:
-            workers.end(0, 1)
-        return obey(rank, signum)
-
-    recent = past()._replace(left_ns=clock.monotonic_ns() + 3600 * 10**9)
-    workers = Workers({0: recent, 1: past()}, react)
-    ending = run(workers, exit_timeout_s=30)
-    assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
-    assert "rank 0 ended after its training with exit code 1, because rank 1 was ended" in ending.cause
+    """A guard that was left."""
+    return IN_TRAINING._replace(phase=WorkerPhase.LEFT, finished=int(finished), **more)
 
 
 def test_what_is_done_after_the_training_needs_no_other_node(run: Callable[..., Ending], inbox: SignalInbox) -> None:

@@ -87,14 +87,6 @@ def test_a_rank_that_was_ended_on_its_way_out_has_left_with_the_code_that_it_mea
     assert (ending.outcome, ending.code, ending.elsewhere) == ("failed", 75, True)
 
 
-def test_finished_though_some_were_ended_after_their_training() -> None:
-    workers = [end(0), guarded(-KILL, 1, sent=(KILL,)), guarded(1, 2)]
-    ending = conclude(workers, None, cut_off=[1, 2])
-    assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
-    assert conclude(workers, None, cut_off=[1]).outcome == "failed", "rank 2 failed by itself"
-    assert not conclude([end(0), end(0, 1)], None, cut_off=[1]).cut_off, "it came to its end after all"
-
-
 @pytest.mark.parametrize(
     ("workers", "code", "rank", "cause"),
     [

@@ -1,4 +1,4 @@
-"""Which ranks are stuck, in the training and after it: with invented pages and times."""
+"""Which ranks are stuck in the training: with invented pages and times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.agent.hang import STOPPED_S, ExitWatch, HangWatch, Leaver, Overdue, Stuck
+from mindx_elastic.agent.hang import HangWatch, Stuck
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
 POLL_S = 0.5
@@ -157,75 +157,3 @@ def test_steps_like_those_before_are_never_stuck(steps: list[float], poll: float
     if timeout:
         assert timeout <= max(60, 10 * (longest + 2 * poll) * 3, 30 * (longest + 2 * poll))
     assert last <= job.now
-
-
-# --- which ranks do not end after their training ---
-
-
-NS = 1_000_000_000
-
-
-class Clock:
-    """Looks twice a second, as an attempt does."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self.watch, self.now = ExitWatch(timeout_s), 1000.0
-        self.leavers: dict[int, Leaver] = {}
-
-    def leave(self, rank: int, *, stopped: bool = False) -> None:
-        left = self.leavers[rank].left_ns if rank in self.leavers else int(self.now * NS)
-        self.leavers[rank] = Leaver(left_ns=left, stopped=stopped)
-
-    def wait(self, seconds: float) -> list[Overdue]:
-        """Until somebody is overdue."""
-        end = self.now + seconds
-        while self.now < end:
-            self.now += 0.5
-            if found := self.watch.observe(self.leavers, int(self.now * NS)):
-                return found
-        return []
-
-
-def ranks(found: list[Overdue]) -> list[int]:
-    return [each.rank for each in found]
-
-
-def test_a_given_timeout_counts_from_the_guard_s_end_whatever_the_rank_does() -> None:
-    clock = Clock(20)
-    clock.leave(0)
-    assert clock.wait(20) == []
-    (found,) = clock.wait(1)
-    assert found.rank == 0 and 20 < found.seconds <= 21 and not found.stopped
-
-
-def test_a_stopped_one_goes_alone_and_the_others_get_their_time_again() -> None:
-    clock = Clock(20)
-    clock.leave(0)
-    clock.leave(1, stopped=True)
-    found = clock.wait(30)
-    assert ranks(found) == [1] and found[0].stopped
-    clock.watch.reset(int(clock.now * NS))
-    del clock.leavers[1]
-    assert clock.wait(20) == []
-    assert ranks(clock.wait(1)) == [0]
-
-
-def test_by_itself_a_stopped_process_has_a_minute() -> None:
-    clock = Clock(None)
-    clock.leave(0)
-    clock.leave(1)
-    assert clock.wait(3600) == [], "they may work"
-    clock.leave(1, stopped=True)
-    assert clock.wait(STOPPED_S) == []
-    assert ranks(clock.wait(1)) == [1]
-
-
-def test_a_process_that_goes_on_again_was_only_paused() -> None:
-    clock = Clock(None)
-    clock.leave(0, stopped=True)
-    assert clock.wait(STOPPED_S - 1) == []
-    clock.leave(0)
-    assert clock.wait(5) == []
-    clock.leave(0, stopped=True)
-    assert clock.wait(STOPPED_S) == []
-    assert ranks(clock.wait(1)) == [0]

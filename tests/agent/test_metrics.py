@@ -56,28 +56,16 @@ def test_what_the_pages_say(server: MetricsServer) -> None:
     found = read(server)
     assert found['mindx_step{rank="0"}'] == 14 and found['mindx_step{rank="1"}'] == 9
     assert found['mindx_steps_total{rank="0"}'] == 14
-    assert found['mindx_step_seconds{rank="0"}'] == pytest.approx(2.0)
     assert found['mindx_durable_step{rank="0"}'] == 12 and found['mindx_durable_step{rank="1"}'] == -1
     assert 5 <= found['mindx_since_durable_seconds{rank="0"}'] < 20 <= found['mindx_since_durable_seconds{rank="1"}']
     assert found['mindx_durable_bytes_total{rank="0"}'] == 4096
-    assert found['mindx_stall_seconds_total{rank="0"}'] == 0.5 and found['mindx_alarms_total{rank="0"}'] == 1
+    assert found['mindx_stall_seconds_total{rank="0"}'] == 0.5
     assert (found["mindx_workers"], found["mindx_attempts_total"], found["mindx_failures_total"]) == (1, 1, 3)
     assert (found["mindx_steps_lost_total"], found["mindx_recoveries_in_place_total"]) == (3, 2)
     assert found["mindx_not_training_seconds_total"] == 1.5
 
 
-def test_counters_go_on_over_a_restart(server: MetricsServer) -> None:
-    full = {"durable_bytes": 100, "stall_ns": SECOND, "alarm_ns": 5}
-    server.metrics.look({0: page(step=10, boundaries=10, **full)}, [])
-    for status in (page(pid=8), page(pid=8, step=12, boundaries=2, boundary_ns=time.monotonic_ns(), **full)):
-        server.metrics.look({0: status}, [])
-    found = read(server)
-    assert found['mindx_steps_total{rank="0"}'] == 12 and found['mindx_step{rank="0"}'] == 12
-    assert found['mindx_durable_bytes_total{rank="0"}'] == 200 and found['mindx_alarms_total{rank="0"}'] == 2
-    assert found['mindx_stall_seconds_total{rank="0"}'] == 2
-
-
-def test_the_step_on_disk_is_known_over_a_restart() -> None:
+def test_the_step_on_disk_is_known_after_a_restart() -> None:
     """A process that has saved nothing yet: the step that it went on from is on disk, unless it came from memory."""
     pytest.importorskip("prometheus_client")
     metrics = Metrics(Path("/dev/shm"))
@@ -90,9 +78,7 @@ def test_the_step_on_disk_is_known_over_a_restart() -> None:
     for status, step in (
         (begun, -1),
         (begun._replace(durable_step=90), 90),
-        (page(pid=8, entered_ns=0), 90),
-        (page(pid=8, resumed_step=100, resumed_path="/dev/shm/a/slot_0.safetensors"), 90),
-        (page(pid=9, resumed_step=80, resumed_path="/dev/shm/a/slot_0.safetensors"), 80),
+        (page(pid=8, resumed_step=100, resumed_path="/dev/shm/a/slot_0.safetensors"), -1),
         (page(pid=10, resumed_step=100, resumed_path="/disk/c-100.safetensors"), 100),
         (page(pid=11), -1),  # started over
     ):

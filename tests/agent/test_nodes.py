@@ -90,7 +90,7 @@ def inbox() -> Iterator[SignalInbox]:
         yield found
 
 
-def test_an_agent_hears_that_another_one_wants_to_meet_again_and_which_ranks_it_ends(agents: Agents) -> None:
+def test_an_agent_hears_that_another_one_wants_to_meet_again(agents: Agents) -> None:
     agents.meet()
     one, two = agents.members
     one.note_end(FAILED)
@@ -100,9 +100,6 @@ def test_an_agent_hears_that_another_one_wants_to_meet_again_and_which_ranks_it_
     assert two.ask().waiting == 1 and two.lost.endswith("has left the group: why")
     meet(two, 2, 0, 1)
     thread.join(100)
-    one.tell_cut_off([3])
-    wait_until(lambda: two.ask().cut_off, "the ranks")
-    assert two.ask().cut_off == (3,)
 
 
 def test_agents_that_have_finished_end_together(agents: Agents, inbox: SignalInbox) -> None:

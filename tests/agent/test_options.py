@@ -51,7 +51,7 @@ def test_without_options() -> None:
     options = plan.options
     assert (options.grace_s, options.tell_grace) == (30.0, False)
     assert (options.snapshot_every, options.hang_timeout_s, options.crash_loop) == ("auto", None, 3)
-    assert options.restarts_window_s is None and options.exit_timeout_s is None
+    assert options.restarts_window_s is None
     assert options.run_dir == Path("mindx-run").absolute()
     assert options.run_dir.is_dir()
 
@@ -65,9 +65,6 @@ def test_ours() -> None:
     assert (options.snapshot_every, options.hang_timeout_s, options.crash_loop) == ("4", 0.0, 5)
     assert (options.restarts_window_s, options.run_dir) == (600.0, Path("elsewhere/run").absolute())
     assert read("--hang-timeout", "12.5").options.hang_timeout_s == 12.5
-    assert read("--exit-timeout", "12.5").options.exit_timeout_s == 12.5
-    assert read("--exit-timeout", "0").options.exit_timeout_s == 0
-    assert read("--exit-timeout", "auto").options.exit_timeout_s is None
 
 
 def test_the_key_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

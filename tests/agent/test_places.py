@@ -1,4 +1,4 @@
-"""Which places have a worker: after any failures the job goes on with as many as it may, and with all in the end."""
+"""Which places have a worker: after any failures the job goes on with as many as it may."""
 
 from __future__ import annotations
 
@@ -19,16 +19,6 @@ def test_a_place_is_lost_when_its_new_process_fails_too() -> None:
     assert places.choose().active == (0, 1)
 
 
-def test_a_place_that_is_tried_again_and_fails_is_lost_at_once() -> None:
-    places = NodePlaces(2, 1)
-    places.note_ends([failed(1)])
-    places.note_ends([failed(1)])
-    places.active = places.choose().active
-    places.lost.clear()
-    assert places.choose().active == (0, 1)
-    assert places.note_ends([failed(1)]) == [1]
-
-
 def test_a_place_in_which_a_later_process_of_the_attempt_got_on_is_not_lost() -> None:
     """Two were replaced in place, the second one before it passed a boundary, and the third one has trained."""
     places = NodePlaces(2, 1)
@@ -39,21 +29,18 @@ def test_a_place_in_which_a_later_process_of_the_attempt_got_on_is_not_lost() ->
 
 
 def test_how_many_go_on() -> None:
-    def after(count: int, *lost: int, least: int = 1, mode: str = "keep", window: int = 1) -> tuple[int, ...]:
-        places = NodePlaces(count, least, mode, dict.fromkeys(lost, "gone"))
+    def after(count: int, *lost: int, least: int = 1, window: int = 1) -> tuple[int, ...]:
+        places = NodePlaces(count, least, dict.fromkeys(lost, "gone"))
         return places.choose(window=window).active
 
     assert after(4, 3) == (0, 1)
     assert after(4, 3, window=3) == (0, 1, 2)
-    assert after(4, 0, mode="scale-lr") == (1, 2, 3)
     assert after(8, 2, 5) == (0, 1, 3, 4)
     assert after(3, 1) == (0,)
     assert after(3, 1, window=2) == (0, 2)
     assert after(3, 1, least=2) == ()
     assert after(2, 0, 1) == ()
-    assert after(4, 3, mode="stop") == ()
     assert after(4, 3, window=0) == ()
-    assert after(4, 3, window=0, mode="scale-lr") == (0, 1, 2)
 
 
 @given(
@@ -61,31 +48,24 @@ def test_how_many_go_on() -> None:
     least=st.integers(1, 16),
     lost=st.sets(st.integers(0, 15)),
     window=st.integers(0, 6),
-    mode=st.sampled_from(["keep", "scale-lr", "stop"]),
     refusal=st.sampled_from(["", "the loader has its own order"]),
 )
-def test_a_choice_is_right_or_says_why_not(
-    count: int, least: int, lost: set[int], window: int, mode: str, refusal: str
-) -> None:
+def test_a_choice_is_right_or_says_why_not(count: int, least: int, lost: set[int], window: int, refusal: str) -> None:
     least, lost = min(least, count), {place for place in lost if place < count}
-    places = NodePlaces(count, least, mode, dict.fromkeys(lost, "gone"))
+    places = NodePlaces(count, least, dict.fromkeys(lost, "gone"))
     choice = places.choose(refusal=refusal, window=window)
     assert bool(choice.active) != bool(choice.why_not)
     assert not set(choice.active) & lost
     if not lost:
         assert choice.active == tuple(range(count))
     elif choice.active:
-        assert mode != "stop"
         assert not refusal
         size = len(choice.active)
         assert least <= size <= count - len(lost)
         assert choice.active == tuple(sorted(choice.active))
-        if mode == "keep":
-            assert window
-            assert count * window % size == 0
-            assert not any(count * window % more == 0 for more in range(size + 1, count - len(lost) + 1))
-        else:
-            assert size == count - len(lost)
+        assert window
+        assert count * window % size == 0
+        assert not any(count * window % more == 0 for more in range(size + 1, count - len(lost) + 1))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), max_size=30))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.agent.restarts import CrashLoop, Failure, Restarts, RestartVerdict, same_cause
+from mindx_elastic.agent.restarts import CrashLoop, Failure, Restarts, RestartVerdict
 
 
 def test_none() -> None:
@@ -31,33 +31,29 @@ def actions(failures: list[Failure], repeats: int = 3) -> list[str]:
     return [verdict.action for verdict in judge_all(failures, repeats)]
 
 
-def test_the_same_failure_at_the_same_step_stops_the_job() -> None:
-    failures = [replace(BUG, boundaries=5, rank=rank) for rank in (2, 0, 2)]
-    verdicts = judge_all(failures)
+@pytest.mark.parametrize(
+    "causes", [(BUG.cause,) * 3, (BUG.cause, "killed by SIGSEGV", "exit code 1: RuntimeError: reset")]
+)
+def test_failures_at_the_same_step_stop_the_job_whatever_their_causes(causes: tuple[str, ...]) -> None:
+    verdicts = judge_all([replace(BUG, boundaries=5, cause=cause) for cause in causes])
     assert [verdict.action for verdict in verdicts] == ["restart", "restart", "stop"]
     assert verdicts[0].explanation == ""
     text = verdicts[2].explanation
-    assert "The last 3 attempts failed the same way at the same step" in text
-    assert "exit code 1: ValueError: bad sample" in text
-    assert "after step 105, so in step 106 or on the way to it; ranks 0, 2 in turn" in text
-    assert "they began with step 100" in text and "traceback of rank 2" in text and "batch of step 106" in text
-    assert "start the same command again" in text
+    assert "3 attempts in a row failed at the same step" in text and all(cause in text for cause in causes)
+    assert "after step 105, so in step 106 or on the way to it" in text and BUG.resumed_path in text
+    assert "start the same command again" in text and "move all files" not in text
 
 
-def test_another_step_or_another_cause_begins_a_new_row() -> None:
+def test_another_step_begins_a_new_row() -> None:
     bug = replace(BUG, boundaries=5)
-    other = replace(bug, cause="exit code 1: KeyError: 'x'")
     later = replace(bug, step=106, boundaries=6)
-    assert actions([bug, bug, other, bug, bug, later, bug, bug]) == ["restart"] * 8
+    assert actions([bug, bug, later, bug, bug, later, later, bug]) == ["restart"] * 8
 
 
 def test_a_failure_that_was_saved_where_it_happened() -> None:
-    # The first attempt got there by itself, so the checkpoint that it left cannot be the cause.
     first = replace(BUG, boundaries=105, resumed_step=-1, resumed_path="")
     again = replace(BUG, resumed_step=105, resumed_path="a/105_breakpoint")
-    verdicts = judge_all([first, again, again])
-    assert [verdict.action for verdict in verdicts] == ["restart", "restart", "stop"]
-    assert "they began with a fresh start, then step 105" in verdicts[2].explanation
+    assert actions([first, again, again]) == ["restart", "restart", "stop"]
 
 
 def test_zero_switches_it_off() -> None:
@@ -72,67 +68,17 @@ def test_nothing_is_judged_where_no_step_is_known() -> None:
 def test_a_crash_before_the_first_step_of_a_fresh_start() -> None:
     verdicts = judge_all([Failure(cause="killed by SIGKILL", rank=0, step=-1)] * 3)
     assert [verdict.action for verdict in verdicts] == ["restart", "restart", "stop"]
-    assert "before the first step was done" in verdicts[2].explanation and "memory" in verdicts[2].explanation
+    assert "before the first step was done" in verdicts[2].explanation and "a fresh start" in verdicts[2].explanation
 
 
-def test_resumes_of_one_checkpoint_that_pass_no_step_stop_the_job_whatever_their_causes() -> None:
-    causes = ("killed by SIGSEGV", "exit code 1: RuntimeError: Connection reset by peer", "killed by SIGABRT")
-    verdicts = judge_all([replace(BAD_FILE, cause=cause) for cause in causes])
-    assert [verdict.action for verdict in verdicts] == ["restart", "restart", "stop"]
-    text = verdicts[2].explanation
-    assert "checkpoint of step 100" in text and BAD_FILE.resumed_path in text and "move all files of step 100" in text
-    assert all(cause in text for cause in causes)
+def test_resumes_of_one_checkpoint_that_pass_no_step_say_how_to_go_on_from_an_older_one() -> None:
+    text = judge_all([BAD_FILE] * 3)[2].explanation
+    assert BAD_FILE.resumed_path in text and "move all files of step 100" in text
 
 
 def test_another_checkpoint_in_between_clears_the_first() -> None:
     other = replace(BAD_FILE, resumed_step=90, step=90, resumed_path="90")
     assert actions([BAD_FILE, BAD_FILE, other, BAD_FILE, BAD_FILE]) == ["restart"] * 5
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("worker 4711 died", "worker 17 died"),
-        ("<Model object at 0x7f3a5c001d90>", "<Model object at 0x55d0c3>"),
-        ("no step for 63.2 s", "no step for 61 s"),
-        ("at 12:03:59.171, rank -1", "at 2:59:01, rank 3"),
-        ("cannot open /tmp/tmpab12_xyz/f", "cannot open /tmp/tmpzzzz8k_q/f"),
-        ("run 1b9d6bcd-bbfd-4b2d-9b5d-ab8dfbbd4bed", "run 00000000-bbfd-4b2d-9b5d-ab8dfbbd4bee"),
-        ("digest deadbeef", "digest 0011223344556677"),
-        ("value 1e-05 too small", "value 2.5E+3 too small"),
-        ("two  lines\n", "two lines"),
-    ],
-)
-def test_what_differs_between_processes_is_no_other_cause(one: str, other: str) -> None:
-    assert same_cause(one) == same_cause(other)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("exit code 1", "exit code 75"),
-        ("exit code 1: signal 6", "exit code 1: signal 11"),
-        ("killed by SIGKILL", "killed by SIGSEGV"),
-        ("exit code 1: ValueError: bad sample", "exit code 1: KeyError: bad sample"),
-    ],
-)
-def test_what_tells_causes_apart(one: str, other: str) -> None:
-    assert same_cause(one) != same_cause(other)
-
-
-@pytest.mark.parametrize(
-    ("cause", "hint"),
-    [
-        ("killed by SIGKILL", "dmesg"),
-        ("killed by SIGBUS", "df /dev/shm"),
-        ("killed by SIGSEGV", "native code"),
-        ("no step for 61 s, stuck", "stacks/"),
-        ("exit code 1: OutOfMemoryError: CUDA out of memory", "batch size"),
-        ("exit code 3", "traceback of rank 2"),
-    ],
-)
-def test_the_explanation_says_where_to_look(cause: str, hint: str) -> None:
-    assert hint in judge_all([replace(BUG, cause=cause, boundaries=5)] * 3)[2].explanation
 
 
 FAILURES = st.builds(
@@ -156,9 +102,7 @@ def test_no_verdict_without_its_reasons(failures: list[Failure], repeats: int) -
         judged += [failure] if failure.guarded else []
         last = judged[-repeats:]
         if verdict.action == "stop":
-            same = {(each.step, same_cause(each.cause)) for each in last}
-            starts = {each.resumed_step for each in last if not each.boundaries and each.resumed_path}
-            assert len(last) == repeats and (len(same) == 1 or len(starts) == 1)
+            assert len(last) == repeats and len({each.step for each in last}) == 1
         assert bool(verdict.explanation) == (verdict.action != "restart")
 
 

@@ -46,14 +46,11 @@ def end_of(rank: int, code: int = 3, status: Status | None = None, **more: Any) 
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setenv("MINDX_PLACES", "")
 
-    def make(
-        count: int = 4, *, devices: str | None = None, patience_s: float = 30.0, regrow_after_s: float = 0.0
-    ) -> Shrinking:
+    def make(count: int = 4, *, devices: str | None = None) -> Shrinking:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices or "")
         if devices is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        events = EventLog(tmp_path / "events.jsonl")
-        return Shrinking(NodePlaces(count, 1), events, patience_s=patience_s, regrow_after_s=regrow_after_s)
+        return Shrinking(NodePlaces(count, 1), EventLog(tmp_path / "events.jsonl"))
 
     return make
 
@@ -84,38 +81,8 @@ def test_a_lost_place_keeps_its_device_at_every_start(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == devices
 
 
-def test_a_new_process_is_awaited_until_it_has_passed_a_boundary(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After that, one that takes its place hours later has the time of its recovery."""
-    shrinking = make(2)
-    shrinking.begin_attempt()
-    assert not shrinking.look({0: page(), 1: page()})
-    end_attempt(shrinking, attempt_of(end_of(1, status=page()), end_of(0, 75, page())))
-    shrinking.begin_attempt()
-    began = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: began + 40)
-    assert list(shrinking.late({0: page()})) == [1]
-    assert list(shrinking.late({0: page(), 1: page(0)})) == []
-    shrinking.look({0: page(), 1: page(1)})
-    assert shrinking.late({0: page()}) == {}
-
-
-def test_a_recovery_in_place_is_no_long_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks enter their guards again in it, long after the attempt has begun."""
-    shrinking = make(2)
-    shrinking.begin_attempt()
-    later = page(entered_ns=time.monotonic_ns() + 3600 * 10**9, generation=1)
-    assert not shrinking.look({0: page(), 1: page()})
-    assert not shrinking.look({0: later, 1: later})
-    end_attempt(shrinking, attempt_of(end_of(1, status=later), end_of(0, 75, later)))
-    shrinking.begin_attempt()
-    began = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: began + 40)
-    assert list(shrinking.late({0: page()})) == [1]
-
-
 def test_a_process_that_is_to_replace_one_in_place_and_fails_is_the_second_in_a_row(make: Make) -> None:
     shrinking = make(2)
-    shrinking.begin_attempt()
     first, others = end_of(1, status=page()), end_of(0, 75, page())
     end_attempt(shrinking, attempt_of(end_of(1, pid=2), others, own_failures=[first]))
     assert list(shrinking.places.lost) == [1]
@@ -126,7 +93,6 @@ def test_a_program_is_known_also_where_the_agent_has_not_looked_at_its_training(
     """A place is lost in the first half second: the page of the first process says over how many batches it
     accumulates."""
     shrinking = make(3)
-    shrinking.begin_attempt()
     window = {"accumulates": 2}
     first = end_of(2, status=page(**window))
     ends = [end_of(2, pid=2), end_of(0, 75, page(**window)), end_of(1, 75, page(**window))]
@@ -136,7 +102,6 @@ def test_a_program_is_known_also_where_the_agent_has_not_looked_at_its_training(
 
 def test_one_that_is_ended_because_it_has_not_come_in_time_is_the_second_in_a_row(make: Make) -> None:
     shrinking = make(2)
-    shrinking.begin_attempt()
     first, others = end_of(1, status=page()), end_of(0, 75, page())
     second = end_of(1, -9, pid=2, sent=frozenset({9}))
     end_attempt(shrinking, attempt_of(second, others, own_failures=[first, second]))
@@ -144,24 +109,8 @@ def test_one_that_is_ended_because_it_has_not_come_in_time_is_the_second_in_a_ro
     assert shrinking.places.active == (0,)
 
 
-def test_after_a_process_that_hangs_in_the_place_of_another_the_next_one_is_awaited(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shrinking = make(2)
-    shrinking.begin_attempt()
-    first, others = end_of(1, status=page()), end_of(0, 75, page())
-    assert not shrinking.look({0: page(), 1: page()})
-    end_attempt(shrinking, attempt_of(end_of(1, -15, sent=frozenset({15})), others, own_failures=[first]))
-    assert not shrinking.places.lost
-    shrinking.begin_attempt()
-    began = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: began + 40)
-    assert list(shrinking.late({0: page()})) == [1]
-
-
 def test_one_failure_that_nobody_was_to_follow_counts_once(make: Make) -> None:
     shrinking = make(2)
-    shrinking.begin_attempt()
     failure = end_of(1)
     end_attempt(shrinking, attempt_of(failure, end_of(0, 75, page()), own_failures=[failure]))
     assert not shrinking.places.lost
@@ -172,26 +121,6 @@ def test_a_program_is_known_once_all_ranks_have_asked_over_how_many_batches(make
     shrinking = make(3)
     asked = {"boundaries": 0, "accumulates": 2}
     for status in (page(**asked), None):
-        shrinking.begin_attempt()
         failed = end_of(2, status=status)
         end_attempt(shrinking, attempt_of(failed, end_of(0, 75, page(**asked)), end_of(1, 75, page(**asked))))
     assert shrinking.places.active == (0, 1)
-
-
-def test_lost_places_are_tried_again_more_and_more_rarely(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    shrinking, now = make(2, regrow_after_s=60.0), [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    places, tried = shrinking.places, []
-    for _ in range(3):
-        places.lost, places.active, places.suspects = {1: "exit code 3"}, (0,), {1}
-        shrinking.begin_attempt()
-        began = now[0]
-        while not shrinking.look({0: page()}):
-            now[0] += 10.0
-        tried.append(now[0] - began)
-        end_attempt(shrinking, attempt_of(end_of(0, 75, page())))
-        assert shrinking.size == 2
-        shrinking.begin_attempt()
-        end_attempt(shrinking, attempt_of(end_of(1), end_of(0, 75, page(0))))
-        assert shrinking.size == 1 and shrinking.has_fallen_back
-    assert tried == pytest.approx([60.0, 120.0, 240.0])

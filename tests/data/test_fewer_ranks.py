@@ -53,16 +53,12 @@ def test_the_samples_of_each_update_stay(
 def test_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ShrinkSettings.from_env({"MINDX_FULL_WORLD_SIZE": "4", "MINDX_PLACES": "0,2,3"})
     assert (settings.shares(3), settings.shares(4), settings.places) == (4, 4, (0, 2, 3))
-    with pytest.raises(UsageError, match="MINDX_ON_SHRINK"):
-        ShrinkSettings.from_env({"MINDX_ON_SHRINK": "x"})
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert window_of(3, 2) == 3
     monkeypatch.setenv("MINDX_FULL_WORLD_SIZE", "3")
     assert window_of(2, 2) == 3
     with pytest.raises(UsageError, match="3 batches of an update of 3 ranks cannot be shared out evenly among 2"):
         window_of(1, 2)
-    monkeypatch.setenv("MINDX_ON_SHRINK", "scale-lr")
-    assert window_of(1, 2) == 1
 
 
 def test_a_position_of_all_ranks_is_one_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:

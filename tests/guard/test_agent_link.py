@@ -74,7 +74,6 @@ def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
     link.close()
     page = agent.page()
     assert (page.phase, page.step, page.finished) == (WorkerPhase.LEFT, 8, 0)
-    assert 0 < page.entered_ns < page.left_ns
 
 
 def test_the_time_between_two_steps_is_no_hang(agent: Agent) -> None:

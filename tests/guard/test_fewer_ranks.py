@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from mindx_elastic import Guard
-from mindx_elastic.config import RankInfo, ShrinkSettings
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.data import ResumableLoader, from_function
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UnmanagedStateError
 from mindx_elastic.guard.fewer_ranks import FewerRanks, why_fixed
 from mindx_elastic.guard.unmanaged import Unmanaged
-from tests.guarded import no_traces, plain_environment
 
 Enter = Callable[..., FewerRanks]
 
@@ -30,16 +27,14 @@ Enter = Callable[..., FewerRanks]
 def enter(monkeypatch: pytest.MonkeyPatch) -> Any:
     with ExitStack() as stack:
 
-        def enter(optimizer: Any, mode: str, full: int = 4, there: int = 2, **more: Any) -> FewerRanks:
+        def enter(optimizer: Any, full: int = 4, there: int = 2, **more: Any) -> FewerRanks:
             monkeypatch.setenv("WORLD_SIZE", str(there))
             monkeypatch.setenv("MINDX_FULL_WORLD_SIZE", str(full))
-            monkeypatch.setenv("MINDX_ON_SHRINK", mode)
             fewer = FewerRanks()
             collector: Any = SimpleNamespace(optimizers=lambda: [optimizer])
             content = {"first_track": None, "is_first_at_end": lambda: False, "by_name": list, **more}
             loaders: Any = SimpleNamespace(**content)
             fewer.enter(stack, Unmanaged("error"), StatusPage(), RankInfo(world_size=there), collector, loaders)
-            fewer.begin_updates(stack)
             return fewer
 
         yield enter
@@ -51,81 +46,9 @@ def weights(optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Param
     return weight, optimizer([weight])
 
 
-def test_the_rate_is_scaled_while_the_optimizer_steps(enter: Enter) -> None:
-    weight, optimizer = weights(lambda p: torch.optim.SGD(p, lr=0.1))
-    plain, by_hand = weights(lambda p: torch.optim.SGD(p, lr=0.1 * 3 / 4))
-    enter(optimizer, "scale-lr", there=3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    own = optimizer.param_groups[0]["lr"]
-    optimizer.step()
-    by_hand.step()
-    assert torch.equal(weight, plain)
-    assert optimizer.param_groups[0]["lr"] is own
-    assert scheduler.base_lrs == [0.1]
-
-
-def fail() -> float:
-    raise ValueError
-
-
-def test_after_a_step_that_has_failed_a_scheduler_sees_the_programs_own_rate(enter: Enter) -> None:
-    _, optimizer = weights(lambda p: torch.optim.SGD(p, lr=0.5))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    fewer = enter(optimizer, "scale-lr")
-    with pytest.raises(ValueError):  # noqa: PT011
-        optimizer.step(fail)
-    fewer.end_step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_a_rate_that_was_made_from_the_scaled_one_is_told(enter: Enter, caplog: pytest.LogCaptureFixture) -> None:
-    _, optimizer = weights(lambda p: torch.optim.SGD(p, lr=0.5))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    fewer = enter(optimizer, "scale-lr")
-    with pytest.raises(ValueError):  # noqa: PT011
-        optimizer.step(fail)
-    scheduler.step()
-    fewer.end_step()
-    assert optimizer.param_groups[0]["lr"] == 0.125, "it may be meant"
-    assert "made from the scaled one, it is too small" in caplog.text
-
-
-def test_a_guard_shows_the_rate_scaled_to_nobody_but_the_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither to what the update gate calls or lets wait, nor beyond the end of a step that has failed."""
-    plain_environment(monkeypatch)
-    monkeypatch.setenv("MINDX_FULL_WORLD_SIZE", "2")
-    monkeypatch.setenv("MINDX_ON_SHRINK", "scale-lr")
-    module = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    seen: list[float] = []
-
-    def look() -> Any:
-        seen.append(optimizer.param_groups[0]["lr"])
-        return 0.0
-
-    with no_traces(), Guard(model=module, optimizer=optimizer, directory=tmp_path, final_save=False) as guard:
-        assert guard.step == 0
-        guard._update_gate.before_update = look  # raises where a rank of the job has died
-        optimizer.step(look)
-        guard.step_end()
-        guard._update_gate.before_update = None
-        with pytest.raises(ValueError):  # noqa: PT011
-            optimizer.step(fail)
-        guard.step_end()
-        look()
-        with pytest.raises(ValueError):  # noqa: PT011
-            optimizer.step(fail)
-    look()
-    assert seen == [0.5, 0.25, 0.5, 0.5]
-
-
 def test_an_update_of_a_loop_that_does_not_ask_is_refused(enter: Enter) -> None:
     weight, optimizer = weights(lambda p: torch.optim.SGD(p, lr=0.5))
-    fewer = enter(optimizer, "keep")
+    fewer = enter(optimizer)
     with pytest.raises(UnmanagedStateError, match="does not accumulate over more batches"):
         optimizer.step()
     assert weight.tolist() == [1.0] * 3
@@ -138,7 +61,7 @@ def test_an_update_of_too_few_batches_is_refused(enter: Enter) -> None:
     _, optimizer = weights(lambda p: torch.optim.SGD(p, lr=0.5))
     cursor = loader._engine.cursor
     track = cursor.track = Track(cursor.mark())
-    fewer = enter(optimizer, "keep", first_track=track, is_first_at_end=lambda: cursor.is_at_end)
+    fewer = enter(optimizer, first_track=track, is_first_at_end=lambda: cursor.is_at_end)
     assert fewer.accumulation(1) == 2
     batches = iter(loader)
     for _ in range(2):
@@ -159,7 +82,7 @@ def test_an_update_of_too_few_batches_is_refused(enter: Enter) -> None:
 def test_a_step_that_is_ended_with_each_batch_counts_as_with_all_ranks(
     enter: Enter, full: int, there: int, window: int
 ) -> None:
-    fewer = enter(weights(lambda p: torch.optim.SGD(p, lr=0.5))[1], "keep", full, there)
+    fewer = enter(weights(lambda p: torch.optim.SGD(p, lr=0.5))[1], full, there)
     longer = fewer.accumulation(window)
     for _ in range(3):
         is_inside = [number < longer for number in range(1, longer + 1)]
@@ -169,12 +92,9 @@ def test_a_step_that_is_ended_with_each_batch_counts_as_with_all_ranks(
 
 
 def test_what_keeps_the_number_of_ranks() -> None:
-    keep, scale = ShrinkSettings(full_size=4), ShrinkSettings(full_size=4, mode="scale-lr")
     shared = ResumableLoader(list(range(8)), rank=0, world_size=4)
     whole = ResumableLoader(list(range(8)), rank=0, world_size=1)
-    assert why_fixed(keep, 4, [("loader", shared)], []) == ""
-    assert "no DistributedSampler" in why_fixed(keep, 4, [("loader", whole)], [])
-    assert why_fixed(scale, 4, [("loader", whole)], []) == ""
-    function = from_function(lambda: 1, 4)
-    assert "from its number" in why_fixed(keep, 4, [("loader", function)], [])
-    assert "keeps its own position" in why_fixed(scale, 4, [("loader", object())], [])
+    assert why_fixed(4, [("loader", shared)]) == ""
+    assert "no DistributedSampler" in why_fixed(4, [("loader", whole)])
+    assert "from its number" in why_fixed(4, [("loader", from_function(lambda: 1, 4))])
+    assert "keeps its own position" in why_fixed(4, [("loader", object())])

@@ -37,9 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stock", action="store_true", help="a DataLoader with a DistributedSampler")
     parser.add_argument("--each-batch", action="store_true", help="step_end after each batch")
     parser.add_argument("--break", dest="breaks", default="", help="PLACE:STEP,...: dies, its place is broken")
-    parser.add_argument("--scale", type=float, default=0.0, help="scale the learning rate in each update by hand")
     parser.add_argument("--stop-at", type=int, default=0)
-    parser.add_argument("--mend-at", type=int, default=0, help="with fewer ranks: from here on all places work")
     parser.add_argument("--step-s", type=float, default=0.0)
     return parser.parse_args()
 
@@ -78,22 +76,12 @@ class Job:
             self.model = nn.parallel.DistributedDataParallel(self.network)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 200)
-        if args.scale:
-            self.optimizer.register_step_pre_hook(lambda *_: self.scale(args.scale))
-            self.optimizer.register_step_post_hook(lambda *_: self.scale(0.0))
         data = Points(args.size)
         if args.stock:
             sampler: Any = DistributedSampler(data, seed=3, drop_last=args.drop_last)
             self.loader: Any = DataLoader(data, 4, sampler=sampler, drop_last=args.drop_last)
         else:
             self.loader = mx.data.ResumableLoader(data, 4, shuffle=True, seed=3, drop_last=args.drop_last)
-
-    def scale(self, factor: float) -> None:
-        for group in self.optimizer.param_groups:
-            if factor:
-                group["own"], group["lr"] = group["lr"], group["lr"] * factor
-            else:
-                group["lr"] = group.pop("own")
 
     def at_batch(self, epoch: int, index: torch.Tensor, step: int) -> None:
         args = self.args
@@ -108,9 +96,6 @@ class Job:
                 (args.directory / f"broken_{place}").touch()
                 say(f"FAULT {place} {step}")
                 os.kill(os.getpid(), signal.SIGKILL)
-        if args.mend_at and step >= args.mend_at and self.world_size < ShrinkSettings.from_env().full_size:
-            for mark in args.directory.glob("broken_*"):
-                mark.unlink(missing_ok=True)
         time.sleep(args.step_s)
 
     def run(self) -> None:

@@ -73,8 +73,8 @@ __all__ = [
     "play",
 ]
 
-GRACE_S, JOIN_S, HANG_S, EXIT_S = 20.0, 60.0, 20.0, 20.0
-"""``--grace``, ``--rdzv-conf join_timeout=``, ``--hang-timeout`` and ``--exit-timeout``."""
+GRACE_S, JOIN_S, HANG_S = 20.0, 60.0, 20.0
+"""``--grace``, ``--rdzv-conf join_timeout=`` and ``--hang-timeout``."""
 _PATIENCE_S = 600.0
 """What still runs then hangs, and nothing sees it: the platform sends SIGTERM to all agents."""
 _PORT, _RUN_ID = 29400, "simulated"
@@ -87,7 +87,7 @@ _MODULES = (
 GENTLE = frozenset({"sigterm agent", "sigterm all", "sigterm worker", "slow network", "freeze agent"})
 """They fail nothing."""
 CURABLE = frozenset({"kill worker", "exception", "hang", "deaf", "freeze worker", "kill node", "kill agent", "reset",
-                     "slow network", "never ends"})  # fmt: skip
+                     "slow network"})  # fmt: skip
 """A restart mends them: what is killed comes back."""
 KINDS = (
     *sorted(GENTLE | CURABLE),
@@ -100,7 +100,7 @@ KINDS = (
     "clock jump",
     "host stands still",
 )
-_HARMLESS = frozenset({"reset", "slow network", "never ends", "join"})
+_HARMLESS = frozenset({"reset", "slow network", "join"})
 _BACK_S = 3.0
 """A host that is back so soon is met."""
 _STANDSTILL_S = 10.0
@@ -379,9 +379,9 @@ class Job:
         )
         options = AgentOptions(
             grace_s=GRACE_S, tell_grace=False, snapshot_every="0", hang_timeout_s=HANG_S,
-            exit_timeout_s=EXIT_S, run_dir=Path("/simulated"), restarts_window_s=None, crash_loop=3,
+            run_dir=Path("/simulated"), restarts_window_s=None, crash_loop=3,
             in_place=self.in_place, spares=self.spares, rejoin_timeout_s=self.rejoin_timeout_s, min_nproc=None,
-            on_shrink="keep", regrow_after_s=0.0, arena_base=Path("/simulated"), job_key_file=None, log_level="ERROR",
+            arena_base=Path("/simulated"), job_key_file=None, log_level="ERROR",
         )  # fmt: skip
         config = LaunchConfig(
             min_nodes=plan.min_nodes, max_nodes=plan.nodes, nproc_per_node=plan.workers,
@@ -521,8 +521,6 @@ class Job:
                 worker.hangs = True
             case "deaf" if worker is not None:
                 worker.is_deaf = True
-            case "never ends" if worker is not None:
-                worker.never_ends = True
             case "freeze worker" if worker is not None:
                 worker.child.freeze(fault.length_s)
             case "freeze agent":
@@ -647,7 +645,7 @@ def _faults_of_kinds(job: Job, outcome: Outcome) -> list[str]:
     is_hopeless = any(agent.is_hopeless for agent in outcome.agents)
     gone = [fault for fault in plan.faults if fault.kind in ("kill agent", "kill node") and fault.length_s > _BACK_S]
     loses_host = not plan.host_is_apart and plan.nodes > 1 and any(fault.node == 0 for fault in gone)
-    never_seen = not plan.is_guarded and kinds & {"hang", "deaf", "freeze worker", "never ends"}
+    never_seen = not plan.is_guarded and kinds & {"hang", "deaf", "freeze worker"}
     is_curable = kinds <= CURABLE and job.failures <= plan.max_restarts
     if is_curable and not (is_hopeless or loses_host or never_seen) and (not job.has_finished or codes != {0}):
         return [f"the job could have finished: {told}"]

@@ -585,7 +585,7 @@ class _Rank(Worker):
     def _leave_behind(self) -> None:
         """The watcher has saved, and the training thread is in a call that nothing ends."""
         if self.is_connecting and self.alarm is not None and self.child.process.is_alive:
-            self._set(phase=WorkerPhase.STOPPING, left_ns=self._now_ns())
+            self._set(phase=WorkerPhase.STOPPING)
             if self.is_clean:
                 self.job.durable_step = max(self.job.durable_step, self.step)
                 self._set(saved_step=self.step, saved_ns=self._now_ns())

@@ -233,14 +233,14 @@ MUTANTS = (
     Mutant(
         "a node that comes back ends the others",
         "agent/supervisor.py",
-        '        if ending.outcome in ("membership", "grown"):',
-        '        if ending.outcome == "grown":',
+        '        if ending.outcome == "membership":',
+        "        if False:",
         "agents",
     ),
     Mutant(
-        "a rank that does not end after its training is waited for",
+        "a rank that hangs is waited for",
         "agent/attempt.py",
-        "            self._hear_overdue(overdue, statuses)",
+        "            self._hear_hang(stuck, statuses)",
         "            pass",
         "agents",
     ),

@@ -146,7 +146,7 @@ class Worker:
         self.is_urgent = False
         self._offered: int | None = None
         self.next_failure: Exception | None = None
-        self.hangs = self.is_deaf = self.never_ends = False
+        self.hangs = self.is_deaf = False
         """`is_deaf`: not even its watcher runs."""
 
     # --- the process ---
@@ -241,7 +241,7 @@ class Worker:
     def _leave(self) -> int:
         assert self.alarm is not None
         self._save()
-        self._set(phase=WorkerPhase.LEFT, left_ns=self._now_ns())
+        self._set(phase=WorkerPhase.LEFT)
         return self.alarm.code
 
     def _fail(self, error: Exception) -> int:
@@ -251,7 +251,7 @@ class Worker:
         self._set(reason=alarm.reason, phase=WorkerPhase.STOPPING)
         self.meeting.spread(alarm, self)
         self._save()
-        self._set(phase=WorkerPhase.LEFT, left_ns=self._now_ns())
+        self._set(phase=WorkerPhase.LEFT)
         return EXIT_ERROR
 
     def _end_well(self) -> int:
@@ -262,9 +262,8 @@ class Worker:
         for other in self.meeting.workers.values():
             if other._offered is not None:
                 self.meeting.offer(self.rank, job.steps + 1)
-        self._set(phase=WorkerPhase.LEFT, finished=1, left_ns=self._now_ns())
+        self._set(phase=WorkerPhase.LEFT, finished=1)
         self.child.hears = None
-        job.world.wait(lambda: not self.never_ends, None if self.never_ends else 0.0)
         job.world.sleep(job.after_s * job.world.random.uniform(0.5, 1.0))
         return 0
 

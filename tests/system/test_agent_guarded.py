@@ -135,9 +135,6 @@ def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
     assert attempts()[0][0] == "stopped"
 
 
-# --- after the training ---
-
-
 # --- steps that are done again after a SIGKILL are compared with what the killed process has kept of them in memory ---
 
 

@@ -47,9 +47,6 @@ class Nodes:
         return "\n\n".join(f"=== node {name} ===\n{job.report()}" for name, job in self.jobs.items())
 
 
-# --- after the training ---
-
-
 # --- broken connections ---
 
 
