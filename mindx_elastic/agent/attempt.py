@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, ended_before, meaning
+from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
 from mindx_elastic.agent.hang import HangWatch, Stuck, is_between_steps
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.nodes import Membership
@@ -228,7 +228,7 @@ class Attempt:
             recovery.hear_end(end)
             return
         if failed or stuck:
-            logger.error("rank %d (pid %d): %s%s", end.rank, end.pid, why, ended_before(self.workers.exits, end))
+            logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
             if recovery is not None and recovery.begin(end, why, stuck_s=now - since):
                 if not self._looks_at_recovery:
                     self._looks_at_recovery = True

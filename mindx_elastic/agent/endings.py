@@ -20,12 +20,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import takewhile
 
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, STOP_SIGNALS, exit_code_of_signal
-from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.status_page import WorkerPhase
 
 __all__ = [
@@ -35,7 +33,6 @@ __all__ = [
     "StopKind",
     "conclude",
     "describe",
-    "ended_before",
     "meaning",
     "shell_code",
 ]
@@ -125,18 +122,6 @@ def describe(end: WorkerExit) -> str:
     if end.status is not None and end.status.reason:
         reason = end.status.reason.removeprefix("exception: ")
     return f"exit code {end.code}: {reason}" if reason else f"exit code {end.code}"
-
-
-def ended_before(exits: Sequence[WorkerExit], failed: WorkerExit) -> str:
-    """To be put after the words for a failure: which ranks had ended by themselves before it, so that it may have
-    failed only because they were missing (`Connection closed by peer`); empty: none had. `exits` as in `conclude`."""
-    earlier = takewhile(lambda end: end is not failed, exits)
-    before = [end for end in earlier if meaning(end) is Meaning.FINISHED]
-    if not before:
-        return ""
-    steps = [end.status.step for end in before if end.status is not None and end.status.step >= 0]
-    where = f", at step {min(steps)}" if steps else ""
-    return f" ({rank_list(end.rank for end in before)} had ended with exit code 0 by then{where})"
 
 
 def conclude(

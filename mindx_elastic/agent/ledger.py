@@ -37,9 +37,6 @@ from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import IN_PLACE, RecoveryRecord, as_event, as_lines
 
 if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
     from mindx_elastic.agent.attempt import Attempt
     from mindx_elastic.agent.endings import Ending
 
@@ -53,7 +50,6 @@ __all__ = [
     "Totals",
     "add_up",
     "count_recovery",
-    "draw",
     "print_block",
     "render",
     "totals_line",
@@ -71,7 +67,7 @@ _OUTCOMES = {
 """By `Ending.outcome`."""
 _NS = 1_000_000_000
 WIDTH = 100
-_CAUSE_CHARS, _LEAST_CAUSE_WIDTH = 150, 16
+_CAUSE_CHARS = 150
 
 
 @dataclass(kw_only=True, slots=True)
@@ -452,29 +448,6 @@ def totals_line(totals: Totals) -> str:
     return f"{failures}, {lost}, {_seconds(totals.not_training_s)} s not training{paused}"
 
 
-def draw(records: Sequence[AttemptRecord], *, still_open: str = "running", width: int = WIDTH) -> Table | Text:
-    """The attempts as a table; as lines where `width` columns are too few for one.
-
-    still_open: text for an attempt without a recorded end.
-    """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = [_cells(record, still_open) for record in records]
-    if not rows:
-        return Text("no attempt yet")
-    if _width_without_cause(rows) + _LEAST_CAUSE_WIDTH > width:
-        return Text("\n".join(_as_line(row) for row in rows))
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in rows[0]:
-        is_cause = name == _CAUSE
-        table.add_column(Text(name), justify="left" if is_cause else "right", no_wrap=not is_cause, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row.values()))
-    return table
-
-
 def render(
     records: Sequence[AttemptRecord],
     recoveries: Sequence[RecoveryRecord] = (),
@@ -482,13 +455,26 @@ def render(
     still_open: str = "running",
     width: int = WIDTH,
 ) -> str:
-    """The attempts, the recoveries in place and the totals as plain text of at most `width` columns, without a line
-    break at the end. `still_open`: as for `draw`."""
-    from rich.console import Console
+    """The attempts as a table, the recoveries in place and the totals as plain text, without a line break at the end.
 
+    still_open: text for an attempt without a recorded end. width: columns, `WIDTH` at least.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, row in enumerate(_cells(record, still_open) for record in records):
+        for name in () if number else row:
+            is_cause = name == _CAUSE
+            table.add_column(Text(name), justify="left" if is_cause else "right", no_wrap=not is_cause, overflow="fold")
+        table.add_row(*map(Text, row.values()))
     stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-    console.print(draw(records, still_open=still_open, width=width))
+    console = Console(
+        file=stream, width=max(width, WIDTH), color_system=None, highlight=False, markup=False, emoji=False
+    )
+    console.print(table if records else "no attempt yet")
     if recoveries:
         console.print()
         console.print("\n".join(as_lines(recoveries)))
@@ -537,24 +523,6 @@ def _how_it_ended(record: AttemptRecord, still_open: str) -> str:
     if outcome == FAILED and cause:
         return cause
     return f"{outcome}: {cause}" if cause else outcome
-
-
-def _width_without_cause(rows: Sequence[dict[str, str]]) -> int:
-    names = [name for name in rows[0] if name != _CAUSE]
-    widths = [
-        max(len(line) for text in (name, *(row[name] for row in rows)) for line in text.split("\n")) for name in names
-    ]
-    return sum(widths) + 2 * len(names)
-
-
-def _as_line(row: dict[str, str]) -> str:
-    words = {name.replace("\n", " "): cell for name, cell in row.items() if cell != "-"}
-    first = f"attempt {words.pop('#')}: {words.pop(_CAUSE)}"
-    return "; ".join([first, *(_phrase(name, cell) for name, cell in words.items())])
-
-
-def _phrase(name: str, cell: str) -> str:
-    return f"{name.removesuffix(' s')} {cell} s" if name.endswith(" s") else f"{name} {cell}"
 
 
 def _number(value: int | None) -> str:

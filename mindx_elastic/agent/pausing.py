@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.posix import read_json_object
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL, PAUSE, PAUSE_FILE
 
@@ -31,13 +32,6 @@ __all__ = ["PauseAnswer", "PauseOrder", "who_waits", "why_gone_on"]
 
 _GUARDED = (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)
 _BY_COMMAND = "mindx-elastic pause"
-_WORDS = {
-    WorkerPhase.STARTING: "entering its guard",
-    WorkerPhase.TRAINING: "in a step",
-    WorkerPhase.BETWEEN: "in an evaluation or a save",
-    WorkerPhase.STOPPING: "stopping",
-    WorkerPhase.LEFT: "past its guard",
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class PauseOrder:
             who = _who_is_missing(statuses)
             return f"{who} in {timeout_s:g} s; the pause is taken back and training goes on"
         ranks = [r for r, status in sorted(statuses.items()) if status.pause_order % 2 or self._is_needed_by(status)]
-        return f"ranks {', '.join(map(str, ranks))} have not gone on; their watchers do not answer"
+        return f"{rank_list(ranks)} did not go on; the watcher does not answer"
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -173,16 +167,9 @@ def _newest(statuses: Mapping[int, Status]) -> int:
 
 
 def _who_is_missing(statuses: Mapping[int, Status]) -> str:
-    late = {rank: status for rank, status in sorted(statuses.items()) if not status.paused_ns}
+    late = [rank for rank, status in sorted(statuses.items()) if not status.paused_ns]
     if late:
-        rank, status = next(iter(late.items()))
-        where = f"after step {status.step}" if status.boundaries else "before its first step"
-        others = f" and {len(late) - 1} more" if len(late) > 1 else ""
-        return f"rank {rank} ({_word(status)}, {where}){others} did not come to the boundary"
+        return f"{rank_list(late)} did not come to a boundary"
     if not statuses:
         return "no rank of this node has entered a mindx_elastic guard"
     return "ranks of other nodes, or without a mindx_elastic guard, did not come to the boundary"
-
-
-def _word(status: Status) -> str:
-    return next((word for phase, word in _WORDS.items() if phase == status.phase), "starting")

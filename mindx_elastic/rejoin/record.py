@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from mindx_elastic.core.fields import Between, Text, read
-from mindx_elastic.core.printable import listed, printable
+from mindx_elastic.core.printable import printable
+from mindx_elastic.core.rank_lists import rank_list
 
 __all__ = [
     "FINISHED",
@@ -40,6 +41,7 @@ STAGES = ("detect", "heard", "out", "agreed", "connected", "donated", "state", "
 """Names in `RecoveryRecord.stages`, in the order of events."""
 _SHOWN = tuple(name for name in STAGES if name not in ("heard", "donated"))
 _OUTCOMES = (IN_PLACE, RESTART, STOPPED, FINISHED)
+_STANDS_IN = {SPARE: "a spare", FORKED: "a fork of the zygote"}
 _MOST_LINES, _LONGEST = 20, 150
 _Words = Annotated[str, Text(1 << 16)]
 
@@ -141,7 +143,7 @@ def as_lines(records: Sequence[RecoveryRecord]) -> list[str]:
 
 
 def _what(record: RecoveryRecord) -> str:
-    who = f"rank{'s' * (len(record.ranks) > 1)} {_numbers(record.ranks)}: " if record.ranks else ""
+    who = f"{rank_list(record.ranks)}: " if record.ranks else ""
     words = [who + (_short(record.cause) or "gone")]
     if record.outcome != IN_PLACE:
         words.append({RESTART: "not in place", STOPPED: "stopped meanwhile", FINISHED: "not in place"}[record.outcome])
@@ -149,24 +151,10 @@ def _what(record: RecoveryRecord) -> str:
             words[-1] += f": {_short(record.reason)}"
         return "; ".join(words)
     if record.stood_in:
-        alone = len(record.stood_in) == 1
-        words.append(", ".join(_stand_in(each, alone=alone) for each in record.stood_in[:5]))
-        if len(record.stood_in) > 5:
-            words[-1] += f" and {len(record.stood_in) - 5} more"
+        words.append(f"{_STANDS_IN.get(record.stood_in[0].by, 'a new process')} stands in")
     if record.step is not None:
-        donor = "" if record.donor is None or record.donor < 0 else f", state from rank {record.donor}"
-        words.append(f"on from step {record.step}{donor}")
-    if record.behind:
-        words.append(f"also to rank{'s' * (len(record.behind) > 1)} {_numbers(record.behind)}, behind")
-    if record.steps_lost is not None:
-        words.append(f"{record.steps_lost} step{'' if record.steps_lost == 1 else 's'} lost")
+        words.append(f"on from step {record.step}")
     return "; ".join(words)
-
-
-def _stand_in(each: Replacement, *, alone: bool) -> str:
-    how = {SPARE: "a spare", FORKED: "a fork of the zygote"}
-    text = f"{how.get(each.by, 'a new process')} (pid {each.pid}) stands in"
-    return text if alone else f"{text} for rank {each.rank}"
 
 
 def _when(record: RecoveryRecord) -> str:
@@ -175,10 +163,6 @@ def _when(record: RecoveryRecord) -> str:
     if "first_step" not in record.stages and record.duration_s is not None:
         words.append(f"over {record.duration_s * 1000:.0f}")
     return ", ".join(words) or "no times are known"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return listed([str(rank) for rank in ranks], 8)
 
 
 def _short(text: str) -> str:

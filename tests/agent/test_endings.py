@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 
 import pytest
 
-from mindx_elastic.agent.endings import Meaning, StopKind, conclude, describe, ended_before, meaning, shell_code
+from mindx_elastic.agent.endings import Meaning, StopKind, conclude, describe, meaning, shell_code
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
@@ -65,15 +64,6 @@ def test_codes_and_causes_for_people() -> None:
     assert describe(end(3)) == "exit code 3"
     assert describe(end(1, message="ValueError: x")) == "exit code 1: ValueError: x"
     assert describe(guarded(1, reason="exception: KeyError: 'a'")) == "exit code 1: KeyError: 'a'"
-
-
-def test_ranks_that_had_ended_by_themselves_are_named_behind_a_failure() -> None:
-    failed, early = end(1, 1, message="RuntimeError: Connection closed by peer"), guarded(0)
-    early = replace(early, status=(early.status or Status())._replace(step=12))
-    assert ended_before([early, failed], failed) == " (rank 0 had ended with exit code 0 by then, at step 12)"
-    several = [end(0, 3), end(0, 2), failed, end(0, 4)]
-    assert ended_before(several, failed) == " (ranks 2, 3 had ended with exit code 0 by then)"
-    assert ended_before([end(-KILL), failed, early], failed) == ""
 
 
 def test_a_rank_that_was_ended_on_its_way_out_has_left_with_the_code_that_it_meant() -> None:

@@ -114,11 +114,11 @@ def test_who_does_not_come_in_time_is_named(node: Node) -> None:
     node.hear(1)
     node.pages[0].set(phase=WorkerPhase.BETWEEN, paused_ns=1, paused_step=4, step=4)
     assert pause.look() is None
-    assert pause.why_late(5).startswith("rank 1 (in a step, after step 3) did not come to the boundary in 5 s; the")
+    assert pause.why_late(5).startswith("rank 1 did not come to a boundary in 5 s; the")
     resume = node.order(RESUME)
     resume.give()
     node.hear(2, (0,))
-    assert resume.why_late(5).startswith("ranks 1 have not gone on")
+    assert resume.why_late(5).startswith("rank 1 did not go on")
 
 
 def test_the_ranks_of_the_next_attempt_hear_it_too(node: Node) -> None:

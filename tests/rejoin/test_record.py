@@ -44,7 +44,7 @@ def test_two_lines_each() -> None:
     assert as_lines([]) == []
     assert as_lines([recovery()]) == [
         "recoveries in place (attempt.number; milliseconds since the failure)",
-        "0.3  rank 1: killed by SIGKILL; a spare (pid 471) stands in; on from step 12, state from rank 0; 0 steps lost",
+        "0.3  rank 1: killed by SIGKILL; a spare stands in; on from step 12",
         "     detect 1, out 3, agreed 4, ready 80, first step 135",
     ]
 
