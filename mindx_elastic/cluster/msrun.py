@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -239,15 +238,7 @@ class _Job:
             self._codes[name] = exit_code_of_signal(-code) if code < 0 else code
             if code:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
-                _say(f"{name} {how}{self._how_to_go_on(name)}")
-
-    def _how_to_go_on(self, name: str) -> str:
-        env = next(each.env for each in self._plan.processes if each.name == name)
-        if not self._recovers:
-            return ""
-        of_recovery = {key: os.environ[key] for key in ("MS_ENABLE_RECOVERY", "MS_RECOVERY_PATH") if key in os.environ}
-        variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in {**env, **of_recovery}.items() if value)
-        return f"; to start it again: {variables} {shlex.join(self._plan.command)}"
+                _say(f"{name} {how}")
 
     def note_signal(self, signum: int, frame: FrameType | None) -> None:
         # A terminal that is gone stops the job as SIGTERM does: SIGHUP would end the workers without a save.

@@ -106,33 +106,6 @@ def test_a_stop_is_the_outcome(
         stopped.end()
 
 
-@pytest.mark.drill
-@pytest.mark.slow
-def test_the_line_that_starts_a_killed_worker_again_is_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a shell that has none of the variables."""
-    place = tmp_path / "with a space"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    variables = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(place / "table")}
-    job = start(JOBS / "clustered.py", "--hold-at=5", **variables)
-    again: Job | None = None
-    try:
-        logs = wait_for_hold()
-        (ready,) = re.findall(r"READY 1 (\d+)", logs[1].read_text())
-        os.kill(int(ready), signal.SIGKILL)
-        (line,) = job.wait_for("to start it again: (.*)")
-        Path("go5").touch()
-        again = Job(["sh", "-c", f"exec env {line[1]}"], _environment({"MINDX_ARENA_DIR": str(place / "shm")}))
-        again.expect(0)
-        job.expect(0)
-    finally:
-        job.end()
-        if again is not None:
-            again.end()
-
-
 @pytest.mark.slow
 def test_a_stop_before_the_workers_have_registered_ends_the_scheduler_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
