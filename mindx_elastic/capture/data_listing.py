@@ -59,7 +59,7 @@ def _words(values: Any, are_indices: bool) -> str:
     if are_indices:
         return _digest([int(each) for each in picked])
     rows = [each if type(each) is tuple else (each,) for each in picked]
-    if not all(row and isinstance(row[0], (str, PurePath)) for row in rows):
+    if not all(row and issubclass(type(row[0]), (str, PurePath)) for row in rows):
         return ""
     names = [str(row[0]).partition("?")[0] for row in rows]  # without the signature of a URL
     folder = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - up to a slash
