@@ -272,7 +272,8 @@ class Opening:
         if (resumed := start.resumed) is not None:
             if resumed.plan.resharded:
                 self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
-            self.unmanaged.certificate = tuple(resumed.checkpoint.info.certificate)
-            if resumed.checkpoint.info.kind == "final":
+            info = resumed.checkpoint.info
+            self.unmanaged.certificate, self.unmanaged.not_kept = tuple(info.certificate), info.not_kept
+            if info.kind == "final":
                 logger.info("that training had ended: what follows it runs again, and more steps if its loop has them")
         return start

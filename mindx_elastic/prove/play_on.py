@@ -128,7 +128,7 @@ class Overlap:
         number, found, unmanaged = self._boundaries.number, self._not_kept, self._unmanaged
         self._boundaries.not_kept_at = SECOND_LOOK if number < SECOND_LOOK else 2 * number
         names, is_second = found.look(self._loaders.are_ahead), found.num_looks == 2
-        if names:
+        if number >= SECOND_LOOK:  # before that, what the resumed file says holds
             unmanaged.note_not_kept(found.in_steps, found.later)
         if self._says:
             how = "go on from step to step" if is_second else "have changed"

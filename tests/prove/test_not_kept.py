@@ -287,6 +287,9 @@ def test_a_resumed_run_says_it_in_its_files_only(tmp_path: Path, caplog: pytest.
     assert facts(caplog) == []
     newest = max(tmp_path.glob("*_final.safetensors"), key=lambda path: read_header(path).info.step)
     assert read_header(newest).info.step == 12 and "number" in read_header(newest).info.not_kept
+    run(tmp_path, loop(14))  # this process is too short to know it; what it resumed from does
+    newest = max(tmp_path.glob("*_final.safetensors"), key=lambda path: read_header(path).info.step)
+    assert read_header(newest).info.step == 14 and "number" in read_header(newest).info.not_kept
     run(tmp_path / "short", loop(2))  # too short to know it
     run(tmp_path / "short", loop(8))
     assert "number, calls, model.forwards. This run was resumed without them and may differ" in caplog.text
