@@ -39,7 +39,7 @@ from mindx_elastic.agent.zygote import WORKER_DEFAULTS
 from mindx_elastic.agreement.hosting import ask_again_soon
 from mindx_elastic.agreement.job_key import find_key
 from mindx_elastic.alarm.alarm import signal_name
-from mindx_elastic.alarm.exit_codes import exit_code_of_signal
+from mindx_elastic.alarm.exit_codes import EXIT_USAGE, exit_code_of_signal
 from mindx_elastic.cluster.messages import How
 from mindx_elastic.config import FaultPaths, KeySettings, RejoinSettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
@@ -56,7 +56,6 @@ _NEWER_FIELDS = (
     "virtual_local_rank",
 )
 """What some versions of torch from 2.6 on lack."""
-_EXIT_USAGE = 2
 _OTHERS_LEAVE_S, _OTHERS_STOP_S = 30.0, 3.0
 """How long the table is served for the other nodes, when the job has finished or ended otherwise."""
 _LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
@@ -145,7 +144,7 @@ def run_job(
             if not is_alone(plan):
                 host, membership = _join_nodes(plan)
         except ValueError as error:
-            code, cause, early = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"
+            code, cause, early = EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"
             raise UsageError(cause) from error
         supervisor = _make_supervisor(plan, membership, folder, inbox, events, lines)
         if metrics_server is not None:

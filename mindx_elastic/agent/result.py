@@ -39,7 +39,7 @@ from types import TracebackType
 from typing import Annotated
 
 from mindx_elastic.agent.ledger import FINISHED, AttemptRecord
-from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, EXIT_USAGE
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import Text, Words, read
 from mindx_elastic.core.posix import read_json_object
@@ -56,7 +56,6 @@ _VERSION = 1
 _WORTH_IT = frozenset({EXIT_TEMPORARY, 129, 130, 137, 138, 143})
 """Failures that another start may cure: another node's, and ends by signals that come from outside."""
 _MAX_REASON = 2000
-_EXIT_USAGE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +186,8 @@ class ResultFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, UsageError):
-            self.write("usage", _EXIT_USAGE, str(error))
+            self.write("usage", EXIT_USAGE, str(error))
         elif isinstance(error, SystemExit):
-            self.write("usage", _EXIT_USAGE, "wrong usage; the agent's output says more")
+            self.write("usage", EXIT_USAGE, "wrong usage; the agent's output says more")
         elif error is not None:
             self.write("failed", 1, f"an error of the agent ({type(error).__name__}: {error})")

@@ -45,7 +45,7 @@ from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.alarm.alarm import signal_name
-from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, EXIT_USAGE, exit_code_of_signal
 from mindx_elastic.cluster.messages import Group
 from mindx_elastic.config import RejoinSettings
 from mindx_elastic.core.events import EventLog, logger
@@ -303,7 +303,9 @@ class Supervisor(LocalElasticAgent):
         if self._number >= 0 and self.ending.outcome == "stopped":
             return self.ending
         cause = f"{self.ending.cause}; then {what}" if self._number >= 0 else what
-        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
+        over = None if self._membership is None else self._membership.over
+        code = EXIT_USAGE if over is not None and over.code == EXIT_USAGE else EXIT_TEMPORARY
+        return Ending(outcome="failed", code=code, cause=cause, elsewhere=True)
 
     def note_error(self, error: Exception) -> None:
         """The agent itself has failed: that is how it all ended."""

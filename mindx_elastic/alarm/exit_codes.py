@@ -22,12 +22,20 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 
-__all__ = ["EXIT_ERROR", "EXIT_TEMPORARY", "STOP_SIGNALS", "exit_code", "exit_code_from_peer", "exit_code_of_signal"]
+__all__ = [
+    "EXIT_ERROR",
+    "EXIT_TEMPORARY",
+    "EXIT_USAGE",
+    "STOP_SIGNALS",
+    "exit_code",
+    "exit_code_from_peer",
+    "exit_code_of_signal",
+]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """They stop a job, unless its policies say otherwise. SIGHUP: the terminal of an ssh session is closed."""
 _ERRORS = ("exception", "unmanaged")
-EXIT_ERROR = 1
+EXIT_ERROR, EXIT_USAGE = 1, 2
 EXIT_TEMPORARY = 75
 """EX_TEMPFAIL of sysexits.h: start the job again."""
 

@@ -271,6 +271,7 @@ class TableConnection:
             logger.warning("%s; it registers again", why)
         elif self.group is None:
             self.refused = "" if self._may_wait(message) else why
+            self.over = None if over is None else Over(over, why)
         elif over is not None:
             self.over = Over(over, why)
         elif is_out:

@@ -141,7 +141,7 @@ class Refused:
 
     why: Why
     over: Annotated[int, Between(0, 255)] | None = None
-    """The job is; its code, as in `Over`."""
+    """The job is; its code, as in `Over`. Of an agent also 2: its command line does not fit the job's."""
     wait_s: Annotated[float, Between(0, 3600)] = 0.0
     """Its place may be free after so long."""
 

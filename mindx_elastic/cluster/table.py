@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from mindx_elastic.alarm.exit_codes import EXIT_ERROR
+from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_USAGE
 from mindx_elastic.cluster import messages
 from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID, Farewell, Register
 from mindx_elastic.core.fields import Between, read
@@ -255,7 +255,8 @@ class Table:
     def _answer(self, who: Register, now: float) -> messages.Welcome | messages.Refused | messages.Dead:
         known = self.find(who.incarnation)
         if refused := self._refusal(who):
-            return messages.Refused(refused, over=None if self.outcome is None else self.outcome.code)
+            over = EXIT_USAGE if self.of_agents and not who.job else None  # each start of that command is refused
+            return messages.Refused(refused, over=over if self.outcome is None else self.outcome.code)
         if known is not None and known.state is ProcessState.DEAD and self.of_agents:
             self._move(known, ProcessState.TRAINING)
             self._patience[who.incarnation] = _Patience(known, now)

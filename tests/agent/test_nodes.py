@@ -167,6 +167,7 @@ def test_an_agent_of_another_job_is_refused_also_if_it_comes_first() -> None:
     assert host is not None
     with pytest.raises(RendezvousClosedError, match=r"--rdzv-id another, but the job .* a port of its own"):
         meet(other, 1, 0, 1)
+    assert other.over is not None and other.over.code == 2, "no restart of that command helps"
     assert meet(own, 1, 0, 1).nodes == 1
     own.leave("done", 0, "")
     host.close(5.0)
