@@ -146,12 +146,15 @@ class KeptSteps:
             return
         (first, *_), (last, *_, loss) = self._equal[0], self._equal[-1]
         self._equal = []
-        compared = "random streams, learning rates" + ", losses" * (not math.isnan(loss))
+        not_kept, has_losses = self._seen.unmanaged.not_kept, not math.isnan(loss)
+        compared = "random streams, learning rates" + ", losses" * has_losses
         if self._is_first_rank:
             steps = f"steps {first} to {last}, done again, are what they were"
             steps = steps if last > first else f"step {last}, done again, is what it was"
-            logger.info("verified: %s before (%s)", steps, compared)
-        note_comparison(self._seen, last, "verified", reason="", why=compared)
+            logger.info("%s%s before (%s)", "verified: " * (has_losses and not not_kept), steps, compared)
+        if has_losses:  # without them nothing was compared that weights make
+            outcome = "variables differ" if not_kept else "verified"
+            note_comparison(self._seen, last, outcome, reason=not_kept, why=not_kept or compared)
 
 
 def _differences(before: _Entry, now: _Entry) -> Iterator[str]:
