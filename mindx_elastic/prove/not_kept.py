@@ -129,7 +129,9 @@ class NotKept:
     def _variables(self, frames: Sequence[FrameType], but: Collection[int]) -> dict[str, str]:
         frame = frames[0] if frames else None
         kept = self._data.union(but)
-        return own_variables(frame, kept, positions=True, quick=True, sources=self._sources, but=self._given)
+        return own_variables(
+            frame, kept, positions=True, quick=True, sources=self._sources, but=self._given, parameters=True
+        )
 
     def _uncleared(self) -> dict[str, tuple[ref[torch.Tensor], int]]:
         """The gradients of parameters that no optimizer of the job updates, and so clears, and their versions. Their

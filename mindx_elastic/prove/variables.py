@@ -56,7 +56,7 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _COUNTS = (int, bool)
 _BEGUN, _DAY_S = time.perf_counter() - 60, 86_400.0  # a program may import this package after it has looked at a clock
 _SHORT = frozenset((bool, float, type(None)))
-_TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
+_TENSORS = (torch.Tensor, nn.Parameter, np.ndarray)  # exactly these
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 _FILES = (io.BufferedReader, io.TextIOWrapper)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
@@ -85,14 +85,16 @@ def own_variables(
     quick: bool = False,
     sources: Collection[int] = (),
     but: Collection[tuple[int, str]] = (),
+    parameters: bool = False,
 ) -> dict[str, str]:
     """``"best_loss" (train.py)`` -> the value where it is short, else a digest; of a file that is read where it stands.
     `frame` and its callers have the local variables. `kept`: `id` of what the guard keeps, which is left out.
     `positions`: also where iterators stand, and how many items queues have. `without_epoch`: `id` of objects of which
     all but the ``epoch`` is noted. `quick`: of tensors and arrays only what changes with each assignment, for
     comparisons within a process. `sources`: `id` of loaders: what draws from them is left out. `but`: `id` of objects
-    and names of their attributes, which are left out."""
+    and names of their attributes, which are left out. `parameters`: also those that are not in `kept`."""
     walk = _Walk(kept, positions=positions, without_epoch=without_epoch, quick=quick, sources=sources, but=but)
+    walk.notes_parameters = parameters
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
             if isinstance(name, str):
@@ -162,6 +164,7 @@ class _Walk:
         self._positions, self._without_epoch, self._quick = positions, without_epoch, quick
         self._sources, self._but = sources, but
         self._left = _MOST_BYTES_IN_ALL
+        self.notes_parameters = False
 
     def run(self) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -200,7 +203,7 @@ class _Walk:
         if kind in _PLAIN or issubclass(kind, np.generic):
             is_long = self._quick and kind in (str, bytes) and len(value) > _LONGEST_NOTED
             return "", str(hash(value)) if is_long else _noted(value)  # which such an object has once it was asked
-        if id(value) in self._known:
+        if id(value) in self._known or (kind is nn.Parameter and not self.notes_parameters):
             return None
         if kind in _TENSORS:
             return None if (shown := self._shown_tensor(value)) is None else ("", shown)
@@ -251,6 +254,8 @@ class _Walk:
                     if self.of_callers.get(variable) != id(cell.cell_contents):
                         self.waiting.append((variable, where, cell.cell_contents, depth + 1))
         for suffix, part in _parts(kind, value):
+            if suffix == "._parameters":  # a module is seen where it acts
+                continue
             is_kept = suffix == ".epoch" and id(value) in self._without_epoch
             if not is_kept and (id(value), suffix[1:]) not in self._but:
                 self.waiting.append((f"{name}{suffix}", place, part, depth + 1))

@@ -171,18 +171,19 @@ class Witness:
         """Without what each turn of the innermost loop binds before it reads it: a batch, a loss."""
         for frame in program_frames(sys._getframe(1)):
             self._rebound |= rebound_in(frame)
-        found = own_variables(sys._getframe(1), self._ids) | attributes_of_kept(self._kept)
+        found = own_variables(sys._getframe(1), self._ids, parameters=True) | attributes_of_kept(self._kept)
         return {f"variable|{name}": each for name, each in found.items() if root_of(name) not in self._rebound}
 
 
 def kept_of(targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[int]]:
-    """The objects of a guard that are kept as a whole, and the `id` of these, of the modules inside of them and of what
-    adapters around them hold. The data set of a loader is the program's."""
+    """The objects of a guard that are kept as a whole, and the `id` of these, of the modules and parameters inside of
+    them and of what adapters around them hold. The data set of a loader is the program's."""
     loaders = (DataLoader, FollowedLoader, EngineLoader)
     kept = {n: t for n, t in targets.items() if not (_LOADER.fullmatch(n) or isinstance(t, loaders))}
     adapters = [target for target in kept.values() if type(target).__module__.startswith("mindx_elastic.")]
     held = (value for adapter in adapters for value in attributes_of(adapter).values())
-    inside = (inner for target in kept.values() if isinstance(target, nn.Module) for inner in target.modules())
+    modules = [target for target in kept.values() if isinstance(target, nn.Module)]
+    inside = (inner for each in modules for inner in (*each.modules(), *each.parameters()))
     return kept, {*map(id, kept.values()), *map(id, held), *map(id, inside)}
 
 

@@ -251,6 +251,22 @@ def test_batches_that_are_cycled_are_not_kept(
     assert facts(caplog) == ["batches, model.forwards"]
 
 
+def test_a_parameter_that_an_unnamed_optimizer_trains_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
+        decayed, centers = [*model.parameters()], nn.Parameter(torch.zeros(2))
+        own = torch.optim.SGD([centers], lr=0.1)  # without a state, so it is not refused
+        for _step in guard.steps(6):
+            inputs, labels = fetch()
+            train(guard, model, optimizer, (inputs, labels + centers))
+            own.step()
+        assert decayed
+
+    run(tmp_path, loop)
+    assert facts(caplog) == ["centers, calls, model.forwards"]
+
+
 @pytest.mark.parametrize("clears_all", [False, True])
 def test_gradients_that_no_optimizer_clears_go_on(
     clears_all: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
