@@ -134,7 +134,7 @@ def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:
     words = {"training": "in training mode", "eval": "in evaluation mode", "trainable": "trained", "frozen": "frozen"}
     told = [f"{words[key]}: {listed(list(places), 3)}" for key, places in changed.items()]
     if told:
-        logger.info("other than the program begins, and as at that step: %s", "; ".join(told))
+        logger.info("put back as at that step, where the program begins otherwise: %s", "; ".join(told))
 
 
 def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo, risks: Risks) -> Callable[[], None]:
