@@ -30,6 +30,7 @@ __all__ = [
     "short_of",
 ]
 
+_LENGTH = "the length of "
 _HASHED = re.compile(r"[0-9a-f]{16}")
 _ORDER = (
     *(("place", "position"), ("place", "too many")),
@@ -81,7 +82,7 @@ class VariableNotRestored:
 
     @property
     def is_length(self) -> bool:
-        return self.name.startswith("the length of ")
+        return self.name.startswith(_LENGTH)
 
     @property
     def short(self) -> str:
@@ -277,6 +278,8 @@ def pair_of(one: WitnessedStep, other: WitnessedStep) -> tuple[Sample, Sample]:
 
 def compare_variables(one: Sample, other: Sample) -> tuple[list[VariableNotRestored], int]:
     """Variables of the program that both processes have and that differ, and how many are equal."""
-    pairs = {split_kind(key)[1]: key for key in one if key.startswith("variable|") and key in other}
-    found = [VariableNotRestored(name, one[key], other[key]) for name, key in pairs.items() if one[key] != other[key]]
-    return found, len(pairs) - len(found)
+    names = {split_kind(key)[1]: key for key in one if key.startswith("variable|")}
+    # What is a container in one is None in the other, where it has not been made yet.
+    pairs = {n: (one[key], other.get(key, other.get(key.replace(_LENGTH, "")))) for n, key in names.items()}
+    found = [VariableNotRestored(n, a, b) for n, (a, b) in pairs.items() if b is not None and a != b]
+    return found, sum(a == b for a, b in pairs.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindx_elastic.prove.compare import Difference, Reference, compare_life
+from mindx_elastic.prove.compare import Difference, Reference, compare_life, compare_variables
 from tests.prove.made import REFERENCE, life, step
 
 
@@ -39,3 +39,13 @@ def test_states_of_named_objects_alone_are_a_fact() -> None:
         REFERENCE, life([replace(step(15), end={**step(15).end, "stateful|log.0": "9 s"})], resumed=14)
     )
     assert found is not None and found.is_fact
+
+
+def test_a_container_that_the_resumed_run_has_not_made_is_a_variable_that_it_lacks() -> None:
+    stopped = {'variable|the length of "reference" (train.py)': "2", 'variable|"reference[0]" (train.py)': "0.5"}
+    found, equal = compare_variables(
+        {**stopped, 'variable|"n" (train.py)': "1"},
+        {'variable|"reference" (train.py)': "None", 'variable|"n" (train.py)': "1"},
+    )
+    assert ([str(each) for each in found], equal) == (["reference (length 2, now None)"], 1)
+    assert compare_variables(stopped, {}) == ([], 0)
