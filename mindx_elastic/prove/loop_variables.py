@@ -97,10 +97,6 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[Loop]]:
     bits = {name: 1 << number for number, name in enumerate(names)}
     reads, binds, ends = _effects(graph, bits)
     live = _flow(graph, range(len(graph.ops)), -1, 0, reads, ends)
-
-    def those(of: int) -> frozenset[str]:
-        return frozenset([name for name in names if bits[name] & of])
-
     loops = []
     for head, body in sorted(bodies.items(), key=lambda item: -len(item[1])):
         after, bound = 0, 0
@@ -109,7 +105,13 @@ def _loops_of(code: CodeType) -> tuple[list[int], list[Loop]]:
             for following in graph.after[n]:
                 after |= 0 if following in body else live[following]
         needed = _flow(graph, body, head, after, reads, ends)[head] & bound
-        loops.append(Loop(frozenset(body), those(needed), those(bound), _targets(graph, head)))
+        goes_on, binds_too = set[str](), set[str]()
+        for name, bit in bits.items():
+            if bit & needed:
+                goes_on.add(name)
+            if bit & bound:
+                binds_too.add(name)
+        loops.append(Loop(frozenset(body), frozenset(goes_on), frozenset(binds_too), _targets(graph, head)))
     return graph.offsets, loops
 
 
@@ -213,7 +215,7 @@ def _enter_once(graph: _Code, bodies: dict[int, set[int]]) -> None:
 
 def _effects(graph: _Code, bits: dict[str, int]) -> tuple[list[int], list[int], list[int]]:
     """For each instruction: the names that it reads before it binds them, that it binds, and whose value ends there."""
-    reads, binds, ends = ([0] * len(graph.ops) for _ in range(3))
+    reads, binds, ends = [0] * len(graph.ops), [0] * len(graph.ops), [0] * len(graph.ops)
     for n, events in enumerate(graph.events):
         for kind, name in events:
             bit = bits[name]
@@ -248,6 +250,7 @@ def _targets(graph: _Code, head: int) -> frozenset[str]:
     targets: set[str] = set()
     n = head + 1
     while graph.ops[head].opname == "FOR_ITER" and graph.ops[n].opname.startswith(("STORE", "UNPACK")):
-        targets.update([name for _, name in graph.events[n]])
+        for _, name in graph.events[n]:
+            targets.add(name)
         n += 1
     return frozenset(targets)

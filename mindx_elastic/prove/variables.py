@@ -32,9 +32,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindx_elastic.core.looks import attributes_of, is_comparable
 from mindx_elastic.core.tensor_memory import memory_of
-from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, variables_of
+from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, program_frames, variables_of
 from mindx_elastic.prove.digests import digest
-from mindx_elastic.prove.loop_variables import rebound_in
+from mindx_elastic.prove.loop_variables import Loop, loops_around, rebound_in
 
 __all__ = ["KEPT", "attributes_of_kept", "draws_from", "is_clock", "own_variables"]
 
@@ -95,12 +95,14 @@ def own_variables(
     and names of their attributes, which are left out. `parameters`: also those that are not in `kept`."""
     walk = _Walk(kept, positions=positions, without_epoch=without_epoch, quick=quick, sources=sources, but=but)
     walk.notes_parameters = parameters
+    loops: list[Loop] = next(filter(None, map(loops_around, program_frames(frame))), [])
+    bound = {name for loop in loops for name in loop.bound}
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
             if isinstance(name, str):
                 walk.of_callers[name] = id(value)
                 if not (name.startswith("__") and name.endswith("__")):
-                    walk.waiting.append((name, place, value, 0))
+                    (walk.last if name in bound else walk.waiting).append((name, place, value, 0))
     return walk.run()
 
 
@@ -164,13 +166,15 @@ class _Walk:
         self._positions, self._without_epoch, self._quick = positions, without_epoch, quick
         self._sources, self._but = sources, but
         self._left = _MOST_BYTES_IN_ALL
+        self.last: deque[tuple[str, str, Any, int]] = deque()
+        """Variables that loops bind: `c` of ``for c in callbacks`` is another one soon, and the list goes on."""
         self.notes_parameters = False
 
     def run(self) -> dict[str, str]:
         found: dict[str, str] = {}
         functions: dict[str, str] = {}
-        while self.waiting and len(found) < _MOST:
-            name, place, value, depth = self.waiting.popleft()
+        while (self.waiting or self.last) and len(found) < _MOST:
+            name, place, value, depth = (self.waiting or self.last).popleft()
             kind = type(value)
             try:
                 if type(kind) is not type and not is_comparable(kind):

@@ -267,6 +267,20 @@ def test_a_parameter_that_an_unnamed_optimizer_trains_goes_on(tmp_path: Path, ca
     assert facts(caplog) == ["centers, calls, model.forwards"]
 
 
+def test_what_a_loop_calls_one_after_the_other_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
+        meters = [Meter()]
+        for _step in guard.steps(6):
+            loss = train(guard, model, optimizer, fetch()).item()
+            for meter in meters:
+                meter.update(loss)
+
+    run(tmp_path, loop)
+    assert facts(caplog) == ["calls, meters, model.forwards"]
+
+
 @pytest.mark.parametrize("clears_all", [False, True])
 def test_gradients_that_no_optimizer_clears_go_on(
     clears_all: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
