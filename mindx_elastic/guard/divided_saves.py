@@ -36,7 +36,6 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.capture.weight_samples import WeightSamples, sample_of
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.division import MAX_PARTS, Division, parts_of_member
@@ -254,16 +253,17 @@ class UnevenModules(Part):
         return WeightSamples(self._collector).digests()
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        return Merged(sorted(str(name) for name in said[0] if len({each.get(name) for each in said}) > 1))
+        names = sorted(str(name) for name in said[0] if len({each.get(name) for each in said}) > 1)
+        return Merged([[name, all(name in each for each in said)] for name in names])
 
     def hear(self, answer: Answer) -> None:
-        kinds: Mapping[str, Any] = self._collector.components
-        for name in map(str, answer.common):
-            component = kinds.get(name)
-            kind = type(component.module).__name__ if isinstance(component, ModuleComponent) else "?"
+        for name, is_everywhere in answer.common:
             self._unmanaged.risk(
-                f'the weights of module "{name}" ({kind}) are not the same on all ranks, and a rank that is killed '
-                "gets those of another rank",
+                f'the weights of module "{name}" are not the same on all ranks, and a rank that is killed gets those '
+                "of another rank"
+                if is_everywhere
+                else f'not every rank has the module "{name}": when one that has it is killed, the steps since the '
+                "last save or snapshot are lost",
                 "Copy it from the module inside DDP, which gives all ranks the same weights "
                 "(copy.deepcopy(ddp.module)), and update it on all ranks alike; or --snapshot-every 1 keeps rank 0's",
             )

@@ -186,6 +186,12 @@ class Candidate:
         is_known = self._context.world.strategy is not None and "" not in self._source.by_name
         found = _differences(self._source, self._target) if is_known and self._target is not self._source else []
         if found:
+            # What is named on some ranks alone (an average on rank 0) went with them: an older step may have it.
+            alone = [s for s in self._target.tensors if s.name not in self._source.by_name and not s.is_marker]
+            alone = [s for s in alone if not s.parameter and self._files.keys().isdisjoint(s.layout.ranks)]
+            if len(alone) == len(found) and self._context.world.size == self.world_size:
+                names, ranks = [spec.name for spec in alone], rank_list(alone[0].layout.ranks)
+                return f"{listed(names, 1)}: no usable file of {ranks}, which alone held it"
             self.is_other_program = True
             return f"it does not fit the program: {listed(found, _MAX_DIFFERENCES, '; ')}"
         return self._assign()

@@ -106,6 +106,19 @@ def test_it_falls_back_step_by_step_and_says_why() -> None:
     ]
 
 
+def test_what_one_rank_alone_has_goes_with_it_to_an_older_step_and_is_no_other_program() -> None:
+    average = tensor("ema.w", (8, 4), layout_of((1,), "R", ranks=(0,)))
+    others = files([1, 2], 12, replicated(3, {"w": (8, 4)}, "F32"))
+    program = Strategy(3, (*others[0].strategy.tensors, average))
+    plan = plan_of([*others, *files(range(3), 10, program)], World(3, program))
+    assert plan.step == 10
+    refusal = refusal_of(others, World(3, program))
+    assert not refusal.is_other_program
+    assert refusal.reasons[0].reason == "ema.w: no usable file of rank 0, which alone held it"
+    of_all = Strategy(3, (*others[0].strategy.tensors, tensor("ema.w", (8, 4), layout_of((3,), "R"))))
+    assert refusal_of(others, World(3, of_all)).is_other_program
+
+
 def test_moments_are_tried_run_by_run_attempt_by_attempt_step_by_step() -> None:
     facts = [
         file(0, 5, run="b", created=1.0),
