@@ -106,17 +106,19 @@ def test_it_falls_back_step_by_step_and_says_why() -> None:
     ]
 
 
-def test_what_one_rank_alone_has_goes_with_it_to_an_older_step_and_is_no_other_program() -> None:
-    average = tensor("ema.w", (8, 4), layout_of((1,), "R", ranks=(0,)))
-    others = files([1, 2], 12, replicated(3, {"w": (8, 4)}, "F32"))
-    program = Strategy(3, (*others[0].strategy.tensors, average))
-    plan = plan_of([*others, *files(range(3), 10, program)], World(3, program))
+@pytest.mark.parametrize("assumed", [False, True])  # for the other ranks, which have no such module
+def test_what_one_rank_alone_has_goes_with_it_to_an_older_step_and_is_no_other_program(assumed: bool) -> None:
+    everywhere = tensor("ema.w", (8, 4), layout_of((3,), "R"))
+    average = replace(everywhere, assumed=True) if assumed else tensor("ema.w", (8, 4), layout_of((1,), "R", ranks=[0]))
+    others = replicated(3, {"w": (8, 4)}, "F32")
+    program = Strategy(3, (*others.tensors, average))
+    newest = files([1, 2], 12, others)
+    plan = plan_of([*newest, file(0, 10, program), *files([1, 2], 10, others)], World(3, program))
     assert plan.step == 10
-    refusal = refusal_of(others, World(3, program))
+    refusal = refusal_of(newest, World(3, program))
     assert not refusal.is_other_program
-    assert refusal.reasons[0].reason == "ema.w: no usable file of rank 0, which alone held it"
-    of_all = Strategy(3, (*others[0].strategy.tensors, tensor("ema.w", (8, 4), layout_of((3,), "R"))))
-    assert refusal_of(others, World(3, of_all)).is_other_program
+    assert refusal.reasons[0].reason == "ema.w: in none of its files, and rank 0 left none"
+    assert refusal_of(newest, World(3, Strategy(3, (*others.tensors, everywhere)))).is_other_program
 
 
 def test_moments_are_tried_run_by_run_attempt_by_attempt_step_by_step() -> None:
