@@ -433,11 +433,11 @@ class _SkippingSampler(Sampler[Any]):
             )
 
     def _size(self) -> tuple[Any, ...]:
-        """Of torch's batch sampler, which takes it anew for each batch; others may change theirs by themselves."""
-        return (self.inner.batch_size,) if type(self.inner) is BatchSampler else ()
+        """Batch size and drop_last of torch's batch sampler, which may be set; others change theirs by themselves."""
+        return (self.inner.batch_size, self.inner.drop_last) if type(self.inner) is BatchSampler else ()
 
     def check_size(self) -> None:
-        """Raise UsageError where the program has set another batch size since the loader was made."""
+        """Raise UsageError where the program has set others since the loader was made."""
         check_order(self._made_with, self._size())
 
     def __len__(self) -> int:

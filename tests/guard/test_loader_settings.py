@@ -89,6 +89,10 @@ def after_an_epoch(loader: Any, epoch: int, batch: int) -> None:
         loader.batch_sampler.batch_size *= 2
 
 
+def without_the_rest(loader: Any, epoch: int, batch: int) -> None:
+    loader.batch_sampler.drop_last ^= epoch == 2 and batch == 1
+
+
 def in_mid_epoch(loader: Any, epoch: int, batch: int) -> None:
     if epoch == 2 and batch == 2:
         loader.batch_sampler.batch_size += 2
@@ -109,7 +113,7 @@ def loop_with(change: Change) -> Loop:
 
 
 @pytest.mark.parametrize("make", [with_workers, dropping, of_two_ranks, resumable, replayed_with_workers])
-@pytest.mark.parametrize(("change", "steps"), [(after_an_epoch, 12), (in_mid_epoch, 14)])
+@pytest.mark.parametrize(("change", "steps"), [(after_an_epoch, 12), (in_mid_epoch, 14), (without_the_rest, 13)])
 def test_a_batch_size_that_is_set_is_refused(make: Make, change: Change, steps: int, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"set from \(4.*make a loader for each"):
         run(loop_with(change), tmp_path, loader=make())

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mindx_elastic.data import ResumableLoader
+from mindx_elastic.data import ResumableLoader, from_loader
 from mindx_elastic.errors import UnmanagedStateError
-from tests.guard.program import BATCHES, Loop, Make, Program, no_loader, stopped
+from tests.guard.program import BATCHES, Loop, Make, Program, check, no_loader, run, stopped
 from tests.guarded import Points
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -120,6 +121,29 @@ def test_an_iterator_that_is_made_where_next_fails_is_explained(
     with p.guard:
         loop(p, is_corrected=True)
     assert p.guard.step == 3 * BATCHES
+
+
+def a_list_whose_steps_are_printed(p: Program) -> None:
+    batches = p.loader or [p.full_batch() for _ in range(BATCHES)]
+    for _ in p.guard.epochs(2):
+        for batch in batches:
+            p.train(batch)
+            print(p.guard.step)
+
+
+def test_a_list_that_a_resumed_epoch_begins_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stopped(a_list_whose_steps_are_printed, tmp_path, BATCHES + 2, loader=None)
+    assert "started the resumed epoch over" not in caplog.text
+    p, _ = run(a_list_whose_steps_are_printed, tmp_path, loader=None)
+    assert p.guard.step > 2 * BATCHES
+    assert "started the resumed epoch over" in caplog.text and "mx.data.from_loader(batches)" in caplog.text
+
+
+def test_its_remedy_is_exact(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        return {"loader": from_loader([(torch.ones(4, 4) * n, torch.arange(4)) for n in range(BATCHES)])}
+
+    check(a_list_whose_steps_are_printed, tmp_path, (BATCHES + 2,), make=make)
 
 
 # --- its own affair ---

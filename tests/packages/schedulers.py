@@ -44,6 +44,7 @@ PARTS = (
         "sched = StepBS(loader, step_size=1, gamma=2.0, max_batch_size=16)",
         named="lr_scheduler=sched",
         epoch="sched.step()",
+        want="refused: make a loader for each",
     ),
     Part(
         package="timm",

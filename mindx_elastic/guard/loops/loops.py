@@ -452,6 +452,9 @@ class Loops:
         is_second = self._first and self.step == self._first + 2  # of a resumed process
         if is_second and self._asked_in_front is False and not (self._has_looped or self.is_layered):
             self._own_loop.tell_of_trainer(self._unmanaged)
+        is_first = self._first and self.step == self._first + 1 and self.step_in_epoch > 1  # of an epoch's rest
+        if is_first and self._in_epoch and not (self.loaders or self.asked or self._counted_inside or self.is_layered):
+            self._own_loop.tell_of_epoch(self._unmanaged)
         if self._in_epoch:
             ends = self.step_in_epoch >= self._steps_of_epoch if self._steps_of_epoch else None
             self._loaders.watch.ends_epoch = bool(ends)

@@ -8,6 +8,7 @@ the program has not asked the guard, and                        refused
 ==============================================================  ========================================================
 no loader keeps a place (or one without an end does)            at the second boundary: the first one may be what asks
 a named loader does                                             when a second pass over it begins: one goes on by itself
+it asks within an epoch, with no loader, but after a step of it  told, when that epoch is resumed in its middle
 an object of the program in ``stateful`` may have the count     never; the first steps of a resumed run show it
 ==============================================================  ========================================================
 
@@ -41,8 +42,9 @@ _OF_LIBRARY = (
     "with its counters, or give it what is left, by guard.position.epoch"
 )
 _ASK_INSIDE = (
-    "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(); for several passes, "
-    "loop over guard.epochs(epochs * passes), with one pass in each"
+    "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(); for a list of "
+    "batches, batches = mx.data.from_loader(batches) and Guard(loader=batches, ...); for several passes, loop over "
+    "guard.epochs(epochs * passes), with one pass in each"
 )
 
 
@@ -71,6 +73,13 @@ class OwnLoop:
             _ASK_INSIDE,
             saves=True,
         )
+
+    def tell_of_epoch(self, unmanaged: Unmanaged) -> None:
+        """A resumed run has done a step of its epoch's rest before it asked, to log or to end the loop."""
+        if not self.may_know:
+            unmanaged.risk(
+                f"the loop inside of guard.epochs() has started the resumed epoch over{_COUNTS}", _ASK_INSIDE
+            )
 
     def tell_of_trainer(self, unmanaged: Unmanaged) -> None:
         """A resumed run has asked after its first batch only, to log or to end the loop: where a library runs that,
