@@ -184,7 +184,8 @@ def check_order(made_with: tuple[Any, ...], now: tuple[Any, ...]) -> None:
     if now != made_with:
         raise UsageError(
             f"batch_size, shuffle and drop_last of the loader were set from {made_with} to {now} after it was made; "
-            "no position covers that: make a loader for each, Guard(loader=[first, second])"
+            "no position covers that. Go on with the first, several batches a step for a larger one, or make a loader "
+            "for each, Guard(loader=[first, second]), and start over in another directory"
         )
 
 
