@@ -258,12 +258,17 @@ class UnevenModules(Part):
 
     def hear(self, answer: Answer) -> None:
         for name, is_everywhere in answer.common:
-            self._unmanaged.risk(
-                f'the weights of module "{name}" are not the same on all ranks, and a rank that is killed gets those '
-                "of another rank"
-                if is_everywhere
-                else f'not every rank has the module "{name}": when one that has it is killed, the steps since the '
-                "last save or snapshot are lost",
-                "Copy it from the module inside DDP, which gives all ranks the same weights "
-                "(copy.deepcopy(ddp.module)), and update it on all ranks alike; or --snapshot-every 1 keeps rank 0's",
-            )
+            if is_everywhere:
+                self._unmanaged.risk(
+                    f'the weights of module "{name}" are not the same on all ranks, and a rank that is killed gets '
+                    "those of another rank",
+                    "Copy it from the module inside DDP, which gives all ranks the same weights "
+                    "(copy.deepcopy(ddp.module)), and update it on all ranks alike; or --snapshot-every 1 keeps "
+                    "rank 0's",
+                )
+            elif name in self._collector.components:
+                logger.warning(
+                    'not every rank has the module "%s": when this one is killed, the steps since its last save or '
+                    "snapshot are lost. Name and update it on all ranks alike; or --snapshot-every 1 keeps it",
+                    name,
+                )

@@ -186,9 +186,10 @@ class Candidate:
         is_known = self._context.world.strategy is not None and "" not in self._source.by_name
         found = _differences(self._source, self._target) if is_known and self._target is not self._source else []
         if found:
-            # What a rank without a file had alone (an average on rank 0) went with it: an older step may have it.
+            # What a rank without a file had alone (an average on rank 0) went with it: an older step may have it. The
+            # layouts do not tell who had it: they say that the ranks hold the same.
             lost = [s for s in self._target.tensors if s.name not in self._source.by_name and not s.is_marker]
-            lost = [s for s in lost if not s.parameter and self._may_be_of_absent(s)]
+            lost = [s for s in lost if not s.parameter and any(rank not in self._files for rank in s.layout.ranks)]
             if len(lost) == len(found) and self._context.world.size == self.world_size:
                 absent = rank_list([rank for rank in range(self.world_size) if rank not in self._files])
                 return f"{listed([spec.name for spec in lost], 1)}: in none of its files, and {absent} left none"
@@ -211,11 +212,6 @@ class Candidate:
                 "leave it out, or start the same number of ranks with the same layouts"
             )
         return self._assignment.problem
-
-    def _may_be_of_absent(self, spec: TensorSpec) -> bool:
-        """Whether ranks of which the step has no file may have held `spec` alone."""
-        have = self._files.keys() & set(spec.layout.ranks)
-        return len(have) < len(spec.layout.ranks) and (spec.assumed or not have)
 
     def _merge(self) -> Strategy:
         """The strategy that the files give together, in the order of ranks."""

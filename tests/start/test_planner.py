@@ -106,19 +106,18 @@ def test_it_falls_back_step_by_step_and_says_why() -> None:
     ]
 
 
-@pytest.mark.parametrize("assumed", [False, True])  # for the other ranks, which have no such module
-def test_what_one_rank_alone_has_goes_with_it_to_an_older_step_and_is_no_other_program(assumed: bool) -> None:
-    everywhere = tensor("ema.w", (8, 4), layout_of((3,), "R"))
-    average = replace(everywhere, assumed=True) if assumed else tensor("ema.w", (8, 4), layout_of((1,), "R", ranks=[0]))
+def test_what_one_rank_alone_has_goes_with_it_to_an_older_step_and_is_no_other_program() -> None:
     others = replicated(3, {"w": (8, 4)}, "F32")
-    program = Strategy(3, (*others.tensors, average))
+    program = replicated(3, {"w": (8, 4), "ema.w": (8, 4)}, "F32")  # as rank 0 tells it: the others have no average
     newest = files([1, 2], 12, others)
     plan = plan_of([*newest, file(0, 10, program), *files([1, 2], 10, others)], World(3, program))
     assert plan.step == 10
     refusal = refusal_of(newest, World(3, program))
     assert not refusal.is_other_program
     assert refusal.reasons[0].reason == "ema.w: in none of its files, and rank 0 left none"
-    assert refusal_of(newest, World(3, Strategy(3, (*others.tensors, everywhere)))).is_other_program
+    another = replicated(3, {"w": (8, 5)}, "F32")
+    assert refusal_of(newest, World(3, another)).is_other_program
+    assert refusal_of(files(range(3), 12, others), World(3, another)).is_other_program
 
 
 def test_moments_are_tried_run_by_run_attempt_by_attempt_step_by_step() -> None:
