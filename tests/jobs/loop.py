@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hold-in-eval", type=int, default=-1, help="epoch after which to hold between two steps")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
-    parser.add_argument("--fail-where", choices=("forward", "backward", "late", "after"), default="forward")
+    parser.add_argument("--fail-where", choices=("forward", "after"), default="forward")
     parser.add_argument("--grace-s", type=float, default=30.0)
     parser.add_argument("--flag-file")
     parser.add_argument("--remove-redundancy", action="store_true")
@@ -204,10 +204,8 @@ class Trainer:
         if failing and args.fail_where == "forward":
             raise RuntimeError("injected in forward")
         (loss / args.accumulate).backward()
-        if failing and args.fail_where == "backward":
-            raise RuntimeError("injected after backward")
         if number % args.accumulate == 0:
-            self.update(failing)
+            self.update()
         if not is_played_on(self.guard):
             say(self.seen)
         self.guard.step_end(loss=loss)
@@ -224,14 +222,12 @@ class Trainer:
         if self.args.kill == f"{where}:{step}:{self.rank}":
             kill_here(f"in {where} {step}")
 
-    def update(self, failing: bool) -> None:
+    def update(self) -> None:
         self.optimizer.step()
         self.kill("update", self.guard.position.step + 1)
         self.second.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        if failing and self.args.fail_where == "late":
-            raise RuntimeError("injected where people log")
 
 
 def announce_worker(worker_id: int) -> None:

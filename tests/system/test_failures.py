@@ -20,8 +20,6 @@ drill = pytest.mark.drill
         (2, 1, "forward"),
         drilled(1, 0, "forward"),
         drilled(1, 0, "after"),
-        drilled(1, 0, "late"),
-        drilled(2, 1, "late"),
         drilled(3, 0, "forward"),
         drilled(2, 0, "after"),
     ],
