@@ -245,6 +245,13 @@ def test_a_store_that_is_slow_in_mid_training_is_asked_again_at_the_stop(frozen:
     assert not frozen._lost
 
 
+def test_values_of_all_ranks_are_collected_in_rank_order(ranks: list[StoreExchange]) -> None:
+    for rank in (2, 0, 1):
+        assert ranks[1].try_collect("view") is None
+        assert ranks[rank].tell("view", f"of {rank}")
+    assert ranks[1].try_collect("view") == ["of 0", "of 1", "of 2"]
+
+
 class Attacked:
     """Three ranks with a key, or without, and the store's own client for whoever is not one of them."""
 
