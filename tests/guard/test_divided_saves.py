@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from mindx_elastic.guard.divided_saves import WORTH_BYTES, SavesPart
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.stop_step import Decision
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.config import RankInfo
+from mindx_elastic.guard.divided_saves import WORTH_BYTES, DividedSaves, SavesPart
 from mindx_elastic.guard.policy import ExitPolicy
 
 
@@ -51,3 +56,20 @@ def test_files_that_are_copied_to_other_nodes_are_whole(tmp_path: Path) -> None:
     merged = SavesPart([], [], [], 0, divides=False).merge(each)
     assert merged.own is not None
     assert [own[0] for own in merged.own] == [[], [], []]
+
+
+@pytest.mark.parametrize(("decision", "divides"), [(Decision(7), True), (Decision(8), False), (Decision(None), False)])
+def test_a_rank_writes_its_part_only_where_all_save_the_same_step(
+    decision: Decision, divides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = SimpleNamespace(
+        tell=lambda name, value: True,
+        decide=lambda name, offer, timeout_s: decision,
+        try_collect=lambda name, ranks: ["same"] * len(ranks),
+    )
+    part = SavesPart([], [], [], 0, divides=True)
+    part.group = part.group._replace(ranks=(0, 1, 2))
+    saves = DividedSaves(cast("Exchange", exchange), RankInfo(rank=0, world_size=3), cast("Collector", None), part)
+    mine: Any = SimpleNamespace(key="same")
+    monkeypatch.setattr(saves, "share", lambda *state: mine)
+    assert saves.agree(7, {}, {}, 1.0) is (mine if divides else None)
