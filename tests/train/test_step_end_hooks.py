@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,7 @@ from mindx_elastic.agreement.stop_step import Decision, Offer
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.active import entered
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.persist.format import read_header
-from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext, TrainOneStep
+from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext
 from tests.train.small_job import make_loader, make_model, make_network, same, weights
 from tests.train.test_resume import At, sigterm
 
@@ -139,65 +137,3 @@ def test_a_training_that_a_hook_has_ended_is_finished() -> None:
     assert train(ends := EndsAt(8)) == 8 and ends.ended == 1
     assert train(ends := EndsAt(9)) == 8 and ends.ended == 1
     assert train(EndsAt(0), epochs=4) == 24
-
-
-class FailingUpdate(TrainOneStep):
-    """Raises once after the optimizer's step, where people log."""
-
-    fail_at = 0
-
-    def update(self) -> None:
-        super().update()
-        if self.model.position.step + 1 == self.fail_at:
-            raise RuntimeError("injected")
-
-
-class Losses(Callback):
-    """What a hook is told, with state."""
-
-    def __init__(self) -> None:
-        self.values: list[tuple[int, float | None]] = []
-
-    def on_train_step_end(self, run_context: RunContext) -> None:
-        params = run_context.original_args()
-        outputs = params.net_outputs
-        self.values.append((params.cur_step_num, None if outputs is None else float(outputs)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": list(self.values)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = list(state["values"])
-
-
-def train_to_end(directory: str, fail_at: int, kind: str) -> tuple[Model, Losses]:
-    def silent(model: Model, batch: Any) -> None:
-        assert isinstance(model.optimizer, torch.optim.Optimizer)
-        model.optimizer.zero_grad()
-        model.forward(batch)[0].backward()
-        model.optimizer.step()
-        if model.position.step + 1 == fail_at:
-            raise RuntimeError("injected")
-
-    step: Any = type("Failing", (FailingUpdate,), {"fail_at": fail_at}) if kind == "update" else silent
-    model, losses = make_model(train_step=step, lr_scheduler=None), Losses()
-    model.train(3, make_loader(), [ExceptionCheckpoint(directory=directory), losses])
-    return model, losses
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("kind", ["update", "a step without a loss"])
-@pytest.mark.parametrize("step", [7, 12, 8, 9])  # 12: the last one of its epoch
-def test_a_step_that_fails_after_its_update_is_kept_and_its_hooks_run(
-    kind: str, step: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="mindx_elastic")
-    straight, told = train_to_end("whole", 0, kind)
-    with pytest.raises(RuntimeError, match="injected"):
-        train_to_end("out", step, kind)
-    (path,) = Path("out").glob("*.safetensors")
-    assert read_header(path).info.step == step, caplog.text
-    resumed, told_again = train_to_end("out", 0, kind)
-    assert resumed.resumed_from_step == step
-    assert same(weights(resumed), weights(straight))
-    assert told_again.values == told.values and len(told.values) == 18
