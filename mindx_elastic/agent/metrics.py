@@ -22,7 +22,7 @@ METRICS = {
     "mindx_workers": "Workers of this node that have a guard and have not left it",
     "mindx_step": "Last step that the rank has passed",
     "mindx_steps_total": "Steps that the rank's process has passed",
-    "mindx_durable_step": "Newest step of the rank that is known to be on disk; -1: none is",
+    "mindx_durable_step": "Newest step that the rank's process knows to be on disk; -1: it knows of none yet",
     "mindx_since_durable_seconds": "Since the rank last brought a step to disk, or has begun",
     "mindx_durable_bytes_total": "Bytes of checkpoints that the rank's process has written",
     "mindx_stall_seconds_total": "How long periodic saves have held up the rank's training",

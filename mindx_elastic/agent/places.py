@@ -95,13 +95,13 @@ class NodePlaces:
         if not window:
             why = "its loop does not ask guard.accumulation(), so that its global batch would shrink"
             return ActivePlaces((), f"{names} cannot be filled, and the program cannot go on with fewer ranks: {why}")
-        for size in range(len(working), self.least - 1, -1):
-            if self.count * window % size == 0:
-                return ActivePlaces(tuple(working[:size]))
+        total = self.count * window
+        size = next(size for size in range(len(working), 0, -1) if total % size == 0)
+        if size >= self.least:
+            return ActivePlaces(tuple(working[:size]))
         sizes = f"{self.least} to {len(working)}" if self.least < len(working) else str(self.least)
-        what = f"the {self.count * window} batches of an update"
-        why = f"{what} cannot be shared out evenly among {sizes} ranks"
-        return ActivePlaces((), f"{names} cannot be filled, and {why}")
+        why = f"the {total} batches of an update cannot be shared out evenly among {sizes} ranks"
+        return ActivePlaces((), f"{names} cannot be filled, and {why}; --min-nproc {size} would go on with {size}")
 
 
 def _names(places: Sequence[int]) -> str:

@@ -137,7 +137,8 @@ class ShareReader:
         if blueprint is None:
             raise MismatchError("the state has to be assembled from parts, and no target layout is known")
         self.path = Path(share.rank.file.path)
-        paths = {Path(fact.path) for facts in share.plan.files.values() for fact in facts}
+        files = (fact for facts in share.plan.files.values() for fact in facts)
+        paths = {Path(fact.path) for fact in files if fact.seen_by(self._rank)}
         if outside := [(str(path), problem) for path in paths if (problem := self._outside(path))]:
             return None, outside
         try:

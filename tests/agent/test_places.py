@@ -68,6 +68,12 @@ def test_a_choice_is_right_or_says_why_not(count: int, least: int, lost: set[int
         assert not any(count * window % more == 0 for more in range(size + 1, count - len(lost) + 1))
 
 
+def test_what_would_have_gone_on_is_said() -> None:
+    places = NodePlaces(4, 3, lost={3: "killed"})
+    assert places.choose().why_not.endswith("among 3 ranks; --min-nproc 2 would go on with 2")
+    assert places.choose(window=3).active == (0, 1, 2)
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), max_size=30))
 def test_only_a_place_that_failed_twice_in_a_row_is_lost(ends: list[tuple[int, bool, bool]]) -> None:
     places = NodePlaces(4, 1)

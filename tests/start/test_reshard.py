@@ -6,6 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
+from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.entries import TensorEntry
@@ -24,8 +26,10 @@ from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.start.facts import Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.planner import plan_resume
+from mindx_elastic.start.reader import ShareReader
 from mindx_elastic.start.reshard import Parts, assemble
 from mindx_elastic.start.restore import Target
+from mindx_elastic.start.shares import Share
 from tests.checkpoint_files import flip_bit_in_data
 from tests.harness import no_descriptor_left
 from tests.persist.states import bits, tensor_of
@@ -224,6 +228,25 @@ def test_a_damaged_replica_costs_nothing(tmp_path: Path) -> None:
         assert_same_bits(found.checkpoint.state["model"]["w"], cut(tensor, new, rank))
         assert (found.checkpoint.info.step, found.plan.resharded, found.plan.exact) == (7, True, False)
     assert len(list((tmp_path / QUARANTINE).rglob("*.safetensors"))) == 1
+
+
+def test_a_part_outside_of_the_directory_is_not_touched(tmp_path: Path) -> None:
+    """Paths come from rank 0's message. Those that another node sees may be in a place of that node."""
+    Saved(2, {"w": (numbers(8, 3), layout([2], "R"))}).write(tmp_path)
+    flip_bit_in_data(tmp_path / "rank_1/w-1_7.safetensors")
+    target = target_of(1, {"w": ((8, 3), WHOLE)})
+    plan = plan_for(tmp_path, target)
+    share = Share(plan, replace(plan.ranks[0], assembled=True), is_seen=True, sources=(), uses_own_state=False)
+    reader = ShareReader([tmp_path / "rank_0"], 0, None, Trust())
+    outside = plan.files[1][0].path
+    assert reader.read(share, target.blueprint) == (
+        None,
+        [(outside, f"{outside} is outside of the checkpoint directory and is not touched")],
+    )
+    others = replace(plan, files={**plan.files, 1: [replace(plan.files[1][0], visible_to=frozenset({5}))]})
+    found, problems = reader.read(share._replace(plan=others), target.blueprint)
+    assert found is not None and not problems
+    assert Path(outside).exists(), "damaged, and not put aside"
 
 
 # --- what it costs ---
