@@ -103,7 +103,7 @@ class Supervisor(LocalElasticAgent):
         self.leaves_nothing = False
         """The last attempt was a refused one that had started over: what is in memory is of no use."""
         self.is_hopeless = False
-        """The job was stopped because of equal failures: another start would only meet the next one."""
+        """The job was stopped because no restart would get it further."""
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
         self._number = -1
         self.directories: set[Path] = set()
