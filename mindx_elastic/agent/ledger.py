@@ -337,7 +337,6 @@ class Ledger:
         guarded = len(statuses) == len(attempt.workers.processes) and not ending.elsewhere
         return Failure(
             cause=ending.cause,
-            rank=ending.rank,
             step=min((status.step for status in statuses), default=-1),
             resumed_step=min((status.resumed_step for status in statuses), default=-1),
             resumed_path=next((status.resumed_path for status in statuses if status.resumed_path), ""),

@@ -61,8 +61,6 @@ class Failure:
 
     cause: str
     """For a person: ``killed by SIGKILL``, ``exit code 1: ValueError: bad sample``."""
-    rank: int
-    """The global rank that failed first; -1 when it is not known."""
     step: int
     """Last boundary that every rank of the node had passed; -1 when there was none."""
     resumed_step: int = -1

@@ -117,4 +117,4 @@ class InPlacePart(FollowedPart):
             resharded=False,
             unmanaged=tuple(info.unmanaged),
         )
-        return Resumed(path, checkpoint, plan, only_in_memory=True, next_attempt=self.attempt)
+        return Resumed(path, checkpoint, plan, next_attempt=self.attempt)

@@ -111,8 +111,6 @@ class Resumed(NamedTuple):
     """With a donor, and unless `own` is a boundary: what this rank kept of the run up to this step, newest first."""
     donor_records: Sequence[BoundaryRecord] = ()
     """The same of the donor, where this process can read it."""
-    only_in_memory: bool = False
-    """All files of the step are snapshots."""
     is_live: bool = False
     """The state is that of this process's own objects, after a recovery in place."""
     next_attempt: int = 0
@@ -393,7 +391,6 @@ class PlanPart(FollowedPart):
             "attempt": inventory.next_attempt(run_id),
             "generation": self._next_generation(),
             "lines": lines[:_MOST_LINES],
-            "only_in_memory": all(fact.kind == "snapshot" for facts in plan.files.values() for fact in facts),
         }
         return Merged(common, answer.own, answer.more)
 
@@ -491,13 +488,12 @@ class PlanPart(FollowedPart):
         own = None
         if donor is not None and not plan.resharded and share.uses_own_state:
             own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
-        in_memory = bool(answer.common["only_in_memory"])
         found = Resumed(self.reader.path, checkpoint, plan, lines, donor, own)
         if donor is not None and not plan.resharded:
             places = self._places
             mine, theirs = (own_rings(places.directories, places.arenas, each) for each in (self._ranks.rank, donor))
             found = records_of(found, mine, theirs, places.trust)
-        self.resumed = found._replace(only_in_memory=in_memory, next_attempt=self.attempt)
+        self.resumed = found._replace(next_attempt=self.attempt)
 
 
 def records_of(found: Resumed, mine: Sequence[Path], theirs: Sequence[Path], trust: Trust) -> Resumed:

@@ -17,9 +17,9 @@ def test_none() -> None:
     assert restarts.why_not == "--max-restarts is 0"
 
 
-BUG = Failure(cause="exit code 1: ValueError: bad sample", rank=2, step=105, resumed_step=100, resumed_path="a/100")
-KILL = Failure(cause="killed by SIGKILL", rank=0, step=7, resumed_step=5, resumed_path="a/5", boundaries=2)
-BAD_FILE = Failure(cause="killed by SIGSEGV", rank=1, step=100, resumed_step=100, resumed_path="ckpt/rank_1/n-2_40.st")
+BUG = Failure(cause="exit code 1: ValueError: bad sample", step=105, resumed_step=100, resumed_path="a/100")
+KILL = Failure(cause="killed by SIGKILL", step=7, resumed_step=5, resumed_path="a/5", boundaries=2)
+BAD_FILE = Failure(cause="killed by SIGSEGV", step=100, resumed_step=100, resumed_path="ckpt/rank_1/n-2_40.st")
 
 
 def judge_all(failures: list[Failure], repeats: int = 3) -> list[RestartVerdict]:
@@ -61,12 +61,12 @@ def test_zero_switches_it_off() -> None:
 
 
 def test_nothing_is_judged_where_no_step_is_known() -> None:
-    plain = Failure(cause="exit code 1", rank=0, step=-1, guarded=False)
+    plain = Failure(cause="exit code 1", step=-1, guarded=False)
     assert set(actions([plain] * 20)) == {"restart"}
 
 
 def test_a_crash_before_the_first_step_of_a_fresh_start() -> None:
-    verdicts = judge_all([Failure(cause="killed by SIGKILL", rank=0, step=-1)] * 3)
+    verdicts = judge_all([Failure(cause="killed by SIGKILL", step=-1)] * 3)
     assert [verdict.action for verdict in verdicts] == ["restart", "restart", "stop"]
     assert "before the first step was done" in verdicts[2].explanation and "a fresh start" in verdicts[2].explanation
 
@@ -84,7 +84,6 @@ def test_another_checkpoint_in_between_clears_the_first() -> None:
 FAILURES = st.builds(
     Failure,
     cause=st.sampled_from(["killed by SIGKILL", "killed by SIGSEGV", "exit code 1: ValueError: 3"]),
-    rank=st.integers(-1, 3),
     step=st.integers(-1, 4),
     resumed_step=st.integers(-1, 4),
     resumed_path=st.sampled_from(["", "a", "b"]),
@@ -106,11 +105,11 @@ def test_no_verdict_without_its_reasons(failures: list[Failure], repeats: int) -
         assert bool(verdict.explanation) == (verdict.action != "restart")
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=60))
-def test_kills_of_a_job_that_advances_never_stop_it(kills: list[tuple[int, int]]) -> None:
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=60))
+def test_kills_of_a_job_that_advances_never_stop_it(kills: list[int]) -> None:
     loop, step = CrashLoop(3), 0
-    for rank, boundaries in kills:
-        failure = replace(KILL, rank=rank, resumed_step=step, step=step + boundaries, boundaries=boundaries)
+    for boundaries in kills:
+        failure = replace(KILL, resumed_step=step, step=step + boundaries, boundaries=boundaries)
         assert loop.judge(failure).action == "restart"
         step = failure.step
 
