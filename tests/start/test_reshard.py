@@ -243,7 +243,7 @@ def test_a_part_outside_of_the_directory_is_not_touched(tmp_path: Path) -> None:
         None,
         [(outside, f"{outside} is outside of the checkpoint directory and is not touched")],
     )
-    others = replace(plan, files={**plan.files, 1: [replace(plan.files[1][0], visible_to=frozenset({5}))]})
+    others = replace(plan, files={**plan.files, 1: (replace(plan.files[1][0], visible_to=frozenset({5})),)})
     found, problems = reader.read(share._replace(plan=others), target.blueprint)
     assert found is not None and not problems
     assert Path(outside).exists(), "damaged, and not put aside"
