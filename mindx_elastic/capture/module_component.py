@@ -221,15 +221,15 @@ class ModuleComponent:
 
     def buffers_of_this_rank(self, *, leads: bool) -> list[str]:
         """The buffers that other ranks may have otherwise and that are not in a rank's small state, by name: on a
-        device, not plain, or not persistent. Not those that DDP broadcasts before the next forward from the rank that
-        `leads`, nor those that the ranks make together, nor counters."""
+        device, not plain, or not persistent and changed. Not those that DDP broadcasts before the next forward from the
+        rank that `leads`, nor those that the ranks make together, nor counters that are saved."""
         if self._is_broadcast and not leads:
             return []
         alike = tuple(f"{n}." for n, m in self.module.named_modules() if isinstance(m, nn.SyncBatchNorm))
         live, loose = self._loose.live(), self._loose.changed()
-        found = [(name, t) for name, t in self.named_buffers() if not is_plain(t)]
-        found += [(name, live[name]) for name in loose if name in live]
-        return [name for name, t in found if t.is_floating_point() and not (alike and name.startswith(alike))]
+        found = [name for name, t in self.named_buffers() if t.is_floating_point() and not is_plain(t)]
+        found += [name for name in loose if name in live]
+        return [name for name in found if not (alike and name.startswith(alike))]
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
         """The boundary's copies of the saved buffers, by name."""

@@ -221,6 +221,11 @@ class UpdateGate:
                 self._changed.notify_all()
         return not torn
 
+    def look_closely(self) -> None:
+        """Look at the states of all parameters in optimizers up to the next boundary. Training thread."""
+        for optimizer in self._optimizers:
+            optimizer.note_all()
+
     def pass_unknown(self) -> None:
         """A step has ended, and its boundary cannot be told: what the steps up to the next one do is not compared."""
         with self._lock:

@@ -207,6 +207,8 @@ class Boundaries:
         hidden = self.hidden
         if hidden.sample is not None or position.step >= hidden.next_look:
             self.gate.unguarded |= hidden.at_boundary(position.step)
+            if hidden.sample is not None:
+                self.gate.look_closely()
 
     def _refuse_new_structure(self) -> None:
         """The program has changed what it has built. Flags, masks and groups are made again from the checkpoint; the

@@ -201,20 +201,22 @@ class Tied(nn.Module):
 
 
 def test_buffers_that_no_record_of_a_rank_has_are_named() -> None:
-    """Those that the training changes, in the process that does and in the one that goes on."""
+    """Those that the training changes, counters too, in the process that does and in the one that goes on."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     for module in (first, second):
         module.register_buffer("mean", torch.zeros(2), persistent=False)
+        module.register_buffer("seen", torch.zeros(2, dtype=torch.int64), persistent=False)
         module.register_buffer("table", torch.arange(2.0), persistent=False)
         module.register_buffer("apart", torch.ones(2, 2)[:, :1])
     component = boundary(first)
     assert component.buffers_of_this_rank(leads=True) == ["apart"]
     first.get_buffer("mean").add_(1)
+    first.get_buffer("seen").add_(1)
     component.copy()
-    assert component.buffers_of_this_rank(leads=True) == ["apart", "mean"]
+    assert component.buffers_of_this_rank(leads=True) == ["apart", "mean", "seen"]
     again = resumed(component, second)
     again.load_module_extras(through_format(component.module_extras()))
-    assert again.buffers_of_this_rank(leads=True) == ["apart", "mean"]
+    assert again.buffers_of_this_rank(leads=True) == ["apart", "mean", "seen"]
 
 
 def test_tied_weights_are_stored_once_and_stay_tied() -> None:

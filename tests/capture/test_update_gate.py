@@ -285,3 +285,32 @@ def test_what_the_program_does_to_state_before_a_boundary_belongs_to_it(kind: An
             assert "optimizers' state" in str(problem)
     finally:
         gate.unwatch()
+
+
+def test_states_of_all_parameters_are_looked_at_in_some_steps_and_once_one_was_changed_by_hand_in_all() -> None:
+    """A program that clears the momentum of dead neurons, in one layer."""
+    network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    gate = UpdateGate()
+    gate.watch(list(network.parameters()), [optimizer])
+
+    def step() -> None:
+        network(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        gate.pass_boundary(lambda: None)
+
+    try:
+        step()
+        step()
+        gate.look_closely()
+        assert gate.changed_since_boundary() is None
+        optimizer.state[network[1].weight]["exp_avg"].mul_(0.5)
+        with gate.hold(0.0) as problem:
+            assert "1 values of the optimizers' state" in str(problem)
+        step()
+        assert gate.changed_since_boundary() is None
+        optimizer.state[network[1].bias]["exp_avg"] = torch.zeros(2)
+        with gate.hold(0.0) as problem:
+            assert "optimizers' state" in str(problem)
+    finally:
+        gate.unwatch()

@@ -145,3 +145,17 @@ def test_a_function_for_a_new_group_of_a_lambda_lr_is_refused(tmp_path: Path) ->
 
     with pytest.raises(UnmanagedStateError, match="functions are not saved"):
         train()
+
+
+def test_a_step_in_which_the_program_changes_one_parameters_momentum_is_not_saved(tmp_path: Path) -> None:
+    """It does so before the update, and has done so in a step that was looked at."""
+
+    def change(job: Job, step: int) -> None:
+        if step in (2, 7):
+            job.optimizer.state[job.network[1].get_parameter("weight")]["exp_avg"].mul_(0.5)
+        if step == 7:
+            raise ValueError("injected")
+
+    with pytest.raises(ValueError, match="injected"):
+        Job(tmp_path).run(middle=change)
+    assert not list(tmp_path.glob("*.safetensors"))
