@@ -127,9 +127,9 @@ def arrange_groups(
         sizes = [len(names) for names in wanted], [len(group["params"]) for group in groups]
         raise MismatchError(
             f"the checkpoint does not fit {where}: it has parameter groups of {sizes[0]} parameters, this optimizer "
-            f"has {sizes[1]}, others or in another order; group {number} has {listed([*[*wanted, []][number]], 3)} "
-            "there. Give it the groups of the run that wrote it, in that order, or start over with "
-            'resume="never" in another directory'
+            f"has {sizes[1]}, others or in another order; group {number} has "
+            f"{listed([*[*wanted, []][number]], 3) or 'no parameters'} there. Give it the groups of the run that wrote "
+            'it, in that order, or start over with resume="never" in another directory'
         )
     for group, mine in zip(groups, found, strict=True):
         group["params"][:] = mine

@@ -73,7 +73,6 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
     ranks                               [{rank, path, donor, assembled, bytes}] for each new rank, in order; donor null:
                                         its own file; assembled: its tensors come from several files, and `path` gives
                                         the rest; where replicas have divided a step also parts_from (further files)
-                                        and small_state_from (the file with the random numbers of a rank without one)
     replica_groups                      [{ranks, donor}] of the old world; donor: lowest healthy rank with a file, or
                                         null
     restore_ranks, restore_ranks_map    see the module; the map as an object
