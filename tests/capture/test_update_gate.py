@@ -304,12 +304,12 @@ def test_states_of_all_parameters_are_looked_at_in_some_steps_and_once_one_was_c
         step()
         gate.look_closely()
         assert gate.changed_since_boundary() is None
-        optimizer.state[network[1].weight]["exp_avg"].mul_(0.5)
+        optimizer.state[network[1].get_parameter("weight")]["exp_avg"].mul_(0.5)
         with gate.hold(0.0) as problem:
             assert "1 values of the optimizers' state" in str(problem)
         step()
         assert gate.changed_since_boundary() is None
-        optimizer.state[network[1].bias]["exp_avg"] = torch.zeros(2)
+        optimizer.state[network[1].get_parameter("bias")]["exp_avg"] = torch.zeros(2)
         with gate.hold(0.0) as problem:
             assert "optimizers' state" in str(problem)
     finally:
