@@ -35,7 +35,7 @@ def listing_of(parts: Mapping[str, Any]) -> Listing:
     found: dict[str, tuple[int, str]] = {}
     for path, owner in parts.items():
         for name, held in attributes_of(owner).items() if path.startswith(("dataset", "sampler")) else ():
-            for number, values in enumerate(held if name == "tensors" and isinstance(held, tuple) else (held,)):
+            for number, values in enumerate(held if name == "tensors" and type(held) is tuple else (held,)):
                 if len(found) < _MOST_LISTS and (type(values) in _LISTS or hasattr(type(values), "iloc")):
                     with suppress(Exception):  # of a library's table
                         if words := _words(values, name == "indices", length_of(owner)):
