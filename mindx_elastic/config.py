@@ -32,6 +32,7 @@ __all__ = [
     "ShrinkSettings",
     "TftSettings",
     "mpirun_grace_s",
+    "parse_rehearse",
     "parse_snapshot_every",
 ]
 
@@ -124,6 +125,12 @@ class Settings:
     """``MINDX_FINAL_SAVE``: 1 keeps the last boundary of a training that ends by itself, 0 does not."""
     overlap: bool = True
     """``MINDX_OVERLAP``: 1 lets a stopped job make one step more, which the next start is compared with; 0 does not."""
+    rehearse: tuple[int | str, ...] = ()
+    """``MINDX_REHEARSE``: where the job stops and goes on in new processes, to try its resume; see `parse_rehearse`."""
+    rehearse_by_exit: bool = False
+    """``MINDX_REHEARSE_EXIT``: 1: the platform starts a process again that has left with 75."""
+    rehearsed: int = 0
+    """``MINDX_REHEARSED``: the step at which this run was rehearsed last; set by what has begun it again."""
     unmanaged: str = "error"
     """``MINDX_UNMANAGED``: ``error`` refuses state that is certain not to be kept, ``warn`` only says so."""
     log_level: str = "INFO"
@@ -147,6 +154,9 @@ class Settings:
             graceful_exit=None if flag == "" else flag == "1",
             final_save=_one_of(env, "MINDX_FINAL_SAVE", ("1", "0")) == "1",
             overlap=_one_of(env, "MINDX_OVERLAP", ("1", "0")) == "1",
+            rehearse=parse_rehearse(env.get("MINDX_REHEARSE"), "environment variable MINDX_REHEARSE"),
+            rehearse_by_exit=_one_of(env, "MINDX_REHEARSE_EXIT", ("0", "1")) == "1",
+            rehearsed=_integer(env, "MINDX_REHEARSED", 0),
             unmanaged=_one_of(env, "MINDX_UNMANAGED", ("error", "warn")),
             log_level=level,
             zygote=_one_of(env, "MINDX_ZYGOTE", ("", "1", "0", "first")),
@@ -412,6 +422,18 @@ def parse_snapshot_every(value: object, name: str) -> int | None:
     if isinstance(value, bool) or not text.isdecimal() or int(text) > 10**9:
         raise UsageError(f'{name}={value!r}: give a number of steps, 0 for no snapshots, or "auto"')
     return int(text)
+
+
+def parse_rehearse(value: object, name: str) -> tuple[int | str, ...]:
+    """``20``, ``[20, "epoch"]`` or ``"20,100,epoch"`` -> the places; None or ``""``: none. Raises UsageError that names
+    `name`."""
+    listed = value if isinstance(value, (list, tuple)) else [] if value is None else str(value).split(",")
+    words = [str(each).strip() for each in listed if not isinstance(each, str) or each.strip()]
+    if isinstance(value, bool) or any(word != "epoch" and not (word.isdecimal() and int(word)) for word in words):
+        raise UsageError(
+            f'{name}={value!r}: give steps from 1, "epoch" (the first step of the second epoch), or both: 20,epoch'
+        )
+    return tuple(word if word == "epoch" else int(word) for word in words)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,34 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.config import RankInfo, Settings, TftSettings
+from mindx_elastic.config import RankInfo, Settings, TftSettings, parse_rehearse
 from mindx_elastic.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("value", "places"),
+    [
+        (None, ()),
+        ("20, 100,epoch", (20, 100, "epoch")),
+        ([7, "epoch"], (7, "epoch")),
+    ],
+)
+def test_places_of_a_rehearsal(value: object, places: tuple[object, ...]) -> None:
+    assert parse_rehearse(value, "rehearse") == places
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0,
+        True,
+        "soon",
+        "20;30",
+    ],
+)
+def test_no_place_of_a_rehearsal(value: object) -> None:
+    with pytest.raises(UsageError, match=r"^rehearse="):
+        parse_rehearse(value, "rehearse")
 
 
 @pytest.mark.parametrize("name", ["MINDX_GRACE_S", "MS_ENABLE_GRACEFUL_EXIT", "MINDX_LOG_LEVEL"])

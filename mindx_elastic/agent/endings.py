@@ -40,6 +40,7 @@ __all__ = [
 GRACEFUL_CODES = frozenset({*map(exit_code_of_signal, STOP_SIGNALS), EXIT_TEMPORARY})
 # What a guarded rank gives as its reason when another rank has failed (`Alarms.of_death`, `Alarms.of_exception`).
 _ELSEWHERE = re.compile(r"^(exception: |ranks? [\d, ]+ (is|are) (gone|stuck)|a node is lost|the agent .*is gone)")
+_REHEARSAL = re.compile(r"^rehearsal at step (\d{1,18})\b")
 
 
 class Meaning(Enum):
@@ -69,7 +70,8 @@ class Ending:
     """How an attempt ended."""
 
     outcome: str
-    """``finished``, ``stopped`` (no restart wanted), ``failed`` or ``membership``."""
+    """``finished``, ``stopped`` (no restart wanted), ``failed``, ``membership``, or ``rehearsed``: it has stopped itself
+    to try its resume."""
     code: int
     """What the agent leaves with, should this be the end."""
     cause: str = ""
@@ -157,10 +159,18 @@ def conclude(
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause="stopped without a reason")
     first = left[0]
     reason = "" if first.status is None else first.status.reason
+    if all(map(_has_rehearsed, exits)):
+        return Ending(outcome="rehearsed", code=EXIT_TEMPORARY, cause=reason, first=first)
     if _code(first) == EXIT_TEMPORARY and _ELSEWHERE.match(reason):
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=reason, first=first, elsewhere=True)
     cause = reason or f"rank {first.rank}: {describe(first)}"
     return Ending(outcome="stopped", code=_code(first), cause=cause, first=first)
+
+
+def _has_rehearsed(end: WorkerExit) -> bool:
+    """Whether a rank has stopped itself to try its resume, and its state is on disk."""
+    found = None if end.status is None else _REHEARSAL.match(end.status.reason)
+    return found is not None and end.status is not None and end.status.saved_step >= int(found[1])
 
 
 def _was_asked(end: WorkerExit) -> bool:

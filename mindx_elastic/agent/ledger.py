@@ -57,12 +57,15 @@ __all__ = [
 
 
 FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarted for a new node"
-"""Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes."""
+REHEARSED = "restarted for its rehearsal"
+"""Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes, to try the
+resume."""
 _OUTCOMES = {
     "finished": FINISHED,
     "stopped": STOPPED,
     "failed": FAILED,
     "membership": NEW_NODE,
+    "rehearsed": REHEARSED,
 }
 """By `Ending.outcome`."""
 _NS = 1_000_000_000
@@ -114,7 +117,7 @@ class AttemptRecord:
     in_place_steps_lost: int | None = None
     """By them, in all."""
     outcome: str | None = None
-    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE` or another word; None while it runs."""
+    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE`, `REHEARSED` or another word; None while it runs."""
     full_size: int | None = None
     """How many ranks the job is meant to have, where it has fewer."""
     why_fewer: str | None = None
@@ -310,7 +313,7 @@ class Ledger:
             stall_s=round(max((status.stall_ns for status in statuses.values()), default=0) / _NS, 6) or None,
             outcome=_OUTCOMES[ending.outcome],
         )
-        again = ending.outcome in ("failed", "membership")
+        again = ending.outcome in ("failed", "membership", "rehearsed")
         self._pause = _Pause(self._number, began, reached) if again else None
 
     def note_flushed(self, step: int | None) -> None:

@@ -30,6 +30,7 @@ from mindx_elastic.config import (
     KeySettings,
     MemorySettings,
     Settings,
+    parse_rehearse,
     parse_snapshot_every,
 )
 from mindx_elastic.core.events import logger
@@ -64,6 +65,8 @@ class AgentOptions:
     """It was given to the agent, so that the workers must know it."""
     snapshot_every: str
     """As in ``MINDX_SNAPSHOT_EVERY``."""
+    rehearse: str
+    """As in ``MINDX_REHEARSE``."""
     hang_timeout_s: float | None
     """Seconds without a step; None: learned, 0: never."""
     run_dir: Path
@@ -125,6 +128,14 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _places(text: str) -> str:
+    try:
+        parse_rehearse(text, "--rehearse")
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _snapshots(text: str) -> str:
     try:
         parse_snapshot_every(text, "--snapshot-every")
@@ -148,6 +159,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": (
             "steps between two snapshots in shared memory, which outlive a kill; auto: as often as costs less than "
             "1%% of the step time; 0: none (default: MINDX_SNAPSHOT_EVERY, or auto)"
+        ),
+    },
+    "--rehearse": {
+        "type": _places,
+        "metavar": "STEP[,STEP|,epoch]",
+        "help": (
+            "at these steps (epoch: the first one of the second epoch) stop as for a SIGTERM and go on in new "
+            "processes, which say whether the resume is exact and what it cost; no restart is counted (default: "
+            "MINDX_REHEARSE, or none)"
         ),
     },
     "--hang-timeout": {
@@ -348,6 +368,7 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         grace_s=settings.grace_s if grace_s is None else settings.with_grace(grace_s).grace_s,
         tell_grace=grace_s is not None,
         snapshot_every=every,
+        rehearse=args.rehearse or os.environ.get("MINDX_REHEARSE", ""),
         hang_timeout_s=None if args.hang_timeout == "auto" else args.hang_timeout,
         run_dir=run_dir,
         restarts_window_s=args.max_restarts_window,

@@ -262,7 +262,9 @@ class Supervisor(LocalElasticAgent):
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""
         ending = self.ending
-        if ending.outcome == "membership":
+        if ending.outcome == "rehearsed" and ending.first is not None and ending.first.status is not None:
+            os.environ["MINDX_REHEARSED"] = str(ending.first.status.saved_step)
+        if ending.outcome in ("membership", "rehearsed"):
             self._events.emit("restart", reason=ending.cause)
             return True
         if ending.outcome != "failed":

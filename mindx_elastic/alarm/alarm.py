@@ -16,15 +16,17 @@ from mindx_elastic.core.fields import Between, Words, read_text
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UnmanagedStateError
 
-__all__ = ["ALARM_KINDS", "MAX_REQUEST", "REFUSAL", "Alarm", "Alarms", "StopRequest", "signal_name"]
+__all__ = ["ALARM_KINDS", "MAX_REQUEST", "REFUSAL", "REHEARSAL", "Alarm", "Alarms", "StopRequest", "signal_name"]
 
 ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
 """What policies answer to."""
 REFUSAL = "unmanaged"
 """The kind of an `UnmanagedStateError` that leaves the block: every rank stops, and no policy saves anything."""
+REHEARSAL = "rehearsal"
+"""The kind of a stop that the job orders itself, to try its resume: policies take it for a signal."""
 MAX_REQUEST = 16384
 """The longest `StopRequest`, in characters."""
-_REQUEST_KINDS = ALARM_KINDS | {REFUSAL}
+_REQUEST_KINDS = ALARM_KINDS | {REFUSAL, REHEARSAL}
 _ASKED_FOR = frozenset({"signal", "flag", "fault", "request"})
 _ORPHAN = ("signal", None)
 _LEAST_GRACE_S = 3.0  # an unsealed request cannot shorten the grace period further
@@ -39,7 +41,7 @@ class StopRequest:
     """An alarm as the rank that has heard it sends it to the others."""
 
     kind: str
-    """One of `ALARM_KINDS` or `REFUSAL`."""
+    """One of `ALARM_KINDS`, `REFUSAL` or `REHEARSAL`."""
     reason: Annotated[str, Words(_MAX_REASON)]
     origin: int
     """The rank."""
@@ -114,6 +116,10 @@ class Alarms:
     def of_request(self, reason: str, code: int) -> Alarm:
         """The program itself asked for a stop, and names the exit code."""
         return self._make("request", printable(reason, _MAX_REASON), exit_code("request", named=code))
+
+    def of_rehearsal(self, step: int) -> Alarm:
+        """The job tries its own resume, at the boundary `step`; the agent reads the reason (`agent.endings`)."""
+        return self._make(REHEARSAL, f"{REHEARSAL} at step {step}", EXIT_TEMPORARY)
 
     def of_agent_signal(self, signum: int) -> Alarm:
         """The signal with which the agent stops its workers, in a process whose policies do not ask for signals."""

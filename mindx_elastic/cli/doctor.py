@@ -17,9 +17,8 @@ __all__ = ["doctor_command"]
 
 _STYLES = {"good": "green", "warning": "yellow", "problem": "bold red"}
 _WIDEST = 120
-_TRY_IT = (
-    "Whether the job itself comes back, a first stop tries: timeout -s TERM 5m COMMAND; then COMMAND again, which says "
-    "whether its first step is verified"
+_REHEARSE = (
+    "Whether the job itself comes back, its first run here tries: mindx-elastic run --rehearse 20, or MINDX_REHEARSE=20"
 )
 
 
@@ -88,6 +87,6 @@ def doctor_command(
         remedy = f"\n-> {printable(finding.remedy)}" if finding.remedy else ""
         grid.add_row(Text(level, style=_STYLES[level]), finding.check, Text(f"{printable(finding.text)}{remedy}"))
     console.print(grid, width=min(console.width, _WIDEST))
-    say(console, _TRY_IT, style="dim")
+    say(console, _REHEARSE, style="dim")
     if worst(found) is Level.PROBLEM:
         raise typer.Exit(EXIT_BAD)

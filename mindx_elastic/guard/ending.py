@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from mindx_elastic.alarm.alarm import REFUSAL
+from mindx_elastic.alarm.alarm import REFUSAL, REHEARSAL
 from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
@@ -116,7 +116,8 @@ class GuardEnding:
     def leave(self) -> GracefulExit:
         """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
         assert self._stopper.alarm is not None
-        self._listeners.handlers.linger(self._stopper.alarm.deadline.at)
+        if self._stopper.alarm.kind != REHEARSAL:  # a signal after it means the process that comes next
+            self._listeners.handlers.linger(self._stopper.alarm.deadline.at)
         self._stopper.after_save()
         if self._stopper.alarm.kind == "peer" and self._saver.collector.devices.is_used:
             # The interpreter, torch's way out and a communicator without its peer wait for the device, or for each

@@ -102,6 +102,7 @@ class Guard(LayeredGuard):
     * `overlap`: whether a stop, once its boundary is durable, makes one step more of which it keeps only a witness: the
       resumed run makes that step again and is compared with it; default ``MINDX_OVERLAP`` or True. What that step does
       besides training (a print, a file) happens twice. `on_difference`: ``"warn"``, or ``"stop"``: end the job then.
+    * `rehearse`: steps (or ``"epoch"``) where the job stops and goes on in new processes, to try its resume early.
     * `redundancy`: on how many nodes to keep each file, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
     * `remove_redundancy`: True: in periodic saves and at the end a machine's DDP ranks write each part of what they
       share once, and a resume needs all their files. At a stop, from 3 ranks on, each part is in two files either way.
@@ -141,6 +142,7 @@ class Guard(LayeredGuard):
         unmanaged: str | None = None,
         overlap: bool | None = None,
         on_difference: str = "warn",
+        rehearse: int | str | Sequence[int | str] | None = None,
     ) -> None:
         super().__init__()
         self._options = GuardOptions(
@@ -165,6 +167,7 @@ class Guard(LayeredGuard):
             unmanaged=unmanaged,
             overlap=overlap,
             on_difference=on_difference,
+            rehearse=rehearse,
         )
         self._loaders = Loaders(loader, stateful)
         self.loader = self._loaders.first

@@ -1,7 +1,7 @@
 """What looks at a guard's steps: `prove` answers for this port, and the guard imports nothing of it.
 
 The *overlap*: a job that stops makes one update more than it saves, which the next start is compared with. What looks
-at the steps, plays that one on and compares is `prove.play_on`.
+at the steps, plays that one on, compares, and rehearses a resume is `prove.play_on`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any, Protocol, cast
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.ports import ask
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.same_program import SameProgram
 
-__all__ = ["Observers", "Overlap", "Proof", "observers"]
+__all__ = ["Observers", "Overlap", "Proof", "observers", "program"]
+
+program = SameProgram()  # as early as a guard can know: before the program has moved to another folder
 
 
 class Proof(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
-from mindx_elastic.config import Settings, SharingSettings
+from mindx_elastic.config import Settings, SharingSettings, parse_rehearse
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.periodic import PeriodicSave, parse_save_every
@@ -45,6 +45,7 @@ class GuardOptions:
     unmanaged: str | None = None
     overlap: bool | None = None
     on_difference: str = "warn"
+    rehearse: int | str | Sequence[int | str] | None = None
     layouts: Mapping[str, Layout] | None = None
 
     def __post_init__(self) -> None:
@@ -59,6 +60,7 @@ class GuardOptions:
             raise UsageError(f'unmanaged={self.unmanaged!r}: give "error", "warn" or None')
         if self.on_difference not in ("warn", "stop"):
             raise UsageError(f'on_difference={self.on_difference!r}: give "warn" or "stop"')
+        parse_rehearse(self.rehearse, "rehearse")
         check_policies([*self.exit_policies(), *self.periodic_policies()])
 
     @property
@@ -99,6 +101,8 @@ class GuardOptions:
     def settings(self) -> Settings:
         """The environment's settings, where these options do not say otherwise. Raises UsageError."""
         given: dict[str, Any] = {"final_save": self.final_save, "overlap": self.overlap, "unmanaged": self.unmanaged}
+        if self.rehearse is not None:
+            given["rehearse"] = parse_rehearse(self.rehearse, "rehearse")
         settings = replace(Settings.from_env(), **{name: value for name, value in given.items() if value is not None})
         return settings if self.grace_s is None else settings.with_grace(self.grace_s)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from mindx_elastic.alarm.alarm import ALARM_KINDS, Alarm
+from mindx_elastic.alarm.alarm import ALARM_KINDS, REHEARSAL, Alarm
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
@@ -117,7 +117,7 @@ def policies_for(policies: Sequence[ExitPolicy], alarm: Alarm) -> list[ExitPolic
     def answers(policy: ExitPolicy) -> bool:
         if alarm.signum is not None and policy.signals and alarm.signum not in policy.signals:
             return False
-        return alarm.kind in policy.alarms
+        return ("signal" if alarm.kind == REHEARSAL else alarm.kind) in policy.alarms
 
     return [policy for policy in policies if answers(policy)]
 

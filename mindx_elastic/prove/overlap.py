@@ -192,7 +192,7 @@ class Comparison(_Notes):
                 logger.info("step %d: %s. If only a clock is the cause, nothing is lost", step, explained.what)
                 explained = None
         lost, others, num_equal = self._not_got_back()
-        outcome = "differs" if explained is not None else "variables differ" if lost else "verified"
+        self.outcome = outcome = "differs" if explained is not None else "variables differ" if lost else "verified"
         self._tell(step, explained, lost, others, num_equal)
         reason = explained.what if explained is not None else ", ".join([*lost, *others])
         why = reason if explained is not None else ", ".join(lost)

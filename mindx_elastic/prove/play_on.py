@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, cast
 
 from mindx_elastic.agreement.stop_step import CANNOT
-from mindx_elastic.alarm.alarm import Alarm
+from mindx_elastic.alarm.alarm import REHEARSAL, Alarm
 from mindx_elastic.core.certificate import NOT_COMPARED
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
@@ -40,6 +40,7 @@ from mindx_elastic.prove.not_kept import FIRST_LOOK, SECOND_LOOK, NotKept, count
 from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.overlap import Comparison, Played, open_comparison
 from mindx_elastic.prove.proof_witness import ProofWitness
+from mindx_elastic.prove.rehearsal import Rehearsal
 
 __all__ = ["Overlap"]
 
@@ -52,7 +53,7 @@ _MOST_EPOCHS = 3
 """Before which there is a look for what has changed and is not kept."""
 _HEARD_S = 60.0
 """How long a boundary waits until the stop that an observer has sent is heard."""
-_ALARMS = ("signal", "flag", "fault", "request")
+_ALARMS = ("signal", "flag", "fault", "request", REHEARSAL)
 
 
 class Overlap:
@@ -85,7 +86,7 @@ class Overlap:
         self.is_playing = self.is_at_tail = False
         self.scalars: Mapping[str, Any] = {}
         self._began, self._interrupts = 0.0, False
-        stopper.play_on, stopper.end_play = self._begin, self.end
+        stopper.play_on, stopper.end_play = self._begin, self._end_for_signal
         if proof is not None and not opening.evaluates:
             self._observer = proof
             proof.enter(stack, self._observed())
@@ -106,6 +107,7 @@ class Overlap:
             is_new = opening.start.step is None or (info is not None and not info.not_kept)
             self._says, self._is_resumed = stopper.ranks.rank == 0 and is_new, info is not None
             boundaries.look_for_not_kept, boundaries.not_kept_at = self._look_for_not_kept, FIRST_LOOK
+        self._rehearsal = Rehearsal(opening, stopper, trains=proof is None and trains)
         self._look_again()
         loops.at_head_end = self._forget_head
 
@@ -120,7 +122,8 @@ class Overlap:
             boundaries.tell_not_kept()
 
     def _look_again(self) -> None:
-        self.looks = not (self._observer is None and self._kept_steps is None and self._not_compared is None)
+        is_idle = self._observer is None and self._kept_steps is None and self._not_compared is None
+        self.looks = not (is_idle and self._rehearsal.is_over)
 
     def _look_for_not_kept(self) -> Sequence[str]:
         """See `Boundaries.look_for_not_kept`. After the first two looks there is one before each of the next epochs,
@@ -224,6 +227,9 @@ class Overlap:
                 self._stopper.step_gate.wait_for_limit(_HEARD_S)
             if observer.is_over:
                 self._observer = None
+        if not self._rehearsal.is_over and not self.is_playing:
+            outcome = "" if observer is None else observer.outcome if self._observer is None else None
+            self._rehearsal.at_boundary(position, is_cut=is_cut, outcome=outcome)
         self._look_again()
 
     def behind_tail(self) -> None:
@@ -246,6 +252,11 @@ class Overlap:
         how = "the block has ended" if error is None else f"{type(error).__name__}: {printable(str(error), 200)}"
         logger.info("in the step that is played on: %s", how)
         return self._stopper.exit()
+
+    def _end_for_signal(self, why: str) -> None:
+        """Watcher thread: a further signal was heard in a stop."""
+        self._rehearsal.is_called_off = True
+        self.end(why)
 
     def end(self, why: str) -> None:
         """Watcher thread: the process leaves now. What the training thread waits in is interrupted."""

@@ -50,7 +50,7 @@ class Witness:
     """One per guard that is looked at."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over, self.outcome = False, ""
         """There is nothing more to look at."""
         self.scalars: Mapping[str, Any] = {}
         """What the program has given to the step's `step_end`."""

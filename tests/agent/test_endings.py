@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,17 @@ def test_codes_and_causes_for_people() -> None:
     assert describe(end(3)) == "exit code 3"
     assert describe(end(1, message="ValueError: x")) == "exit code 1: ValueError: x"
     assert describe(guarded(1, reason="exception: KeyError: 'a'")) == "exit code 1: KeyError: 'a'"
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "outcome"),
+    [(20, "rehearsal at step 20 on rank 0", "rehearsed"), (7, "rehearsal at step 20", "stopped"), (20, "", "stopped")],
+)
+def test_a_rehearsal_needs_all_ranks_and_their_files(saved: int, other: str, outcome: str) -> None:
+    workers = [guarded(75, rank, left=75, reason=("rehearsal at step 20", other)[rank]) for rank in range(2)]
+    exits = [replace(one, status=one.status._replace(saved_step=saved)) for one in workers if one.status is not None]
+    assert conclude(exits, None).outcome == outcome
+    assert conclude(exits, StopKind.SIGNAL, signum=TERM).outcome == "stopped", "the agent was told to stop"
 
 
 def test_a_rank_that_was_ended_on_its_way_out_has_left_with_the_code_that_it_meant() -> None:

@@ -233,8 +233,8 @@ MUTANTS = (
     Mutant(
         "a node that comes back ends the others",
         "agent/supervisor.py",
-        '        if ending.outcome == "membership":',
-        "        if False:",
+        '        if ending.outcome in ("membership", "rehearsed"):',
+        '        if ending.outcome == "rehearsed":',
         "agents",
     ),
     Mutant(
