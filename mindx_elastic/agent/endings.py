@@ -70,8 +70,8 @@ class Ending:
     """How an attempt ended."""
 
     outcome: str
-    """``finished``, ``stopped`` (no restart wanted), ``failed``, ``membership``, or ``rehearsed``: it has stopped itself
-    to try its resume."""
+    """``finished``, ``stopped`` (no restart wanted), ``failed``, ``membership``, or ``rehearsed``: it stopped itself to
+    try its resume."""
     code: int
     """What the agent leaves with, should this be the end."""
     cause: str = ""
