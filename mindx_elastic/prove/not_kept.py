@@ -31,11 +31,12 @@ from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, program_frames, reachable
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.prove.compare import root_of, short_of
+from mindx_elastic.prove.digests import digest
 from mindx_elastic.prove.loop_variables import carried, loops_around
 from mindx_elastic.prove.variables import KEPT, attributes_of_kept, draws_from, is_clock, own_variables
 from mindx_elastic.prove.witness import kept_of
 
-__all__ = ["FIRST_LOOK", "SECOND_LOOK", "NotKept", "counts_from_the_start"]
+__all__ = ["FIRST_LOOK", "SECOND_LOOK", "NotKept", "counts_from_the_start", "has_begun_again"]
 
 FIRST_LOOK, SECOND_LOOK = 1, 5
 """The boundaries that are compared first: what is only made in the first step has changed before."""
@@ -223,6 +224,13 @@ def counts_from_the_start() -> list[str]:
             values = [(name, variables.get(name)) for name in sorted(around[-1].targets)]
             return [name for name, value in values if type(value) is int and value in (0, 1)]
     return []
+
+
+def has_begun_again(names: Collection[str]) -> bool:
+    """In the first step of a process, in the middle of an epoch: whether one of `names`, which went on from step to
+    step in the stopped one, is 0 or 1: a loop that counts by itself makes all of its steps once more."""
+    begun = digest(0), digest(1)
+    return any(v in begun and short_of(k) in names for k, v in own_variables(sys._getframe(1), ()).items())
 
 
 def _shortened(names: Sequence[str]) -> list[str]:

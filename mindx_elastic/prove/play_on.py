@@ -12,6 +12,7 @@ those that a resumed one compares with them; in all other steps there is none.
 from __future__ import annotations
 
 import itertools
+import logging
 import signal
 import statistics
 import threading
@@ -36,7 +37,7 @@ from mindx_elastic.guard.stop_save import StopPhase
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.prove.kept_steps import KeptSteps, open_kept_steps
-from mindx_elastic.prove.not_kept import FIRST_LOOK, SECOND_LOOK, NotKept, counts_from_the_start
+from mindx_elastic.prove.not_kept import FIRST_LOOK, SECOND_LOOK, NotKept, counts_from_the_start, has_begun_again
 from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.overlap import Comparison, Played, open_comparison
 from mindx_elastic.prove.proof_witness import ProofWitness
@@ -138,7 +139,9 @@ class Overlap:
             unmanaged.say_not_kept(names, how, is_resumed=self._is_resumed)
         return names
 
-    def _tell_not_compared(self, info: CheckpointInfo, what: str, counts: Sequence[str] = ()) -> None:
+    def _tell_not_compared(
+        self, info: CheckpointInfo, what: str, counts: Sequence[str] = (), level: int = logging.INFO
+    ) -> None:
         """Nothing will show whether what is not kept matters. `what`: the words in front of its names. `counts`: more
         of them."""
         names = ", ".join(filter(None, [*counts, info.not_kept]))
@@ -147,7 +150,7 @@ class Overlap:
                 'Keep it in a named object or dict (Guard(stateful={"own": own})), compute it from guard.step, or '
                 "count batches by guard.enumerate(loader)"
             )
-            logger.info("%s: %s. %s", what, printable(names), remedy)
+            logger.log(level, "%s: %s. %s", what, printable(names), remedy)
 
     # --- the stop ---
 
@@ -212,9 +215,11 @@ class Overlap:
             is_redone = self._kept_steps is not None and self._kept_steps.are_redone
             how = "compared by a few digests alone" if is_redone else f"not compared ({info.reason})"
             self._not_compared, why = None, f"step {info.step + 1} is {how}"
-            counts = counts_from_the_start() if position.step_in_epoch > 1 else ()
+            in_middle = position.step_in_epoch > 1
+            counts = counts_from_the_start() if in_middle else ()
+            again = in_middle and has_begun_again(info.not_kept.partition("; ")[0].split(", "))
             told = f"{why}, and the resumed run may differ by what goes on and is not kept"
-            self._tell_not_compared(info, told, counts)
+            self._tell_not_compared(info, told, counts, logging.WARNING if again else logging.INFO)
         if self._kept_steps is not None and is_cut and not (self.is_at_tail or self.is_playing):
             self._kept_steps.at_boundary(position, loss)
         if observer is not None and (self.is_playing or not self.is_at_tail):

@@ -149,6 +149,7 @@ def test_a_count_that_is_not_kept_is_told(
         train(job)
     train(Quiet(tmp_path, seed=1))
     assert lines(caplog, told), caplog.text
+    assert {each.levelno for each in caplog.records if told in each.getMessage()} == {logging.WARNING}, "it began again"
     assert outcomes(tmp_path) == (["variables differ"] if code != 0 else [])
     caplog.clear()
     train(Quiet(tmp_path, seed=1))  # it had finished
