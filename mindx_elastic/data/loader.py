@@ -24,7 +24,7 @@ from mindx_elastic.core.looks import has_method, length_of
 from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.iteration import Engine, EngineLoader
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import Cursor, check_numbers, check_streams, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import VERSION, SeededDataset, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock, keeps_state
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
@@ -166,6 +166,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
             "batch": at.batch,
             "samples": at.samples,
             "finished": at.finished,
+            "streams": VERSION,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -183,6 +184,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         check_numbers(state, "num_samples", "batch_size")
         if state["samples"] > state["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
+        check_streams(state)
         batch, samples, finished = state["batch"], state["samples"], bool(state.get("finished"))
         until = None if finished else self._sampler.plan(size=state["num_samples"]).batches_until(samples)
         if state.get("world_size") != world_size:
@@ -222,7 +224,6 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         sampler = self._sampler
         return {
             "kind": _KIND,
-            "streams": VERSION,
             "seed": self.seed,
             "num_samples": len(sampler.dataset),
             "batch_size": sampler.batch_size,

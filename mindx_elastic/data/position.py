@@ -9,7 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import length_of
+from mindx_elastic.data.random_streams import VERSION
 from mindx_elastic.data.track import LoaderMark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -20,6 +22,7 @@ __all__ = [
     "at_place_of",
     "check_numbers",
     "check_order",
+    "check_streams",
     "check_unchanged",
     "num_batches",
     "whole_number",
@@ -175,6 +178,21 @@ def check_unchanged(kind: str, state: Mapping[str, Any], expected: Mapping[str, 
         raise MismatchError(
             f"the data loader has changed since the checkpoint: {'; '.join(different)}. "
             "Use the values of that run, or start afresh"
+        )
+
+
+def check_streams(state: Mapping[str, Any]) -> None:
+    """Say that samples draw otherwise than in the version that wrote `state`. Raises MismatchError for a later one."""
+    version = state.get("streams", 1)
+    if type(version) is not int or version > VERSION:
+        raise MismatchError(
+            f"the checkpoint's data position has streams={version!r}, which this version does not know: "
+            "use the newer one that wrote it, or start afresh"
+        )
+    if version < VERSION:
+        logger.warning(
+            "an earlier version of this package wrote the position: the order goes on, and where samples draw random "
+            "numbers (augmentation), they draw others in the rest of the training than they would have"
         )
 
 

@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 VERSION = 5
-"""The version of how batches draw, part of each position: one of another version is refused."""
+"""The version of how batches draw, part of each position. Where it changes, a resumed epoch draws other numbers and
+says so."""
 
 
 def seed_streams(seed: int) -> None:

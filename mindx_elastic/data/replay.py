@@ -27,6 +27,7 @@ from mindx_elastic.data.position import (
     Cursor,
     check_numbers,
     check_order,
+    check_streams,
     check_unchanged,
     whole_number,
 )
@@ -155,6 +156,7 @@ class ReplayLoader(EngineLoader):
             "samples": 0,
             "finished": at.finished,
             "start": at.start,
+            "streams": VERSION,
         }
         if self._skipper is not None and (order := self._skipper.order_until(at)) is not None:
             state[ORDER] = order
@@ -172,6 +174,7 @@ class ReplayLoader(EngineLoader):
         if self._takes_first_seed and isinstance(state.get("seed"), int):
             self.seed = state["seed"]
         check_unchanged(_KIND, state, self._current_settings())
+        check_streams(state)
         check_numbers(state)
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
         self._engine.cursor.start = state.get("start")
@@ -204,13 +207,7 @@ class ReplayLoader(EngineLoader):
     def _current_settings(self) -> dict[str, Any]:
         workers = None if self._skipper is not None else asked(self.loader, "num_workers")
         world_size = rank_and_world_size(None, None)[1]
-        return {
-            "kind": _KIND,
-            "streams": VERSION,
-            "seed": self.seed,
-            "num_workers": workers,
-            "world_size": world_size,
-        }
+        return {"kind": _KIND, "seed": self.seed, "num_workers": workers, "world_size": world_size}
 
     def _hash(self, purpose: int) -> int:
         return mix(self.seed, self._engine.cursor.epoch, rank_and_world_size(None, None)[0], purpose)
