@@ -90,7 +90,7 @@ class _Notes(Witness):
         """Do nothing: a step that did not end is not a step."""
 
     def _note_boundary(self, position: Position, *, is_cut: bool) -> None:
-        self.life.steps.append(self.made_step(position, is_cut=is_cut))
+        self.life.add(self.made_step(position, is_cut=is_cut))
 
     def _close(self) -> None:
         self.is_over = True

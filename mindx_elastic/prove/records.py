@@ -89,6 +89,15 @@ class ProcessRecord:
     clock: float = 0.0
     """`time.monotonic` of the machine when it had entered."""
 
+    def add(self, step: WitnessedStep) -> None:
+        """A step is over. One whose boundary is known late, once the loop has gone on, is noted twice: it has the
+        forwards of its first note, and the state of the second."""
+        if self.steps and self.steps[-1].place == step.place:
+            first = self.steps.pop()
+            end = {**of_kinds(first.end, "calls", "batch", "scalar"), **step.end}
+            step = replace(step, begin=first.begin or step.begin, end=end)
+        self.steps.append(step)
+
 
 def read_lives(folder: Path) -> list[ProcessRecord]:
     """All that the processes of a run have written so far, in the order in which they began."""
@@ -112,7 +121,7 @@ def parse_life(lines: Iterable[str]) -> ProcessRecord | None:
         elif life is None:
             return None
         elif event == "step":
-            life.steps.append(WitnessedStep(**content))
+            life.add(WitnessedStep(**content))
         elif event == "tail":
             life.steps[-1:] = [replace(step, behind=content["behind"]) for step in life.steps[-1:]]
         else:
