@@ -141,8 +141,9 @@ def test_a_script_that_is_not_deterministic_is_named(
 
 
 @pytest.mark.drill
-def test_a_script_that_depends_on_the_order_of_hashes_is_named(tmp_path: Path) -> None:
-    """The two processes that fork were started with different seeds."""
+def test_a_script_that_depends_on_the_order_of_hashes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two processes that fork were started with different seeds; forked ones would have this process's."""
+    monkeypatch.setattr(zygote, "subprocess", subprocess)
     with make_runs() as runs:
         proof = prove_fault(runs, tmp_path, "hashes")
     assert proof.exit_code == 3
