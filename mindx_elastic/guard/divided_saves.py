@@ -253,7 +253,8 @@ class UnevenModules(Part):
         return WeightSamples(self._collector).digests()
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        names = sorted(str(name) for name in said[0] if len({each.get(name) for each in said}) > 1)
+        every = {str(name) for each in said for name in each}
+        names = sorted(name for name in every if len({each.get(name) for each in said}) > 1)
         return Merged([[name, all(name in each for each in said)] for name in names])
 
     def hear(self, answer: Answer) -> None:

@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.agreement.stop_step import Decision
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
-from mindx_elastic.guard.divided_saves import WORTH_BYTES, DividedSaves, SavesPart
+from mindx_elastic.guard.divided_saves import WORTH_BYTES, DividedSaves, SavesPart, UnevenModules
 from mindx_elastic.guard.policy import ExitPolicy
 
 
@@ -73,3 +74,18 @@ def test_a_rank_writes_its_part_only_where_all_save_the_same_step(
     mine: Any = SimpleNamespace(key="same")
     monkeypatch.setattr(saves, "share", lambda *state: mine)
     assert saves.agree(7, {}, {}, 1.0) is (mine if divides else None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_module_of_one_rank_alone_is_told_there(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever rank it is; and one that all have, with other weights, on all."""
+    said = [{"model": "a", "net": "x"}, {"model": "a", "net": "y"}]
+    said[rank]["ema"] = "b"
+    risks: list[str] = []
+    for number in range(2):
+        modules = {"model": None, "net": None} | ({"ema": None} if number == rank else {})
+        collector = cast(Collector, SimpleNamespace(components=modules))
+        part = UnevenModules(collector, cast(Any, SimpleNamespace(risk=lambda problem, remedy: risks.append(problem))))
+        part.hear(Answer(part.merge(said).common, None, list))
+    assert [message.partition(":")[0] for message in caplog.messages] == ['not every rank has the module "ema"']
+    assert len(risks) == 2 and all('module "net"' in each for each in risks), risks
