@@ -50,8 +50,6 @@ class Injector:
         self._fault = Fault(**content)
         self._mark = Path(self._fault.folder) / _FIRED
         self._is_armed = self._fault.rank == rank and not self._mark.exists()
-        self._is_acting = False
-        """This process has begun to do it."""
         self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
         self._modules: Mapping[str, nn.Module] = {}
         self._has_updated = False
@@ -113,7 +111,7 @@ class Injector:
 
     def fire(self) -> bool:
         """Returns whether a stop is on its way."""
-        self._is_armed, self._is_acting = False, True
+        self._is_armed = False
         with suppress(FileExistsError):
             os.close(os.open(self._mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             return self._act(self._fault)
