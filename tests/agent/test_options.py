@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import run as torchrun
 
 from mindx_elastic.agent import options as options_module
-from mindx_elastic.agent.options import DEFAULT_MAX_RESTARTS, Launch, parse
+from mindx_elastic.agent.options import DEFAULT_MAX_RESTARTS, Launch, check_options, parse
 from mindx_elastic.errors import UsageError
 
 
@@ -168,6 +168,13 @@ def test_modules_programs_and_paths() -> None:
 def test_what_cannot_work_is_said_before_anything_starts(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse(arguments)
+
+
+def test_the_options_of_a_job_of_one_node_are_looked_at_without_a_script() -> None:
+    check_options(["--nproc-per-node", "1", "--snapshot-every", "4"])
+    for wrong in (["--nproc-per-node", "0"], ["--nnodes", "2"], ["-m"], ["--nosuch"], ["--grace", "0"], ["-h"], ["x"]):
+        with pytest.raises(UsageError):
+            check_options(wrong)
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,20 @@ def test_the_job_is_stopped_meanwhile(node: Node) -> None:
     assert (record.outcome, record.reason) == ("stopped", "")
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_finishes_meanwhile(node: Node, is_late: bool) -> None:
+    """Late: it has failed for another reason already, so the job is restarted."""
+    assert node.recovery.begin(node.end(1), KILLED)
+    if is_late:
+        node.write("1/refusal", rank=2, refusal="the store is full")
+        node.recovery.look()
+    node.pages[0] = node.pages[0]._replace(finished=True)
+    node.recovery.hear_end(node.end(0, code=0))
+    assert node.recovery.look() is Phase.FALLBACK
+    node.recovery.close()
+    assert [record.outcome for record in node.told] == ["restart" if is_late else "finished"]
+
+
 def test_a_process_that_cannot_be_started_is_told_once(node: Node) -> None:
     def fail(rank: int, generation: int) -> Any:
         raise OSError("no memory")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
 from mindx_elastic.agreement.hosting import host_store
+from tests.harness import no_descriptor_left
 
 
 def takes(family: socket.AddressFamily, address: str, port: int) -> bool:
@@ -27,6 +29,21 @@ def test_a_machine_with_an_ipv4_address_is_reached_by_that_alone(address: str, m
     assert takes(socket.AF_INET, "127.0.0.1", store.port)
     if socket.has_dualstack_ipv6():
         assert not takes(socket.AF_INET6, "::1", store.port)
+
+
+def test_where_torch_takes_no_socket_of_ours_ours_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6 with its default server."""
+
+    def without(*args: Any, master_listen_fd: int | None = None, **more: Any) -> TCPStore:
+        if master_listen_fd is not None:
+            raise NotImplementedError
+        return TCPStore(*args, **more)
+
+    monkeypatch.setattr("torch.distributed.TCPStore", without)
+    with no_descriptor_left():
+        store = host_store("127.0.0.1")
+        assert takes(socket.AF_INET, "127.0.0.1", store.port)
+        del store
 
 
 def test_two_stores_of_one_process_are_apart() -> None:

@@ -85,6 +85,7 @@ json_values = st.one_of(st.none(), st.booleans(), st.integers(-9, 1 << 60), st.f
 
 
 @given(step=json_values, reason=json_values)
+@example(step=-1, reason="")
 def test_only_what_a_rank_writes_is_a_decision(step: object, reason: object) -> None:
     text = json.dumps({"step": step, "reason": reason})
     is_step = step is None or (type(step) is int and 0 <= step < 1 << 53)

@@ -14,6 +14,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,8 @@ _FLIPPED = {
     ast.Is: ("is", "is not"),
     ast.IsNot: ("is not", "is"),
 }
+_SAME = ("None", "self", '""')
+"""Returned in place of these, None mostly makes no difference."""
 _MOST_S = 600
 """For the tests of one mutant. It may hang, which is noticed as well as a failure is."""
 
@@ -99,7 +102,7 @@ def sites(file: Path) -> Iterator[Mutant]:
             yield from changed(node, "(" + other.join(map(words, node.values)) + ")")
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and _is_number(node.right):
             yield from changed(node.right, str(ast.literal_eval(node.right) + 1))
-        elif isinstance(node, ast.Return) and node.value is not None and words(node.value) not in ("None", "self"):
+        elif isinstance(node, ast.Return) and node.value is not None and words(node.value) not in _SAME:
             value = words(node.value)
             yield from changed(
                 node, f"return {not ast.literal_eval(value)}" if value in ("True", "False") else "return None"
@@ -107,7 +110,7 @@ def sites(file: Path) -> Iterator[Mutant]:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if not words(node.value.func).startswith(("_log", "log", "logger")):
                 yield from changed(node, "pass")
-        elif isinstance(node, ast.If):
+        elif isinstance(node, ast.If) and words(node.test) != "TYPE_CHECKING":
             yield from changed(node.test, f"not ({words(node.test)})")
 
 
@@ -133,11 +136,9 @@ def noticed_by(room: str, mutant: Mutant | None) -> str:
                 shutil.copy2(ROOT / name, copy / name)
         if mutant is not None and not mutant.apply(copy):
             return "gone"
-        near = f"test_{Path(mutant.file).stem}" if mutant is not None else ""  # the file that mirrors it comes first
-        tests = sorted((copy / "tests" / room).glob("test_*.py"), key=lambda path: (path.stem != near, path.stem))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "--timeout=120"]
         process = subprocess.Popen(
-            [*command, *map(str, tests)],
+            [*command, *map(str, _near(copy, room, mutant))],
             cwd=copy,
             env={**os.environ, "PYTHONPATH": str(copy), "CI": "1", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -155,6 +156,18 @@ def noticed_by(room: str, mutant: Mutant | None) -> str:
     if process.returncode == 0:
         return ""
     return failed[0].partition(" - ")[0] if failed else f"exit code {process.returncode}"
+
+
+def _near(root: Path, room: str, mutant: Mutant | None) -> list[Path]:
+    """The test files of the room, and those of others that import the module: in front what mirrors it, then these."""
+    tests = sorted((root / "tests" / room).glob("test_*.py"))
+    if mutant is None:
+        return tests
+    file = Path(mutant.file)
+    module = ".".join(file.with_suffix("").parts)
+    others = [path for path in sorted((root / "tests").glob("*/test_*.py")) if path.parent.name not in (room, "system")]
+    others = [path for path in others if re.search(rf"from {re.escape(module)} import", path.read_text())]
+    return sorted([*tests, *others], key=lambda path: (path.stem != f"test_{file.stem}", path.parent.name == room))
 
 
 def _end(process: subprocess.Popen[str]) -> None:

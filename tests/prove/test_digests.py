@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mindx_elastic.prove.digests import digest, leaves
+from mindx_elastic.capture.rng import capture_rng
+from mindx_elastic.prove.digests import digest, leaves, stream_digest
 
 
 @dataclass
@@ -34,6 +36,19 @@ class Thing:
 )
 def test_other_bits_types_and_shapes_give_other_digests(one: Any, other: Any) -> None:
     assert digest(one) == digest(one) != digest(other)
+
+
+def test_a_stream_s_digest_moves_with_it_and_not_without() -> None:
+    def digests() -> dict[str, int]:
+        state = {**capture_rng(), "cuda": [torch.get_rng_state()], "another": np.random.PCG64(bits[0]).state}
+        return {name: stream_digest(stream) for name, stream in state.items()}
+
+    bits = [1]
+    before = digests()
+    assert digests() == before and all(before.values())
+    random.random(), np.random.rand(), torch.rand(1)
+    bits[0] = 2
+    assert all(before[name] != moved for name, moved in digests().items())
 
 
 def test_small_values_are_shown() -> None:

@@ -71,6 +71,14 @@ def test_a_run_that_does_nothing_is_ended_with_what_it_has_started(tmp_path: Pat
     wait_until(lambda: is_gone(child), "the end of what the run has started")
 
 
+@pytest.mark.slow
+def test_a_stuck_agent_gets_the_time_to_end_its_workers(tmp_path: Path) -> None:
+    script = write(tmp_path, "import time\nprint('here', flush=True)\ntime.sleep(3600)\n").script
+    with Runs(Command(script=script, agent=("--grace", "1")), timeout_s=6.0) as runs:
+        lines = runs.run(runs.chain()).log.read_text().splitlines()
+    assert lines[-1].endswith("SIGTERM; exit code 143"), lines
+
+
 def test_what_a_killed_proof_has_left_is_removed(tmp_path: Path, memory: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

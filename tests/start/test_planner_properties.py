@@ -183,8 +183,10 @@ def ask(case: Case, facts: list[FileFact]) -> ResumePlan | Refusal:
     target = None
     if case.target is not None:
         layouts = {name: to_layout(spread) for name, spread in case.target.items()}
-        specs = tuple(TensorSpec(t.name, t.shape, layouts[t.name], "I64") for t in case.tensors)
-        target = Strategy(case.new_size, specs)
+        specs = [TensorSpec(t.name, t.shape, layouts[t.name], "I64") for t in case.tensors]
+        for name, layout in list(layouts.items())[:1]:  # what an optimizer has made since: no file has it
+            specs.append(TensorSpec(f"optimizer.{name}", specs[0].shape, layout, "I64", parameter=name))
+        target = Strategy(case.new_size, tuple(specs))
     return plan_resume(facts, World(case.new_size, target), faults=case.faults, own_states=case.own_states)
 
 
@@ -229,7 +231,8 @@ def check_rank(case: Case, plan: ResumePlan, each: RankPlan, contents: Mapping[s
     assert each.file.seen_by(each.rank)
     shapes = {t.name: t.shape for t in case.tensors}
     spreads = {t.name: t.spread for t in case.tensors} if case.target is None else case.target
-    layouts = {spec.name: spec.layout for spec in (plan.world.strategy or plan.source).tensors}
+    assert plan.world.strategy is not None
+    layouts = {spec.name: spec.layout for spec in plan.world.strategy.tensors}
     for name, shape in shapes.items():
         expected = oracle.part(shape, spreads[name], each.rank)
         if expected is None:
