@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from mindx_elastic.agent.pausing import who_waits, why_gone_on
 from mindx_elastic.agent.restarts import Failure
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.printable import printable, printable_block
+from mindx_elastic.core.printable import counted, printable, printable_block
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import IN_PLACE, RecoveryRecord, as_event, as_lines
 
@@ -438,13 +438,13 @@ def add_up(records: Iterable[AttemptRecord]) -> Totals:
 
 def totals_line(totals: Totals) -> str:
     """For example ``3 failures (2 recovered in place), 0 steps lost, 4.1 s not training``."""
-    lost = _count(totals.steps_lost, "step") + " lost"
+    lost = counted(totals.steps_lost, "step") + " lost"
     if totals.unknown_losses == totals.failures > 0:
         lost = "steps lost: not known yet"
     elif totals.unknown_losses:
-        lost += f" (not known yet for {_count(totals.unknown_losses, 'failure')})"
+        lost += f" (not known yet for {counted(totals.unknown_losses, 'failure')})"
     paused = f", {_seconds(totals.paused_s)} s paused by command" if totals.paused_s else ""
-    failures = _count(totals.failures, "failure")
+    failures = counted(totals.failures, "failure")
     if totals.in_place:
         failures += f" ({'' if totals.in_place == totals.failures else f'{totals.in_place} '}recovered in place)"
     return f"{failures}, {lost}, {_seconds(totals.not_training_s)} s not training{paused}"
@@ -535,10 +535,6 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def print_block(text: str) -> None:

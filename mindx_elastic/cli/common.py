@@ -50,7 +50,6 @@ __all__ = [
     "is_running",
     "make_console",
     "moment",
-    "nothing_found",
     "parse_size",
     "print_table",
     "say",
@@ -200,15 +199,6 @@ def print_table(
         console.print(table)
         return
     say(console, *("  ".join(f"{name} {cell}" for name, cell in zip(columns, row, strict=True)) for row in cells))
-
-
-def nothing_found(directory: str, quarantined: int, *, usable: str = "") -> str:
-    """The line for a directory without checkpoints; whether there had been any makes a difference."""
-    line = f"no {usable}checkpoint found in {directory}"
-    if quarantined:
-        files = "1 file that" if quarantined == 1 else f"{quarantined} files that"
-        line += f"; its quarantine holds {files} could not be used (the .reason.txt next to each says why)"
-    return line
 
 
 def parse_size(text: str) -> int:

@@ -12,20 +12,20 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from mindx_elastic.cli.checkpoints import entries_at, look_at, nothing_found, relative
 from mindx_elastic.cli.common import (
     EXIT_BAD,
+    EXIT_GOOD,
     EXIT_NOTHING,
     JsonOption,
     PathArgument,
     human_age,
     is_folder,
     moment,
-    nothing_found,
     print_table,
     say,
     show,
 )
-from mindx_elastic.cli.verify import entries_at
 from mindx_elastic.core.certificate import proof_of
 from mindx_elastic.core.printable import human_size, listed, printable
 from mindx_elastic.start.unused_state import find_unused_state, remarks
@@ -69,25 +69,15 @@ def inspect_command(
     mindx-elastic inspect ckpt/rank_0/resnet-2_17_breakpoint.safetensors
     mindx-elastic inspect ckpt --json | jq '.newest_complete_step'
     """
-    if is_folder(path):
-        raise typer.Exit(_inspect_folder(path, as_json=as_json))
-    raise typer.Exit(_inspect_file(path, as_json=as_json))
-
-
-def _inspect_file(path: Path, *, as_json: bool) -> int:
-    (entry,) = entries_at(path)
-    details = _describe_file(entry)
-    show({"schema": _SCHEMA, "file": details}, as_json, lambda console, _: _print_file(console, details))
-    return EXIT_BAD if entry.problem else 0
-
-
-def _inspect_folder(path: Path, *, as_json: bool) -> int:
-    from mindx_elastic.start.findings import list_files, reader_trust, scan
-    from mindx_elastic.start.inventory import Inventory
-
-    inventory = Inventory.merge([scan(list_files([path]), trust=reader_trust(path))])
+    if not is_folder(path):
+        (entry,) = entries_at(path)
+        details = _describe_file(entry)
+        show({"schema": _SCHEMA, "file": details}, as_json, lambda console, _: _print_file(console, details))
+        raise typer.Exit(EXIT_BAD if entry.problem else EXIT_GOOD)
+    inventory = look_at(path)
     show(_report(path, inventory, now=time.time()), as_json, _print)
-    return 0 if any(entry.header is not None for entry in inventory.entries.values()) else EXIT_NOTHING
+    is_any = any(entry.header is not None for entry in inventory.entries.values())
+    raise typer.Exit(EXIT_GOOD if is_any else EXIT_NOTHING)
 
 
 def _report(directory: Path, inventory: Inventory, *, now: float) -> dict[str, Any]:
@@ -207,9 +197,7 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
     lines += _notes(report)
     if report["problems"]:
         lines += ["", "cannot be used:"]
-        lines += [
-            f"  {_relative(entry['path'], report['directory'])}: {entry['problem']}" for entry in report["problems"]
-        ]
+        lines += [f"  {relative(each['path'], report['directory'])}: {each['problem']}" for each in report["problems"]]
     lines += ["", *_proof(report), *_conclusion(report), *remarks(report, report["newest_complete_step"])]
     say(console, *lines)
 
@@ -242,15 +230,10 @@ def _conclusion(report: dict[str, Any]) -> list[str]:
         if re.fullmatch(r"rank_\d+", Path(directory).absolute().name):
             lines[0] += "; only one rank's folder was looked at, give the folder above it"
     else:
-        lines = [
-            f"newest complete step: {report['newest_complete_step']} (attempt {report['newest_complete_attempt']})"
-        ]
+        step, attempt = report["newest_complete_step"], report["newest_complete_attempt"]
+        lines = [f"newest complete step: {step} (attempt {attempt})"]
     lines[-1] += "  (digests not checked; mindx-elastic verify does)"
     return lines
-
-
-def _relative(path: str, directory: str) -> str:
-    return str(Path(path).relative_to(directory)) if path != directory else path
 
 
 # --- one file ---

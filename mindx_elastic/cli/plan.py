@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from mindx_elastic.cli import checkpoints
 from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, JsonOption, fail, is_folder, say, show
 from mindx_elastic.start.unused_state import find_unused_state, remarks
 
 if TYPE_CHECKING:
-    from mindx_elastic.cli.plan_inputs import Checked
     from mindx_elastic.platforms.faults import Faults
-    from mindx_elastic.start.facts import Refusal, ResumePlan, World
+    from mindx_elastic.start.facts import FileFact, Refusal, Rejected, ResumePlan
     from mindx_elastic.start.inventory import Inventory
 
 __all__ = ["plan_command"]
 
 _UNASKED_WORLD = 1 << 16
 """Ranks; a larger world is planned for when it is asked for, or when the files are there."""
-
-
-@dataclass(frozen=True)
-class _Result:
-    found: Inventory
-    faults: Faults
-    plan: ResumePlan | Refusal
-    checked: Checked | None
-    """None: digests were not looked at."""
 
 
 def plan_command(
@@ -80,40 +71,70 @@ def plan_command(
     mindx-elastic plan ckpt --emit-env resume.sh && . ./resume.sh
     mindx-elastic plan ckpt --json | jq '.step'
     """
-    from mindx_elastic.cli.plan_inputs import find, gather_faults
     from mindx_elastic.platforms.plan_files import write_env_file, write_plan
-    from mindx_elastic.start.facts import ResumePlan, World
+    from mindx_elastic.start.facts import KnownFaults, ResumePlan, World
+    from mindx_elastic.start.inventory import until_sound
     from mindx_elastic.start.planner import newest_world_size
 
     is_first_start = emit_env is not None and not os.path.lexists(path)  # of a start script; else a slip of the pen
     if not is_first_start and not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
-    found = find(path)
-    largest = max((fact.world_size for fact in found.facts), default=None)
-    report = gather_faults(faults, fault_ranks, largest)
+    found = checkpoints.look_at(path)
+    if not found.facts:
+        found.rejected += _leftovers(path, found)
+    is_nothing = not (found.facts or found.rejected)
+    report = _gather_faults(faults, fault_ranks, max((fact.world_size for fact in found.facts), default=None))
     if world_size is None:
         world_size = newest_world_size(found.facts) or 1
         _refuse_if_only_claimed(found, world_size)
-    result = _plan(path, found, report, World(world_size), step, verify=verify)
+    world, known, digests = World(world_size), KnownFaults.of(report.ranks, report.created), _Digests(path, found)
+
+    def make() -> ResumePlan | Refusal:
+        return found.plan(world, known, step=step)
+
+    plan = until_sound(found, make, digests.check) if verify else make()
     if write:
-        write_plan(path, result.plan)
+        write_plan(path, plan)
     if emit_env is not None:
-        write_env_file(emit_env, result.plan)
-    document = {**_document(path, result), "asked_step": step}
-    show(document, as_json, lambda console, _: _print(console, result, document))
-    if isinstance(result.plan, ResumePlan):
+        write_env_file(emit_env, plan)
+    document = {**_document(path, found, plan, report), "asked_step": step, "digests_checked": verify}
+    document |= {"checked_files": len(digests.seen), "checked_bytes": digests.nbytes}
+    show(document, as_json, lambda console, _: _print(console, plan, document, is_nothing=is_nothing))
+    if isinstance(plan, ResumePlan):
         raise typer.Exit(EXIT_GOOD)
-    raise typer.Exit(EXIT_BAD if found.facts or found.rejected else EXIT_NOTHING)
+    raise typer.Exit(EXIT_NOTHING if is_nothing else EXIT_BAD)
 
 
-def _plan(path: Path, found: Inventory, faults: Faults, world: World, step: int | None, *, verify: bool) -> _Result:
-    from mindx_elastic.cli.plan_inputs import plan_and_check
-    from mindx_elastic.start.facts import KnownFaults
+def _leftovers(directory: Path, found: Inventory) -> list[Rejected]:
+    """What is no reason to plan, and keeps a start from being a fresh one."""
+    from mindx_elastic.persist.storage import quarantined
+    from mindx_elastic.start.facts import Rejected
 
-    known = KnownFaults.of(faults.ranks, faults.created)
-    if verify:
-        return _Result(found, faults, *plan_and_check(path, found, world, known, step))
-    return _Result(found, faults, found.plan(world, known, step=step), None)
+    infos = {path: entry.info for path, entry in found.entries.items()}
+    left = [
+        Rejected(path, f"is not meant for resuming ({info.kind})")
+        for path, info in infos.items()
+        if info is not None and not info.resumable
+    ]
+    aside = checkpoints.set_aside(len(quarantined(directory)))
+    return [*left, *([Rejected(f"{directory}/quarantine", aside)] if aside else [])]
+
+
+def _gather_faults(report: str | None, ranks: str | None, world_size: int | None) -> Faults:
+    """All that is said to be faulty. `report`: a path, or ``none``; None: what the platform has mounted, if anything.
+
+    Raises UsageError for whatever is not understood in full, and for ranks that a job of `world_size` does not have.
+    """
+    from mindx_elastic.config import FaultPaths
+    from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
+
+    sources = [] if report in (None, "none") else [Path(report)]
+    faults = Faults()
+    for source in default_fault_sources(FaultPaths.from_env()) if report is None else sources:
+        faults = merge(faults, read_faults(source, world_size=world_size))
+    if ranks is not None:
+        faults = merge(faults, Faults(parse_rank_list(ranks, world_size=world_size), source="--fault-ranks"))
+    return faults
 
 
 def _refuse_if_only_claimed(found: Inventory, size: int) -> None:
@@ -127,46 +148,78 @@ def _refuse_if_only_claimed(found: Inventory, size: int) -> None:
         )
 
 
-def _document(path: Path, result: _Result) -> dict[str, Any]:
+class _Digests:
+    """Reads the files of plans and compares their digests, each once."""
+
+    def __init__(self, directory: Path, found: Inventory) -> None:
+        from mindx_elastic.start.findings import reader_trust
+
+        self._entries, self._owners = found.entries, reader_trust(directory).of(directory)
+        self.seen: set[str] = set()
+        self.nbytes = 0
+
+    def check(self, plan: ResumePlan | Refusal) -> Iterator[tuple[None, FileFact, str]]:
+        """The files that a start with this plan could not read, as `start.inventory.until_sound` wants them."""
+        from mindx_elastic.persist.catalog import read_entry
+
+        for fact in _files_used(plan):
+            if fact.path in self.seen:
+                continue
+            entry = self._entries[fact.path]
+            self.seen.add(fact.path)
+            self.nbytes += entry.size
+            problem = "; ".join(checkpoints.check_digests(entry, self._owners))
+            if not problem and read_entry(entry.path, entry, self._owners) is not entry:  # by a job that runs
+                problem = "was replaced while it was looked at; call again"
+            if problem:
+                yield None, fact, problem
+
+
+def _files_used(plan: ResumePlan | Refusal) -> list[FileFact]:
+    """All files that a start may read: those of the ranks, then the first of each old rank for those that assemble."""
+    from mindx_elastic.start.facts import Refusal
+
+    if isinstance(plan, Refusal):
+        return []
+    found = {fact.path: fact for share in plan.ranks for fact in (share.file, *share.others)}
+    if any(share.assembled for share in plan.ranks):
+        found |= {facts[0].path: facts[0] for facts in plan.files.values()}
+    return list(found.values())
+
+
+def _document(path: Path, found: Inventory, plan: ResumePlan | Refusal, faults: Faults) -> dict[str, Any]:
     """What ``--json`` prints: `plan_files.plan_to_json`, and what this command adds. The screen shows the same."""
     from mindx_elastic.core.certificate import proof_of
     from mindx_elastic.platforms.plan_files import plan_to_json
     from mindx_elastic.start.facts import ResumePlan
 
-    plan, checked = result.plan, result.checked
+    unfinished = "the platform has not finished its report: call again before the start"
     document = plan_to_json(plan, path)
     document |= {
         "directory": str(path),
         "reasons": [],
         "proof": None,
-        "faults_from": result.faults.source,
-        "faults_problems": _initializing(result.faults),
-        "digests_checked": checked is not None,
-        "checked_files": 0 if checked is None else checked.files,
-        "checked_bytes": 0 if checked is None else checked.nbytes,
+        "faults_from": faults.source,
+        "faults_problems": [unfinished] if faults.initializing else [],
         **find_unused_state(path),
     }
     if isinstance(plan, ResumePlan):
-        infos = [info for each in plan.ranks if (info := result.found.entries[each.file.path].info) is not None]
+        infos = [info for each in plan.ranks if (info := found.entries[each.file.path].info) is not None]
         document["reasons"] = list(dict.fromkeys(info.reason for info in infos))
         proof = proof_of([info.certificate for info in infos], document["inexact"])
         document |= {"exact": proof.exact, "proof": proof.words}
     return document
 
 
-def _initializing(faults: Faults) -> list[str]:
-    return ["the platform has not finished its report: call again before the start"] if faults.initializing else []
-
-
-def _print(console: Console, result: _Result, document: dict[str, Any]) -> None:
+def _print(console: Console, plan: ResumePlan | Refusal, document: dict[str, Any], *, is_nothing: bool) -> None:
     from mindx_elastic.cli.plan_table import print_nothing, print_plan, print_refusal
-    from mindx_elastic.start.facts import Refusal, ResumePlan
+    from mindx_elastic.start.facts import Refusal
 
-    said = remarks(document, result.plan.step if isinstance(result.plan, ResumePlan) else None)
-    if not (result.found.facts or result.found.rejected):
+    said = remarks(document, None if isinstance(plan, Refusal) else plan.step)
+    if is_nothing:
         print_nothing(console, document["directory"], is_fresh=not said)
-    elif isinstance(result.plan, Refusal):
-        print_refusal(console, result.plan, document)
+    elif isinstance(plan, Refusal):
+        print_refusal(console, plan, document)
     else:
-        print_plan(console, result.plan, document)
+        print_plan(console, plan, document)
     say(console, *said)

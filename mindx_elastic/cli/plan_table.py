@@ -7,15 +7,15 @@ them fit on a screen. Everything in full is in ``--json``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from mindx_elastic.cli.checkpoints import relative
 from mindx_elastic.cli.common import moment, print_table, say
 from mindx_elastic.core.moment import moment_name
-from mindx_elastic.core.printable import human_size, printable
+from mindx_elastic.core.printable import counted, human_size, printable
 from mindx_elastic.core.rank_lists import rank_list, rank_ranges
 from mindx_elastic.start.facts import RankPlan, Refusal, Rejected, ResumePlan
 
@@ -24,10 +24,6 @@ __all__ = ["print_nothing", "print_plan", "print_refusal"]
 _MAX_ROWS = 12
 _KEY_WIDTH = 9
 _COLUMNS = ("ranks", "read", "each", "from")
-
-
-def _of_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
 
 
 # --- there is a plan ---
@@ -40,7 +36,7 @@ def print_plan(console: Console, plan: ResumePlan, document: dict[str, Any]) -> 
     console.print()
     print_table(console, _COLUMNS, _rows(plan, document["directory"]), left="ranks|read|from")
     total = f"{human_size(document['total_bytes'])} to read"
-    say(console, f"{plan.world.size} rank{'s' * (plan.world.size > 1)}, {total} in all")
+    say(console, f"{counted(plan.world.size, 'rank')}, {total} in all")
     _print_rejected(console, "not used:", plan.rejected, document["directory"])
 
 
@@ -52,44 +48,39 @@ def _print_facts(console: Console, facts: Sequence[tuple[str, str, str]]) -> Non
 def _facts(plan: ResumePlan, document: dict[str, Any]) -> list[tuple[str, str, str]]:
     causes = [text for text in document["reasons"] if text not in document["kinds"]]
     why = ", ".join(document["kinds"]) + (f" ({'; '.join(causes[:3])})" if causes else "")
-    rows = [
+    lost, seen = plan.steps_lost or 0, plan.step + (plan.steps_lost or 0)
+    return [
         ("saved", f"{moment(document['created'])}: {why}", ""),
         ("position", f"epoch {plan.epoch}, step {plan.step_in_epoch} in it", ""),
+        ("exact", document["proof"], {True: "green", None: "", False: "yellow"}[document["exact"]]),
+        *(("", reason, "yellow") for reason in document["inexact"][1:]),
+        ("lost", f"{counted(lost, 'step')}: up to {seen} had been seen", "yellow")
+        if lost
+        else ("lost", "nothing that was saved later", ""),
+        ("world", _worlds(plan, document), ""),
+        *_inputs(document),
+        ("restore", _restore(document), ""),
     ]
-    rows.append(("exact", document["proof"], {True: "green", None: "", False: "yellow"}[document["exact"]]))
-    rows += [("", reason, "yellow") for reason in document["inexact"][1:]]
-    if plan.steps_lost:
-        s = "s" * (plan.steps_lost > 1)
-        rows.append(("lost", f"{plan.steps_lost} step{s}: up to {plan.step + plan.steps_lost} had been seen", "yellow"))
-    else:
-        rows.append(("lost", "nothing that was saved later", ""))
-    rows.append(("world", _worlds(plan, document), ""))
-    rows += _inputs(document)
-    rows.append(("restore", _restore(document), ""))
-    return rows
 
 
 def _inputs(document: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
-    if document["faults"]:
-        rows.append(("faults", f"{_of_ranks(document['faults'])} ({document['faults_from']})", "yellow"))
+    if ranks := document["faults"]:
+        said = f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
+        rows.append(("faults", f"{said} ({document['faults_from']})", "yellow"))
     rows += [("", problem, "yellow") for problem in document["faults_problems"][:3]]
-    if document["digests_checked"] and not (document["checked_files"] or document["restorable"]):
-        pass  # no step got so far
-    elif document["digests_checked"]:
-        s = "s" * (document["checked_files"] != 1)
-        rows.append(
-            ("digests", f"checked: {document['checked_files']} file{s}, {human_size(document['checked_bytes'])}", "")
-        )
-    else:
+    if not document["digests_checked"]:
         rows.append(("digests", "NOT checked: damaged files would only be found by the start itself", "yellow"))
+    elif document["checked_files"] or document["restorable"]:  # else no step got so far
+        size = human_size(document["checked_bytes"])
+        rows.append(("digests", f"checked: {counted(document['checked_files'], 'file')}, {size}", ""))
     return rows
 
 
 def _worlds(plan: ResumePlan, document: dict[str, Any]) -> str:
     def text(size: int, mesh: dict[str, int] | None) -> str:
         names = f" ({', '.join(f'{name}={n}' for name, n in mesh.items())})" if mesh else ""
-        return f"{size} rank{'s' * (size > 1)}{names}"
+        return f"{counted(size, 'rank')}{names}"
 
     old = text(document["old_world_size"], document["old_mesh"])
     if not plan.resharded:
@@ -119,13 +110,8 @@ def _rows(plan: ResumePlan, directory: str) -> Iterator[tuple[str, str, str, str
             what += " and parts of others'"
         low, high = (human_size(bound(map(plan.bytes_of, ranks))) for bound in (min, max))
         size = high if low == high else f"{low} to {high}"
-        path = _relative(ranks[0].file.path, directory) + (" and others" if len(ranks) > 1 else "")
+        path = relative(ranks[0].file.path, directory) + (" and others" if len(ranks) > 1 else "")
         yield rank_ranges(each.rank for each in ranks), what, size, path
-
-
-def _relative(path: str, directory: str) -> str:
-    found = Path(path)
-    return str(found.relative_to(directory)) if found.is_relative_to(directory) else path
 
 
 def _print_rejected(console: Console, title: str, rejected: Sequence[Rejected], directory: str) -> None:
@@ -134,7 +120,7 @@ def _print_rejected(console: Console, title: str, rejected: Sequence[Rejected], 
         return
     by_reason: dict[str, list[str]] = {}
     for each in rejected:
-        by_reason.setdefault(each.reason, []).append(_relative(each.what, directory))
+        by_reason.setdefault(each.reason, []).append(relative(each.what, directory))
     console.print()
     console.print(title, style="bold")
     for reason, names in list(by_reason.items())[:_MAX_ROWS]:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from mindx_elastic.cli.checkpoints import check_digests, entries_at, nothing_found
 from mindx_elastic.cli.common import (
     EXIT_BAD,
     EXIT_GOOD,
@@ -19,17 +20,15 @@ from mindx_elastic.cli.common import (
     JsonOption,
     PathArgument,
     is_folder,
-    nothing_found,
     say,
     show,
 )
-from mindx_elastic.core.printable import human_size, printable
+from mindx_elastic.core.printable import counted, human_size, printable
 
 if TYPE_CHECKING:
-    from mindx_elastic.core.owners import Owners
     from mindx_elastic.persist.catalog import CatalogEntry
 
-__all__ = ["check_entries", "entries_at", "verify_command"]
+__all__ = ["verify_command"]
 
 
 def verify_command(path: PathArgument, as_json: JsonOption = False) -> None:
@@ -55,69 +54,34 @@ def verify_command(path: PathArgument, as_json: JsonOption = False) -> None:
     """
     import mindx_elastic.persist.reader  # noqa: F401  # torch: seconds on a busy machine, and none of them verifies
 
-    raise typer.Exit(_check_files(path, as_json=as_json))
+    document = _check_files(path)
+    show(document, as_json, _print)
+    raise typer.Exit(EXIT_BAD if document["bad"] else EXIT_GOOD if document["files"] else EXIT_NOTHING)
 
 
-def _check_files(path: Path, *, as_json: bool) -> int:
-    """Prints what is wrong with each file; returns the exit code."""
+def _check_files(path: Path) -> dict[str, Any]:
+    """What is wrong with each file, as a JSON document."""
+    from mindx_elastic.persist.storage import quarantined
     from mindx_elastic.start.findings import reader_trust
 
     started = time.monotonic()
-    entries = entries_at(path)
-    in_quarantine = 0
+    entries, num_aside = entries_at(path), 0
     if is_folder(path):
-        from mindx_elastic.persist.storage import quarantined
-
-        in_quarantine = len(quarantined(path))
+        num_aside = len(quarantined(path))
         entries = [entry for entry in entries if entry.header is not None or entry.looks_ours or not entry.foreign]
-    verdicts = check_entries(entries, reader_trust(path).of(path))
-    files = [_as_dict(entry, problems) for entry, problems in zip(entries, verdicts, strict=True)]
+    owners = reader_trust(path).of(path)
+    files = [_as_dict(entry, check_digests(entry, owners)) for entry in entries]
     bad = sum(not file["ok"] for file in files)
-    summary = {
+    return {
         "schema": JSON_SCHEMA,
         "path": str(path),
         "good": len(files) - bad,
         "bad": bad,
-        "quarantined": in_quarantine,
+        "quarantined": num_aside,
         "bytes": sum(file["size_bytes"] for file in files),
         "duration_s": round(time.monotonic() - started, 3),
         "files": files,
     }
-    show(summary, as_json, _print)
-    return EXIT_BAD if bad else EXIT_GOOD if files else EXIT_NOTHING
-
-
-def entries_at(path: Path) -> list[CatalogEntry]:
-    """Everything that a scan finds at `path`; for a file its own entry, whatever it is."""
-    from mindx_elastic.persist.catalog import CatalogEntry, looks_ours, read_entries, read_entry
-    from mindx_elastic.start.findings import reader_trust
-
-    owners = reader_trust(path).of(path)
-    if is_folder(path):
-        return list(read_entries(path, owners=owners))
-    entry = read_entry(path, owners=owners)
-    if entry is None:  # the user named this file, so it is not passed over as a scan would do
-        link = path.is_symlink()
-        problem = "is a symbolic link; checkpoint files are never followed" if link else "is not a checkpoint file"
-        status = path.lstat()
-        entry = CatalogEntry(path, None, problem, not link, looks_ours(path), status.st_size, status.st_mtime)
-    return [entry]
-
-
-def check_entries(entries: Sequence[CatalogEntry], owners: Owners) -> list[list[str]]:
-    """For each entry what is wrong with it, digests included; an empty list when it is good."""
-    from mindx_elastic.persist.reader import verify_file
-
-    verdicts = []
-    for entry in entries:
-        if entry.header is None or entry.info is None:
-            verdicts.append([entry.problem or "unreadable"])
-        else:
-            # Without the path in front: every place that shows them has named the file already.
-            prefix = printable(f"{entry.path}: ")
-            problems = map(printable, verify_file(entry.path, owners))
-            verdicts.append([problem.removeprefix(prefix) for problem in problems])
-    return verdicts
 
 
 def _as_dict(entry: CatalogEntry, problems: Sequence[str]) -> dict[str, Any]:
@@ -137,12 +101,11 @@ def _as_dict(entry: CatalogEntry, problems: Sequence[str]) -> dict[str, Any]:
 def _print(console: Console, summary: dict[str, Any]) -> None:
     for file in summary["files"]:
         verdict = ("ok  ", "green") if file["ok"] else ("BAD ", "bold red")
-        problems = "".join(f": {text}" for text in ["; ".join(file["problems"])] if text)
+        problems = f": {'; '.join(file['problems'])}" if file["problems"] else ""
         say(console, Text.assemble(verdict, printable(f"{file['path']}{problems}")))
-    count = len(summary["files"])
-    if not count:
+    if not summary["files"]:
         say(console, nothing_found(summary["path"], summary["quarantined"]))
         return
     outcome = f"{summary['bad']} bad" if summary["bad"] else "all good"
     volume = f"{human_size(summary['bytes'])} in {summary['duration_s']:.1f} s"
-    say(console, f"{count} file{'s' if count > 1 else ''}, {volume}: {outcome}")
+    say(console, f"{counted(len(summary['files']), 'file')}, {volume}: {outcome}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["human_size", "listed", "printable", "printable_block"]
+__all__ = ["counted", "human_size", "listed", "printable", "printable_block"]
 
 
 def printable(text: object, limit: int | None = None) -> str:
@@ -32,6 +32,11 @@ def listed(items: Sequence[object], most: int, separator: str = ", ") -> str:
     if len(items) <= most:
         return shown
     return f"{shown}{'' if separator == ', ' else separator.rstrip()} and {len(items) - most} more"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``3 steps``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def printable_block(text: str) -> str:

@@ -25,7 +25,6 @@ __all__ = [
     "count_steps",
     "failure",
     "resumed_failure",
-    "steps_in_words",
 ]
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
@@ -91,10 +90,6 @@ class ProofReport:
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict.outcome]
-
-
-def steps_in_words(count: int) -> str:
-    return f"{count} step{'s' * (count != 1)}"
 
 
 class Baseline:

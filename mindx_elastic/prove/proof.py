@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
+from mindx_elastic.core.printable import counted
 from mindx_elastic.prove.baseline import (
     Baseline,
     ComparisonVerdict,
@@ -20,7 +21,6 @@ from mindx_elastic.prove.baseline import (
     count_steps,
     failure,
     resumed_failure,
-    steps_in_words,
 )
 from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import earliest, lost_variables
@@ -67,7 +67,7 @@ class _Prover(Baseline):
             return self.proof
         stops = choose_stops(self.steps, self._stops, seed=self._seed, has_ended=self.reference.has_ended)
         if not stops:
-            what = f"the runs have no boundary to stop at: the proof is {steps_in_words(self.proof.steps)} long"
+            what = f"the runs have no boundary to stop at: the proof is {counted(self.proof.steps, 'step')} long"
             explained = Explained(what=what, remedy="Give --steps 2 or more")
             self.proof.rows.append(Row(name="no stop", verdict=ComparisonVerdict(outcome="fails", explained=explained)))
             return self.proof

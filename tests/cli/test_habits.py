@@ -19,7 +19,7 @@ def break_plan(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         raise error
 
     monkeypatch.delenv("MINDX_DEBUG", raising=False)
-    monkeypatch.setattr("mindx_elastic.cli.plan_inputs.find", find)
+    monkeypatch.setattr("mindx_elastic.cli.checkpoints.look_at", find)
 
 
 def test_an_unexpected_error_is_one_line_with_the_way_to_the_traceback(

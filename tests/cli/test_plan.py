@@ -201,6 +201,13 @@ def test_what_is_in_quarantine_is_no_fresh_start(run: Run, tmp_path: Path) -> No
     assert result.exit_code == 1 and "quarantine: 1 file that could not be used" in result.stdout
 
 
+def test_files_whose_digests_are_all_wrong_are_no_fresh_start(run: Run, ddp: Path) -> None:
+    for path in ddp.rglob("*.safetensors"):
+        flip_bit_in_data(path)
+    result = run("plan", ddp)
+    assert result.exit_code == 1 and "does not match its digest" in result.stdout
+
+
 def test_only_what_is_not_meant_for_resuming(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "ckpt" / "a_eval.safetensors", kind="eval", resumable=False)
     result = run("plan", tmp_path / "ckpt")
