@@ -91,7 +91,6 @@ def run_setting(
     with runs:
         leftovers.known |= runs.own_processes
         Driller(
-            Command(script=setting.script, agent=agent),
             runs,
             leftovers,
             faults=named or [parse_fault(text) for text in setting.faults],

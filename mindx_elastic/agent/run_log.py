@@ -34,7 +34,7 @@ NOTABLE = ("signal", "fault", "hang", "crash_loop", "shrink", "hold", "membershi
 _START, _END = "agent_start", "agent_end"
 _ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
 _MOST_LAST_BYTES = 1 << 20
-_OURS = (_START, _END, "summary", REJOIN, *_ATTEMPTS)
+_OURS = (_START, _END, "summary", REJOIN, *_ATTEMPTS, *NOTABLE)
 
 
 @dataclass
@@ -62,6 +62,8 @@ class AgentRun:
     """The oldest first."""
     recoveries: list[RecoveryRecord] = field(default_factory=list)
     """In the order in which they ended."""
+    notable: list[dict[str, Any]] = field(default_factory=list)
+    """Its events that a person wants to see, the oldest first."""
     by_number: dict[int, AttemptRecord] = field(default_factory=dict, repr=False, compare=False)
     """The records once more."""
 
@@ -161,6 +163,8 @@ def _add(run: AgentRun, line: dict[str, Any]) -> None:
     elif event == _END:
         run.ended, run.reason = real(line.get("time")), text(line.get("reason"))
         run.outcome = text(line.get("outcome")) or run.outcome
+    elif event in NOTABLE:
+        run.notable.append(line)
     elif event == REJOIN:
         _add_recovery(run, line)
     else:

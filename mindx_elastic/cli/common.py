@@ -42,6 +42,7 @@ __all__ = [
     "JsonOption",
     "PathArgument",
     "RunDirArgument",
+    "agent_in_words",
     "debugging",
     "fail",
     "find_runs",
@@ -153,6 +154,24 @@ def is_running(run: AgentRun) -> bool | None:
     if run.host and run.host != socket.gethostname():
         return None
     return run.pid is not None and is_alive(run.pid, run.started)
+
+
+def agent_in_words(run: AgentRun, age: str = "") -> str:
+    """How the agent of a run is. `age`: goes behind the verb."""
+    name = ("agent" if run.pid is None else f"agent {run.pid}") + (f" on {run.host}" if run.host else "")
+    if run.ended is not None:
+        outcome = f": {run.outcome}" if run.outcome else ""
+        if outcome.startswith(": failed") and run.reason:
+            code = outcome.rpartition(", ")[2]  # which the reason may begin with, too
+            outcome += f": {run.reason.removeprefix(f'{code}: ')}"
+        return f"{name} has ended{age}{outcome}"
+    running = is_running(run)
+    if running:
+        return f"{name} runs{age}"
+    if running is None:
+        return f"{name} has not recorded its end{age}; whether it runs can be seen on that machine only"
+    more = "it was killed, or runs in another container"
+    return f"{name} is gone without recording its end: {more}{age}; start the same command again to go on"
 
 
 def make_console(*, stderr: bool = False) -> Console:

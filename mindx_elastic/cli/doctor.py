@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
 from rich.text import Text
 
 from mindx_elastic.cli.common import EXIT_BAD, make_console, parse_size, say
@@ -16,7 +15,6 @@ from mindx_elastic.core.printable import human_size, printable
 __all__ = ["doctor_command"]
 
 _STYLES = {"good": "green", "warning": "yellow", "problem": "bold red"}
-_WIDEST = 120
 _REHEARSE = (
     "Whether the job itself comes back, its first run here tries: mindx-elastic run --rehearse 20, or MINDX_REHEARSE=20"
 )
@@ -63,14 +61,12 @@ def doctor_command(
     mindx-elastic doctor ckpt --state 4GiB --nproc-per-node 8
     """
     from mindx_elastic.config import MemorySettings, SavingSettings, Settings
-
-    settings = Settings.from_env()
-    settings = settings if grace is None else settings.with_grace(grace)
-    from mindx_elastic.doctor.finding import Level, worst
+    from mindx_elastic.doctor.finding import Level
     from mindx_elastic.doctor.places import look_at_directory, look_at_first_process, look_at_memory
     from mindx_elastic.doctor.saving import HeldState
     from mindx_elastic.doctor.variables import judge_variables
 
+    settings = Settings.from_env() if grace is None else Settings.from_env().with_grace(grace)
     held = HeldState(parse_size(state), nproc_per_node) if state else None
     found = [
         *look_at_directory(directory, held, settings.grace_s, page_cache=SavingSettings.from_env().page_cache),
@@ -81,12 +77,10 @@ def doctor_command(
     console = make_console()
     size = "size of the state not known (--state)" if held is None else f"a state of {human_size(held.nbytes)}"
     say(console, f"{directory.absolute()}: {settings.grace_s:g} s of grace, {size}", style="bold")
-    grid = Table.grid(*(Column(overflow="fold") for _ in range(3)), padding=(0, 1))
     for finding in found:
         level = finding.level.value
-        remedy = f"\n-> {printable(finding.remedy)}" if finding.remedy else ""
-        grid.add_row(Text(level, style=_STYLES[level]), finding.check, Text(f"{printable(finding.text)}{remedy}"))
-    console.print(grid, width=min(console.width, _WIDEST))
+        say(console, Text.assemble((f"{level:<8}", _STYLES[level]), f"{finding.check:<14} {printable(finding.text)}"))
+        say(console, *([f"{'':<22} -> {finding.remedy}"] if finding.remedy else []))
     say(console, _REHEARSE, style="dim")
-    if worst(found) is Level.PROBLEM:
+    if any(finding.level is Level.PROBLEM for finding in found):
         raise typer.Exit(EXIT_BAD)

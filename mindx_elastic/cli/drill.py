@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from mindx_elastic.cli.common import JsonOption, fail, print_table, say, show
-from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
     FreshOption,
     KeepOption,
     ScriptOptions,
     StepsOption,
     TimeoutOption,
-    interruptible,
+    print_difference,
+    proof_in_words,
 )
-from mindx_elastic.drill.faults import Fault, describe_kinds, parse_fault
-from mindx_elastic.errors import UsageError
+from mindx_elastic.drill.faults import describe_kinds, parse_fault
 
 if TYPE_CHECKING:
     from mindx_elastic.drill.drill import Drill
@@ -76,35 +74,34 @@ def drill_command(
         _print_kinds(as_json)
         return
     began = time.monotonic()
-    faults = [_parsed(text) for text in fault or []]
-    asked = ScriptOptions.of("drill", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json)
+    faults = [parse_fault(text) for text in fault or []]
+    asked = ScriptOptions.of("drill", ctx, fresh=fresh, timeout=timeout, keep=keep)
     if not faults and not random:
         fail("name a fault (--fault kill:step=7), or a number of them (--random 20); --list names all")
     for each in faults:
         if each.about.agent and not asked.agent:
             fail(f"--fault {each}: only under mindx-elastic run; give one of its options, such as --nproc-per-node 1")
-    from mindx_elastic.drill.drill import Drill
+    from mindx_elastic.drill.drill import Drill, Driller
+    from mindx_elastic.drill.outside import DrillLeftovers
+    from mindx_elastic.drill.report import to_json
 
-    drill, interrupted = Drill(), None
+    drill, interrupted, leftovers = Drill(), None, DrillLeftovers()
     try:
-        with interruptible():
-            _drill(drill, asked, faults, random, seed)
+        with asked.runs(on_end=leftovers.after_run) as (runs, show_runs):
+            leftovers.known |= runs.own_processes
+            drawn: dict[str, Any] = {"number": random, "seed": seed, "steps": steps}
+            Driller(runs, leftovers, faults=faults, show=show_runs, into=drill, **drawn).drill()
     except (KeyboardInterrupt, SystemExit) as error:
         if not drill.results:
             raise
         interrupted = error
         drill.notes.append(f"interrupted: {len(drill.results)} faults were made, and no others")
-    _tell(drill, asked, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    document = to_json(drill, command=asked.words, seconds=seconds)
+    show(document, as_json, lambda console, _: _print(console, drill, asked, seconds))
     if interrupted is not None:
         raise interrupted
     raise typer.Exit(drill.exit_code)
-
-
-def _parsed(text: str) -> Fault:
-    try:
-        return parse_fault(text)
-    except UsageError as error:
-        fail(str(error))
 
 
 def _print_kinds(as_json: bool) -> None:
@@ -116,40 +113,12 @@ def _print_kinds(as_json: bool) -> None:
         typer.echo(f"{name}\n    {says}")
 
 
-def _drill(drill: Drill, asked: ScriptOptions, faults: Sequence[Fault], number: int, seed: int) -> None:
-    from mindx_elastic.drill.drill import Driller
-    from mindx_elastic.drill.outside import DrillLeftovers
-    from mindx_elastic.prove.runs import Runs
-
-    leftovers = DrillLeftovers()
-    with progress_of_runs() as show_runs:
-        options: dict[str, Any] = {"fresh": asked.fresh, "keep": asked.keep, "timeout_s": asked.timeout}
-        runs = Runs(asked.command, on_end=leftovers.after_run, **options)
-        with runs:
-            leftovers.known |= runs.own_processes
-            drawn: dict[str, Any] = {"number": number, "seed": seed, "steps": asked.steps}
-            Driller(asked.command, runs, leftovers, faults=faults, show=show_runs, into=drill, **drawn).drill()
-
-
-def _tell(drill: Drill, asked: ScriptOptions, seconds: float) -> None:
-    from mindx_elastic.drill.report import to_json
-
-    document = to_json(drill, command=asked.words, seconds=seconds)
-    show(document, asked.as_json, lambda console, _: _print(console, drill, asked, seconds))
-
-
 def _print(console: Console, drill: Drill, asked: ScriptOptions, seconds: float) -> None:
     from mindx_elastic.drill.drill import GOOD
     from mindx_elastic.drill.report import COLUMNS, cells, summary
-    from mindx_elastic.prove.report import describe as describe_run
 
-    proof = drill.proof
-    for row in proof.rows:
-        if row.verdict.outcome != "equal":
-            for index, line in enumerate(describe_run(row)):
-                text = f"{row.name}: {line}" if not index else f"  {line}"
-                say(console, text, style="bold red" if not index else "")
-            return
+    if print_difference(console, drill.proof):
+        return
     rows = [cells(result) for result in drill.results]
     print_table(console, COLUMNS, rows, left="fault|result", wraps="fault|result")
     console.print()
@@ -159,8 +128,6 @@ def _print(console: Console, drill: Drill, asked: ScriptOptions, seconds: float)
             is_good = result.outcome in GOOD
             say(console, f"{result.fault}: {said[0]}", style="" if is_good else "bold red")
             say(console, *(f"  {line}" for line in said[1:]), *(f"  | {line}" for line in result.lines))
-    whole = ", the whole training" if proof.has_ended else ""
-    size = f"{proof.steps} steps{whole}, {proof.num_ranks} rank{'s' * (proof.num_ranks != 1)}"
     style = "bold green" if drill.exit_code == 0 else "bold red"
-    say(console, f"{summary(drill)}; {size}, in {seconds:.0f} s", style=style)
-    asked.print_notes(console, [*proof.notes, *drill.notes])
+    say(console, f"{summary(drill)}; {proof_in_words(drill.proof)}, in {seconds:.0f} s", style=style)
+    asked.print_notes(console, [*drill.proof.notes, *drill.notes])

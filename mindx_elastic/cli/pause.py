@@ -16,6 +16,7 @@ from mindx_elastic.cli.common import (
     EXIT_NOTHING,
     RUN_DIR,
     RunDirArgument,
+    agent_in_words,
     fail,
     find_runs,
     is_running,
@@ -151,22 +152,13 @@ def _find_run(path: Path) -> AgentRun:
     for run in reversed(runs):
         if is_running(run) and run.agent_dir:
             return run
-    _end(EXIT_NOTHING, f"no agent runs in {path} on this machine: {_how_it_is(runs[-1])}")
+    _end(EXIT_NOTHING, f"no agent runs in {path} on this machine: {agent_in_words(runs[-1])}")
 
 
 def _how_it_ended(path: Path, run: AgentRun) -> str:
     """What the log says of an agent that ran a moment ago."""
     found = [each for each in find_runs(path) if each.pid == run.pid]
-    return _how_it_is(found[-1] if found else run)
-
-
-def _how_it_is(run: AgentRun) -> str:
-    name = f"agent {run.pid}" + (f" on {run.host}" if run.host else "")
-    if run.ended is not None:
-        return f"{name} has ended" + (f": {run.outcome}" if run.outcome else "")
-    if is_running(run) is None:
-        return f"{name} has not recorded its end; give the command there"
-    return f"{name} is gone without recording its end: it was killed, or runs in another container"
+    return agent_in_words(found[-1] if found else run)
 
 
 def _check_folder(folder: Path, run: AgentRun) -> None:

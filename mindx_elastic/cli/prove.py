@@ -9,15 +9,16 @@ import typer
 from rich.console import Console
 
 from mindx_elastic.cli.common import JsonOption, fail, print_table, say, show
-from mindx_elastic.cli.progress import progress_of_runs
 from mindx_elastic.cli.scripts import (
     FreshOption,
     KeepOption,
     ScriptOptions,
     StepsOption,
     TimeoutOption,
-    interruptible,
+    print_difference,
+    proof_in_words,
 )
+from mindx_elastic.core.printable import counted
 
 if TYPE_CHECKING:
     from mindx_elastic.prove.baseline import ProofReport, Row
@@ -66,11 +67,16 @@ def prove_command(
     mindx-elastic prove --json -- -m project.train
     """
     number = _number_of(stops)
-    asked = ScriptOptions.of("prove", ctx, steps=steps, fresh=fresh, timeout=timeout, keep=keep, as_json=as_json)
+    asked = ScriptOptions.of("prove", ctx, fresh=fresh, timeout=timeout, keep=keep)
     began = time.monotonic()
-    with interruptible():
-        proof = _prove(asked, number, seed)
-    _tell(proof, asked, time.monotonic() - began)
+    from mindx_elastic.prove.proof import prove
+    from mindx_elastic.prove.report import to_json
+
+    with asked.runs() as (runs, show_runs):
+        proof = prove(runs, stops=number, steps=steps, seed=seed, show=show_runs)
+    seconds = time.monotonic() - began
+    document = to_json(proof, command=asked.words, seconds=seconds)
+    show(document, as_json, lambda console, _: _print(console, proof, asked, seconds))
     raise typer.Exit(proof.exit_code)
 
 
@@ -82,68 +88,35 @@ def _number_of(stops: str) -> int | None:
     return int(stops)
 
 
-def _prove(asked: ScriptOptions, stops: int | None, seed: int) -> ProofReport:
-    from mindx_elastic.prove.proof import prove
-    from mindx_elastic.prove.runs import Runs
-
-    made = Runs(asked.command, fresh=asked.fresh, keep=asked.keep, timeout_s=asked.timeout)
-    with progress_of_runs() as show_runs, made as runs:
-        return prove(runs, stops=stops, steps=asked.steps, seed=seed, show=show_runs)
-
-
-def _tell(proof: ProofReport, asked: ScriptOptions, seconds: float) -> None:
-    from mindx_elastic.prove.report import to_json
-
-    document = to_json(proof, command=asked.words, seconds=seconds)
-    show(document, asked.as_json, lambda console, _: _print(console, proof, asked, seconds))
-
-
 def _print(console: Console, proof: ProofReport, asked: ScriptOptions, seconds: float) -> None:
     rows = [_cells(row, proof) for row in proof.rows]
     print_table(console, _COLUMNS, rows, left="run|result", wraps="run|result")
     console.print()
-    _print_result(console, proof, seconds)
+    if not print_difference(console, proof):
+        _print_equal(console, proof, seconds)
     asked.print_notes(console, proof.notes)
 
 
-def _print_result(console: Console, proof: ProofReport, seconds: float) -> None:
-    from mindx_elastic.prove.baseline import steps_in_words
+def _print_equal(console: Console, proof: ProofReport, seconds: float) -> None:
     from mindx_elastic.prove.causes import NOT_GOT_BACK, in_words
 
-    first = next((row for row in proof.rows if row.verdict.outcome != "equal"), None)
-    if first is None:
-        ranks = f" of {proof.num_ranks} ranks" if proof.num_ranks > 1 else ""
-        rest = ", the whole training" if proof.has_ended else ""
-        made = f"{steps_in_words(proof.steps)}{ranks}{rest}, in {seconds:.0f} s"
-        if lost := in_words(proof.lost):
-            say(console, f"every step equal: {made}; not got back: {lost}", style="bold")
-            say(console, f"  {NOT_GOT_BACK}")
-        else:
-            console.print(f"all equal: {made}", style="bold green")
-        if not proof.has_ended:
-            console.print(f"note: the training goes on after step {proof.steps}: --steps M proves more of it")
-        return
-    assert first.verdict.explained is not None
-    what, *others = first.verdict.explained.lines
-    if not first.verdict.explained.variables and (lost := in_words(proof.lost)):
-        what += f"; not got back in other runs: {lost}"
-    rank = f" (rank {first.verdict.rank})" if proof.num_ranks > 1 and first.verdict.rank is not None else ""
-    stopped = f"{first.name}: " if first.resumed is not None else ""
-    say(console, f"{stopped}{what}{rank}", style="bold red")
-    say(console, *(f"  {line}" for line in others))
-    say(console, *(f"  | {line}" for line in first.verdict.lines), style="dim")
+    made = f"{proof_in_words(proof)}, in {seconds:.0f} s"
+    if lost := in_words(proof.lost):
+        say(console, f"every step equal: {made}; not got back: {lost}", style="bold")
+        say(console, f"  {NOT_GOT_BACK}")
+    else:
+        say(console, f"all equal: {made}", style="bold green")
+    if not proof.has_ended:
+        say(console, f"note: the training goes on after step {proof.steps}: --steps M proves more of it")
 
 
 def _cells(row: Row, proof: ProofReport) -> tuple[str, str, str, str]:
-    from mindx_elastic.prove.baseline import steps_in_words
-
-    is_first = row is proof.rows[0]
-    result = row.verdict.outcome
+    is_first, result = row is proof.rows[0], row.verdict.outcome
     if row.lost:
-        result = f"equal; {len(row.lost)} variable{'s' * (len(row.lost) != 1)} not got back"
-    if result == "equal" and is_first:
-        result = f"{steps_in_words(proof.steps)}{', the whole training' if proof.has_ended else ''}"
-    if result == "differs" and row.verdict.step is not None:
+        result = f"equal; {counted(len(row.lost), 'variable')} not got back"
+    elif result == "equal" and is_first:
+        result = f"{counted(proof.steps, 'step')}{', the whole training' if proof.has_ended else ''}"
+    elif result == "differs" and row.verdict.step is not None:
         result = f"differs at step {row.verdict.step}"
     resumed = "" if row.resumed is None else f"step {row.resumed}"
     return row.name, resumed, "" if is_first else str(row.compared), result

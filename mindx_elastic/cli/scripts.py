@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from typer.core import TyperCommand
 
-from mindx_elastic.cli.common import fail, say
+from mindx_elastic.cli.common import fail, make_console, say
 from mindx_elastic.core.posix import answered_by
+from mindx_elastic.core.printable import counted
 from mindx_elastic.errors import UsageError
 
 if TYPE_CHECKING:
-    from mindx_elastic.prove.runs import Command
+    from mindx_elastic.prove.baseline import ProofReport
+    from mindx_elastic.prove.runs import Runs
 
 __all__ = [
     "SCRIPT_SETTINGS",
@@ -31,7 +34,8 @@ __all__ = [
     "ScriptOptions",
     "StepsOption",
     "TimeoutOption",
-    "interruptible",
+    "print_difference",
+    "proof_in_words",
     "split_line",
 ]
 
@@ -85,11 +89,9 @@ class ScriptOptions:
     script: list[str]
     agent: list[str]
     """Options of ``mindx-elastic run``; empty: without the agent."""
-    steps: int
     fresh: bool
     timeout: float
     keep: Path | None
-    as_json: bool
 
     @staticmethod
     def of(name: str, ctx: Any, **options: Any) -> ScriptOptions:
@@ -100,20 +102,54 @@ class ScriptOptions:
         return asked
 
     @property
-    def command(self) -> Command:
-        from mindx_elastic.prove.runs import Command
-
-        return Command(script=tuple(self.script), agent=tuple(self.agent) or None)
-
-    @property
     def words(self) -> list[str]:
         """As a report names it."""
         return [*self.agent, *(["--"] if self.agent else []), *self.script]
+
+    @contextmanager
+    def runs(self, **more: Any) -> Iterator[tuple[Runs, Callable[[int, int, str], None]]]:
+        """What makes the runs, with `more` options of it; and what shows how far they are. SIGTERM ends them and
+        removes their folders, as Ctrl-C does."""
+        from mindx_elastic.prove.runs import Command, Runs
+
+        command = Command(script=tuple(self.script), agent=tuple(self.agent) or None)
+        made = Runs(command, fresh=self.fresh, keep=self.keep, timeout_s=self.timeout, **more)
+        with answered_by(_leave, (signal.SIGTERM, signal.SIGHUP)), progress_of_runs() as show, made as runs:
+            yield runs, show
 
     def print_notes(self, console: Console, notes: Sequence[str]) -> None:
         lines = [f"note: {note}" for note in notes]
         lines += [f"logs and witnesses: {self.keep}"] if self.keep is not None else []
         say(console, *lines)
+
+
+def _leave(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def print_difference(console: Console, proof: ProofReport) -> bool:
+    """What is wrong with the first run that is not equal. False: all are."""
+    from mindx_elastic.prove.causes import in_words
+
+    row = next((row for row in proof.rows if row.verdict.outcome != "equal"), None)
+    if row is None:
+        return False
+    assert row.verdict.explained is not None
+    what, *others = row.verdict.explained.lines
+    if not row.verdict.explained.variables and (lost := in_words(proof.lost)):
+        what += f"; not got back in other runs: {lost}"
+    rank = f" (rank {row.verdict.rank})" if proof.num_ranks > 1 and row.verdict.rank is not None else ""
+    stopped = f"{row.name}: " if row.resumed is not None else ""
+    say(console, f"{stopped}{what}{rank}", style="bold red")
+    say(console, *(f"  {line}" for line in others))
+    say(console, *(f"  | {line}" for line in row.verdict.lines), style="dim")
+    return True
+
+
+def proof_in_words(proof: ProofReport) -> str:
+    """``12 steps of 2 ranks, the whole training``."""
+    ranks = f" of {counted(proof.num_ranks, 'rank')}" if proof.num_ranks > 1 else ""
+    return f"{counted(proof.steps, 'step')}{ranks}{', the whole training' if proof.has_ended else ''}"
 
 
 def _check(command: str, script: Sequence[str], agent: Sequence[str]) -> None:
@@ -138,11 +174,18 @@ def _check(command: str, script: Sequence[str], agent: Sequence[str]) -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM ends the runs and removes their folders, as Ctrl-C does."""
+def progress_of_runs() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, gone when the work is done. Gives the function that is told how many runs are done, how many
+    there will be, and which one is under way."""
+    # Only on a terminal, of which the system is asked: rich takes variables like FORCE_COLOR, which CI services set,
+    # for one.
+    is_hidden = not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown")
+    columns = ("{task.description}", BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=make_console(stderr=True), transient=True, disable=is_hidden) as progress:
+        task = progress.add_task("begins", total=None)
 
-    def leave(signum: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + signum)
+        def show(done: int, planned: int, what: str) -> None:
+            total = max(planned, done)
+            progress.update(task, completed=done, total=total, description=f"{what}: run {done} of {total}")
 
-    with answered_by(leave, (signal.SIGTERM, signal.SIGHUP)):
-        yield
+        yield show

@@ -4,14 +4,13 @@ memory and on disk."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindx_elastic.cli.common import JSON_SCHEMA, is_running
 from mindx_elastic.cli.possible_loss import expect
-from mindx_elastic.core.events import EVENTS_FILE
 from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
 
 if TYPE_CHECKING:
@@ -20,12 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["make_report"]
 
-_TAIL_BYTES = 1 << 17
 _MOST_ALARMS = 3
 _RARE = ("paused_s", "stall_s", "in_place", "in_place_s", "in_place_steps_lost", "full_size", "why_fewer")
 
 
-def make_report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, Any]:
+def make_report(path: Path, runs: Sequence[AgentRun]) -> dict[str, Any]:
     """The JSON document; what is printed comes from it, so that the two cannot disagree."""
     from mindx_elastic.agent.ledger import add_up
     from mindx_elastic.agent.result import read_result
@@ -36,7 +34,7 @@ def make_report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, An
     report |= dict.fromkeys(("agent", "totals", "pause", "result"))
     if not runs:
         return report
-    run = runs[-1]
+    run, now = runs[-1], time.time()
     running = is_running(run)
     result = read_result(path if path.is_dir() else path.parent)
     agent = {
@@ -51,15 +49,18 @@ def make_report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, An
         "agent_dir": run.agent_dir or None,
         "age_s": None if run.started is None else round(now - run.started, 3),
     }
-    attempts = [{**_facts(record), "pause_s": record.pause_s} for record in run.records]
     is_here = run.agent_dir and running is not None and run.ended is None
     pages = _read_pages(Path(run.agent_dir)) if is_here else {}
     workers = _workers(pages)
+    if run.records and run.records[-1].resumed_step is None and any(worker["step"] >= 0 for worker in workers):
+        run.records[-1].resumed_step = min(
+            worker["resumed_step"] for worker in workers
+        )  # its record says so at its end
     return {
         **report,
         "agent": agent,
         "recoveries": [asdict(record) for record in run.recoveries],
-        "attempts": attempts,
+        "attempts": [{**_facts(record), "pause_s": record.pause_s} for record in run.records],
         "totals": _facts(add_up(run.records)),
         "workers": workers,
         "pause": _pause(workers),
@@ -67,8 +68,14 @@ def make_report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, An
         "remarks": remarks_of_run(run),
         "time": round(now, 3),
         "outlook": expect(pages),
-        "alarms": _alarms(path / EVENTS_FILE if path.is_dir() else path, run),
+        "alarms": [_alarm(event) for event in run.notable[-_MOST_ALARMS:]],
     }
+
+
+def _alarm(event: dict[str, Any]) -> dict[str, Any]:
+    from mindx_elastic.core.values import real, text
+
+    return {"time": real(event.get("time")) or 0.0, "event": event["event"], "reason": text(event.get("reason"))}
 
 
 def _facts(content: AttemptRecord | Totals) -> dict[str, Any]:
@@ -133,23 +140,3 @@ def _pause(workers: list[dict[str, Any]]) -> dict[str, Any] | None:
     step, seconds = max(worker["paused_step"] for worker in waiting), min(worker["paused_s"] for worker in waiting)
     since = round(time.time() - seconds, 3)
     return {"step": step, "since": since, "seconds": seconds, "ranks": [worker["rank"] for worker in waiting]}
-
-
-def _alarms(log: Path, run: AgentRun) -> list[dict[str, Any]]:
-    """The newest notable events of this agent, the oldest first."""
-    from mindx_elastic.agent.run_log import NOTABLE
-    from mindx_elastic.core.events import lines_backwards, parse_event
-    from mindx_elastic.core.values import real, text
-
-    found: list[dict[str, Any]] = []
-    for line in lines_backwards(log, _TAIL_BYTES):
-        event = parse_event(line)
-        if event is None or event["event"] not in NOTABLE:
-            continue
-        at = real(event.get("time"))
-        if at is None or (run.started is not None and at < run.started):
-            continue
-        found.append({"time": at, "event": event["event"], "reason": text(event.get("reason"))})
-        if len(found) == _MOST_ALARMS:
-            break
-    return found[::-1]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from mindx_elastic.core.layout import REPLICATE, Layout
 from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.printable import printable
 from mindx_elastic.core.strategy import TensorSpec
 from mindx_elastic.errors import (
     CorruptCheckpointError,
@@ -67,7 +68,14 @@ def _of_file(path: Path, component: str, everything: bool, step: int | None) -> 
         header = read_header(path)
     except (CorruptCheckpointError, ForeignCheckpointError) as error:
         raise type(error)(f"{error}; {_OF_OTHERS}", path=path) from None
-    info, specs = header.info, strategy_of(header)[0].tensors
+    info = header.info
+    try:
+        specs = strategy_of(header)[0].tensors
+    except UsageError:
+        raise
+    except Exception as error:
+        problem = printable(f"{path}: its layout record cannot be read: {error!r}")
+        raise CorruptCheckpointError(problem, path=path) from None
     if any(spec.layout.num_shards > 1 for spec in specs):
         raise UsageError(
             f"{path} is rank {info.rank}'s part of {info.world_size}: give the directory that holds all ranks, and "

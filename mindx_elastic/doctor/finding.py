@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Finding", "Level", "worst"]
+__all__ = ["Finding", "Level"]
 
 
 class Level(Enum):
@@ -26,9 +25,3 @@ class Finding(NamedTuple):
     text: str
     remedy: str = ""
     """What to do; empty where there is nothing to do."""
-
-
-def worst(findings: Iterable[Finding]) -> Level:
-    """The level of the worst of `findings`; `Level.GOOD` where there are none."""
-    order = list(Level)
-    return max((finding.level for finding in findings), key=order.index, default=Level.GOOD)

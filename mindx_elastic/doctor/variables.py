@@ -78,11 +78,6 @@ def _grace(env: Mapping[str, str]) -> Iterator[Finding]:
             f"MINDX_GRACE_S={ours:g}, but torchrun kills after {theirs:g} s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
             f"make them equal; or under mindx-elastic run, --grace {ours:g}, which goes before both",
         )
-    grace = ours if ours is not None else theirs if theirs is not None else config.DEFAULT_GRACE_S
-    wait = _seconds(env, "MINDX_AGREEMENT_S")
-    if wait is not None and wait > grace / 3:
-        text = f"MINDX_AGREEMENT_S={wait:g} is more than a third of the {grace:g} s of grace, and is cut to that"
-        yield Finding("variables", Level.WARNING, text, "a longer grace period, or unset it")
 
 
 def _seconds(env: Mapping[str, str], name: str) -> float | None:

@@ -24,7 +24,7 @@ from mindx_elastic.prove.baseline import Baseline, ProofReport, Show, count_step
 from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import earliest
 from mindx_elastic.prove.records import ProcessRecord
-from mindx_elastic.prove.runs import Command, RunChain, RunOutcome, Runs
+from mindx_elastic.prove.runs import RunChain, RunOutcome, Runs
 
 __all__ = ["GOOD", "Drill", "DrillResult", "Driller", "draw_faults", "trained_again"]
 
@@ -97,7 +97,6 @@ class Driller(Baseline):
 
     def __init__(
         self,
-        command: Command,
         runs: Runs,
         leftovers: DrillLeftovers,
         *,
@@ -111,7 +110,7 @@ class Driller(Baseline):
         """The `faults`, and `number` others by `seed`, each in a separate job. `into`: gets each result at once, so
         that an interrupted drill has them."""
         super().__init__(runs, steps=steps, show=show, planned=2 + 2 * (len(faults) + number))
-        self._command, self._leftovers = command, leftovers
+        self._command, self._leftovers = runs.command, leftovers
         self._faults, self._number, self._seed = list(faults), number, seed
         self._made = 0
         self.result, into.proof = into, self.proof

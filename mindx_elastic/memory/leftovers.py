@@ -23,7 +23,7 @@ from mindx_elastic.memory.folders import (
     user_of,
 )
 
-__all__ = ["ArenaLeftover", "Leftovers", "ProcessLeftover", "find_leftovers"]
+__all__ = ["ArenaLeftover", "Leftovers", "ProcessLeftover", "find_leftovers", "newest_step"]
 
 _ARENA = re.compile(r"[0-9a-f]{16}")
 
@@ -102,7 +102,7 @@ def _look_at_arena(path: Path) -> ArenaLeftover:
         directory_exists=bool(directory) and _exists(directory),
         run_id=run_id if isinstance(run_id, str) else "",
         ranks=tuple(rank_folders(path)),
-        newest_step=_newest_step(path),
+        newest_step=newest_step(path),
         in_use=user_of(path),
         size=_size(path),
         age_s=time.time() - began,
@@ -120,9 +120,12 @@ def _exists(directory: str) -> bool:
     return True
 
 
-def _newest_step(path: Path) -> int | None:
-    steps = [{record.step for record in read_records(folder) if record.state} for folder in rank_folders(path).values()]
-    return max(set.intersection(*steps), default=None) if steps else None
+def newest_step(arenas: Path) -> int | None:
+    """The newest step of which each rank that keeps snapshots has one; ranks that hold the same keep one together."""
+    steps = [
+        {record.step for record in read_records(folder) if record.state} for folder in rank_folders(arenas).values()
+    ]
+    return max(set.intersection(*kept), default=None) if (kept := [found for found in steps if found]) else None
 
 
 def _size(path: Path) -> int:

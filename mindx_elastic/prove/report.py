@@ -8,14 +8,9 @@ from typing import Any
 
 from mindx_elastic.prove.baseline import ProofReport, Row
 
-__all__ = ["SCHEMA", "describe", "to_json"]
+__all__ = ["SCHEMA", "to_json"]
 
 SCHEMA = 2
-
-
-def describe(row: Row) -> list[str]:
-    """A row's difference in two lines at most, and the end of what the run has printed."""
-    return [*([] if row.verdict.explained is None else row.verdict.explained.lines), *row.verdict.lines]
 
 
 def to_json(proof: ProofReport, *, command: Sequence[str], seconds: float) -> dict[str, Any]:

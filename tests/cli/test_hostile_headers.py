@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.persist.catalog import read_entries
@@ -252,6 +252,7 @@ def set_something(content: Content, where: list[int], value: Any) -> None:
 
 
 @no_reset
+@example(where=[2, 4], value=None)
 @given(where=st.lists(st.integers(0, 20), min_size=2, max_size=7), value=JSON)
 def test_whatever_stands_in_a_header(
     run: Run, tmp_path_factory: pytest.TempPathFactory, where: list[int], value: Any

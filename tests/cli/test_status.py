@@ -124,8 +124,8 @@ def test_a_running_agent_and_its_workers(run: Run, run_dir: Path, tmp_path: Path
     assert (first["pid"], first["alive"], first["phase"], first["step"]) == (os.getpid(), True, "training", 16)
     assert 0 <= first["since_boundary_s"] < 600
     assert lines[0].startswith(f"agent {os.getpid()} on {socket.gethostname()} runs, begun ")
-    assert any(line.split()[-1:] == ["running"] or " running " in line for line in lines[5:])
-    rows = [line.split() for line in lines[2:5]]
+    assert any(line.split()[-1:] == ["running"] or " running " in line for line in lines[6:])
+    rows = [line.split() for line in lines[3:6]]
     assert [row[:3] for row in rows] == [["0", "training", "16"], ["9", "gone", "-"], ["10", "between", "-"]]
     assert [row[-1] for row in rows] == [str(os.getpid()), str(dead_pid), str(os.getpid())]
 

@@ -16,7 +16,6 @@ from mindx_elastic.agent import zygote
 from mindx_elastic.prove.baseline import ProofReport
 from mindx_elastic.prove.proof import choose_stops, prove
 from mindx_elastic.prove.records import WitnessedStep
-from mindx_elastic.prove.report import describe
 from mindx_elastic.prove.runs import Command, Runs
 from tests.fork_server import ForkedProcess
 from tests.harness import JOBS, unignore_signals
@@ -57,7 +56,7 @@ def prove_fault(runs: Runs, tmp_path: Path, fault: str, **more: int) -> ProofRep
 def text_of(proof: ProofReport) -> str:
     """The first difference, with its cause and remedy."""
     row = next(row for row in proof.rows if row.verdict.outcome != "equal")
-    return "\n".join([*describe(row), *row.verdict.lines])
+    return "\n".join([*(row.verdict.explained.lines if row.verdict.explained else []), *row.verdict.lines])
 
 
 def test_an_exact_script_is_proved(runs: Runs, tmp_path: Path) -> None:
