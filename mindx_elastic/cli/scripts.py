@@ -114,7 +114,7 @@ class ScriptOptions:
 
         command = Command(script=tuple(self.script), agent=tuple(self.agent) or None)
         made = Runs(command, fresh=self.fresh, keep=self.keep, timeout_s=self.timeout, **more)
-        with answered_by(_leave, (signal.SIGTERM, signal.SIGHUP)), progress_of_runs() as show, made as runs:
+        with answered_by(_leave, (signal.SIGTERM, signal.SIGHUP)), _progress_of_runs() as show, made as runs:
             yield runs, show
 
     def print_notes(self, console: Console, notes: Sequence[str]) -> None:
@@ -174,7 +174,7 @@ def _check(command: str, script: Sequence[str], agent: Sequence[str]) -> None:
 
 
 @contextmanager
-def progress_of_runs() -> Iterator[Callable[[int, int, str], None]]:
+def _progress_of_runs() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr, gone when the work is done. Gives the function that is told how many runs are done, how many
     there will be, and which one is under way."""
     # Only on a terminal, of which the system is asked: rich takes variables like FORCE_COLOR, which CI services set,
