@@ -93,6 +93,8 @@ class TableServer:
         self._level = logging.DEBUG if table.of_agents else logging.INFO
         self.connections: dict[Connection, None] = {}
         """A set in the order in which they came: what is simulated goes the same way again."""
+        self._members: dict[str, Connection] = {}
+        """Those that have registered, by incarnation."""
         self._listened_at = self._looks_at = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -164,13 +166,16 @@ class TableServer:
 
     def _register(self, connection: Connection, who: messages.Register, now: float) -> None:
         before, generation = self.table.find(who.incarnation), self.table.generation
-        for other in [c for c in self.connections if c.incarnation == who.incarnation and c is not connection]:
+        other = self._members.get(who.incarnation)
+        if other is not None and other is not connection:
             self.close_connection(other)
+        self._members.pop(connection.incarnation, None)
         connection.incarnation = who.incarnation
+        self._members[who.incarnation] = connection
         self.table.register(who, now)
         place = self.table.find(who.incarnation)
         if place is not None and before is None:
-            logger.log(self._level, "%s is there; %d of %d", place, len(self.table.living()), self.table.size)
+            logger.log(self._level, "%s is there; %d of %d", place, self.table.num_living, self.table.size)
         if self.table.group is not None and self.table.generation > generation:
             logger.log(
                 self._level,
@@ -185,12 +190,11 @@ class TableServer:
         again does not know."""
         table = self.table
         while table.notes:
-            logger.warning("%s; %d of %d are there", table.notes.pop(0), len(table.living()), table.size)
+            logger.warning("%s; %d of %d are there", table.notes.pop(0), table.num_living, table.size)
         if self._write() and table.outbox:
-            connections = {connection.incarnation: connection for connection in self.connections}
-            while table.outbox:
-                incarnation, message = table.outbox.pop(0)
-                if (connection := connections.get(incarnation)) is not None:  # else when it connects again
+            outbox, table.outbox = table.outbox, []
+            for incarnation, message in outbox:
+                if (connection := self._members.get(incarnation)) is not None:  # else when it connects again
                     self.send(connection, message)
 
     def _write(self) -> bool:
@@ -222,6 +226,8 @@ class TableServer:
     def close_connection(self, connection: Connection) -> None:
         if connection in self.connections:
             del self.connections[connection]
+            if self._members.get(connection.incarnation) is connection:
+                del self._members[connection.incarnation]
             self._selector.unregister(connection.line.socket)
             connection.line.socket.close()
 
@@ -323,7 +329,7 @@ def _open_table(settings: ClusterSettings, records: TableFile | None) -> Table:
             logger.info(
                 "the cluster's table is recovered from %s: %d of %d places had a process, generation %d",
                 records.path,
-                len(table.living()),
+                table.num_living,
                 table.size,
                 table.generation,
             )

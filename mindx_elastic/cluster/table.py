@@ -29,6 +29,7 @@ from __future__ import annotations
 import enum
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -76,14 +77,17 @@ class ProcessState(str, enum.Enum):
     @property
     def is_in_group(self) -> bool:
         """Whether it has yet to wait for the next one."""
-        return self in (ProcessState.TRAINING, ProcessState.ENDED)
+        return self in _IN_GROUP
 
     @property
     def is_missed(self) -> bool:
         """Whether it is not in the group any more, and the training of its rank is not over."""
-        return self in (ProcessState.WAITING, ProcessState.DEAD, ProcessState.AWAY)
+        return self in _MISSED
 
 
+_IN_GROUP = ProcessState.TRAINING, ProcessState.ENDED
+_MISSED = ProcessState.WAITING, ProcessState.DEAD, ProcessState.AWAY
+_OVER = ProcessState.ENDED, ProcessState.LEFT, ProcessState.DONE
 _ENDS = {ProcessState.WAITING, ProcessState.DEAD, ProcessState.AWAY, ProcessState.LEFT, ProcessState.DONE}
 _NEXT = {
     ProcessState.WAITING: {ProcessState.WAITING, ProcessState.TRAINING, ProcessState.DEAD},
@@ -196,8 +200,14 @@ class Table:
         self.size, self.job, self.recovery, self.limits = size, job, recovery, limits
         self.least, self.of_agents, self._run_id = least or size, least is not None, run_id
         self.places: dict[str, Place] = {}
+        self._by_incarnation: dict[str, Place] = {}
+        self._counts: Counter[tuple[ProcessState, bool]] = Counter()
+        """Of places, by state and by whether they have a number: most members come and go together, and what each of
+        them costs must not grow with their number."""
         self._patience: dict[str, _Patience] = {}
         """By incarnation. Not on disk: it says how this scheduler has heard of them."""
+        self._due_at = math.inf
+        """No patience ends before."""
         self.group: _Formed | None = None
         self.outcome: JobOutcome | None = None
         self.outbox: list[tuple[str, messages.Message]] = []
@@ -210,6 +220,8 @@ class Table:
         self._form_at = math.inf
         self._told: object = None
         """What the last news were about."""
+        self._groups: dict[str, messages.Group] = {}
+        """What each member is told of the group that was formed last."""
         self._lost_why = ""  # the last death, for the reason of a job that does not come back
 
     # --- what there is ---
@@ -219,15 +231,23 @@ class Table:
         """Of the group that was formed last; -1: none."""
         return -1 if self.group is None else self.group.generation
 
+    @property
+    def num_living(self) -> int:
+        return sum(count for (state, _), count in self._counts.items() if state.lives)
+
     def living(self) -> list[Place]:
         return [place for place in self.places.values() if place.state.lives]
+
+    def _count(self, *states: ProcessState) -> int:
+        """Places in one of these states."""
+        return sum(self._counts[state, has_number] for state in states for has_number in (True, False))
 
     def _members(self) -> list[Place]:
         """Of the group that was formed last, by their numbers."""
         return sorted((m for m in self.places.values() if m.rank is not None), key=lambda m: m.rank or 0)
 
     def find(self, incarnation: str) -> Place | None:
-        return next((m for m in self.places.values() if m.incarnation == incarnation), None)
+        return self._by_incarnation.get(incarnation)
 
     def _alive(self, incarnation: str) -> Place | None:
         patience = self._patience.get(incarnation)
@@ -247,10 +267,10 @@ class Table:
 
     def _tell_group(self, place: Place) -> None:
         """To a member that has connected again: what it may not have heard."""
-        self.outbox.append((place.incarnation, self._group_message(place)))
-        news = self._news()
-        if news.waiting or news.missing:
-            self.outbox.append((place.incarnation, news))
+        self.outbox.append((place.incarnation, self._groups[place.incarnation]))
+        is_waiting, is_missing, _ = self._topics()
+        if is_waiting or is_missing:
+            self.outbox.append((place.incarnation, self._news()))
 
     def _answer(self, who: Register, now: float) -> messages.Welcome | messages.Refused | messages.Dead:
         known = self.find(who.incarnation)
@@ -274,16 +294,31 @@ class Table:
         if place.node_id in self.places:
             self._move(place, ProcessState.WAITING)
             self._patience.pop(place.incarnation, None)
+            del self._by_incarnation[place.incarnation]
             place.said, place.why, place.code = who, who.why, 0
+        else:
+            self._counts[place.state, False] += 1
         if who.node_id not in ("", place.node_id):
             del self.places[place.node_id]
             place.node_id, place.named = who.node_id, True
         self.places[place.node_id], self.changed = place, True
-        self._patience[who.incarnation] = _Patience(place, now + self.limits.heartbeat_s)
+        self._by_incarnation[who.incarnation] = place
+        self._wait_for(place, now + self.limits.heartbeat_s)
         return self._welcome(place)
+
+    def _wait_for(self, place: Place, until: float, lost_why: str = "") -> None:
+        self._patience[place.incarnation] = _Patience(place, until, lost_why)
+        self._due_at = min(self._due_at, until)
+
+    def _sort(self) -> None:
+        """The places are others than before."""
+        self._by_incarnation = {place.incarnation: place for place in self.places.values()}
+        self._counts = Counter((place.state, place.rank is not None) for place in self.places.values())
 
     def _move(self, place: Place, state: ProcessState) -> None:
         assert state in _NEXT[place.state], f"{place} is {place.state.value}, and becomes {state.value}"
+        self._counts[place.state, place.rank is not None] -= 1
+        self._counts[state, place.rank is not None] += 1
         place.state, self.changed = state, True
 
     def hear(self, incarnation: str, now: float) -> bool:
@@ -297,7 +332,7 @@ class Table:
         """Its connection has ended. It may connect again."""
         if (place := self._alive(incarnation)) is not None:
             until = min(now + self.limits.reconnect_s, self._patience[incarnation].until)
-            self._patience[incarnation] = _Patience(place, until, "its connection has ended")
+            self._wait_for(place, until, "its connection has ended")
 
     def die(self, incarnation: str, why: str, now: float) -> None:
         """Its process is gone, or has failed."""
@@ -305,7 +340,8 @@ class Table:
             return
         del self._patience[incarnation]
         if place.rank is None or (self.of_agents and not place.state.is_in_group):
-            del self.places[place.node_id]  # nothing depends on it yet
+            del self.places[place.node_id], self._by_incarnation[incarnation]  # nothing depends on it yet
+            self._counts[place.state, place.rank is not None] -= 1
             self.changed = True
             self.notes.append(f"{place} is gone before the group is formed: {why}")
             self._go_on(now)
@@ -361,14 +397,16 @@ class Table:
         """Time has passed."""
         if self.outcome is not None:
             return
-        for place in self.living():
+        for place in self.living() if now >= self._due_at else ():
             patience = self._patience[place.incarnation]
             if now >= patience.until:
                 why = patience.lost_why or f"it has sent nothing for {self.limits.heartbeat_s:g} s"
                 self.die(place.incarnation, why, now)
+        if now >= self._due_at:
+            self._due_at = min((self._patience[m.incarnation].until for m in self.living()), default=math.inf)
         if self.outcome is None:
             self._form(now)
-        if self.group is not None and not any(m.state.is_missed for m in self.places.values()):
+        if self.group is not None and not self._count(*_MISSED):
             self._waiting_since = None
             return
         since = self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -425,9 +463,9 @@ class Table:
                 f"still runs, end it, or give this one another {name}"
             )
             return messages.Refused(why, wait_s=until - now)
-        over = [m for m in self.places.values() if m.state is ProcessState.DONE]
-        if over:
-            return messages.Refused(f"{over[0]} has finished its training already: the job is at its end")
+        if self._count(ProcessState.DONE):
+            over = next(m for m in self.places.values() if m.state is ProcessState.DONE)
+            return messages.Refused(f"{over} has finished its training already: the job is at its end")
         if self.generation >= 0 and not self.recovery:
             return messages.Refused("the job runs already, and takes in no other process without MS_ENABLE_RECOVERY=1")
         if place is None and len(self.places) >= self.size and not self.of_agents:
@@ -445,6 +483,8 @@ class Table:
 
     def _nameless_place(self, who: Register, now: float) -> Place | None:
         """A free place of a process without a node id, for one that has no place, on its machine first."""
+        if len(self.places) == self.num_living:
+            return None
         found = [m for m in self.places.values() if not m.named and self._held_until(m, who) <= now]
         return min(found, key=lambda m: (m.said.process.host != who.process.host, _natural(m.node_id)), default=None)
 
@@ -475,27 +515,29 @@ class Table:
 
     def _form(self, now: float) -> None:
         """Form the next group, when no member of the last one trains and enough wait, all connected."""
-        waiting = [m for m in self.places.values() if m.state is ProcessState.WAITING]
-        if len(waiting) < self.least:
+        num_waiting = self._count(ProcessState.WAITING)
+        if num_waiting < self.least:
             self._form_at = math.inf
             return
-        if any(m.state.is_in_group for m in self.places.values()):
-            return
-        if any(self._patience[m.incarnation].lost_why for m in waiting):
+        if self._count(*_IN_GROUP):
             return
         self._form_at = min(self._form_at, now + self.limits.last_call_s)
-        if len(waiting) < self.size and now < self._form_at:
+        if num_waiting < self.size and now < self._form_at:
+            return
+        waiting = [m for m in self.places.values() if m.state is ProcessState.WAITING]
+        if any(self._patience[m.incarnation].lost_why for m in waiting):
             return
         self.places = {name: m for name, m in self.places.items() if m.state is ProcessState.WAITING}
         self._number(waiting)
         members = self._members()
         self.group = _Formed(self.generation + 1, members[0].said.store)
         self._waiting_since, self._form_at = None, math.inf
+        self._sort()
         for place in members:
             self._move(place, ProcessState.TRAINING)
+        self._groups = self._group_messages()
         self._told = self._topics()
-        for place in members:
-            self.outbox.append((place.incarnation, self._group_message(place)))
+        self.outbox += self._groups.items()
 
     def _number(self, waiting: list[Place]) -> None:
         """A member keeps its number, an integer node id is its own; the others follow in natural order."""
@@ -510,33 +552,37 @@ class Table:
         for place, rank in zip([m for m in chosen if m.rank is None], free.values(), strict=True):
             place.rank = rank
 
-    def _group_message(self, place: Place) -> messages.Group:
-        """What a process needs to enter the group that was formed last."""
-        assert self.group is not None and place.rank is not None
+    def _group_messages(self) -> dict[str, messages.Group]:
+        """What each member needs to enter the group that was formed last, by its incarnation."""
+        assert self.group is not None
         members = self._members()
-        role = [m for m in members if m.said.role == place.said.role]
-        near = [m.rank for m in members if self._are_near(m, place)]
         host, port = self.group.store
-        return messages.Group(
-            generation=self.group.generation,
-            node=place.rank,
-            nodes=len(members),
-            rank=sum(m.said.ranks for m in members[: members.index(place)]),
-            size=sum(m.said.ranks for m in members),
-            role_rank=sum(m.said.ranks for m in role[: role.index(place)]),
-            role_size=sum(m.said.ranks for m in role),
-            local_rank=near.index(place.rank),
-            local_size=len(near),
-            restarts=max(m.said.restarts for m in members),
-            host=host,
-            port=port,
-        )
-
-    @staticmethod
-    def _are_near(one: Place, other: Place) -> bool:
-        """Whether both are on one machine."""
-        here, there = one.said.process, other.said.process
-        return here.space == there.space if here.space and there.space else here.host == there.host
+        size, restarts = sum(m.said.ranks for m in members), max(m.said.restarts for m in members)
+        role_sizes, local_sizes = Counter[str](), Counter(map(_machine_of, members))
+        for place in members:
+            role_sizes[place.said.role] += place.said.ranks
+        found: dict[str, messages.Group] = {}
+        rank, role_ranks, local_ranks = 0, Counter[str](), Counter[str]()
+        for place in members:
+            machine, role = _machine_of(place), place.said.role
+            found[place.incarnation] = messages.Group(
+                generation=self.group.generation,
+                node=place.rank or 0,
+                nodes=len(members),
+                rank=rank,
+                size=size,
+                role_rank=role_ranks[role],
+                role_size=role_sizes[role],
+                local_rank=local_ranks[machine],
+                local_size=local_sizes[machine],
+                restarts=restarts,
+                host=host,
+                port=port,
+            )
+            rank += place.said.ranks
+            role_ranks[role] += place.said.ranks
+            local_ranks[machine] += 1
+        return found
 
     def _news(self) -> messages.News:
         members = self._members()
@@ -551,12 +597,15 @@ class Table:
         failed = bool(missing and missing[0].why)
         return messages.News(min(num_waiting, room), ranks, why, failed)
 
-    def _topics(self) -> object:
+    def _topics(self) -> tuple[bool, bool, int]:
         """News are told when this changes: not with each member that comes or goes, for most go together."""
-        news, dead = self._news(), {m.rank for m in self.places.values() if m.state is ProcessState.DEAD}
-        return news.waiting > 0, bool(news.missing), dead
+        is_missing = any(self._counts[state, True] for state in _MISSED)
+        has_room = self._count(*_IN_GROUP) < self.size
+        return has_room and self._count(ProcessState.WAITING) > 0, is_missing, self._count(ProcessState.DEAD)
 
     def _tell_news(self) -> None:
+        if self.group is None:
+            return
         told, self._told = self._told, self._topics()
         if told != self._told:
             news = self._news()
@@ -568,6 +617,8 @@ class Table:
         """Conclude when no process is left that could go on, and none is waited for."""
         if self.outcome is not None or self.generation < 0:
             return
+        if self._count(ProcessState.TRAINING) or not self._count(*_OVER):
+            return  # as far as its members are concerned
         places = self._members()
         states = {m.state for m in places}
         if states & {ProcessState.WAITING, ProcessState.TRAINING}:
@@ -610,6 +661,7 @@ class Table:
             if each.state.lives:
                 why = f"it has not connected again within {limits.heartbeat_s:g} s"
                 table._patience[each.incarnation] = _Patience(each, now + limits.heartbeat_s, why)
+                table._due_at = now
             elif each.state is ProcessState.AWAY:
                 table._patience[each.incarnation] = _Patience(each, now + _AWAY_S)
         ranks = [m.rank for m in found.places if m.rank is not None]
@@ -619,7 +671,13 @@ class Table:
             raise ValueError("a node id is there twice, or there are more of them than ranks")
         if table.group is not None and len(ranks) != table.size:
             raise ValueError("a group was formed, and a rank has no node id")
+        table._sort()
+        table._groups = table._group_messages() if table.group is not None else {}
         return table
+
+
+def _machine_of(place: Place) -> str:
+    return place.said.process.space or place.said.process.host
 
 
 def _natural(text: str) -> list[Any]:

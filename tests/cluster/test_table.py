@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -214,3 +215,34 @@ def test_damaged_tables_are_refused() -> None:
         Table.from_json({**good, "places": twice}, recovery=True, limits=LIMITS, now=0.0)
     with pytest.raises(ValueError, match="schema 3 is not known"):  # of an older version, whose places are others
         Table.from_json({**good, "schema": 3, "places": [{"state": "living"}]}, recovery=True, limits=LIMITS, now=0.0)
+
+
+# --- what it costs ---
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_twice_the_members_take_twice_the_work(ids: bool) -> None:
+    """A thousand that registered kept the scheduler busy for more than a second, and twice as many for five."""
+
+    def work(size: int) -> int:
+        processes = [who(n, str(n) * ids, size=size, host=f"h{n // 8}", space=f"s{n // 8}") for n in range(size)]
+        table, steps = new_table(size), 0
+
+        def count(*_: object) -> Any:  # a comprehension that goes through all members is a line for each of them
+            nonlocal steps
+            steps += 1
+            return count
+
+        sys.settrace(count)
+        try:
+            for each in processes:
+                table.register(each, 0.0)
+            for each in processes:  # connected again, as after the scheduler's death
+                table.register(each, 1.0)
+            table.tick(2.0)
+        finally:
+            sys.settrace(None)
+        assert len(told(table, "group")) == 2 * size
+        return steps
+
+    assert work(400) < 2.3 * work(200)
