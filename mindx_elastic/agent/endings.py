@@ -161,7 +161,7 @@ def conclude(
     reason = "" if first.status is None else first.status.reason
     if all(map(_has_rehearsed, exits)):
         return Ending(outcome="rehearsed", code=EXIT_TEMPORARY, cause=reason, first=first)
-    if _code(first) == EXIT_TEMPORARY and _ELSEWHERE.match(reason):
+    if _code(first) == EXIT_TEMPORARY and _ends_for_failure(first):
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=reason, first=first, elsewhere=True)
     cause = reason or f"rank {first.rank}: {describe(first)}"
     return Ending(outcome="stopped", code=_code(first), cause=cause, first=first)
@@ -171,6 +171,11 @@ def _has_rehearsed(end: WorkerExit) -> bool:
     """Whether a rank has stopped itself to try its resume, and its state is on disk."""
     found = None if end.status is None else _REHEARSAL.match(end.status.reason)
     return found is not None and end.status is not None and end.status.saved_step >= int(found[1])
+
+
+def _ends_for_failure(end: WorkerExit) -> bool:
+    """Whether a guarded rank ended because it, another rank, a node or an agent had failed."""
+    return end.status is not None and _ELSEWHERE.match(end.status.reason) is not None
 
 
 def _was_asked(end: WorkerExit) -> bool:
@@ -191,12 +196,15 @@ def _failure(failed: Sequence[WorkerExit], left: Sequence[WorkerExit], cause: st
 
 
 def _stop_code(exits: Sequence[WorkerExit], left: Sequence[WorkerExit], signum: int) -> int:
-    """Exit code after a signal to the agent: what the workers make of it, else 128 + number."""
-    if left:
-        return _code(left[0])
+    """Exit code after a signal to the agent: what the workers make of it, else 128 + number. Not what they make of a
+    failure at the same time: the job is stopped all the same."""
+    of_stop = [end for end in left if not _ends_for_failure(end)]
+    if of_stop:
+        return _code(of_stop[0])
     guarded = [end for end in exits if end.status is not None and end.code > 0]
     if guarded:
-        return guarded[0].code
+        in_stop = (end for end in guarded if end.status and end.status.phase == WorkerPhase.STOPPING)
+        return next((end.code for end in in_stop if not _ends_for_failure(end)), exit_code_of_signal(signum))
     codes = {end.code for end in exits}
     only = codes.pop()
     return only if not codes and only > 0 else exit_code_of_signal(signum)

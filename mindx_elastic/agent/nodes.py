@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_TEMPORARY, exit_code_of_signal
@@ -56,6 +56,7 @@ _END_S = 300.0
 """As long nodes that live are waited for, when the training has ended here. Torch's own."""
 _HURRY_S = 5.0
 _LEAVE_S = 2.0
+_AGAIN_S = 0.5  # for a node that is between two attempts
 _LOOK_S = 0.1
 
 
@@ -104,18 +105,24 @@ class NodeHost(TableServer):
     def __init__(self, table: Table, listener: socket.socket, key: bytes | None) -> None:
         super().__init__(table, listener, key)
         self._ends_at: float | None = None
+        self._closes_at = 0.0
+        """Until then a member that has not left may be about to connect again."""
         self._thread = threading.Thread(target=self._run, name="mindx-nodes-host", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
         """Serve until all have left, but no longer than that."""
+        self._closes_at = time.monotonic() + _AGAIN_S
         self._ends_at = time.monotonic() + timeout_s
         self._thread.join(timeout_s + _LEAVE_S)
 
     def _run(self) -> None:
-        while self._ends_at is None or (self.connections and time.monotonic() < self._ends_at):
+        while self._ends_at is None or (self._is_needed() and time.monotonic() < self._ends_at):
             self.turn()
         self.close_all()
+
+    def _is_needed(self) -> bool:
+        return bool(self.connections) or (self.table.num_living > 0 and time.monotonic() < self._closes_at)
 
 
 class Membership(TableConnection):
@@ -203,11 +210,18 @@ class Membership(TableConnection):
             return Ending(outcome="stopped", code=exit_code_of_signal(inbox.first), cause=signal_name(inbox.first))
         if code == 0 or not self.lost:
             return own  # all have finished; or the others live, and take longer than that
+        if self.was_stopped:
+            return Ending(outcome="stopped", code=code, cause=self.lost, elsewhere=True)
         outcome, cause = "failed" if code in (-1, EXIT_ERROR) else "stopped", self.lost
         if code == -1 and self.news.missing:
             outcome = "failed" if self.news.failed else "membership"
             cause = f"node {self.news.missing[0]} has not ended: {cause}"
         return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the job is over because another node's agent was told to stop."""
+        return self.over is not None and self.over.code in GRACEFUL_CODES
 
     @property
     def lost(self) -> str:

@@ -306,6 +306,8 @@ class Supervisor(LocalElasticAgent):
             return self.ending
         cause = f"{self.ending.cause}; then {what}" if self._number >= 0 else what
         over = None if self._membership is None else self._membership.over
+        if over is not None and self._membership is not None and self._membership.was_stopped:
+            return Ending(outcome="stopped", code=over.code, cause=cause, elsewhere=True)
         code = EXIT_USAGE if over is not None and over.code == EXIT_USAGE else EXIT_TEMPORARY
         return Ending(outcome="failed", code=code, cause=cause, elsewhere=True)
 

@@ -75,6 +75,8 @@ class TableConnection:
         """What the member says of itself (`Register`)."""
         self._is_changed = self._is_stale = self._is_welcome = False
         """It has to say them again; over a new connection; this one is answered."""
+        self._is_member = False
+        """A table has let it in, once: what becomes of it is of interest to others."""
         self._heartbeat_s, self._said_at = heartbeat_s, 0.0
         self._num_beats = self._num_answers = 0
         self._farewell: Farewell | None = None
@@ -107,7 +109,7 @@ class TableConnection:
     def leave(self, how: messages.How, code: int, why: str, *, timeout_s: float = 1.0) -> bool:
         """Say how this member ends, and close. Waits until the table knows it, but not for long; whether it does."""
         is_told = True
-        if self.job and not self.closed.is_set():
+        if self._is_member and not self.closed.is_set():
             self._sent.clear()
             self._farewell = Farewell(how, code & 0xFF, why[:_LONGEST_WHY])
             is_told = self._sent.wait(timeout_s)
@@ -236,7 +238,8 @@ class TableConnection:
                 self._num_answers += 1
             case messages.Welcome():
                 self.job, self.node_id, self._heartbeat_s = message.job, message.node_id, message.heartbeat_s
-                self.down_since, self._taken_until, self._is_welcome = None, None, True
+                self.down_since, self._taken_until = None, None
+                self._is_welcome = self._is_member = True
             case Group() if self.group is None:
                 self.group, self.news = message, _NO_NEWS
             case Group():

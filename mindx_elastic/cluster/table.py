@@ -366,18 +366,21 @@ class Table:
         self.outbox.append((incarnation, messages.Noted()))
         if (place := self._alive(incarnation)) is None:
             return
+        was_in_group = self.of_agents and place.rank is not None and self.outcome is None
         if how == "failed" or place.state is ProcessState.WAITING:
-            is_end = self.of_agents and how == "failed" and place.rank is not None and self.outcome is None
             self.die(incarnation, why or f"it has ended with exit code {code}", now)
-            if is_end and self.outcome is None:
+            if how == "failed" and was_in_group and self.outcome is None:
                 self.fail(f"{place} has ended the job: {why}", place.rank)
-            return
-        self._move(place, ProcessState(how))
-        place.code, place.why = code, why
-        del self._patience[incarnation]
-        if place.state is ProcessState.AWAY:
-            self._patience[incarnation] = _Patience(place, now + _AWAY_S)
-        self._go_on(now)
+        else:
+            self._move(place, ProcessState(how))
+            place.code, place.why = code, why
+            del self._patience[incarnation]
+            if place.state is ProcessState.AWAY:
+                self._patience[incarnation] = _Patience(place, now + _AWAY_S)
+        if how == "left" and was_in_group and self.outcome is None:  # else a node whose ranks have failed would wait
+            self._end(JobOutcome(code, f"{place} was stopped: {why}"))
+        elif self.outcome is None:
+            self._go_on(now)
 
     def forgive(self, held_s: float) -> None:
         """The scheduler itself was held up for so long: what it has not heard meanwhile says nothing of the members."""

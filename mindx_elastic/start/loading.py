@@ -165,15 +165,15 @@ def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo, ri
 
 
 def _tell_of_device_buffers(found: Resumed, collector: Collector, ranks: RankInfo, risks: Risks) -> None:
-    """A killed rank's small state comes from memory, but perhaps not what was on its device."""
+    """The small state of a rank without a file comes from memory, but perhaps not what was on its device."""
     if found.own is None or found.donor is None or found.plan.resharded:
         return
     known = {f"{name}.{place}" for name, own in found.own.unpack().get("on_device", {}).items() for place in own}
     if names := [name for name in collector.buffers_of_this_rank(leads=ranks.rank == 0) if name not in known]:
         risks.risk(
-            f"rank {ranks.rank} was killed, and its buffers on a device with it, or that are not contiguous or not "
-            f"persistent ({listed(names, 3)}): it goes on with rank {found.donor}'s, so from here the run is not bit "
-            "for bit the uninterrupted one",
+            f"rank {ranks.rank} has left no file of its own, and its buffers on a device, or that are not contiguous "
+            f"or not persistent, are lost ({listed(names, 3)}): it goes on with rank {found.donor}'s, so from here the "
+            "run is not bit for bit the uninterrupted one",
             "--snapshot-every 1 keeps them for all ranks; torch.nn.SyncBatchNorm has the same on each rank",
         )
 

@@ -107,7 +107,7 @@ def test_agents_that_have_finished_end_together(agents: Agents, inbox: SignalInb
     one, two = agents.members
     two.leave("left", 143, "SIGTERM")
     end = one.end_together(FINISHED, inbox)
-    assert (end.outcome, end.code, end.elsewhere) == ("stopped", 75, True)
+    assert (end.outcome, end.code, end.elsewhere) == ("stopped", 143, True)
 
 
 def test_a_signal_makes_the_wait_for_the_others_short(

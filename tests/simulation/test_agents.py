@@ -51,6 +51,19 @@ def test_a_stop_of_one_agent_stops_all_nodes() -> None:
     assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(143, 0)] * 3
 
 
+@pytest.mark.parametrize("kind", ["exception", "kill worker"])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_stop_of_one_agent_stops_all_nodes_when_a_rank_fails_at_that_moment(kind: str, fails: int) -> None:
+    """It left with the code of the failure, 75, and the others waited ten minutes for a node that did not come."""
+    codes = {
+        agent.code
+        for told in (0, 1)
+        for at in (3.0, 3.5, 3.99, 4.0, 4.01, 4.3, 4.6)
+        for agent in played(2, Fault(kind, fails, 0, at=4.0), Fault("sigterm agent", told, 0, at=at)).agents
+    }
+    assert codes == {143}
+
+
 @pytest.mark.parametrize("kind", ["kill worker", "sigterm agent"])
 @pytest.mark.parametrize("nodes", [16, pytest.param(32, marks=pytest.mark.drill)])
 def test_twice_the_nodes_send_twice_the_messages_and_take_no_longer(nodes: int, kind: str) -> None:
