@@ -122,7 +122,7 @@ class NodeHost(TableServer):
         self.close_all()
 
     def _is_needed(self) -> bool:
-        return bool(self.connections) or (self.table.num_living > 0 and time.monotonic() < self._closes_at)
+        return bool(self.connections) or (self.table.places.num_living > 0 and time.monotonic() < self._closes_at)
 
 
 class Membership(TableConnection):

@@ -175,7 +175,7 @@ class TableServer:
         self.table.register(who, now)
         place = self.table.find(who.incarnation)
         if place is not None and before is None:
-            logger.log(self._level, "%s is there; %d of %d", place, self.table.num_living, self.table.size)
+            logger.log(self._level, "%s is there; %d of %d", place, self.table.places.num_living, self.table.size)
         if self.table.group is not None and self.table.generation > generation:
             logger.log(
                 self._level,
@@ -190,7 +190,7 @@ class TableServer:
         again does not know."""
         table = self.table
         while table.notes:
-            logger.warning("%s; %d of %d are there", table.notes.pop(0), table.num_living, table.size)
+            logger.warning("%s; %d of %d are there", table.notes.pop(0), table.places.num_living, table.size)
         if self._write() and table.outbox:
             outbox, table.outbox = table.outbox, []
             for incarnation, message in outbox:
@@ -329,7 +329,7 @@ def _open_table(settings: ClusterSettings, records: TableFile | None) -> Table:
             logger.info(
                 "the cluster's table is recovered from %s: %d of %d places had a process, generation %d",
                 records.path,
-                table.num_living,
+                table.places.num_living,
                 table.size,
                 table.generation,
             )

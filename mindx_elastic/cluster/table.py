@@ -5,7 +5,7 @@ A member is a worker that was started by hand and brings one rank, or the agent 
 *incarnation*, a random name that nothing else has. A *group* is formed when no member of the last one trains any more,
 and all that may take part wait, or enough of them for a while; the first member hosts the group's store, and all are
 told. An incarnation is in one group: after a death the others start over, and the next *generation* is a group of new
-incarnations. `ProcessState` says what becomes of one, and `_NEXT` what may come after what.
+incarnations. `ProcessState` says what becomes of one.
 
 Workers are as many as the job has ranks, and keep their ranks. Agents may be fewer or more (``--nnodes MIN:MAX``), live
 on from one group to the next, and keep their numbers as long as there are so many; one that was not heard is in its
@@ -26,7 +26,6 @@ it delivers that, so that a process knows nothing which a scheduler that is star
 
 from __future__ import annotations
 
-import enum
 import math
 import re
 from collections import Counter
@@ -37,10 +36,11 @@ from typing import Annotated, Any
 from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_USAGE
 from mindx_elastic.cluster import messages
 from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID, Farewell, Register
+from mindx_elastic.cluster.places import IN_GROUP, MISSED, Place, Places, ProcessState
 from mindx_elastic.core.fields import Between, read
 from mindx_elastic.core.printable import listed
 
-__all__ = ["JobOutcome", "Limits", "Place", "ProcessState", "Table"]
+__all__ = ["JobOutcome", "Limits", "Table"]
 
 _SCHEMA = 5
 _NUMBERS = re.compile(r"(\d+)")
@@ -49,55 +49,7 @@ _AWAY_S = 60.0
 """How long a place is kept for a process that starts over in it, from those that do not ask for it by name."""
 _MOST_TOLD = 100
 """Numbers of missing members."""
-
-
-class ProcessState(str, enum.Enum):
-    """What became of the process that has a place."""
-
-    WAITING = "waiting"
-    """It lives, and waits for the next group."""
-    TRAINING = "training"
-    """It lives, in the group that was formed last."""
-    ENDED = "ended"
-    """An agent whose ranks have finished: it lives, and waits for the others' end."""
-    DEAD = "dead"
-    """It has ended without finishing; its place waits for another process."""
-    AWAY = "away"
-    """It has said that it comes back in place; else as DEAD."""
-    LEFT = "left"
-    """It was stopped and has left with its state saved."""
-    DONE = "done"
-    """Its training is finished."""
-
-    @property
-    def lives(self) -> bool:
-        """Whether it is heard within the heartbeat."""
-        return self is ProcessState.WAITING or self.is_in_group
-
-    @property
-    def is_in_group(self) -> bool:
-        """Whether it has yet to wait for the next one."""
-        return self in _IN_GROUP
-
-    @property
-    def is_missed(self) -> bool:
-        """Whether it is not in the group any more, and the training of its rank is not over."""
-        return self in _MISSED
-
-
-_IN_GROUP = ProcessState.TRAINING, ProcessState.ENDED
-_MISSED = ProcessState.WAITING, ProcessState.DEAD, ProcessState.AWAY
 _OVER = ProcessState.ENDED, ProcessState.LEFT, ProcessState.DONE
-_ENDS = {ProcessState.WAITING, ProcessState.DEAD, ProcessState.AWAY, ProcessState.LEFT, ProcessState.DONE}
-_NEXT = {
-    ProcessState.WAITING: {ProcessState.WAITING, ProcessState.TRAINING, ProcessState.DEAD},
-    ProcessState.TRAINING: {ProcessState.ENDED, *_ENDS},
-    ProcessState.ENDED: _ENDS,
-    ProcessState.DEAD: {ProcessState.WAITING, ProcessState.TRAINING},
-    ProcessState.AWAY: {ProcessState.WAITING},
-    ProcessState.LEFT: {ProcessState.WAITING},
-    ProcessState.DONE: set(),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,34 +64,6 @@ class Limits:
     """A process whose connection has ended is dead unless it connects again within this time, or the heartbeat's."""
     last_call_s: float = 0.0
     """How long fewer members than may take part wait for others."""
-
-
-@dataclass(kw_only=True)
-class Place:
-    """One of the job's members, and its process."""
-
-    node_id: messages.NodeId
-    named: bool
-    """By the user, not by the table."""
-    said: Register
-    """By its process."""
-    state: ProcessState = ProcessState.WAITING
-    rank: messages.Rank | None = None
-    """The member's number, a worker's rank."""
-    code: int = 0
-    """Exit code of a process that has LEFT."""
-    why: messages.Why = ""
-    """What ended it."""
-
-    def __str__(self) -> str:
-        of_worker, of_agent = ("a worker", "rank"), ("an agent", "node")
-        alone, kind = of_worker if self.said.size else of_agent
-        who = alone if self.rank is None else f"{kind} {self.rank}"
-        return f"{who} (node id {self.node_id}, {self.said.process})"
-
-    @property
-    def incarnation(self) -> str:
-        return self.said.incarnation
 
 
 @dataclass(frozen=True)
@@ -199,11 +123,7 @@ class Table:
         """`size`: members, at most where they are agents. `least`, `run_id`: of these; None: they are workers."""
         self.size, self.job, self.recovery, self.limits = size, job, recovery, limits
         self.least, self.of_agents, self._run_id = least or size, least is not None, run_id
-        self.places: dict[str, Place] = {}
-        self._by_incarnation: dict[str, Place] = {}
-        self._counts: Counter[tuple[ProcessState, bool]] = Counter()
-        """Of places, by state and by whether they have a number: most members come and go together, and what each of
-        them costs must not grow with their number."""
+        self.places = Places()
         self._patience: dict[str, _Patience] = {}
         """By incarnation. Not on disk: it says how this scheduler has heard of them."""
         self._due_at = math.inf
@@ -231,23 +151,8 @@ class Table:
         """Of the group that was formed last; -1: none."""
         return -1 if self.group is None else self.group.generation
 
-    @property
-    def num_living(self) -> int:
-        return sum(count for (state, _), count in self._counts.items() if state.lives)
-
-    def living(self) -> list[Place]:
-        return [place for place in self.places.values() if place.state.lives]
-
-    def _count(self, *states: ProcessState) -> int:
-        """Places in one of these states."""
-        return sum(self._counts[state, has_number] for state in states for has_number in (True, False))
-
-    def _members(self) -> list[Place]:
-        """Of the group that was formed last, by their numbers."""
-        return sorted((m for m in self.places.values() if m.rank is not None), key=lambda m: m.rank or 0)
-
     def find(self, incarnation: str) -> Place | None:
-        return self._by_incarnation.get(incarnation)
+        return self.places.find(incarnation)
 
     def _alive(self, incarnation: str) -> Place | None:
         patience = self._patience.get(incarnation)
@@ -291,18 +196,9 @@ class Table:
         place = self._place_for(who, now)
         if not isinstance(place, Place):
             return place
-        if place.node_id in self.places:
-            self._move(place, ProcessState.WAITING)
-            self._patience.pop(place.incarnation, None)
-            del self._by_incarnation[place.incarnation]
-            place.said, place.why, place.code = who, who.why, 0
-        else:
-            self._counts[place.state, False] += 1
-        if who.node_id not in ("", place.node_id):
-            del self.places[place.node_id]
-            place.node_id, place.named = who.node_id, True
-        self.places[place.node_id], self.changed = place, True
-        self._by_incarnation[who.incarnation] = place
+        self._patience.pop(place.incarnation, None)
+        self.places.take(place, who)
+        self.changed = True
         self._wait_for(place, now + self.limits.heartbeat_s)
         return self._welcome(place)
 
@@ -310,16 +206,9 @@ class Table:
         self._patience[place.incarnation] = _Patience(place, until, lost_why)
         self._due_at = min(self._due_at, until)
 
-    def _sort(self) -> None:
-        """The places are others than before."""
-        self._by_incarnation = {place.incarnation: place for place in self.places.values()}
-        self._counts = Counter((place.state, place.rank is not None) for place in self.places.values())
-
     def _move(self, place: Place, state: ProcessState) -> None:
-        assert state in _NEXT[place.state], f"{place} is {place.state.value}, and becomes {state.value}"
-        self._counts[place.state, place.rank is not None] -= 1
-        self._counts[state, place.rank is not None] += 1
-        place.state, self.changed = state, True
+        self.places.move(place, state)
+        self.changed = True
 
     def hear(self, incarnation: str, now: float) -> bool:
         """A heartbeat, or any other message. False: the process does not count any more."""
@@ -340,8 +229,7 @@ class Table:
             return
         del self._patience[incarnation]
         if place.rank is None or (self.of_agents and not place.state.is_in_group):
-            del self.places[place.node_id], self._by_incarnation[incarnation]  # nothing depends on it yet
-            self._counts[place.state, place.rank is not None] -= 1
+            self.places.drop(place)
             self.changed = True
             self.notes.append(f"{place} is gone before the group is formed: {why}")
             self._go_on(now)
@@ -393,23 +281,23 @@ class Table:
 
     def _end(self, outcome: JobOutcome, rank: int | None = None) -> None:
         self.outcome, self.changed = outcome, True
-        for place in self.living():
+        for place in self.places.living():
             self.outbox.append((place.incarnation, messages.Over(outcome.code, outcome.why, rank)))
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         if self.outcome is not None:
             return
-        for place in self.living() if now >= self._due_at else ():
+        for place in self.places.living() if now >= self._due_at else ():
             patience = self._patience[place.incarnation]
             if now >= patience.until:
                 why = patience.lost_why or f"it has sent nothing for {self.limits.heartbeat_s:g} s"
                 self.die(place.incarnation, why, now)
         if now >= self._due_at:
-            self._due_at = min((self._patience[m.incarnation].until for m in self.living()), default=math.inf)
+            self._due_at = min((self._patience[m.incarnation].until for m in self.places.living()), default=math.inf)
         if self.outcome is None:
             self._form(now)
-        if self.group is not None and not self._count(*_MISSED):
+        if self.group is not None and not self.places.count(*MISSED):
             self._waiting_since = None
             return
         since = self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -466,7 +354,7 @@ class Table:
                 f"still runs, end it, or give this one another {name}"
             )
             return messages.Refused(why, wait_s=until - now)
-        if self._count(ProcessState.DONE):
+        if self.places.count(ProcessState.DONE):
             over = next(m for m in self.places.values() if m.state is ProcessState.DONE)
             return messages.Refused(f"{over} has finished its training already: the job is at its end")
         if self.generation >= 0 and not self.recovery:
@@ -486,7 +374,7 @@ class Table:
 
     def _nameless_place(self, who: Register, now: float) -> Place | None:
         """A free place of a process without a node id, for one that has no place, on its machine first."""
-        if len(self.places) == self.num_living:
+        if len(self.places) == self.places.num_living:
             return None
         found = [m for m in self.places.values() if not m.named and self._held_until(m, who) <= now]
         return min(found, key=lambda m: (m.said.process.host != who.process.host, _natural(m.node_id)), default=None)
@@ -518,24 +406,23 @@ class Table:
 
     def _form(self, now: float) -> None:
         """Form the next group, when no member of the last one trains and enough wait, all connected."""
-        num_waiting = self._count(ProcessState.WAITING)
+        num_waiting = self.places.count(ProcessState.WAITING)
         if num_waiting < self.least:
             self._form_at = math.inf
             return
-        if self._count(*_IN_GROUP):
+        if self.places.count(*IN_GROUP):
             return
         self._form_at = min(self._form_at, now + self.limits.last_call_s)
         if num_waiting < self.size and now < self._form_at:
             return
-        waiting = [m for m in self.places.values() if m.state is ProcessState.WAITING]
+        waiting = self.places.waiting()
         if any(self._patience[m.incarnation].lost_why for m in waiting):
             return
-        self.places = {name: m for name, m in self.places.items() if m.state is ProcessState.WAITING}
         self._number(waiting)
-        members = self._members()
+        self.places = Places(waiting)
+        members = self.places.members()
         self.group = _Formed(self.generation + 1, members[0].said.store)
         self._waiting_since, self._form_at = None, math.inf
-        self._sort()
         for place in members:
             self._move(place, ProcessState.TRAINING)
         self._groups = self._group_messages()
@@ -558,16 +445,16 @@ class Table:
     def _group_messages(self) -> dict[str, messages.Group]:
         """What each member needs to enter the group that was formed last, by its incarnation."""
         assert self.group is not None
-        members = self._members()
+        members = self.places.members()
         host, port = self.group.store
         size, restarts = sum(m.said.ranks for m in members), max(m.said.restarts for m in members)
-        role_sizes, local_sizes = Counter[str](), Counter(map(_machine_of, members))
+        role_sizes, local_sizes = Counter[str](), Counter(place.machine for place in members)
         for place in members:
             role_sizes[place.said.role] += place.said.ranks
         found: dict[str, messages.Group] = {}
         rank, role_ranks, local_ranks = 0, Counter[str](), Counter[str]()
         for place in members:
-            machine, role = _machine_of(place), place.said.role
+            machine, role = place.machine, place.said.role
             found[place.incarnation] = messages.Group(
                 generation=self.group.generation,
                 node=place.rank or 0,
@@ -588,8 +475,8 @@ class Table:
         return found
 
     def _news(self) -> messages.News:
-        members = self._members()
-        num_waiting = sum(m.state is ProcessState.WAITING for m in self.places.values())
+        members = self.places.members()
+        num_waiting = self.places.count(ProcessState.WAITING)
         room = self.size - sum(m.state.is_in_group for m in members)
         missing = sorted((m for m in members if m.state.is_missed), key=lambda m: m.state is not ProcessState.DEAD)
         why = ""
@@ -602,9 +489,13 @@ class Table:
 
     def _topics(self) -> tuple[bool, bool, int]:
         """News are told when this changes: not with each member that comes or goes, for most go together."""
-        is_missing = any(self._counts[state, True] for state in _MISSED)
-        has_room = self._count(*_IN_GROUP) < self.size
-        return has_room and self._count(ProcessState.WAITING) > 0, is_missing, self._count(ProcessState.DEAD)
+        is_missing = self.places.count(*MISSED, numbered=True) > 0
+        has_room = self.places.count(*IN_GROUP) < self.size
+        return (
+            has_room and self.places.count(ProcessState.WAITING) > 0,
+            is_missing,
+            self.places.count(ProcessState.DEAD),
+        )
 
     def _tell_news(self) -> None:
         if self.group is None:
@@ -612,7 +503,7 @@ class Table:
         told, self._told = self._told, self._topics()
         if told != self._told:
             news = self._news()
-            for place in self._members():
+            for place in self.places.members():
                 if place.state.is_in_group:
                     self.outbox.append((place.incarnation, news))
 
@@ -620,9 +511,9 @@ class Table:
         """Conclude when no process is left that could go on, and none is waited for."""
         if self.outcome is not None or self.generation < 0:
             return
-        if self._count(ProcessState.TRAINING) or not self._count(*_OVER):
+        if self.places.count(ProcessState.TRAINING) or not self.places.count(*_OVER):
             return  # as far as its members are concerned
-        places = self._members()
+        places = self.places.members()
         states = {m.state for m in places}
         if states & {ProcessState.WAITING, ProcessState.TRAINING}:
             # New processes for dead ones wait for a group that a finished rank will never be in.
@@ -658,7 +549,7 @@ class Table:
             raise ValueError(f"schema {content.get('schema')!r:.20} is not known")
         found = read(_OnDisk, content)
         table = cls(found.size, job=found.job, recovery=recovery, limits=limits, now=now)
-        table.places = {each.node_id: each for each in found.places}
+        table.places = Places(found.places)
         table.group, table._lost_why, table.outcome = found.group, found.lost_why, found.outcome
         for each in found.places:
             if each.state.lives:
@@ -674,13 +565,8 @@ class Table:
             raise ValueError("a node id is there twice, or there are more of them than ranks")
         if table.group is not None and len(ranks) != table.size:
             raise ValueError("a group was formed, and a rank has no node id")
-        table._sort()
         table._groups = table._group_messages() if table.group is not None else {}
         return table
-
-
-def _machine_of(place: Place) -> str:
-    return place.said.process.space or place.said.process.host
 
 
 def _natural(text: str) -> list[Any]:
