@@ -23,6 +23,7 @@ What an evaluation inside ``guard.outside_step()`` does counts nowhere.
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,8 +39,7 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.checks.generators import Generators
-from mindx_elastic.guard.checks.movements import TensorsLook, is_sharded_in_part
+from mindx_elastic.guard.checks.movements import GeneratorLook, TensorsLook, kept_anyway, scale_of, steps_of
 from mindx_elastic.guard.checks.named_state import NamedState
 from mindx_elastic.guard.checks.program_variables import (
     Found,
@@ -58,17 +58,25 @@ __all__ = ["FIRST_LOOKS", "Checks"]
 FIRST_LOOKS = 4
 
 
+_DRAWS = 2
+"""One draw between two boundaries may belong to an evaluation or to the start; a second one is certain."""
+_MOST_WATCHED, _MOST_NAMES = 256, 3
+_MOVING = ("scaler", "generator", "module")
+
+
 @dataclass
 class _Watched:
     """An object that is not kept, as it was at the last look."""
 
-    reference: weakref.ref[Any]
+    found: str
+    """With its name, as `Found` shows it."""
     name: str
-    remedy: str
+    get: Callable[[], Any]
+    """None: it is no more."""
     look: Any = None
-    """None: it has not been looked at."""
+    """None: it has not been looked at, or cannot be."""
     epoch: int = 0
-    has_moved: bool = False
+    moves: int = 0
 
 
 class Checks:
@@ -93,15 +101,14 @@ class Checks:
         self._roots = {**(more or {}), **targets}
         self._boundaries, self._evaluations = 0, 0
         self._is_on = False
-        self._modules: dict[int, _Watched] = {}
-        self._scalers: dict[int, _Watched] = {}
-        self._schedulers: dict[int, _Watched] = {}
+        self._watched: dict[str, dict[int, _Watched]] = {kind: {} for kind in ("scheduler", *_MOVING)}
+        """By kind and `id`."""
         self._strangers = UnnamedOptimizers(self._collector.optimizers())
         self._is_outside, self._is_stale = False, True
         self.has_news = False
         """`at_boundary` has something to do though it is not a look."""
         self._remedies, self._rebound = Remedies(targets, self._own, is_layered=bool(more)), ReboundState(unmanaged)
-        self._generators = Generators(unmanaged, self._remedies)
+        self._kept_anyway = kept_anyway()
 
     def watch(self, gate: UpdateGate) -> None:
         """Have `gate` tell which optimizers step. Main thread, at entry."""
@@ -129,13 +136,13 @@ class Checks:
         self._boundaries = number
         if self._strangers.waiting:
             self._check_strangers(sys._getframe(1))
-        if self._schedulers:
+        if self._watched["scheduler"]:
             self._check_steps_of_schedulers()
         if number == 1:
             self._tell_of_join()
         if is_look:
             self._look_again(sys._getframe(1))
-        self.has_news = bool(self._schedulers)
+        self.has_news = bool(self._watched["scheduler"])
 
     def inside_window(self) -> None:
         """A step has ended, inside of an accumulation window. Raises UnmanagedStateError."""
@@ -180,7 +187,6 @@ class Checks:
         self._check_parameters(loose, seen)
         self._check_schedulers(seen, kept)
         self._watch_found(seen, kept)
-        self._generators.watch(seen, kept)
 
     def _look_again(self, frame: FrameType | None) -> None:
         if self._collector.devices.is_used:
@@ -259,21 +265,20 @@ class Checks:
             optimizer = attributes_of(found.value).get("optimizer")
             if id(optimizer) not in ours or kept.has_object(found.value) or key in children:
                 continue
-            if key in self._schedulers:
+            if key in self._watched["scheduler"]:
                 continue
             # It may be unused, or left over from an earlier training: it is refused when it steps.
-            steps, remedy = _steps_of(found.value), self._remedies.argument_line("lr_scheduler", [found.name])
-            watched = self._schedulers[key] = _Watched(weakref.ref(found.value), str(found), remedy, steps)
-            if steps <= 1:
-                what = f"scheduler {watched.name} belongs to an optimizer of the guard and is not named"
+            watched = self._watched["scheduler"][key] = _watched(found, steps_of(found.value))
+            if watched.look <= 1:
+                what = f"scheduler {found} belongs to an optimizer of the guard and is not named"
+                remedy = self._remedies.argument_line("lr_scheduler", [found.name])
                 self._unmanaged.hint(f"{what}: its first step will be refused", remedy)
 
     def _check_steps_of_schedulers(self) -> None:
-        for watched, scheduler in _alive(self._schedulers):
-            if _steps_of(scheduler) != watched.look:
-                watched.look = _steps_of(scheduler)
-                what = f"scheduler {watched.name} belongs to an optimizer of the guard, steps and is not named"
-                self._unmanaged.certain(what, watched.remedy)
+        for watched, before, _ in self._looks("scheduler", steps_of, tells=True):
+            if watched.look != before:
+                what = f"scheduler {watched.found} belongs to an optimizer of the guard, steps and is not named"
+                self._unmanaged.certain(what, self._remedies.argument_line("lr_scheduler", [watched.name]))
 
     # --- DDP ---
 
@@ -291,65 +296,91 @@ class Checks:
 
     def _watch_found(self, seen: Seen, kept: NamedState) -> None:
         """Begin to watch what has been found and is not kept. The next comparison is the first look at it."""
+        found = {kind: {k: f for k, f in seen.of[kind].items() if not kept.has_object(f.value)} for kind in _MOVING}
         claimed: set[int] = set()
-        for key, found in _outermost(seen.of["module"], kept):
-            missing = {id(tensor) for each in kept.missing(found.value) for tensor in each}
-            if key not in self._modules and missing - claimed and not is_sharded_in_part(found.value):
-                remedy = self._remedies.stateful_line([found.name])
-                self._modules[key] = _Watched(weakref.ref(found.value), str(found), remedy)
+        # Those that contain others in front.
+        for key, module in sorted(found["module"].items(), key=lambda item: -sum(1 for _ in item[1].value.modules())):
+            missing = {id(tensor) for each in kept.missing(module.value) for tensor in each}
+            if not missing - claimed or TensorsLook.of_module(module.value, kept) is None:
+                del found["module"][key]
             claimed |= missing
-        for key, found in seen.of["scaler"].items():
-            if key not in self._scalers and not kept.has_object(found.value):
-                remedy = f"Write Guard(scaler={found.name}, ...)"
-                self._scalers[key] = _Watched(weakref.ref(found.value), str(found), remedy)
+        for kind, own in found.items():
+            watched = self._watched[kind]
+            for key, each in own.items():
+                if key not in watched and key not in self._kept_anyway and len(watched) < _MOST_WATCHED:
+                    watched[key] = _watched(each)
+        # Some generators cannot be referred to weakly, so they are held, small as they are, until none is found there.
+        for key in self._watched["generator"].keys() - found["generator"].keys():
+            del self._watched["generator"][key]
+
+    def _looks(self, kind: str, look: Callable[[Any], Any], *, tells: bool) -> Iterator[tuple[_Watched, Any, bool]]:
+        """Look at those of a kind that still exist: with the look before, and whether that was in this epoch. `tells`:
+        else the looks are for later ones only."""
+        for key, watched in list(self._watched[kind].items()):
+            if (value := watched.get()) is None:
+                del self._watched[kind][key]
+                continue
+            before, epoch = watched.look, watched.epoch
+            watched.look, watched.epoch = look(value), self._epoch()
+            if tells and before is not None and watched.look is not None:
+                yield watched, before, epoch == watched.epoch
 
     def _compare(self) -> None:
         """Compare what is watched with the look before, unless an evaluation came between. Raises
         UnmanagedStateError."""
         tells, self._is_stale = not self._is_stale, False
-        for watched, scaler in _alive(self._scalers) if self._scalers else ():
-            before, watched.look = watched.look, _scale_of(scaler)
-            if tells and watched.look != before and None not in (before, watched.look):
-                self._unmanaged.certain(f"scaler {watched.name} is used and not named", watched.remedy)
-        if self._generators.watched:
-            self._generators.compare(self._epoch(), tells=tells)
-        if self._modules:
-            self._compare_modules(tells=tells)
+        for watched, before, _ in self._looks("scaler", scale_of, tells=tells):
+            if watched.look != before:
+                remedy = f"Write Guard(scaler={watched.name}, ...)"
+                self._unmanaged.certain(f"scaler {watched.found} is used and not named", remedy)
+        often: list[_Watched] = []
+        for watched, before, is_same_epoch in self._looks("generator", GeneratorLook.at, tells=tells):
+            if is_same_epoch and before.shows_draws(watched.look):
+                watched.moves += 1
+                often += [watched] * (watched.moves == _DRAWS)
+        if often:
+            self._tell_of_generators(often)
+        if self._watched["module"]:
+            kept = self._kept()
+            for watched, before, is_same_epoch in self._looks(
+                "module", lambda module: TensorsLook.of_module(module, kept), tells=tells
+            ):
+                self._judge_module(watched, before, is_same_epoch=is_same_epoch)
 
-    def _compare_modules(self, *, tells: bool) -> None:
-        kept = self._kept()
-        for watched, module in _alive(self._modules):
-            if is_sharded_in_part(module):
-                continue
-            before, epoch = watched.look, watched.epoch
-            watched.look, watched.epoch = tuple(map(TensorsLook.at, kept.missing(module))), self._epoch()
-            if before is None or not tells:
-                continue
-            trained, other = (old.has_moved(new) for old, new in zip(before, watched.look, strict=True))
-            if trained and epoch == watched.epoch:
-                watched.has_moved = True
-                self._unmanaged.certain(
-                    f"module {watched.name} changes in the training and is not named", watched.remedy
-                )
-            elif watched.has_moved:
-                continue  # said before, and worse
-            elif trained:
-                self._unmanaged.risk(f"module {watched.name} changes between epochs and is not named", watched.remedy)
-            elif other:
-                self._unmanaged.risk(
-                    f"buffers of module {watched.name}, which is not named, change in the training",
-                    f"{watched.remedy}, or call eval() on it if it is only evaluated",
-                )
+    def _tell_of_generators(self, often: Sequence[_Watched]) -> None:
+        names = [watched.name for watched in often]
+        if len(names) > _MOST_NAMES:  # by the objects that have them
+            names = list(dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names))
+        more = f" (and {len(often) - 1} more)" if len(often) > 1 else ""
+        remedy = f"{self._remedies.stateful_line(names)}, or seed it in each step"
+        if owner := names[0].rpartition(".")[0]:
+            remedy += f". Name whatever else of {owner} changes in the training, too"
+        what = f"generator {often[0].found}{more} draws numbers in the training and is not kept"
+        self._unmanaged.certain(what, remedy)
+
+    def _judge_module(self, watched: _Watched, before: Sequence[TensorsLook], *, is_same_epoch: bool) -> None:
+        trained, other = (old.has_moved(new) for old, new in zip(before, watched.look, strict=True))
+        remedy = self._remedies.stateful_line([watched.name])
+        if trained and is_same_epoch:
+            watched.moves += 1
+            self._unmanaged.certain(f"module {watched.found} changes in the training and is not named", remedy)
+        elif watched.moves:
+            return  # said before, and worse
+        elif trained:
+            self._unmanaged.risk(f"module {watched.found} changes between epochs and is not named", remedy)
+        elif other:
+            self._unmanaged.risk(
+                f"buffers of module {watched.found}, which is not named, change in the training",
+                f"{remedy}, or call eval() on it if it is only evaluated",
+            )
 
 
-def _alive(watched: dict[int, _Watched]) -> Iterator[tuple[_Watched, Any]]:
-    """The objects that still exist; the others are forgotten."""
-    for key, one in list(watched.items()):
-        value = one.reference()
-        if value is None:
-            del watched[key]
-        else:
-            yield one, value
+def _watched(found: Found, look: Any = None) -> _Watched:
+    value, names = found.value, (str(found), found.name)
+    try:
+        return _Watched(*names, weakref.ref(value), look)
+    except TypeError:  # a generator of numpy's
+        return _Watched(*names, lambda: value, look)
 
 
 def _owner_of(parameter: torch.Tensor, seen: Seen) -> tuple[Found | None, str]:
@@ -359,24 +390,3 @@ def _owner_of(parameter: torch.Tensor, seen: Seen) -> tuple[Found | None, str]:
             if own is parameter:
                 return found, place
     return None, ""
-
-
-def _steps_of(scheduler: object) -> int:
-    attributes = attributes_of(scheduler)
-    number = attributes.get("_step_count", attributes.get("last_epoch", 0))
-    return number if isinstance(number, int) else 0
-
-
-def _scale_of(scaler: Any) -> tuple[float, int] | None:
-    """How a GradScaler stands; None while it is unused or switched off."""
-    attributes = attributes_of(scaler)
-    scale, tracker = attributes.get("_scale"), attributes.get("_growth_tracker")
-    if not attributes.get("_enabled") or not torch.is_tensor(scale) or not torch.is_tensor(tracker):
-        return None
-    return float(scale.item()), int(tracker.item())
-
-
-def _outermost(modules: Mapping[int, Found], kept: NamedState) -> Sequence[tuple[int, Found]]:
-    """The modules that are not kept, those that contain others in front."""
-    own = [(key, found) for key, found in modules.items() if not kept.has_object(found.value)]
-    return sorted(own, key=lambda item: -sum(1 for _ in item[1].value.modules()))
