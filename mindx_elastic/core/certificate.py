@@ -1,8 +1,7 @@
-"""The certificate of a run: a chain with one entry for each resume, and what its comparison has shown.
+"""The certificate of a run: one entry for each resume, and what its comparison has shown.
 
-Each entry is a JSON text in the header of every later file. It has the digest of the entry before, so that none can be
-changed or left out unseen by accident; it is not a signature. An entry claims the compared steps and no more. The last
-`MOST` are kept. Pure.
+Each entry is a JSON text in the header of every later file, the oldest first. An entry claims the compared steps and no
+more. The last `MOST` are kept. Pure.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import xxhash
-
-from mindx_elastic.core.fields import Text, read
+from mindx_elastic.core.fields import read_text
 from mindx_elastic.core.printable import printable
 
 __all__ = [
@@ -28,9 +25,7 @@ __all__ = [
     "ResumeProof",
     "added",
     "date_of",
-    "digest_of",
     "proof_of",
-    "read_chain",
     "said_of",
 ]
 
@@ -40,9 +35,9 @@ NOT_COMPARED = "not compared"
 WITNESS_SUFFIX = ".witness.jsonl"
 """After the name of a checkpoint: what the stopped process has left of its next step (`prove.overlap`)."""
 MOST_WITNESS_BYTES = 1 << 26
-_Digest = Annotated[str, Text(32, "[0-9a-f]{32}|")]
 _MOST_CHARACTERS = 200
 """The longest text in an entry: a header takes an entry of 1024."""
+_MOST_OF_ENTRY = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,70 +52,27 @@ class CertifiedResume:
     """One of `COMPARED`, or `NOT_COMPARED`."""
     why: str = ""
     """What differs, or why nothing was compared."""
-    boundary: _Digest = ""
-    """Digest of the header of the boundary's file."""
-    witness: _Digest = ""
-    """xxh3-128 of the file that the stopped process has left of its next step."""
-    version: str = ""
-    """The version of this package."""
-    torch: str = ""
-    device: str = ""
     ranks: int
     date: float
     """Unix seconds."""
-    before: _Digest
-    """Digest of the entry before; empty: it is the first."""
 
     @property
     def span(self) -> str:
         return f"step {self.last}" if self.last <= self.after + 1 else f"steps {self.after + 1} to {self.last}"
 
 
-def digest_of(entry: str) -> str:
-    """The digest of an entry's text."""
-    return xxhash.xxh3_128_hexdigest(entry.encode("utf-8", "surrogatepass"))
-
-
 def added(chain: Sequence[str], *, after: int, why: str = "", **facts: Any) -> tuple[str, ...]:
     """`chain` with one entry more. It takes the place of a last one after the same boundary: no step lies between."""
-    texts = list(chain)
-    if texts and _object(texts[-1]).get("after") == after:
-        texts.pop()
+    last = None if not chain else _entry(chain[-1])
+    before = chain[:-1] if last is not None and last.after == after else chain
     entry = {"after": after, "why": printable(why)[:_MOST_CHARACTERS], **facts}
-    texts.append(json.dumps({**entry, "before": digest_of(texts[-1]) if texts else ""}, ensure_ascii=False))
-    return tuple(texts[-MOST:])
+    return (*before, json.dumps(entry, ensure_ascii=False))[-MOST:]
 
 
-def read_chain(chain: Sequence[str]) -> list[CertifiedResume]:
-    """The entries, the oldest first. Raises ValueError where the chain is broken, with the place."""
-    entries: list[CertifiedResume] = []
-    before, step = "", 0
-    for number, each in enumerate(chain, start=1):
-        where = f"entry {number}"
-        entry = _entry(_object(each))
-        if entry is None:
-            raise ValueError(f"{where} is not an entry of a certificate")
-        is_cut = number == 1 and len(chain) >= MOST
-        if entry.before != before and not is_cut:
-            raise ValueError(f"{where} does not follow the one before it: one of them was changed, or is missing")
-        if entry.after < step or entry.last < entry.after:
-            raise ValueError(f"{where} goes back: from step {step} to {entry.after}")
-        entries.append(entry)
-        before, step = digest_of(each), entry.after
-    return entries
-
-
-def _object(entry: str) -> dict[str, Any]:
+def _entry(text: str) -> CertifiedResume | None:
+    """None: it is none, or of a version that knows other outcomes."""
     try:
-        content = json.loads(entry)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _entry(content: dict[str, Any]) -> CertifiedResume | None:
-    try:
-        entry = read(CertifiedResume, content)
+        entry = read_text(CertifiedResume, text, _MOST_OF_ENTRY)
     except ValueError:
         return None
     return entry if entry.outcome in (*COMPARED, NOT_COMPARED) else None
@@ -142,10 +94,7 @@ def proof_of(chains: Sequence[Sequence[str]], against: Sequence[str]) -> ResumeP
     """`chains`: of the files of all ranks of a step. `against`: what is known against an exact resume."""
     if against:
         return ResumeProof(False, f"no: {against[0]}")
-    try:
-        ranks = [read_chain(chain) for chain in chains]
-    except ValueError as error:
-        return ResumeProof(None, f"not proved yet: the certificate is broken: {error}")
+    ranks = [[entry for each in chain if (entry := _entry(each)) is not None] for chain in chains]
     joined, open_ends = [], []
     for after in sorted({entry.after for entries in ranks for entry in entries}):
         found = [entry for entries in ranks for entry in entries if entry.after == after]

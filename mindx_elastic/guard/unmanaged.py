@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from mindx_elastic._version import __version__
 from mindx_elastic.core.certificate import added
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
@@ -92,16 +90,13 @@ class Unmanaged:
         """Why the training was refused, also if the program has caught that: nothing of it may be saved."""
         return None if self._refusal is None else UnmanagedStateError(self._refusal)
 
-    def certify(self, after: int, outcome: str, *, ranks: int, last: int | None = None, **facts: str) -> None:
-        """What the comparison of the resume from step `after` has shown. The other arguments: see
+    def certify(self, after: int, outcome: str, *, ranks: int, why: str, last: int | None = None) -> None:
+        """What the comparison of the resume from step `after` has shown. The arguments: see
         `core.certificate.CertifiedResume`."""
-        known: dict[str, Any] = {
-            "last": after if last is None else last,
-            "outcome": outcome,
-            "ranks": ranks,
-            "date": round(time.time()),
-        }
-        self.certificate = added(self.certificate, after=after, **known, version=__version__, **facts)
+        last, date = after if last is None else last, round(time.time())
+        self.certificate = added(
+            self.certificate, after=after, last=last, outcome=outcome, why=why, ranks=ranks, date=date
+        )
 
     def inherit(self, notes: Iterable[str]) -> None:
         """The run goes on from a file with these notes."""

@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from mindx_elastic.agreement.stop_step import CANNOT
-from mindx_elastic.core.certificate import MOST_WITNESS_BYTES, NOT_COMPARED, WITNESS_SUFFIX, digest_of
+from mindx_elastic.core.certificate import MOST_WITNESS_BYTES, NOT_COMPARED, WITNESS_SUFFIX
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.position import Position
@@ -34,7 +34,6 @@ from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard.checks.program_variables import program_frames
 from mindx_elastic.guard.unmanaged import NOW_AND_THEN
-from mindx_elastic.persist.format import read_header
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
 from mindx_elastic.prove.loop_variables import carried, loops_around
@@ -141,9 +140,9 @@ class Played(_Notes):
 class Comparison(_Notes):
     """The observer in the resumed process."""
 
-    def __init__(self, stack: ExitStack, seen: Observed, path: Path, text: str, on_difference: str) -> None:
-        """`text`: of the witness `path`. Raises ValueError, KeyError, TypeError, AttributeError for anything but a
-        whole file, OSError, CheckpointError."""
+    def __init__(self, stack: ExitStack, seen: Observed, text: str, on_difference: str) -> None:
+        """`text`: of the witness. Raises ValueError, KeyError, TypeError, AttributeError for anything but a whole
+        file."""
         lines = text.splitlines(keepends=True)
         if json.loads(lines[-1]).get("digest") != xxhash.xxh3_64_hexdigest("".join(lines[:-1]).encode()):
             raise ValueError("it is torn, or was changed")
@@ -154,7 +153,7 @@ class Comparison(_Notes):
         if len(self._steps) < 2:
             raise ValueError("it has no whole step")
         self._last = self._steps[-1].number
-        self._on_difference, self._digests = on_difference, _digests(path, text, seen)
+        self._on_difference = on_difference
         in_steps, _, later = f"; {seen.was_not_kept}".partition(f"; {NOW_AND_THEN}")
         self._went_on, self._changed_later = _names_in(in_steps[2:]), _names_in(later)
         """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
@@ -196,7 +195,7 @@ class Comparison(_Notes):
         self._tell(step, explained, lost, others, num_equal)
         reason = explained.what if explained is not None else ", ".join([*lost, *others])
         why = reason if explained is not None else ", ".join(lost)
-        note_comparison(self._seen, step, outcome, reason=reason, why=why, **self._digests)
+        note_comparison(self._seen, step, outcome, reason=reason, why=why)
         return explained
 
     def _not_got_back(self) -> tuple[list[str], list[str], int]:
@@ -269,19 +268,15 @@ def _software() -> dict[str, str]:
     return {"torch": str(torch.__version__), "threads": str(torch.get_num_threads()), "device": device}
 
 
-def note_comparison(seen: Observed, step: int, outcome: str, *, reason: str, why: str, **digests: str) -> None:
+def note_comparison(seen: Observed, step: int, outcome: str, *, reason: str, why: str) -> None:
     """What steps of a resumed run have shown up to `step`: in the event log, and in later files."""
     assert seen.resumed is not None
-    unmanaged, ranks, software = seen.unmanaged, seen.ranks.world_size, _software()
-    facts = {"torch": software["torch"], "device": printable(software["device"])[:60], **digests}
-    unmanaged.certify(seen.resumed, outcome, ranks=ranks, last=step, why=why, **facts)
+    unmanaged, ranks = seen.unmanaged, seen.ranks.world_size
+    unmanaged.certify(seen.resumed, outcome, ranks=ranks, last=step, why=why)
     reason = printable(reason, 300)
     if outcome == "differs":
         unmanaged.inherit([f"since step {step}, which is not the one of the stopped process: {reason}"])
-    certificate = digest_of(unmanaged.certificate[-1])
-    seen.stopper.events.emit(
-        "compared", step=step, reason=reason, outcome=outcome, certificate=certificate, ranks=ranks
-    )
+    seen.stopper.events.emit("compared", step=step, reason=reason, outcome=outcome, ranks=ranks)
 
 
 def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> Comparison | None:
@@ -299,7 +294,7 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
             if (head["run"], head["rank"], head["step"]) != (seen.run_id, seen.ranks.rank, seen.resumed):
                 continue
             if head["version"] == _VERSION and head["world_size"] == seen.ranks.world_size:
-                return Comparison(stack, seen, path, text, on_difference)
+                return Comparison(stack, seen, text, on_difference)
             other = printable(f"version {head['version']}, {head['world_size']} ranks")
             logger.info("step %d is not compared: %s is of %s", seen.resumed + 1, path.name, other)
             why = f"what it left is of {other}"
@@ -308,15 +303,6 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
         except Exception as error:  # a file by anyone, and looks at the program's objects
             logger.warning("%s is left out of the comparison: %s", path, printable(str(error), 200))
     return None
-
-
-def _digests(path: Path, text: str, seen: Observed) -> dict[str, str]:
-    """Digests of the witness, and of the header of its boundary's file, where that is still there and good."""
-    digests = {"witness": digest_of(text)}
-    with suppress(OSError, ValueError):
-        file = path.with_name(path.name.removesuffix(WITNESS_SUFFIX))
-        digests["boundary"] = read_header(file, seen.stopper.saver.trust.of(path.parent)).digest
-    return digests
 
 
 def _read(path: Path, seen: Observed) -> str:
