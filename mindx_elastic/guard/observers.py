@@ -6,9 +6,8 @@ at the steps, plays that one on, compares, and rehearses a resume is `prove.play
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol, cast
 
 from mindx_elastic.config import RankInfo
@@ -72,15 +71,8 @@ class Observers(Protocol):
     def open_proof(self, ranks: RankInfo) -> Proof | None:
         """None: this is an ordinary run."""
 
-    def own_variables(
-        self,
-        frame: FrameType | None,
-        kept: Collection[int],
-        *,
-        positions: bool = False,
-        without_epoch: Collection[int] = (),
-    ) -> dict[str, str]:
-        """See `prove.variables.own_variables`."""
+    Variables: Callable[..., Any]
+    """See `prove.variables.Variables`."""
 
 
 def observers() -> Observers:

@@ -32,7 +32,7 @@ from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateErro
 from mindx_elastic.guard.active import has_been_one
 from mindx_elastic.guard.checks.program_variables import look
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
+from mindx_elastic.guard.loops.followed_loader import epochs_put_back
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.stopper import Stopper
@@ -145,8 +145,8 @@ class InPlaceGuard:
         """For the last meeting of the entry, when the state is back. `kept`: what the guard keeps."""
         entry, rank = self.entry, self.member.ranks.rank
         is_new = entry is not None and rank in entry.verdict.dead and self.objects.variables is None
-        without_epoch = with_epochs_put_back(kept)
-        now = observers().own_variables(sys._getframe(), {*map(id, kept)}, positions=True, without_epoch=without_epoch)
+        look = observers().Variables({*map(id, kept)}, positions=True, but=epochs_put_back(kept))
+        now = look.of_program(sys._getframe())
         variables = VariablesPart(self.objects, now, rank, is_new=is_new)
         return [*self.member.parts(), *([] if entry is None else [variables])]
 
@@ -314,7 +314,7 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     for name in _IMPORTED_LATER:
         importlib.import_module(name)
     capture_rng()
-    observers().own_variables(None, ())  # judges a thousand modules once, whether they are the program's
+    observers().Variables(()).of_program(None)  # judges a thousand modules once, whether they are the program's
     look(None, targets)
     spare_warmup.start_kernels().join()
     known = dict(os.environ)  # not itself, which is asked for the rank

@@ -33,7 +33,7 @@ from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.prove.compare import root_of, short_of
 from mindx_elastic.prove.digests import digest
 from mindx_elastic.prove.loop_variables import carried, loops_around
-from mindx_elastic.prove.variables import KEPT, attributes_of_kept, draws_from, is_clock, own_variables
+from mindx_elastic.prove.variables import KEPT, Variables, draws_from, is_clock
 from mindx_elastic.prove.witness import kept_of
 
 __all__ = ["FIRST_LOOK", "SECOND_LOOK", "NotKept", "counts_from_the_start", "has_begun_again"]
@@ -118,7 +118,7 @@ class NotKept:
             cycles = [(n, value) for n, value in locals_of(each).items() if type(value) is itertools.cycle]
             self._cycles.update((name, None) for name, value in cycles if draws_from(value, self._sources))
         found = self._variables(frames, self._ids)
-        return found | attributes_of_kept(self._partly, quick=True, but=self._given)
+        return found | Variables((), quick=True, but=self._given).of_kept(self._partly)
 
     def _kept_attributes(self) -> Iterator[tuple[object, str]]:
         for each in self._targets.values():
@@ -130,9 +130,8 @@ class NotKept:
     def _variables(self, frames: Sequence[FrameType], but: Collection[int]) -> dict[str, str]:
         frame = frames[0] if frames else None
         kept = self._data.union(but)
-        return own_variables(
-            frame, kept, positions=True, quick=True, sources=self._sources, but=self._given, parameters=True
-        )
+        look = Variables(kept, positions=True, quick=True, parameters=True, sources=self._sources, but=self._given)
+        return look.of_program(frame)
 
     def _uncleared(self) -> dict[str, tuple[ref[torch.Tensor], int]]:
         """The gradients of parameters that no optimizer of the job updates, and so clears, and their versions. Their
@@ -230,7 +229,7 @@ def has_begun_again(names: Collection[str]) -> bool:
     """In the first step of a process, in the middle of an epoch: whether one of `names`, which went on from step to
     step in the stopped one, is 0 or 1: a loop that counts by itself makes all of its steps once more."""
     begun = digest(0), digest(1)
-    return any(v in begun and short_of(k) in names for k, v in own_variables(sys._getframe(1), ()).items())
+    return any(v in begun and short_of(k) in names for k, v in Variables(()).of_program(sys._getframe(1)).items())
 
 
 def _shortened(names: Sequence[str]) -> list[str]:

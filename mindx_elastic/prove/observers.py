@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mindx_elastic.prove.play_on import Overlap
 from mindx_elastic.prove.proof_witness import open_proof
-from mindx_elastic.prove.variables import own_variables
+from mindx_elastic.prove.variables import Variables
 
-__all__ = ["open_overlap", "open_proof", "own_variables"]
+__all__ = ["Variables", "open_overlap", "open_proof"]
 
 open_overlap = Overlap

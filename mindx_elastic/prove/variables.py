@@ -2,8 +2,8 @@
 compared with the stopped one.
 
 Numbers, texts, tensors, arrays, and the length of containers, by the name that the program has for them: local and
-global variables, those of generators, attributes of the program's objects, functions and classes (`own_variables`), and
-those of what the guard keeps (`attributes_of_kept`). It runs no code of the program (see `checks.program_variables`),
+global variables, those of generators, attributes of the program's objects, functions and classes, and those of what
+the guard keeps. It runs no code of the program (see `checks.program_variables`),
 and it is bounded.
 Of texts only a hash is noted, because one may be a password.
 """
@@ -31,20 +31,20 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindx_elastic.core.looks import attributes_of, is_comparable
-from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, program_frames, variables_of
 from mindx_elastic.prove.digests import digest
 from mindx_elastic.prove.loop_variables import Loop, loops_around, rebound_in
 
-__all__ = ["KEPT", "attributes_of_kept", "draws_from", "is_clock", "own_variables"]
+__all__ = ["KEPT", "Variables", "draws_from", "is_clock"]
 
+_Named = tuple[str, str, Any, int]  # its name, its place, the value, and how deep it is
 KEPT = "kept object"
-"""The place of what `attributes_of_kept` gives."""
+"""The place of what `Variables.of_kept` gives."""
 _MOST = 2000
 _MOST_ITEMS = 64
 _MOST_BYTES = 1 << 20
 _MOST_BYTES_IN_ALL = 1 << 26
-_BLOCK, _MOST_BLOCKS = 4096, 64
+_MOST_SAMPLED = 1 << 16
 _DEPTH = 3
 _LONGEST_KEY = 96  # that of a weight; no text that is looked up
 _MOST_NESTED = 4
@@ -76,105 +76,61 @@ _OF_TORCH_TOO = ("_optimizer_", "_warned_", "_zero_grad_", "__")
 _ASK_OTHERS = ("iterator", "callable_iterator", "reversed")
 
 
-def own_variables(
-    frame: FrameType | None,
-    kept: Collection[int],
-    *,
-    positions: bool = False,
-    without_epoch: Collection[int] = (),
-    quick: bool = False,
-    sources: Collection[int] = (),
-    but: Collection[tuple[int, str]] = (),
-    parameters: bool = False,
-) -> dict[str, str]:
-    """``"best_loss" (train.py)`` -> the value where it is short, else a digest; of a file that is read where it stands.
-    `frame` and its callers have the local variables. `kept`: `id` of what the guard keeps, which is left out.
-    `positions`: also where iterators stand, and how many items queues have. `without_epoch`: `id` of objects of which
-    all but the ``epoch`` is noted. `quick`: of tensors and arrays only what changes with each assignment, for
-    comparisons within a process. `sources`: `id` of loaders: what draws from them is left out. `but`: `id` of objects
-    and names of their attributes, which are left out. `parameters`: also those that are not in `kept`."""
-    walk = _Walk(kept, positions=positions, without_epoch=without_epoch, quick=quick, sources=sources, but=but)
-    walk.notes_parameters = parameters
-    loops: list[Loop] = next(filter(None, map(loops_around, program_frames(frame))), [])
-    bound = {name for loop in loops for name in loop.bound}
-    for place, variables in variables_of(frame):
-        for name, value in list(variables.items()):
-            if isinstance(name, str):
-                walk.of_callers[name] = id(value)
-                if not (name.startswith("__") and name.endswith("__")):
-                    (walk.last if name in bound else walk.waiting).append((name, place, value, 0))
-    return walk.run()
-
-
-def attributes_of_kept(
-    targets: Mapping[str, Any], *, quick: bool = False, but: Collection[tuple[int, str]] = ()
-) -> dict[str, str]:
-    """``"model.head.calls" (kept object)`` -> as `own_variables`: attributes of the named objects, of modules in them,
-    and of parameters, which no state_dict need have. Private ones count too, unless the class is a library's: an
-    optimizer may keep its own count there. `but`: see `own_variables`."""
-    walk = _Walk(set(map(id, targets.values())), quick=quick)
-    for name, target in targets.items():
-        with suppress(Exception):  # a table that changes meanwhile
-            walk.waiting.extend(_attributes(name, target, but))
-    return walk.run()
-
-
-def _attributes(name: str, target: Any, but: Collection[tuple[int, str]]) -> list[tuple[str, str, Any, int]]:
-    owners: list[tuple[str, Any]] = [(name, target)]
-    if type(target).__module__.startswith("mindx_elastic."):  # an adapter around an object of the program
-        owners = [(name, held) for held in attributes_of(target).values() if kind_of(type(held)) == "instance"]
-    elif isinstance(target, nn.Module):
-        owners = [(f"{name}.{inner}" if inner else name, module) for inner, module in target.named_modules()]
-        owners += [(f"{at}.{key}", p) for at, m in owners for key, p in m._parameters.items() if p is not None]
-    found = []
-    for label, owner in owners:
-        is_tensor, kind = isinstance(owner, torch.Tensor), type(owner)
-        has_table = is_tensor or isinstance(owner, nn.Module)
-        own = object.__getattribute__(owner, "__dict__") if has_table else attributes_of(owner)
-        for key in sorted(own.keys() - _OF_TORCH):  # nearly all modules and parameters have nothing else
-            value = own[key]
-            if key.startswith(_OF_TORCH_TOO) or (id(owner), key) in but:
-                continue
-            if type(type(value)) is not type and not is_comparable(type(value)):
-                continue
-            is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
-            is_inner = not has_table and kind_of(type(value)) in _INNER
-            if is_set or is_inner or not is_library(kind.__module__):
-                found.append((f"{label}.{key}", KEPT, value, _DEPTH - 1))
-    return found
-
-
-class _Walk:
-    """Breadth first, so that each object gets its shortest name."""
+class Variables:
+    """One look at them. Breadth first, so that each object gets its shortest name."""
 
     def __init__(
         self,
         kept: Collection[int],
         *,
         positions: bool = False,
-        without_epoch: Collection[int] = (),
         quick: bool = False,
+        parameters: bool = False,
         sources: Collection[int] = (),
         but: Collection[tuple[int, str]] = (),
     ) -> None:
-        """See `own_variables`."""
-        self.waiting: deque[tuple[str, str, Any, int]] = deque()
-        """Name, place, value and how deep it is."""
-        self.of_callers: dict[str, int] = {}
-        """The variables that were begun with; what functions share with them is not noted twice."""
+        """`kept`: `id` of what the guard keeps, which is left out. `positions`: also where iterators stand, and how
+        many items queues have. `quick`: of tensors and arrays only what changes with each assignment, for comparisons
+        within a process. `parameters`: also those that are not in `kept`. `sources`: `id` of loaders: what draws from
+        them is left out. `but`: `id` of objects and names of their attributes, which are left out."""
         self._known = set(kept)
-        self._positions, self._without_epoch, self._quick = positions, without_epoch, quick
+        self._positions, self._quick, self._parameters = positions, quick, parameters
         self._sources, self._but = sources, but
-        self._left = _MOST_BYTES_IN_ALL
-        self.last: deque[tuple[str, str, Any, int]] = deque()
+        self._waiting: deque[_Named] = deque()
+        self._last: deque[_Named] = deque()
         """Variables that loops bind: `c` of ``for c in callbacks`` is another one soon, and the list goes on."""
-        self.notes_parameters = False
+        self._of_callers: dict[str, int] = {}
+        """The variables that were begun with; what functions share with them is not noted twice."""
+        self._left = _MOST_BYTES_IN_ALL
 
-    def run(self) -> dict[str, str]:
+    def of_program(self, frame: FrameType | None) -> dict[str, str]:
+        """``"best_loss" (train.py)`` -> the value where it is short, else a digest; of a file that is read where it
+        stands. `frame` and its callers have the local variables."""
+        loops: list[Loop] = next(filter(None, map(loops_around, program_frames(frame))), [])
+        bound = {name for loop in loops for name in loop.bound}
+        for place, variables in variables_of(frame):
+            for name, value in list(variables.items()):
+                if isinstance(name, str):
+                    self._of_callers[name] = id(value)
+                    if not (name.startswith("__") and name.endswith("__")):
+                        (self._last if name in bound else self._waiting).append((name, place, value, 0))
+        return self._run()
+
+    def of_kept(self, targets: Mapping[str, Any]) -> dict[str, str]:
+        """``"model.head.calls" (kept object)``: attributes of the named objects, of modules in them, and of parameters,
+        which no state_dict need have. Private ones count too, unless the class is a library's: an optimizer may keep
+        its own count there."""
+        self._known.update(map(id, targets.values()))
+        for name, target in targets.items():
+            with suppress(Exception):  # a table that changes meanwhile
+                self._waiting.extend(_attributes(name, target, self._but))
+        return self._run()
+
+    def _run(self) -> dict[str, str]:
         found: dict[str, str] = {}
         functions: dict[str, str] = {}
-        while (self.waiting or self.last) and len(found) < _MOST:
-            name, place, value, depth = (self.waiting or self.last).popleft()
+        while (self._waiting or self._last) and len(found) < _MOST:
+            name, place, value, depth = (self._waiting or self._last).popleft()
             kind = type(value)
             try:
                 if type(kind) is not type and not is_comparable(kind):
@@ -207,7 +163,7 @@ class _Walk:
         if kind in _PLAIN or issubclass(kind, np.generic):
             is_long = self._quick and kind in (str, bytes) and len(value) > _LONGEST_NOTED
             return "", str(hash(value)) if is_long else _noted(value)  # which such an object has once it was asked
-        if id(value) in self._known or (kind is nn.Parameter and not self.notes_parameters):
+        if id(value) in self._known or (kind is nn.Parameter and not self._parameters):
             return None
         if kind in _TENSORS:
             return None if (shown := self._shown_tensor(value)) is None else ("", shown)
@@ -245,7 +201,7 @@ class _Walk:
         again = rebound_in(frame)
         for name, variable in locals_of(frame).items():
             if name not in again:
-                self.waiting.append((f"{name} of {value.__name__}()", place, variable, depth + 1))
+                self._waiting.append((f"{name} of {value.__name__}()", place, variable, depth + 1))
 
     def _go_into(self, kind: str, name: str, place: str, value: Any, depth: int) -> None:
         if kind in ("function", "class") and is_library(str(value.__module__)):
@@ -255,14 +211,38 @@ class _Walk:
             where = f"{value.__name__}() in {os.path.basename(value.__code__.co_filename)}"
             for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
                 with suppress(ValueError):  # it is empty yet
-                    if self.of_callers.get(variable) != id(cell.cell_contents):
-                        self.waiting.append((variable, where, cell.cell_contents, depth + 1))
+                    if self._of_callers.get(variable) != id(cell.cell_contents):
+                        self._waiting.append((variable, where, cell.cell_contents, depth + 1))
         for suffix, part in _parts(kind, value):
             if suffix == "._parameters":  # a module is seen where it acts
                 continue
-            is_kept = suffix == ".epoch" and id(value) in self._without_epoch
-            if not is_kept and (id(value), suffix[1:]) not in self._but:
-                self.waiting.append((f"{name}{suffix}", place, part, depth + 1))
+            if (id(value), suffix[1:]) not in self._but:
+                self._waiting.append((f"{name}{suffix}", place, part, depth + 1))
+
+
+def _attributes(name: str, target: Any, but: Collection[tuple[int, str]]) -> list[_Named]:
+    owners: list[tuple[str, Any]] = [(name, target)]
+    if type(target).__module__.startswith("mindx_elastic."):  # an adapter around an object of the program
+        owners = [(name, held) for held in attributes_of(target).values() if kind_of(type(held)) == "instance"]
+    elif isinstance(target, nn.Module):
+        owners = [(f"{name}.{inner}" if inner else name, module) for inner, module in target.named_modules()]
+        owners += [(f"{at}.{key}", p) for at, m in owners for key, p in m._parameters.items() if p is not None]
+    found = []
+    for label, owner in owners:
+        is_tensor, kind = isinstance(owner, torch.Tensor), type(owner)
+        has_table = is_tensor or isinstance(owner, nn.Module)
+        own = object.__getattribute__(owner, "__dict__") if has_table else attributes_of(owner)
+        for key in sorted(own.keys() - _OF_TORCH):  # nearly all modules and parameters have nothing else
+            value = own[key]
+            if key.startswith(_OF_TORCH_TOO) or (id(owner), key) in but:
+                continue
+            if type(type(value)) is not type and not is_comparable(type(value)):
+                continue
+            is_set = not key.startswith("_") and (is_tensor or type(value) in _OF_LIBRARY)
+            is_inner = not has_table and kind_of(type(value)) in _INNER
+            if is_set or is_inner or not is_library(kind.__module__):
+                found.append((f"{label}.{key}", KEPT, value, _DEPTH - 1))
+    return found
 
 
 def is_clock(value: float) -> bool:
@@ -339,17 +319,13 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _sample(value: Any) -> Any:
-    """Some of the bytes of a large tensor or array in host memory, from all over it: what changes it at random places
-    or as a whole is seen, and its size does not count. None: it has no plain bytes."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
-            return None
-        value = np.frombuffer(memory_of(value), dtype=np.uint8)
-    elif not value.flags.c_contiguous:
+    """Some of the elements of a large tensor or array, from all over it: what changes it at random places or as a whole
+    is seen, and its size does not count. None: its elements are not one after the other."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if not (value.is_contiguous() if is_tensor else value.flags.c_contiguous):
         return None
-    flat = value.reshape(-1).view(np.uint8)
-    starts = np.linspace(0, len(flat) - _BLOCK, _MOST_BLOCKS, dtype=np.int64)
-    return np.concatenate([flat[start : start + _BLOCK] for start in starts])
+    flat = value.detach().reshape(-1) if is_tensor else value.reshape(-1)
+    return flat[:: max(1, len(flat) // _MOST_SAMPLED)]
 
 
 def _noted(value: Any) -> str:

@@ -37,7 +37,7 @@ from mindx_elastic.prove.digests import digest, leaves, stream_digest
 from mindx_elastic.prove.loop_variables import rebound_in
 from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.records import MOST_FORWARDS, WitnessedStep
-from mindx_elastic.prove.variables import attributes_of_kept, own_variables
+from mindx_elastic.prove.variables import Variables
 
 __all__ = ["Witness", "kept_of"]
 
@@ -171,7 +171,7 @@ class Witness:
         """Without what each turn of the innermost loop binds before it reads it: a batch, a loss."""
         for frame in program_frames(sys._getframe(1)):
             self._rebound |= rebound_in(frame)
-        found = own_variables(sys._getframe(1), self._ids, parameters=True) | attributes_of_kept(self._kept)
+        found = Variables(self._ids, parameters=True).of_program(sys._getframe(1)) | Variables(()).of_kept(self._kept)
         return {f"variable|{name}": each for name, each in found.items() if root_of(name) not in self._rebound}
 
 

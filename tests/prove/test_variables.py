@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.guard.checks import program_variables
-from mindx_elastic.prove.variables import KEPT, attributes_of_kept, own_variables
+from mindx_elastic.prove.variables import KEPT, Variables
 
 TOKEN = "sk-0123456789"
 
@@ -44,7 +44,7 @@ def noted(*kept: Any, **variables: Any) -> dict[str, str]:
 
     def program() -> dict[str, str]:
         values = variables  # noqa: F841 - it is looked at
-        return own_variables(sys._getframe(), {id(each) for each in kept})
+        return Variables({id(each) for each in kept}).of_program(sys._getframe())
 
     return {name.partition(" (")[0]: value for name, value in program().items()}
 
@@ -99,7 +99,7 @@ def compared(**values: Any) -> dict[str, str]:
 
     def program() -> dict[str, str]:
         kept = values  # noqa: F841 - it is looked at
-        return own_variables(sys._getframe(), (), positions=True)
+        return Variables((), positions=True).of_program(sys._getframe())
 
     return {name.partition(" (")[0]: value for name, value in program().items() if "kept[" in name}
 
@@ -173,7 +173,7 @@ def test_what_changes_in_containers_of_the_standard_library_and_in_defaults_is_f
 
     def looked_at() -> dict[str, str]:
         scaled(1.0)
-        return own_variables(sys._getframe(1), (), positions=True)
+        return Variables((), positions=True).of_program(sys._getframe(1))
 
     before = looked_at()
     window.append(5.0)
@@ -211,7 +211,7 @@ def test_of_kept_objects_what_no_state_need_have_is_noted() -> None:
     targets = {"model": model, "optimizer": optimizer, "trainer": trainer, "losses": [1.0]}
 
     def looked_at() -> dict[str, str]:
-        return attributes_of_kept(targets)
+        return Variables(()).of_kept(targets)
 
     before = looked_at()
     model._at, model.drop.p, trainer.best = 1, 0.5, 0.25
@@ -238,7 +238,7 @@ def test_a_scheduler_inside_of_a_kept_object_of_a_library() -> None:
     vars(around).update(plateau=plateau)
     for _ in range(3):
         plateau.step(1.0)
-    assert attributes_of_kept({"sched": around})[f'"sched.plateau.num_bad_epochs" ({KEPT})'] == "2"
+    assert Variables(()).of_kept({"sched": around})[f'"sched.plateau.num_bad_epochs" ({KEPT})'] == "2"
 
 
 def test_a_metaclass_whose_classes_have_a_name_of_a_module() -> None:

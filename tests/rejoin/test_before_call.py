@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from mindx_elastic.agreement.gather import Answer
-from mindx_elastic.guard.loops.followed_loader import with_epochs_put_back
+from mindx_elastic.guard.loops.followed_loader import epochs_put_back
 from mindx_elastic.guard.observers import observers
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 
@@ -51,9 +51,8 @@ def apart(test: Callable[..., None]) -> Callable[..., None]:
 
 def part_of(objects: ObjectsBeforeCall, kept: Collection[Any], rank: int, *, is_new: bool) -> VariablesPart:
     """As `guard.running.InPlaceGuard` makes it, of the caller's variables."""
-    without_epoch = with_epochs_put_back(kept)
-    own_variables = observers().own_variables
-    now = own_variables(sys._getframe(1), {*map(id, kept)}, positions=True, without_epoch=without_epoch)
+    look = observers().Variables({*map(id, kept)}, positions=True, but=epochs_put_back(kept))
+    now = look.of_program(sys._getframe(1))
     return VariablesPart(objects, now, rank, is_new=is_new)
 
 

@@ -24,7 +24,7 @@ from mindx_elastic.data.track import Track
 from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["FollowedLoader", "SelfPositionedLoader", "with_epochs_put_back"]
+__all__ = ["FollowedLoader", "SelfPositionedLoader", "epochs_put_back"]
 
 _Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP, _OVER = "ahead", "per_step", "over"  # in the state of a loader, besides its position
@@ -353,7 +353,9 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             )
 
 
-def with_epochs_put_back(targets: Iterable[Any]) -> set[int]:
-    """The `id` of samplers and data sets of the program whose ``epoch`` the loaders among `targets` put back."""
+def epochs_put_back(targets: Iterable[Any]) -> set[tuple[int, str]]:
+    """The `id` of samplers and data sets of the program whose ``epoch`` the loaders among `targets` put back, and that
+    name."""
     loaders = (each.loader for each in targets if isinstance(each, FollowedLoader))
-    return {id(part) for loader in loaders if isinstance(loader, ReplayLoader) for part in parts_with_epoch(loader)}
+    replayed = [loader for loader in loaders if isinstance(loader, ReplayLoader)]
+    return {(id(part), "epoch") for loader in replayed for part in parts_with_epoch(loader)}
