@@ -28,7 +28,14 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
-from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, program_frames, reachable
+from mindx_elastic.guard.checks.program_variables import (
+    is_library,
+    kind_of,
+    locals_of,
+    program_frames,
+    reachable,
+    variables_of,
+)
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.prove.compare import root_of, short_of
 from mindx_elastic.prove.digests import digest
@@ -71,7 +78,11 @@ class NotKept:
         self.num_looks = 0
         self._collector = collector
         self._gradients: dict[str, tuple[ref[torch.Tensor], int]] = {}
-        self._before: dict[str, str] = {}
+        frames = list(program_frames(sys._getframe(1)))
+        self._before = self._look(frames)
+        """Variables as at the guard's entry, then as at the first look."""
+        self._objects = _objects(frames)
+        """The `id` of what the program's names stand for at the guard's entry."""
         self._in_steps: list[str] = []
         self._later: list[str] = []
 
@@ -94,16 +105,19 @@ class NotKept:
             frames = list(program_frames(sys._getframe(1)))
             while len(frames) > 1 and not loops_around(frames[0]):  # called by an iteration: its variables end with it
                 frames.pop(0)
-            if self.num_looks == 1:
-                self._before, self._gradients = self._look(frames), self._uncleared()
-                return ()
             ahead, after = is_ahead(), self._look(frames)
-            changed = self._changed(frames, after, ahead)
+            if self.num_looks == 1:
+                self._later = self._named(self._made_first(frames, after), frames, after, ahead)
+                self._before, self._gradients = after, self._uncleared()
+                return ()
+            changed = [key for key, value in after.items() if self._before.get(key, value) != value]
+            changed = self._named(changed, frames, after, ahead)
             if self.num_looks > 2:
                 new = [name for name in changed if name not in {*self._in_steps, *self._later}]
                 self._later += new
                 return _shortened(new)
             self._in_steps = list(dict.fromkeys([*self._carried(frames, ahead), *changed, *self._sums_of_gradients()]))
+            self._later = [name for name in self._later if name not in self._in_steps]
             return self.in_steps
         except Exception as error:  # no look ends a program
             logger.debug("the look for what is not kept has failed: %s: %s", type(error).__name__, error)
@@ -192,8 +206,27 @@ class NotKept:
                 found.append(name)
         return found
 
-    def _changed(self, frames: Sequence[FrameType], after: Mapping[str, str], is_ahead: bool) -> list[str]:
-        changed = [key for key, value in after.items() if self._before.get(key, value) != value]
+    def _made_first(self, frames: Sequence[FrameType], after: Mapping[str, str]) -> list[str]:
+        """Globals that have changed since the guard was entered, and what has changed or is new on an object that was
+        there. In another function that may have another place. Of a function's own variables the loop tells which go
+        on."""
+        before, now = {_without_place(key): value for key, value in self._before.items()}, _objects(frames)
+        found = []
+        for key, value in after.items():
+            root = root_of(key)
+            if short_of(key) == root:
+                is_new = "() in " not in key and self._before.get(key, value) != value
+            else:
+                is_same_object = root in now and self._objects.get(root) == now[root]
+                is_new = is_same_object and before.get(_without_place(key)) != value
+            if is_new:
+                found.append(key)
+        return found
+
+    def _named(
+        self, changed: Sequence[str], frames: Sequence[FrameType], after: Mapping[str, str], is_ahead: bool
+    ) -> list[str]:
+        """The names of those that the loop does not bind and the guard does not keep."""
         loops = [loops_around(each) for each in frames] if changed else []
         # What they bind is named by `_carried`, or new in each step or epoch.
         in_step = {name for around in loops for loop in around[-1:] for name in loop.bound}
@@ -212,6 +245,17 @@ class NotKept:
             left = self._variables(frames, self._ids.union(*inside))
             others = [short_of(key) for key in others if key in left]
         return list(dict.fromkeys([name.partition("[")[0] for name in [*others, *of_kept]]))
+
+
+def _objects(frames: Sequence[FrameType]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for _, variables in variables_of(frames[0] if frames else None):
+        found = {**{name: id(value) for name, value in variables.items()}, **found}
+    return found
+
+
+def _without_place(key: str) -> str:
+    return key.rpartition(" (")[0]
 
 
 def counts_from_the_start() -> list[str]:

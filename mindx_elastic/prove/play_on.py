@@ -137,6 +137,8 @@ class Overlap:
         if self._says:
             how = "go on from step to step" if is_second else "have changed"
             unmanaged.say_not_kept(names, how, is_resumed=self._is_resumed)
+            if is_second:
+                unmanaged.say_not_kept(found.later, "were set in the first step", is_resumed=self._is_resumed)
         return names
 
     def _tell_not_compared(

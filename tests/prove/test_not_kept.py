@@ -363,6 +363,28 @@ def test_what_changes_between_epochs_is_told_before_the_next_one_and_at_a_resume
     assert "stopper.rates" in others
 
 
+def test_what_only_the_first_step_sets_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a scale that is taken from the first batch: no later boundary shows it."""
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    model = Model()
+
+    def train_with(settings: dict[str, Any]) -> None:
+        optimizer, meter = torch.optim.SGD(model.parameters(), lr=0.1), Meter()
+        with mx.Guard(model=model, optimizer=optimizer, directory=tmp_path) as guard:
+            limit, meter.avg = 6, 1.0  # in front of the loop
+            for step in guard.steps(limit):
+                batch = torch.ones(2, 4), torch.zeros(2, 2)
+                if step == 1:
+                    settings["scale"], meter.first_loss = 2.0, "large"  # type: ignore[attr-defined]
+                train(guard, model, optimizer, batch)
+
+    train_with({"lr": 0.1})
+    assert changes(caplog) == [
+        ("go on from step to step", "model.forwards"),
+        ("were set in the first step", "settings, meter.avg, meter.first_loss"),
+    ]
+
+
 def changes(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     lines = [record.getMessage() for record in caplog.records if " not kept: " in record.getMessage()]
     parts = [line.partition(" and are not kept: ") for line in lines]
