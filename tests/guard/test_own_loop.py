@@ -131,10 +131,26 @@ def a_list_whose_steps_are_printed(p: Program) -> None:
             print(p.guard.step)
 
 
-def test_a_list_that_a_resumed_epoch_begins_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stopped(a_list_whose_steps_are_printed, tmp_path, BATCHES + 2, loader=None)
+def a_list_and_the_step_is_printed_in_front_of_it(p: Program) -> None:
+    batches = p.loader or [p.full_batch() for _ in range(BATCHES)]
+    for _ in p.guard.epochs(3):
+        print(p.guard.step)
+        for batch in batches:
+            p.train(batch)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first epoch", "second epoch"])
+@pytest.mark.parametrize(
+    "loop",
+    [a_list_whose_steps_are_printed, a_list_and_the_step_is_printed_in_front_of_it],
+    ids=["after a step", "in front"],
+)
+def test_a_list_that_a_resumed_epoch_begins_again_is_told(
+    loop: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_first: bool
+) -> None:
+    stopped(loop, tmp_path, (0 if is_first else BATCHES) + 2, loader=None)
     assert "started the resumed epoch over" not in caplog.text
-    p, _ = run(a_list_whose_steps_are_printed, tmp_path, loader=None)
+    p, _ = run(loop, tmp_path, loader=None)
     assert p.guard.step > 2 * BATCHES
     assert "started the resumed epoch over" in caplog.text and "mx.data.from_loader(batches)" in caplog.text
 

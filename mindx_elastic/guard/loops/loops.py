@@ -87,7 +87,8 @@ _WEIGHTS_CHANGED = (
     "weights are changed inside the guard's block, outside of its steps, and a resumed run does that again",
     "Do it before `with guard:`, or let guard.step decide whether to do it",
 )
-_STREAMS, _ONE_STEP, _OWN_PACE = "epoch_streams", "one_step_epochs", "own_pace"  # the keys of `Collector.loop`
+# The keys of `Collector.loop`.
+_STREAMS, _ONE_STEP, _OWN_PACE, _LENGTH = "epoch_streams", "one_step_epochs", "own_pace", "epoch_length"
 
 
 class Loops:
@@ -139,6 +140,7 @@ class Loops:
         position = collector.position
         self.step, self.epoch, self.step_in_epoch = position.step, position.epoch, position.step_in_epoch
         self._restore, self._first, self._resumed_epoch = restore, position.step, position.epoch
+        self._resumed_steps, self._rest = position.step_in_epoch, 0
         self._is_resuming = self._restores = restore is not None  # no loop has reached the resumed place yet
         targets = {name: t.target if isinstance(t, Attributes) else t for name, t in targets.items()}
         kept = [guard, *targets.values(), *self.loaders]
@@ -421,6 +423,19 @@ class Loops:
             self._between.look()
         self._between.leave()
         self._in_epoch, self._done = False, self.epoch
+        if not (self.loaders or self._counted_inside or self.is_layered):
+            self._see_length()
+
+    def _see_length(self) -> None:
+        """An epoch has ended whose steps the program counts. The rest of a resumed one that is as long as a whole one
+        has started it over, whatever the program has asked in front of its loop."""
+        if self.epoch == self._resumed_epoch and self._resumed_steps:
+            self._rest = self.step_in_epoch - self._resumed_steps
+        else:
+            self._collector.loop = {**self._collector.loop, _LENGTH: self.step_in_epoch}
+        if 0 < self._rest == self._collector.loop.get(_LENGTH):
+            self._rest = 0
+            self._own_loop.tell_of_epoch(self._unmanaged)
 
     # --- a loader that goes through its data at another pace ---
 

@@ -9,6 +9,8 @@ the program has not asked the guard, and                        refused
 no loader keeps a place (or one without an end does)            at the second boundary: the first one may be what asks
 a named loader does                                             when a second pass over it begins: one goes on by itself
 it asks within an epoch, with no loader, but after a step of it  told, when that epoch is resumed in its middle
+it asks in front of a loop there that counts all the same        told, when the resumed epoch makes as many steps as a
+                                                                whole one
 an object of the program in ``stateful`` may have the count     never; the first steps of a resumed run show it
 ==============================================================  ========================================================
 
@@ -75,7 +77,8 @@ class OwnLoop:
         )
 
     def tell_of_epoch(self, unmanaged: Unmanaged) -> None:
-        """A resumed run has done a step of its epoch's rest before it asked, to log or to end the loop."""
+        """A resumed run has done a step of its epoch's rest before it asked, to log or to end the loop, or all the
+        steps of the epoch once more."""
         if not self.may_know:
             unmanaged.risk(
                 f"the loop inside of guard.epochs() has started the resumed epoch over{_COUNTS}", _ASK_INSIDE
