@@ -27,7 +27,8 @@ from mindx_elastic.start.candidate import Candidate, Context
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.findings import Findings, Place
-from mindx_elastic.start.planner import never_complete, order_of_moments, plan_resume
+from mindx_elastic.start.planner import order_of_moments, plan_resume
+from mindx_elastic.start.unused_state import RecordedSaves
 
 __all__ = ["Inventory", "SavedStep", "newest_complete", "until_sound"]
 
@@ -297,10 +298,22 @@ class Inventory:
         """Whether all files are sound files of some step: none is damaged or in quarantine."""
         return not (self.other or self.rejected or self._damage)
 
-    def was_never_complete(self, never_saved: Mapping[str, Collection[int]]) -> bool:
-        """Whether it is proved that no step here was ever complete, so that a fresh start loses nothing. `never_saved`:
-        see `unused_state.never_saved`."""
-        return self.is_all_known and never_complete(self.facts, never_saved)
+    def was_never_complete(self, recorded: Mapping[str, RecordedSaves]) -> bool:
+        """Whether it is proved that no step here was ever complete, so that a fresh start loses nothing: no step is
+        whole, and every file that a rank of its run has ever saved is here.
+
+        A kill in the very first save leaves one rank's file and not another's; a complete step of which a disk was lost
+        looks the same.
+        """
+        there = {(fact.moment[0], fact.rank, fact.moment[2]) for fact in self.facts}
+        for step in map(self.judge, self.moments):
+            run = step.moment[0]
+            record = recorded.get(run)
+            if record is None or missing_ranks(step.world_size, record.begun) or step.is_usable:
+                return False
+            if not all((run, rank, number) in there for rank, number in record.saved):
+                return False
+        return self.is_all_known and bool(there)
 
     def next_attempt(self, run: str) -> int:
         """An attempt number above every attempt of the run that any rank has seen."""

@@ -20,7 +20,7 @@ from mindx_elastic.start.assumptions import settle_assumptions
 from mindx_elastic.start.candidate import Candidate, Context
 from mindx_elastic.start.facts import DYING_KINDS, FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 
-__all__ = ["bases_of", "never_complete", "newest_world_size", "order_of_moments", "plan_resume", "steps_before"]
+__all__ = ["bases_of", "newest_world_size", "order_of_moments", "plan_resume", "steps_before"]
 
 NEAR = 2
 """Steps: an exact step that is at most so much older goes before one that is not exact. A killed rank lags by one at
@@ -139,44 +139,6 @@ def steps_before(moment: Moment, bases: Mapping[tuple[str, int], Moment]) -> lis
             attempt = base[1]
             found.append((run, attempt, step))
     return found[1:]
-
-
-def never_complete(files: Iterable[FileFact], never_saved: Mapping[str, Collection[int]]) -> bool:
-    """Whether it is proved of all `files` that no step of their runs was ever complete, so that nothing was lost.
-
-    never_saved: for each run the ranks that are known never to have put a file in place. A run never had a complete
-    step if only such ranks held some part of it. Assumed replicas count as replicas here, because an earlier start may
-    have relied on them.
-    """
-    runs: dict[str, dict[Moment, list[FileFact]]] = {}
-    for fact in files:
-        runs.setdefault(fact.moment[0], {}).setdefault(fact.moment, []).append(fact)
-    return bool(runs) and all(
-        _has_parts_never_saved(facts, never_saved.get(run, ()))
-        for run, moments in runs.items()
-        for facts in moments.values()
-    )
-
-
-def _has_parts_never_saved(facts: Sequence[FileFact], never_saved: Collection[int]) -> bool:
-    """Whether the step of `facts` has parts that only ranks held that never saved."""
-    sizes = {fact.world_size for fact in facts}
-    world_size = sizes.pop()
-    silent = {*never_saved} - {fact.rank for fact in facts}
-    if sizes or not silent:
-        return False
-    strategies = list({id(fact.strategy): fact.strategy for fact in facts}.values())
-    if any(strategy.world_size != world_size for strategy in strategies):
-        return False
-    described = {rank for strategy in strategies for rank in strategy.ranks} | {fact.rank for fact in facts}
-    if not silent <= described:
-        return True  # what that rank held is not known: it needs its own file
-    return any(
-        silent.issuperset(holders) and not group.is_empty(shard)
-        for strategy in strategies
-        for group in strategy.classes
-        for shard, holders in enumerate(group.layout.holders)
-    )
 
 
 def _sort_out(files: Sequence[FileFact], faults: KnownFaults) -> tuple[list[FileFact], dict[Moment, set[int]]]:

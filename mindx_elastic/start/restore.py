@@ -60,7 +60,7 @@ from mindx_elastic.start.findings import (
 from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.reader import Problem, ShareReader
 from mindx_elastic.start.shares import share_in, tell_shares
-from mindx_elastic.start.unused_state import never_saved
+from mindx_elastic.start.unused_state import recorded_saves
 
 __all__ = [
     "Disks",
@@ -433,7 +433,7 @@ class PlanPart(FollowedPart):
         if (
             places.resume == "auto"
             and inventory.anything
-            and inventory.was_never_complete(never_saved(places.directories, places.trust))
+            and inventory.was_never_complete(recorded_saves(places.directories, places.trust))
         ):
             return None
         remedy = 'to start over pass resume="never" (nothing is deleted), or choose another directory'

@@ -6,14 +6,23 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Trust
 
-__all__ = ["find_unused_state", "never_saved", "proof_in_events", "remarks"]
+__all__ = ["RecordedSaves", "find_unused_state", "proof_in_events", "recorded_saves", "remarks"]
 
 _FAILED = "failed: "
+
+
+class RecordedSaves(NamedTuple):
+    """What the event logs say of the saves of one run."""
+
+    begun: set[int]
+    """The ranks that have begun it."""
+    saved: set[tuple[int | None, int | None]]
+    """Rank and step of each file that was put in place."""
 
 
 def find_unused_state(directory: Path) -> dict[str, Any]:
@@ -64,18 +73,16 @@ def proof_in_events(directory: Path) -> str:
     return f"proved: step {whole(verified.get('step'))} ({ranks} rank{'s' * (ranks != 1)}, {date})"
 
 
-def never_saved(directories: Sequence[Path], trust: Trust) -> dict[str, set[int]]:
-    """By run, the ranks that have begun it and never put a file in place, as the event logs say. Raises nothing.
+def recorded_saves(directories: Sequence[Path], trust: Trust) -> dict[str, RecordedSaves]:
+    """By run, what the event logs say of its saves, where they say all. Raises nothing.
 
-    Where ranks are not replicas, a step is complete only when every rank has its file. After a kill in the very first
-    save one rank has a file and another has none; a complete step of which a disk was lost looks the same. The first
-    case may start over, the second must not. So a log that has lost lines (it was begun anew when it was full, or
-    deleted; or one is cut off, as on a full disk) proves nothing, and one that is lost with a disk neither.
+    A log that has lost lines (it was begun anew when it was full, or deleted; or one is cut off, as on a full disk)
+    proves nothing. Nor does that of a run that was resumed: there was a complete step.
     """
     from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation, parse_event
     from mindx_elastic.core.values import text, whole
 
-    begun, saved, resumed = dict[str, set[int]](), set[tuple[str, int | None]](), set[str]()
+    found, resumed = dict[str, RecordedSaves](), set[str]()
     for log in (directory / EVENTS_FILE for directory in directories):
         if os.path.lexists(older_generation(log)):
             return {}
@@ -83,15 +90,14 @@ def never_saved(directories: Sequence[Path], trust: Trust) -> dict[str, set[int]
             if event is None:
                 return {}
             run, rank = text(event.get("run_id")), whole(event.get("rank"))
+            record = found.setdefault(run, RecordedSaves(set(), set()))
             if event["event"] == "start" and rank is not None:
-                begun.setdefault(run, set()).add(rank)
+                record.begun.add(rank)
             elif event["event"] == "save" and event.get("outcome") == "saved":
-                saved.add((run, rank))
-            elif event["event"] == "resume":  # from a complete step
+                record.saved.add((rank, whole(event.get("step"))))
+            elif event["event"] == "resume":
                 resumed.add(run)
-    return {
-        run: {rank for rank in ranks if (run, rank) not in saved} for run, ranks in begun.items() if run not in resumed
-    }
+    return {run: record for run, record in found.items() if run not in resumed}
 
 
 def _failed_save(directory: Path) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ import pytest
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.start.facts import FileFact, Refusal, ResumePlan, World
 from mindx_elastic.start.inventory import Inventory, SavedStep, newest_complete, until_sound
+from mindx_elastic.start.unused_state import RecordedSaves
 from tests.checkpoint_files import cut_off_end, write, write_step
 from tests.start.arenas import Machine
 from tests.start.looks import Carrier, look, look_alone, sent
@@ -131,9 +132,16 @@ def test_what_was_damaged_is_done_without_and_said(tmp_path: Path) -> None:
 
 def test_a_first_save_that_was_cut_off(tmp_path: Path) -> None:
     write(tmp_path / "rank_0" / "a-1_4.safetensors", step=4, world_size=2)
-    assert merged([tmp_path] * 2).was_never_complete({"run-a": {1}})
+    recorded = {"run-a": RecordedSaves({0, 1}, {(0, 4)})}
+    assert merged([tmp_path] * 2).was_never_complete(recorded)
+    assert not merged([tmp_path] * 2).was_never_complete({}), "of another run"
+    assert not merged([tmp_path] * 2).was_never_complete({"run-a": RecordedSaves({0}, {(0, 4)})}), (
+        "rank 1's log is lost"
+    )
+    lost = {"run-a": RecordedSaves({0, 1}, {(0, 4), (1, 4)})}
+    assert not merged([tmp_path] * 2).was_never_complete(lost), "a disk is lost"
     cut_off_end(write(tmp_path / "rank_0" / "a-1_5.safetensors", step=5, world_size=2))
-    assert not merged([tmp_path] * 2).was_never_complete({"run-a": {1}})
+    assert not merged([tmp_path] * 2).was_never_complete(recorded)
 
 
 # --- a step is judged once ---

@@ -15,7 +15,7 @@ from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.start.assumptions import replica_digests_of
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, single_rank_strategy
-from mindx_elastic.start.planner import bases_of, never_complete, order_of_moments, plan_resume, steps_before
+from mindx_elastic.start.planner import bases_of, order_of_moments, plan_resume, steps_before
 from tests.start.strategies import replicated
 
 RUN = "run-a"
@@ -214,39 +214,6 @@ def test_the_steps_before_follow_the_attempts_down() -> None:
     assert steps_before((RUN, 3, 6), bases) == [(RUN, 2, 6), (RUN, 0, 6), (RUN, 0, 5), (RUN, 0, 4)]
     assert steps_before((RUN, 0, 1), bases) == [(RUN, 0, 0)]
     assert steps_before((RUN, 0, 0), bases) == []
-
-
-# --- never whole ---
-
-
-@pytest.mark.parametrize(
-    ("strategy", "saved", "silent", "proved"),
-    [
-        (FSDP, [0, 1, 2], [3], True),
-        (FSDP, [0], [1, 2], True),  # rank 3's disk may be lost: with ranks 1 and 2 silent it makes no difference
-        (FSDP, [0], [], False),
-        (HSDP, [1], [2], False),  # rank 0 held the same, and its disk may be lost
-        (HSDP, [1, 3], [0, 2], True),
-        (DDP, [0], [1, 2, 3], False),
-        (STAGES, [0, 1], [2, 3], True),
-        (assuming("one")[0].strategy, [0], [3], False),  # who saw two equal files may have gone on from them
-        (single_rank_strategy(0, 4), [0], [3], True),
-    ],
-)
-def test_a_run_had_no_whole_step_if_nobody_who_held_some_part_ever_saved(
-    strategy: Strategy, saved: list[int], silent: list[int], proved: bool
-) -> None:
-    facts = files(saved, 4, strategy)
-    assert never_complete(facts, {RUN: silent}) is proved
-    assert not never_complete(facts, {"other": silent}), "of another run"
-
-
-def test_every_run_and_every_step_has_to_be_proved() -> None:
-    facts = [*files([0], 4, FSDP), *files([0, 1], 5, FSDP), *files([2], 9, FSDP, run="b")]
-    assert never_complete(facts, {RUN: {3}, "b": {0}})
-    assert not never_complete(facts, {RUN: {3}})
-    assert not never_complete(facts, {RUN: {1}, "b": {0}}), "rank 1 has saved since"
-    assert not never_complete([], {RUN: {3}})
 
 
 # --- another world ---

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, older_generation
-from mindx_elastic.errors import NoUsableCheckpointError
+from mindx_elastic.errors import MismatchError, NoUsableCheckpointError
 from tests.checkpoint_files import write
 from tests.start.finding import find_on, found_on
 
@@ -43,6 +43,13 @@ def test_a_whole_step_of_which_a_file_was_deleted_is_refused(tmp_path: Path) -> 
     saved(tmp_path, 0)
     saved(tmp_path, 1).unlink()
     assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, tmp_path))
+
+
+def test_a_whole_step_that_cannot_be_spread_over_the_new_ranks_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path)
+    for rank in range(2):
+        saved(tmp_path, rank)
+    assert all(isinstance(one, MismatchError) for one in find_on(3, tmp_path))
 
 
 @pytest.mark.parametrize("lost", ["all", "older", "resumed", "start", "on a full disk"])
