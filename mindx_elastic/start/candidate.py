@@ -19,7 +19,7 @@ from mindx_elastic.core.strategy import MARKER, LayoutClass, Strategy, TensorSpe
 from mindx_elastic.errors import UsageError
 from mindx_elastic.start.assumptions import differing_components
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, World, completing, no_file
-from mindx_elastic.start.new_layouts import same_part, same_parts, target_of
+from mindx_elastic.start.new_layouts import same_parts, target_of
 
 __all__ = ["Candidate", "Context"]
 
@@ -94,7 +94,10 @@ class Candidate:
             return f"its files disagree on the world size ({', '.join(map(str, sizes))})"
         if max(self._files) >= self.world_size or min(self._files) < 0:
             return f"a file of rank {max(self._files)} in a world of {self.world_size}"
-        return "" if self._take_own_files() else self._judge_parts()
+        try:
+            return self._judge_parts()
+        except UsageError as error:
+            return str(error)
 
     def _leave_out_fragments(self) -> str:
         """Leave out files of a divided state of which some part is in no file. Returns what is missing, in words."""
@@ -118,56 +121,6 @@ class Candidate:
             for (_, count), parts in missing.items()
         )
 
-    def _take_own_files(self) -> bool:
-        """The simplest plan: the same world, and each rank has its own file with all that it wants.
-
-        What the files assume of each other does not matter then.
-        """
-        world = self._context.world
-        if world.size != self.world_size:
-            return False
-        try:
-            self._source = self._merge()
-        except UsageError:
-            return False  # `_judge_parts` reports it
-        shares = []
-        fitting: dict[tuple[int, int], bool] = {}
-        for rank in range(world.size):
-            file = next((fact for fact in self._files.get(rank, ()) if fact.seen_by(rank)), None)
-            if file is None or not self._fits(file.strategy, rank, fitting):
-                return False
-            others = completing(file, self._files, rank)
-            if others is None:
-                return False
-            shares.append(RankPlan(rank, file, others=others))
-        self._target = world.strategy or self._source
-        self._assignment = _Assignment(self._files, self._source, self._source, frozenset(), ())
-        self._assignment.shares = shares
-        return True
-
-    def _fits(self, own: Strategy, rank: int, known: dict[tuple[int, int], bool]) -> bool:
-        """Whether all that `rank` wants is in its own file, in the same parts. `load` reports what no file has.
-
-        known: earlier answers that hold for every rank of a layout, by strategy and layout of the new world.
-        """
-        target = self._context.world.strategy
-        for number, group in enumerate(target.classes if target is not None else ()):
-            if rank not in group.layout:
-                continue
-            key = (id(own), number)
-            if key not in known:
-                known[key] = self._has_parts(own, group, None)
-            if not known[key] and not self._has_parts(own, group, rank):
-                return False
-        return True
-
-    def _has_parts(self, own: Strategy, group: LayoutClass, rank: int | None) -> bool:
-        """`rank`: the one rank asked about; None: all."""
-        return all(
-            same_part(own, spec, rank) if spec.name in own.by_name else spec.name not in self._source.by_name
-            for spec in group.tensors
-        )
-
     def _judge_parts(self) -> str:
         try:
             self._source = self._merge()
@@ -179,33 +132,27 @@ class Candidate:
         missing = self._missing()
         if missing:
             return missing
-        try:
-            self._target = target_of(self._source, self._context.world)
-        except UsageError as error:
-            return str(error)
-        is_known = self._context.world.strategy is not None and "" not in self._source.by_name
-        found = _differences(self._source, self._target) if is_known and self._target is not self._source else []
+        world = self._context.world
+        self._target = target_of(self._source, world)
+        resharded = not same_parts(self._source, self._target)
+        # Where each rank has its own file, `load` reports what is not in it.
+        is_known = "" not in self._source.by_name and (resharded or len(self._files) < world.size)
+        found = _differences(self._source, self._target) if is_known and world.strategy is not None else []
         if found:
             # What a rank without a file had alone (an average on rank 0) went with it: an older step may have it. The
             # layouts do not tell who had it: they say that the ranks hold the same.
             lost = [s for s in self._target.tensors if s.name not in self._source.by_name and not s.is_marker]
             lost = [s for s in lost if not s.parameter and any(rank not in self._files for rank in s.layout.ranks)]
-            if len(lost) == len(found) and self._context.world.size == self.world_size:
+            if len(lost) == len(found) and world.size == self.world_size:
                 absent = rank_list([rank for rank in range(self.world_size) if rank not in self._files])
                 return f"{listed([spec.name for spec in lost], 1)}: in none of its files, and {absent} left none"
             self.is_other_program = True
             return f"it does not fit the program: {listed(found, _MAX_DIFFERENCES, '; ')}"
-        return self._assign()
-
-    def _assign(self) -> str:
         own_states = self._context.own_states.get(self.moment, ())
-        try:
-            self._assignment = _Assignment(self._files, self._source, self._target, self._context.faults, own_states)
-            self._assignment.assign()
-        except UsageError as error:
-            return str(error)
+        self._assignment = _Assignment(self._files, self._source, self._target, self._context.faults, own_states)
+        self._assignment.assign(resharded=resharded)
         facts = [fact for facts in self._files.values() for fact in facts]
-        differing = differing_components(facts) if self._assignment.resharded else []
+        differing = differing_components(facts) if resharded else []
         if differing and any(t.layout.splitting and not t.is_marker for t in self._source.tensors):
             return (
                 f"{', '.join(differing)} (of stateful=) differs from rank to rank, and its layout is not known: "
@@ -282,11 +229,10 @@ class _Assignment:
         self.resharded = False
         self.problem = ""
 
-    def assign(self) -> None:
+    def assign(self, *, resharded: bool) -> None:
         """Find the files for each rank. Raises UsageError when a layout does not fit its tensor."""
-        source, target = self._source, self._target
-        self.resharded = source.world_size != target.world_size or not same_parts(source, target)
-        self.problem = self._assign_new_parts() if self.resharded else self._assign_same_parts()
+        self.resharded = resharded
+        self.problem = self._assign_new_parts() if resharded else self._assign_same_parts()
 
     def _assign_same_parts(self) -> str:
         groups: dict[int, tuple[int, ...]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mindx_elastic.core.layout import Layout
@@ -9,7 +10,7 @@ from mindx_elastic.core.strategy import LayoutClass, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.start.facts import World
 
-__all__ = ["same_part", "same_parts", "target_of"]
+__all__ = ["same_parts", "target_of"]
 
 
 def target_of(source: Strategy, world: World) -> Strategy:
@@ -49,24 +50,18 @@ def same_parts(source: Strategy, target: Strategy) -> bool:
     if source.world_size != target.world_size:
         return False
     return all(
-        any(_alike(each, spec) for each in source.by_name[spec.name])
+        any(_alike(each, spec) for each in source.by_name[spec.name]) or _held_alone(source.by_name[spec.name], spec)
         for spec in target.tensors
         if spec.name in source.by_name and not spec.is_marker
     )
 
 
-def same_part(own: Strategy, spec: TensorSpec, rank: int | None) -> bool:
-    """Whether `rank`, whose file says `own`, had the part of `spec` that it wants, and no other. None: every rank."""
-    return spec.is_marker or any(
-        _alike(each, spec) or (rank is not None and _is_alone(each, spec, rank)) for each in own.by_name[spec.name]
+def _held_alone(old: Sequence[TensorSpec], new: TensorSpec) -> bool:
+    """Whether each rank of `new` had its part for itself (see `assumptions`): the whole was its own part."""
+    alone = {each.layout.ranks[0]: each.shape for each in old if each.layout.size == 1}
+    return all(
+        alone.get(rank) == new.layout.local_shape(new.shape, new.layout.shard_of(rank)) for rank in new.layout.ranks
     )
-
-
-def _is_alone(old: TensorSpec, new: TensorSpec, rank: int) -> bool:
-    """Where the rank was the only holder (see `assumptions`), the whole was its own part."""
-    if tuple(old.layout.ranks) != (rank,):
-        return False
-    return old.shape == new.layout.local_shape(new.shape, new.layout.shard_of(rank))
 
 
 def _alike(old: TensorSpec, new: TensorSpec) -> bool:
