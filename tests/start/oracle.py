@@ -110,14 +110,14 @@ def answers(case: Case) -> set[Moment | None]:
 
 def _choose(case: Case, empty_parts_count: bool) -> Moment | None:
     for moment in _in_order(case):
-        if not resumable(case, moment):
+        if not resumable(case, moment, empty_parts_count):
             continue
         if not _lonely(case, moment, empty_parts_count):
             return moment
         for back in range(1, NEAR_STEPS + 1):
             near = (moment[0], moment[1], moment[2] - back)
             exact = not _lonely(case, near, empty_parts_count) and not _laid_out_anew(case, near, empty_parts_count)
-            if exact and resumable(case, near):
+            if exact and resumable(case, near, empty_parts_count):
                 return near
         return moment
     return None
@@ -141,7 +141,7 @@ def _known(case: Case, files: list[File]) -> list[Tensor]:
     return [t for t in case.tensors if any(t.name in f.describes for f in files)]
 
 
-def resumable(case: Case, moment: Moment) -> bool:
+def resumable(case: Case, moment: Moment, empty_parts_count: bool) -> bool:
     files = usable(case, moment)
     if not files or len({f.world_size for f in files}) > 1 or files[0].world_size != case.world_size:
         return False
@@ -153,18 +153,42 @@ def resumable(case: Case, moment: Moment) -> bool:
         held = set().union(*(elements(tensor.shape, tensor.spread, f.rank) for f in files))
         if held != set(range(math.prod(tensor.shape))):
             return False
-    return all(_can_read(case, files, tensors, reader) for reader in range(case.new_size))
+    anew = _laid_out_anew(case, moment, empty_parts_count)
+    return all(_can_read(case, files, tensors, reader, anew) for reader in range(case.new_size))
 
 
-def _can_read(case: Case, files: list[File], tensors: list[Tensor], reader: int) -> bool:
+def _can_read(case: Case, files: list[File], tensors: list[Tensor], reader: int, anew: bool) -> bool:
+    """It sees a file that has all that it wants, or all parts of all tensors, whether it wants them or not."""
     seen = [f for f in files if f.seen_by is None or reader in f.seen_by]
+    if anew:
+        spreads = [(t.spread, case.target[t.name] if case.target is not None else t.spread) for t in tensors]
+        sizes = (case.world_size, case.new_size)
+        if all(
+            not _splitting(each) and len(each.ranks) == size
+            for pair in spreads
+            for each, size in zip(pair, sizes, strict=True)
+        ):
+            return bool(seen)
+    elif any(f.rank == reader or all(_shard(t, f.rank) == _shard(t, reader) for t in tensors) for f in seen):
+        return True
     for tensor in tensors:
-        spread = tensor.spread if case.target is None else case.target[tensor.name]
-        needed = elements(tensor.shape, spread, reader)
         held = set().union(*(elements(tensor.shape, tensor.spread, f.rank) for f in seen))
-        if not needed <= held:
+        if held != set(range(math.prod(tensor.shape))):
             return False
     return bool(seen)
+
+
+def _splitting(spread: Spread) -> list[int]:
+    return [mesh_dim for mesh_dim, _ in spread.splits if spread.mesh[mesh_dim] > 1]
+
+
+def _shard(tensor: Tensor, rank: int) -> tuple[int, ...] | None:
+    """Which part it is, whatever is in it; None: none."""
+    spread = tensor.spread
+    if rank not in spread.ranks:
+        return None
+    place = np.unravel_index(spread.ranks.index(rank), spread.mesh)
+    return tuple(int(place[mesh_dim]) for mesh_dim in _splitting(spread))
 
 
 def _lonely(case: Case, moment: Moment, empty_parts_count: bool) -> bool:
