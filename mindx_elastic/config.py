@@ -441,7 +441,7 @@ class FaultPaths:
     """Where the platform reports faults."""
 
     fault_dir: Path = Path("/user/restore/fault/config")
-    """``MINDX_FAULT_DIR``: folder with the key files ``fault-npus`` and ``checkCode``."""
+    """``MINDX_FAULT_DIR``: folder with the key file ``fault-npus``."""
     reset_dir: Path = Path("/user/restore/reset/config")
     """``MINDX_RESET_DIR``: folder with ``reset.json``."""
 

@@ -5,7 +5,7 @@ file                     what it reads or writes                           sourc
 =======================  ================================================  =========================================
 ``faults.py``            fault reports, once, for a plan                   MindCluster: Volcano, NodeD, ClusterD
 ``fault_watch.py``       the same while the job runs                       MindCluster
-``config_map.py``        ConfigMaps: mounts, check codes                   Kubernetes; check codes: MindCluster
+``config_map.py``        files of ConfigMaps, and their values             Kubernetes
 ``launchers.py``         the rank of this process; launchers not read      MindSpore, Slurm, MPI, Horovod
 ``flag_file.py``         ``{"GracefulExit": 1}``                           MindSpore, ``OnRequestExit``
 ``tft_tree.py``          the tree of TTP checkpoints                       MindSpore and MindIO, ``TFTRegister``

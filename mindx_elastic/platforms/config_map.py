@@ -1,17 +1,12 @@
-"""ConfigMaps of Kubernetes, mounted as a folder, and the values that they hold.
+"""Files of a platform, as Kubernetes mounts ConfigMaps (links into a dated folder), and the values that they hold.
 
-Kubernetes mounts a ConfigMap as symbolic links into a dated folder and updates it by renaming the link ``..data``
-(``pkg/volume/util/atomic_writer.go``). These files are the platform's: links are followed, and the content may be of
-any quality, so reading is bounded and never blocks, and every defect is a ValueError or an OSError.
+Links are followed, and the content may be of any quality, so reading is bounded and never blocks, and every defect is a
+ValueError or an OSError.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +14,8 @@ from mindx_elastic.core.fields import load_json
 from mindx_elastic.platforms.small_files import read_regular
 
 __all__ = [
-    "CHECK_KEY",
     "MAX_BYTES",
-    "check_data",
     "parse_json_object",
-    "read_mounted",
     "read_text",
     "time_stamp",
     "whole_number",
@@ -31,38 +23,11 @@ __all__ = [
 
 MAX_BYTES = 1 << 20
 """What a ConfigMap can hold in all."""
-CHECK_KEY = "checkCode"
-"""The key under which MindCluster's writers store a SHA-256 of the rest."""
 _MAX_RANK = 1 << 24
 _MILLISECONDS_FROM = 1e11  # in seconds that would be the year 5138
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
-
-
-def read_mounted(folder: Path, *names: str) -> list[tuple[str, float] | None]:
-    """Text and modification time of several files of one mount, all from the same update; None for a missing one.
-
-    Raises OSError or ValueError as `read_text` does.
-    """
-    target = _data_folder(folder)
-    for _ in range(3):
-        found: list[tuple[str, float] | None] = []
-        for name in names:
-            try:
-                found.append(read_text(target / name))
-            except FileNotFoundError:
-                found.append(None)
-        before, target = target, _data_folder(folder)
-        if target == before:
-            break
-    return found
-
-
-def _data_folder(folder: Path) -> Path:
-    """The folder that holds the files of a mount at this moment: the target of ``..data``, or a plain folder itself."""
-    link = folder / "..data"
-    return Path(os.path.realpath(link)) if link.is_symlink() else folder
 
 
 def read_text(path: Path) -> tuple[str, float]:
@@ -88,23 +53,6 @@ def parse_json_object(text: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"holds {content!r:.60} where an object {{...}} is expected")
     return content
-
-
-def check_data(data: Mapping[str, str], keys: Iterable[str]) -> None:
-    """Compare ``checkCode`` with `data`: its writers hash the text of the one key, or the whole data as Go encodes it.
-
-    Raises ValueError where neither fits; without a code it checks nothing.
-    """
-    code = data.get(CHECK_KEY, "").strip().strip("\"'").strip().lower()
-    if not code:
-        return
-    texts = [text for key in keys for text in (data[key], data[key].strip())]
-    rest = {key: value for key, value in data.items() if key != CHECK_KEY}
-    if all(isinstance(value, str) for value in rest.values()):
-        encoded = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        texts.append(encoded.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}))
-    if code not in (hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() for text in texts):
-        raise ValueError(f"does not fit its {CHECK_KEY}: half-written, or changed by hand; wait, or remove that key")
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

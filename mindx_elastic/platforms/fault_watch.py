@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.platforms.config_map import CHECK_KEY, check_data, read_mounted
+from mindx_elastic.platforms.config_map import read_text
 from mindx_elastic.platforms.faults import FAULT_KEY, RESET_KEY, Faults, parse_key
 from mindx_elastic.platforms.flag_file import process_started_at
 
@@ -43,8 +43,7 @@ class FaultWatch:
     * `world_size`: ranks from here on are named in a warning and left out; None: unknown. May be set at any time.
     * `started_at`: unix seconds; None: the start of this process.
 
-    A defect (half-written, too large, unknown keys, a check code that does not fit) is one warning; the file is read
-    again at the next poll.
+    A defect (half-written, too large, unknown keys) is one warning; the file is read again at the next poll.
     """
 
     def __init__(self, paths: FaultPaths, *, world_size: int | None = None, started_at: float | None = None) -> None:
@@ -64,15 +63,16 @@ class FaultWatch:
         """Whether the platform forbids a start at this moment (``"FaultFlushing": true``). While the file cannot be
         read the last state that could be counts."""
         try:
-            (found,) = read_mounted(self.paths.reset_dir, RESET_KEY)
-            self._flushing = found is not None and parse_key(RESET_KEY, found[0]).initializing
+            self._flushing = parse_key(RESET_KEY, read_text(self.paths.reset_dir / RESET_KEY)[0]).initializing
+        except FileNotFoundError:
+            self._flushing = False
         except (OSError, ValueError) as error:
             self._warn_of_file(self.paths.reset_dir / RESET_KEY, error)
         return self._flushing
 
     def _poll_report(self) -> FaultEvent | None:
         path = self.paths.fault_dir / FAULT_KEY
-        found = self._read(path, CHECK_KEY)
+        found = self._read(path)
         if found is None or found[0].initializing:
             return None
         report, written = found
@@ -107,23 +107,20 @@ class FaultWatch:
             return FaultEvent("request", f'"GracefulExit": 1 in {path}', frozenset(), path)
         return None
 
-    def _read(self, path: Path, *companions: str) -> tuple[Faults, float] | None:
+    def _read(self, path: Path) -> tuple[Faults, float] | None:
         """Content and modification time of a key file that has changed since it was judged; None: there is no news, or
         nothing that can be used yet."""
         try:
-            found, *others = read_mounted(path.parent, path.name, *companions)
-            if found is None:
-                # No report is a state too, but only at the start: some writers delete the file before they write it.
-                self._known.setdefault(path, Faults())
-                return None
-            data = {name: file[0] for name, file in zip(companions, others, strict=True) if file is not None}
-            text, written = found
-            content = (text, *data.values(), self.world_size)
+            text, written = read_text(path)
+            content = (text, self.world_size)
             if self._handled.get(path) == content:  # parsing 1 MiB of nonsense five times a second would cost
                 return None
             self._handled[path] = content
-            check_data({path.name: text, **data}, [path.name])
             faults = parse_key(path.name, text, world_size=self.world_size)
+        except FileNotFoundError:
+            # No report is a state too, but only at the start: some writers delete the file before they write it.
+            self._known.setdefault(path, Faults())
+            return None
         except (OSError, ValueError) as error:
             self._warn_of_file(path, error)
             return None

@@ -18,24 +18,18 @@ could be wrong.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.config_map import (
-    CHECK_KEY,
-    check_data,
-    parse_json_object,
-    read_mounted,
-    read_text,
-    time_stamp,
-    whole_number,
-)
+from mindx_elastic.platforms.config_map import parse_json_object, read_text, time_stamp, whole_number
 from mindx_elastic.platforms.small_files import named_errors
 
 __all__ = [
@@ -53,7 +47,6 @@ __all__ = [
 FAULT_KEY, RESET_KEY = "fault-npus", "reset.json"
 """Keys of a ConfigMap that tell of faults."""
 _KEYS = (FAULT_KEY, RESET_KEY)
-_COMPANIONS = (CHECK_KEY, "restartType")  # the check code of a reset-config may cover both
 _RANK_KEYS, _TIME_KEYS = ("FaultRankIds", "FaultRank"), ("CreatTime", "CreateTime", "UpdateTime")
 _RESET_KEYS = ("RankList", "FaultFlushing", "GracefulExit", "RetryTime", "RestartFaultProcess")
 _HARMLESS_POLICIES = ("", "empty", "ignore")
@@ -124,21 +117,6 @@ def parse_key(key: str, text: str, *, world_size: int | None = None) -> Faults:
     """The faults in the text under one key of a ConfigMap. Raises ValueError for a text of another form."""
     content = parse_json_object(text)
     return _fault_npus(content, world_size) if key == FAULT_KEY else _reset_json(content, world_size)
-
-
-def _parse_data(data: Mapping[str, str], world_size: int | None) -> Faults:
-    """The ``data`` of a ConfigMap: texts by key, and a check code."""
-    found = [key for key in _KEYS if key in data]
-    check_data(data, found)
-    faults = Faults()
-    for key in found:
-        try:
-            part = parse_key(key, data[key], world_size=world_size)
-        except ValueError as error:
-            raise ValueError(f"has a key {key} that {error}") from None
-        problems, remarks = (tuple(f"has a key {key} that {e}" for e in said) for said in (part.problems, part.remarks))
-        faults = merge(faults, part._replace(problems=problems, remarks=remarks))
-    return faults
 
 
 def _fault_npus(content: dict[str, Any], world_size: int | None) -> Faults:
@@ -249,35 +227,31 @@ def _switch(key: str, content: dict[str, Any], problems: list[str]) -> bool:
 def read_faults(source: Path, *, world_size: int | None) -> Faults:
     """The faults that a file or a mounted folder tells of.
 
-    * `source`: the folder of a mounted ConfigMap; one of its key files (``fault-npus``, ``reset.json``), which is
-      checked against the ``checkCode`` next to it; or any file with a report, see the module.
+    * `source`: the folder of a mounted ConfigMap; one of its key files (``fault-npus``, ``reset.json``); or any file
+      with a report, see the module.
     * `world_size`: number of ranks of the job that has failed; ranks from here on are an error. None: not known.
 
     Raises UsageError, with the path, for a file that is missing, cannot be read or is not understood in full.
     """
+    if os.path.isdir(source):
+        mounted = [source / key for key in _KEYS if not _is_missing(source / key)]
+        if not mounted:
+            raise UsageError(
+                f"fault report {source} is a folder with none of the files {', '.join(_KEYS)}: no mounted ConfigMap of "
+                "faults"
+            )
+        return reduce(merge, [read_faults(path, world_size=world_size) for path in mounted])
     with named_errors(source, "fault report"):
-        if source.is_dir():
-            faults = _read_mount(source, _KEYS, world_size)
-        elif source.name in _KEYS:
-            faults = _read_mount(source.parent, (source.name,), world_size)
-        else:
-            faults = parse_text(read_text(source)[0], world_size=world_size)
+        text, _ = read_text(source)
+        is_key = source.name in _KEYS
+        faults = (
+            parse_key(source.name, text, world_size=world_size) if is_key else parse_text(text, world_size=world_size)
+        )
         if faults.problems:
             raise ValueError("; ".join(faults.problems[:_MAX_PROBLEMS]))
         for remark in faults.remarks:
             logger.warning("the fault report %s %s; its ranks count all the same", source, remark)
         return faults._replace(source=str(source))
-
-
-def _read_mount(folder: Path, keys: tuple[str, ...], world_size: int | None) -> Faults:
-    names = (*keys, *_COMPANIONS)
-    found = read_mounted(folder, *names)
-    data = {name: file[0] for name, file in zip(names, found, strict=True) if file is not None}
-    if not any(key in data for key in keys):
-        if len(keys) == 1:
-            raise FileNotFoundError(2, "no such file")
-        raise ValueError(f"is a folder with none of the files {FAULT_KEY}, {RESET_KEY}: no mounted ConfigMap of faults")
-    return _parse_data(data, world_size)
 
 
 def default_fault_sources(paths: FaultPaths) -> tuple[Path, ...]:

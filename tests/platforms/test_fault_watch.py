@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.config import FaultPaths
-from mindx_elastic.platforms import config_map
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
 from tests.platforms.test_faults import entry, texts
 
@@ -33,11 +31,9 @@ class Mount:
     def watch(self, **options: Any) -> FaultWatch:
         return FaultWatch(self.paths, **{"started_at": time.time() - 1, **options})
 
-    def fault(self, content: object, *, code: str | None = None, mtime: float | None = None) -> None:
+    def fault(self, content: object, *, mtime: float | None = None) -> None:
         text = content if isinstance(content, str) else json.dumps(content)
         (self.paths.fault_dir / "fault-npus").write_text(text)
-        if code is not None:
-            (self.paths.fault_dir / "checkCode").write_text(code)
         if mtime is not None:
             os.utime(self.paths.fault_dir / "fault-npus", (mtime, mtime))
 
@@ -123,7 +119,7 @@ def publish(folder: Path, name: str, files: dict[str, str]) -> None:
 
 def report(*faulty: int, created: int = 1690000000) -> dict[str, str]:
     text = json.dumps({"FaultRankIds": [str(rank) for rank in faulty], "CreatTime": created})
-    return {"fault-npus": text, "checkCode": hashlib.sha256(text.encode()).hexdigest()}
+    return {"fault-npus": text}
 
 
 def test_a_config_map_that_swaps_its_data_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,40 +135,6 @@ def test_a_config_map_that_swaps_its_data_folder(tmp_path: Path, caplog: pytest.
     publish(paths.fault_dir, "..2024_03", report(2, created=1690000100))
     assert watch.poll() is None
     assert not warnings(caplog)
-
-
-def test_two_keys_are_read_from_the_same_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The mount is swapped after the report was read and before its check code is."""
-    folder = tmp_path / "fault"
-    publish(folder, "..2024_01", report(1))
-    read = config_map.read_text
-    swapped: list[Path] = []
-
-    def swap_after_first(path: Path) -> tuple[str, float]:
-        result = read(path)
-        if not swapped:
-            swapped.append(path)
-            publish(folder, "..2024_02", report(4))
-        return result
-
-    monkeypatch.setattr(config_map, "read_text", swap_after_first)
-    watch = FaultWatch(FaultPaths(fault_dir=folder, reset_dir=tmp_path), started_at=time.time() - 1)
-    assert ranks(watch.poll()) == [4]
-    assert swapped and not warnings(caplog)
-
-
-def test_a_check_code_of_another_text_is_waited_for(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
-    watch = mount.watch()
-    right = report(1)
-    mount.fault(right["fault-npus"], code="0" * 64)
-    for _ in range(3):
-        assert watch.poll() is None
-    (line,) = warnings(caplog)
-    assert "does not fit its checkCode" in line and "will be read again" in line
-    mount.fault(right["fault-npus"] + "\n", code=right["checkCode"].upper() + "\n")
-    assert ranks(watch.poll()) == [1]
 
 
 def test_ranks_that_are_none_are_left_out(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -24,10 +23,6 @@ from mindx_elastic.platforms.faults import (
 )
 
 REPORT = '{"FaultRankIds":["1","3"],"CreatTime":1690000000}'
-
-
-def sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def entry(rank: object = 1, status: object = "unrecovered", policy: object = "restart") -> dict[str, object]:
@@ -90,7 +85,7 @@ def test_the_parser_lists_its_problems_and_a_strict_caller_raises_on_them(tmp_pa
     assert "; ".join(faults.problems) in refusal(put(tmp_path, report))
     put(tmp_path, json.dumps({"FaultRank": [1]}), "fault-npus")
     put(tmp_path, json.dumps({"RankList": [entry(2), entry(3, "Lost")]}), "reset.json")
-    assert "has a key reset.json that has the Status 'Lost' for rank 3; known: " in refusal(tmp_path)
+    assert "/reset.json has the Status 'Lost' for rank 3; known: " in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -116,30 +111,13 @@ def test_a_failed_recovery_is_a_fault_that_stops_no_job() -> None:
 # --- a mounted ConfigMap ---
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        sha(REPORT).upper() + "\n",
-        f' "{sha(REPORT)}" ',
-        "",
-    ],
-)
-def test_a_mounted_folder(tmp_path: Path, code: str) -> None:
+def test_a_mounted_folder(tmp_path: Path) -> None:
     put(tmp_path, REPORT + "\n", "fault-npus")
-    put(tmp_path, code, "checkCode")
+    put(tmp_path, "of another text", "checkCode")
     assert read_faults(tmp_path, world_size=8).ranks == {1, 3}
     assert read_faults(tmp_path / "fault-npus", world_size=8).ranks == {1, 3}
-
-
-def test_the_check_code_of_a_reset_config_may_cover_all_its_keys(tmp_path: Path) -> None:
-    text = json.dumps({"RankList": [entry(2)], "Note": "<a&b>"})
-    data = {"reset.json": text, "restartType": "hotReset"}
-    encoded = json.dumps(data, separators=(",", ":")).replace("<", r"\u003c").replace(">", r"\u003e")
-    for name, content in (*data.items(), ("checkCode", sha(encoded.replace("&", r"\u0026")))):
-        put(tmp_path, content, name)
-    assert read_faults(tmp_path, world_size=8).ranks == {2}
-    put(tmp_path, "podReschedule", "restartType")
-    assert "does not fit its checkCode" in refusal(tmp_path)
+    put(tmp_path, {"RankList": [entry(2)]}, "reset.json")
+    assert read_faults(tmp_path, world_size=8).ranks == {1, 2, 3}
 
 
 # --- what is refused ---
