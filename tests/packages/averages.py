@@ -30,28 +30,13 @@ PARTS = (
             (", not named", "", "told: ema.num_updates (12, now 0)", ""),
         )
     ),
-    *(
-        Part(
-            package="ema-pytorch",
-            name=name,
-            make=make,
-            named="stateful={'ema': ema}",
-            step="ema.update()",
-            result=result,
-        )
-        for name, make, result in (
-            (
-                "EMA",
-                "from ema_pytorch import EMA\nema = EMA(model, beta=0.9, update_after_step=3, update_every=2)",
-                "ema.ema_model.parameters()",
-            ),
-            (
-                "PostHocEMA",
-                "from ema_pytorch import PostHocEMA\nema = PostHocEMA(model, sigma_rels=(0.05, 0.3), "
-                "update_every=2, checkpoint_every_num_steps=100, checkpoint_folder=sys.argv[1] + '-ema')",
-                "[p for e in ema.ema_models for p in e.parameters()]",
-            ),
-        )
+    Part(
+        package="ema-pytorch",
+        name="EMA",
+        make="from ema_pytorch import EMA\nema = EMA(model, beta=0.9, update_after_step=3, update_every=2)",
+        named="stateful={'ema': ema}",
+        step="ema.update()",
+        result="ema.ema_model.parameters()",
     ),
     *(
         Part(
@@ -92,42 +77,6 @@ PARTS = (
         step="ema.step(model.parameters())",
         result="ema.shadow_params",
     ),
-    Part(
-        package="diffusers",
-        name="EMAModel, not named",
-        make="from diffusers.training_utils import EMAModel\n"
-        "ema = EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True)",
-        step="ema.step(model.parameters())",
-        result="ema.shadow_params",
-        want="told: not got back: ema.optimization_step",
-    ),
-    Part(
-        package="pytorch-ignite",
-        name="EMAHandler",
-        make="from ignite.handlers import EMAHandler\nema = EMAHandler(model, momentum=0.1)",
-        named="stateful={'ema': ema.ema_model}",
-        step="ema._update_ema_model(None, 'm') if False else [a.lerp_(b.detach(), 0.1) for a, b in zip("
-        "ema.ema_model.parameters(), model.parameters())]",
-        result="ema.ema_model.parameters()",
-    ),
-    Part(
-        package="mmengine",
-        name="ExponentialMovingAverage",
-        make="from mmengine.model import ExponentialMovingAverage\nema = ExponentialMovingAverage(model, momentum=0.1)",
-        named="stateful={'ema': ema}",
-        step="ema.update_parameters(model)",
-        result="ema.state_dict().values()",
-    ),
-    Part(
-        package="pytorch-posthoc-ema",
-        name="PostHocEMA",
-        make="from posthoc_ema import PostHocEMA\n"
-        "ema = PostHocEMA.from_model(model, checkpoint_dir=sys.argv[1] + '-ema', update_every=2, checkpoint_every=1000)",
-        named="stateful={'ema': ema}",
-        step="ema.update_(model)",
-        result="()",
-        want="refused",
-    ),
     *(
         Part(
             package="torchmetrics",
@@ -146,24 +95,5 @@ PARTS = (
             (", persistent(True)", True, "stateful={'acc': acc}", "equal"),
             (", not named", False, "", "told: not got back: acc._update_count"),
         )
-    ),
-    Part(
-        package="pytorch-ignite",
-        name="Accuracy that sets the rate",
-        make="from ignite.metrics import Accuracy\nacc = Accuracy()",
-        named="stateful={'acc': acc}",
-        loss="F.cross_entropy(out := model(x), y)",
-        step="acc.update((out.detach(), y))",
-        epoch="opt.param_groups[0]['lr'] = 1e-2 * (2 - float(acc.compute())); acc.reset()",
-        result="[opt.param_groups[0]['lr']]",
-    ),
-    Part(
-        package="monai",
-        name="CumulativeAverage that sets the rate",
-        make="from monai.metrics import CumulativeAverage\nmean = CumulativeAverage()",
-        named="stateful={'mean': mean}",
-        step="mean.append(loss.detach())",
-        epoch="opt.param_groups[0]['lr'] = 1e-2 / (1 + float(mean.aggregate())); mean.reset()",
-        result="[opt.param_groups[0]['lr']]",
     ),
 )

@@ -83,36 +83,6 @@ PARTS = (
         "loader = DataLoader(Images(), batch_size=8, shuffle=True, num_workers=2)",
     ),
     Part(
-        package="audiomentations",
-        name="Compose in the data set, no workers",
-        make=_RAW + "import audiomentations as A\n"
-        "class Sounds(torch.utils.data.Dataset):\n"
-        "    def __init__(self): self.t = A.Compose([A.Gain(p=0.5), A.PolarityInversion(p=0.5)])\n"
-        "    def __len__(self): return 64\n"
-        "    def __getitem__(self, i): return torch.from_numpy(self.t(images[i], sample_rate=16000)), labels[i]\n"
-        "loader = DataLoader(Sounds(), batch_size=8, shuffle=True)",
-    ),
-    Part(
-        package="monai",
-        name="CacheDataset with RandFlip and monai's DataLoader",
-        make=_RAW
-        + "from monai.data import CacheDataset, DataLoader as Loader\nfrom monai.transforms import Compose, RandFlipd, RandGaussianNoised, EnsureTyped\n"
-        "t = Compose([EnsureTyped('x'), RandFlipd('x', prob=0.5, spatial_axis=0), RandGaussianNoised('x', prob=0.5)])\n"
-        "cases = [{'x': images[i].reshape(1, 4, 4), 'y': labels[i]} for i in range(64)]\n"
-        "loader = Loader(CacheDataset(cases, t, progress=False), batch_size=8, shuffle=True, num_workers=0)",
-        batch="batch",
-        loss="F.cross_entropy(model(batch['x'].as_tensor().reshape(-1, 16)), batch['y'].as_tensor() if hasattr(batch['y'], 'as_tensor') else batch['y'])",
-    ),
-    Part(
-        package="torchio",
-        name="SubjectsDataset with RandomFlip",
-        make="import torchio as tio\n"
-        "subjects = [tio.Subject(im=tio.ScalarImage(tensor=data.tensors[0][i].reshape(1, 4, 2, 2)), y=int(data.tensors[1][i])) for i in range(64)]\n"
-        "loader = tio.SubjectsLoader(tio.SubjectsDataset(subjects, tio.Compose([tio.RandomFlip(axes=(0, 1)), tio.RandomNoise()])), batch_size=8, shuffle=True)",
-        batch="batch",
-        loss="F.cross_entropy(model(batch['im'][tio.DATA].reshape(-1, 16)), torch.as_tensor(batch['y']))",
-    ),
-    Part(
         package="datasets",
         name="a map-style data set, with_format('torch')",
         make="import datasets\ntable = datasets.Dataset.from_dict({'x': data.tensors[0].tolist(), 'y': data.tensors[1].tolist()}).with_format('torch')\n"
@@ -202,48 +172,10 @@ PARTS = (
         """,
     ),
     Part(
-        package="clustered-batch-sampler",
-        name="ClusteredBatchSampler",
-        make="from clustered_batch_sampler import ClusteredBatchSampler\n"
-        "loader = DataLoader(data, batch_sampler=ClusteredBatchSampler(data, data.tensors[1].tolist(), batch_size=8))",
-    ),
-    Part(
         package="pytorch-metric-learning",
         name="MPerClassSampler",
         make="from pytorch_metric_learning.samplers import MPerClassSampler\n"
         "loader = DataLoader(data, batch_size=8, sampler=MPerClassSampler(data.tensors[1], m=2, batch_size=8, length_before_new_iter=64))",
-    ),
-    Part(
-        package="torchsampler",
-        name="ImbalancedDatasetSampler",
-        make="from torchsampler import ImbalancedDatasetSampler\n"
-        "loader = DataLoader(data, batch_size=8, sampler=ImbalancedDatasetSampler(data, labels=data.tensors[1].tolist()))",
-    ),
-    *(
-        Part(
-            package="pytorch-multilabel-balanced-sampler",
-            name=kind,
-            make=f"from pytorch_multilabel_balanced_sampler.samplers import {kind}\n"
-            f"loader = DataLoader(data, batch_size=8, sampler={kind}(F.one_hot(data.tensors[1], 4)), drop_last=True)",
-            note="without drop_last an epoch never ends with torch 2.13, also without a guard"
-            * (kind == "RandomClassSampler"),
-        )
-        for kind in ("RandomClassSampler", "ClassCycleSampler", "LeastSampledClassSampler")
-    ),
-    Part(
-        package="timm",
-        name="RepeatAugSampler's order, one process",
-        make="from timm.data.distributed_sampler import RepeatAugSampler\n"
-        "loader = DataLoader(data, batch_size=8, sampler=RepeatAugSampler(data, num_replicas=1, rank=0, num_repeats=2, selected_round=0))",
-    ),
-    Part(
-        package="tensordict",
-        name="a TensorDict of running sums in stateful",
-        make="from tensordict import TensorDict\nsums = TensorDict({'loss': torch.zeros(1), 'n': torch.zeros(1)}, batch_size=[])",
-        named="stateful={'sums': sums}",
-        step="sums['loss'] += loss.detach(); sums['n'] += 1",
-        epoch="opt.param_groups[0]['lr'] = 1e-2 / (1 + float(sums['loss'] / sums['n']))",
-        result="[sums['loss'], sums['n']]",
     ),
     Part(
         package="torchrl",

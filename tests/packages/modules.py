@@ -34,24 +34,6 @@ PARTS = (
     ),
     *(
         Part(
-            package="lightly",
-            name=f"NTXentLoss with a memory bank{', not named' * (not named)}",
-            make="from lightly.loss import NTXentLoss\nbank = NTXentLoss(memory_bank_size=(32, 4))",
-            named=named,
-            loss="bank(model(x), model(x + 0.1 * torch.randn_like(x)))",
-            want=want,
-        )
-        for named, want in (("stateful={'bank': bank}", "equal"), ("", "told: bank"))
-    ),
-    Part(
-        package="lightly",
-        name="DINOLoss",
-        make="from lightly.loss import DINOLoss\ndino = DINOLoss(output_dim=4, warmup_teacher_temp_epochs=2)",
-        named="stateful={'dino': dino}",
-        loss="dino([model(x).detach(), model(-x).detach()], [model(x), model(-x)], epoch=epoch - 1)",
-    ),
-    *(
-        Part(
             package="peft",
             name=name,
             make="import warnings; warnings.simplefilter('ignore')\n"
@@ -74,23 +56,6 @@ PARTS = (
         )
     ),
     Part(
-        package="loralib",
-        name="MergedLinear",
-        make="import loralib\nmodel = nn.Sequential(loralib.Linear(16, 32, r=4, lora_dropout=0.1), nn.ReLU(), nn.Linear(32, 4))\n"
-        "loralib.mark_only_lora_as_trainable(model)\n"
-        "opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)",
-    ),
-    Part(
-        package="lycoris-lora",
-        name="LoHa",
-        make="from lycoris import create_lycoris, LycorisNetwork\n"
-        "LycorisNetwork.apply_preset({'target_module': ['Linear']})\n"
-        "net = create_lycoris(model, 1.0, linear_dim=4, linear_alpha=2.0, algo='loha'); net.apply_to()\n"
-        "opt = torch.optim.AdamW(net.parameters(), lr=1e-2)",
-        named="model=[model, net], optimizer=opt, loader=loader",
-        result="net.state_dict().values()",
-    ),
-    Part(
         package="vector-quantize-pytorch",
         name="VectorQuantize with averaged codes",
         make="from vector_quantize_pytorch import VectorQuantize\n"
@@ -98,27 +63,6 @@ PARTS = (
         named="model=[model, vq], optimizer=opt, loader=loader",
         loss="F.cross_entropy(model((q := vq(x[:, None]))[0][:, 0]), y) + q[2].sum()",
         result="vq.state_dict().values()",
-    ),
-    Part(
-        package="vector-quantize-pytorch",
-        name="ResidualVQ with quantize_dropout",
-        make="from vector_quantize_pytorch import ResidualVQ\n"
-        "vq = ResidualVQ(dim=16, codebook_size=8, num_quantizers=3, quantize_dropout=True)",
-        named="model=[model, vq], optimizer=opt, loader=loader",
-        loss="F.cross_entropy(model((q := vq(x[:, None]))[0][:, 0]), y) + q[2].sum()",
-        result="vq.state_dict().values()",
-    ),
-    Part(
-        package="byol-pytorch",
-        name="BYOL",
-        make="from byol_pytorch import BYOL\n"
-        "model = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 8))\n"
-        "byol = BYOL(model, image_size=16, hidden_layer=-1, projection_size=8, projection_hidden_size=16)\n"
-        "opt = torch.optim.AdamW(byol.parameters(), lr=1e-2)",
-        named="model=byol, optimizer=opt, loader=loader",
-        loss="byol(torch.rand(8, 3, 16, 16))",
-        step="byol.update_moving_average()",
-        result="byol.state_dict().values()",
     ),
     Part(
         package="opacus",
@@ -179,42 +123,6 @@ PARTS = (
         """,
     ),
     Part(
-        package="e3nn",
-        name="equivariant network with BatchNorm",
-        make="from e3nn import o3, nn as enn\n"
-        "model = nn.Sequential(o3.Linear('16x0e', '8x0e + 4x1o'), enn.BatchNorm('8x0e + 4x1o'), o3.Linear('8x0e + 4x1o', '4x0e'))",
-    ),
-    Part(
-        package="torchjd",
-        name="UPGrad of two losses",
-        make="import torchjd\nfrom torchjd.aggregation import UPGrad\nfrom torchjd.autojac import backward, jac_to_grad\nagg = UPGrad()",
-        loss="torch.stack([F.cross_entropy(out := model(x), y), out.pow(2).mean()])",
-        backward="backward(loss); jac_to_grad(model.parameters(), agg); loss = loss.sum()",
-    ),
-    Part(
-        package="torchjd",
-        name="GradVac, which counts and draws",
-        make="from torchjd.aggregation import GradVac\nfrom torchjd.autojac import backward, jac_to_grad\nagg = GradVac()",
-        named="stateful={'agg': agg}",
-        loss="torch.stack([F.cross_entropy(out := model(x), y), out.pow(2).mean()])",
-        backward="backward(loss); jac_to_grad(model.parameters(), agg); loss = loss.sum()",
-    ),
-    Part(
-        package="snntorch",
-        name="Leaky neurons with hidden states",
-        make="import snntorch\nspike = snntorch.Leaky(beta=0.9, learn_beta=True, init_hidden=True)\n"
-        "model = nn.Sequential(nn.Linear(16, 32), spike, nn.Linear(32, 4))",
-        loss="(spike.reset_mem(), F.cross_entropy(sum(model(x) for _ in range(3)), y))[1]",
-    ),
-    Part(
-        package="spikingjelly",
-        name="LIFNode, reset in each step",
-        make="from spikingjelly.activation_based import neuron, functional\n"
-        "model = nn.Sequential(nn.Linear(16, 32), neuron.LIFNode(), nn.Linear(32, 4))",
-        loss="F.cross_entropy(sum(model(x) for _ in range(3)), y)",
-        step="functional.reset_net(model)",
-    ),
-    Part(
         package="spikingjelly",
         name="LIFNode with a state that goes on, named",
         make="from spikingjelly.activation_based import neuron, functional\n"
@@ -232,63 +140,6 @@ PARTS = (
         note="the potentials are in a dict inside of the model. Name the layer too",
     ),
     Part(
-        package="torchattacks",
-        name="PGD adversarial training",
-        make="import torchattacks\nattack = torchattacks.PGD(model, eps=0.1, alpha=0.05, steps=2)",
-        loss="F.cross_entropy(model(attack(x.clamp(0, 1), y)), y)",
-    ),
-    Part(
-        package="x-transformers",
-        name="AutoregressiveWrapper",
-        make="from x_transformers import TransformerWrapper, Decoder, AutoregressiveWrapper\n"
-        "model = AutoregressiveWrapper(TransformerWrapper(num_tokens=32, max_seq_len=16, "
-        "attn_layers=Decoder(dim=16, depth=1, heads=2, layer_dropout=0.1)), mask_prob=0.1)",
-        loss="model((x.abs() * 10).long() % 32)",
-    ),
-    Part(
-        package="entmax",
-        name="Entmax15Loss",
-        make="from entmax import Entmax15Loss\ncriterion = Entmax15Loss()",
-        loss="criterion(model(x), y)",
-    ),
-    Part(
-        package="torchdiffeq",
-        name="odeint_adjoint",
-        make="from torchdiffeq import odeint_adjoint\n"
-        "class F1(nn.Module):\n    def __init__(self):\n        super().__init__(); self.l = nn.Linear(16, 16); self.nfe = 0\n"
-        "    def forward(self, t, x):\n        self.nfe += 1\n        return self.l(x).tanh()\n"
-        "func = F1(); head = nn.Linear(16, 4); model = nn.ModuleList([func, head])",
-        loss="F.cross_entropy(head(odeint_adjoint(func, x, torch.tensor([0.0, 1.0]), method='rk4')[-1]), y)",
-    ),
-    Part(
-        package="higher",
-        name="MAML inner loop",
-        make="import higher\nmodel = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))",
-        loss="0",
-        backward="inner = torch.optim.SGD(model.parameters(), lr=0.1)\n            "
-        "with higher.innerloop_ctx(model, inner, copy_initial_weights=False) as (fm, diff):\n                "
-        "diff.step(F.cross_entropy(fm(x[:4]), y[:4])); loss = F.cross_entropy(fm(x[4:]), y[4:]); loss.backward()",
-    ),
-    Part(
-        package="torchopt",
-        name="MetaAdam",
-        make="import torchopt\nmodel = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))\n"
-        "opt = torchopt.Adam(model.parameters(), lr=1e-2)",
-    ),
-    Part(
-        package="kornia",
-        name="AugmentationSequential in the step",
-        make="import kornia.augmentation as K\naug = K.AugmentationSequential(K.RandomHorizontalFlip(p=0.5), K.RandomRotation(15.0, p=0.5))",
-        loss="F.cross_entropy(model(aug(x.reshape(8, 1, 4, 4)).reshape(8, 16)), y)",
-    ),
-    Part(
-        package="denoising-diffusion-pytorch",
-        name="GaussianDiffusion1D",
-        make="from denoising_diffusion_pytorch import Unet1D, GaussianDiffusion1D\n"
-        "model = GaussianDiffusion1D(Unet1D(dim=8, dim_mults=(1, 2), channels=1), seq_length=16, timesteps=10)",
-        loss="model(x[:, None].sigmoid())",
-    ),
-    Part(
         package="torch-geometric",
         name="GCN with NeighborLoader-free batches",
         make="from torch_geometric.data import Data\nfrom torch_geometric.loader import DataLoader as GraphLoader\n"
@@ -300,34 +151,5 @@ PARTS = (
         "model = Net()",
         batch="batch",
         loss="F.cross_entropy(model(batch), batch.y)",
-    ),
-    Part(
-        package="cooper-optim",
-        name="SimultaneousOptimizer with a multiplier",
-        make="import cooper\nfrom cooper import ConstraintState, CMPState\n"
-        "class CMP(cooper.ConstrainedMinimizationProblem):\n"
-        "    def __init__(self):\n        super().__init__()\n"
-        "        self.norm = cooper.Constraint(constraint_type=cooper.ConstraintType.INEQUALITY, "
-        "formulation_type=cooper.formulations.Lagrangian, multiplier=cooper.multipliers.DenseMultiplier(num_constraints=1))\n"
-        "    def compute_cmp_state(self, x, y):\n"
-        "        return CMPState(loss=F.cross_entropy(model(x), y), observed_constraints={self.norm: ConstraintState("
-        "violation=(sum(p.pow(2).sum() for p in model.parameters()) - 1).reshape(1))})\n"
-        "cmp = CMP(); opt = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
-        "dual = torch.optim.SGD(cmp.dual_parameters(), lr=1e-2, maximize=True)\n"
-        "both = cooper.optim.SimultaneousOptimizer(cmp=cmp, primal_optimizers=opt, dual_optimizers=dual)",
-        named="model=model, optimizer=[opt, dual], loader=loader, stateful={'cmp': cmp}",
-        loss="0",
-        backward="loss = both.roll(compute_cmp_state_kwargs={'x': x, 'y': y}).loss",
-        update="pass",
-        result="cmp.dual_parameters()",
-    ),
-    Part(
-        package="torch-pruning",
-        name="MagnitudePruner with growing regularisation",
-        make="import torch_pruning as tp\n"
-        "model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))\n"
-        "pruner = tp.pruner.GrowingRegPruner(model, torch.randn(1, 16), importance=tp.importance.GroupMagnitudeImportance(), pruning_ratio=0.5, ignored_layers=[model[2]])",
-        update="pruner.regularize(model); opt.step()",
-        want="equal",
     ),
 )

@@ -55,68 +55,11 @@ PARTS = (
         step="n[0] += 1; sched.step_update(n[0])",
         result=_RATE,
     ),
-    *(
-        Part(
-            package="pytorch_optimizer",
-            name=name,
-            make=f"from pytorch_optimizer import {name}\n{_OPT}sched = {name}(opt, {arguments})",
-            named=named,
-            step="sched.step()",
-            result=_RATE,
-            want=want,
-        )
-        for name, arguments, named, want in (
-            ("CosineScheduler", "t_max=24, max_lr=1e-2, init_lr=1e-4, warmup_steps=6", "lr_scheduler=sched", "equal"),
-            ("REXScheduler", "total_steps=24, max_lr=1e-2, min_lr=1e-4", "lr_scheduler=sched", "equal"),
-            (
-                "CosineAnnealingWarmupRestarts",
-                "first_cycle_steps=9, max_lr=1e-2, min_lr=1e-4, warmup_steps=3",
-                "lr_scheduler=sched",
-                "equal",
-            ),
-        )
-    ),
     Part(
         package="transformers",
         name="get_cosine_schedule_with_warmup",
         make=f"from transformers import get_cosine_schedule_with_warmup\n{_OPT}"
         "sched = get_cosine_schedule_with_warmup(opt, 5, 24)",
-        named="lr_scheduler=sched",
-        step="sched.step()",
-        result=_RATE,
-    ),
-    Part(
-        package="diffusers",
-        name="get_scheduler('polynomial')",
-        make=f"from diffusers.optimization import get_scheduler\n{_OPT}"
-        "sched = get_scheduler('polynomial', opt, num_warmup_steps=4, num_training_steps=24)",
-        named="lr_scheduler=sched",
-        step="sched.step()",
-        result=_RATE,
-    ),
-    Part(
-        package="zclip",
-        name="ZClip",
-        make="from zclip import ZClip\nclip = ZClip(warmup_steps=5)",
-        named="stateful={'clip': clip}",
-        update="clip.step(model); opt.step()",
-    ),
-    Part(
-        package="pytorch-ignite",
-        name="LinearCyclicalScheduler",
-        make=f"from ignite.handlers import LinearCyclicalScheduler\n{_OPT}"
-        "sched = LinearCyclicalScheduler(opt, 'lr', 1e-3, 1e-2, 10)",
-        named="lr_scheduler=sched",
-        step="sched(None)",
-        result=_RATE,
-    ),
-    Part(
-        package="anyschedule",
-        name="AnySchedule of rate and decay",
-        make=f"from anyschedule import AnySchedule\n{_OPT}"
-        "sched = AnySchedule(opt, config={\n"
-        "    'lr': {'mode': 'cosine', 'end': 24, 'warmup': 6, 'min_value': 0.01},\n"
-        "    'weight_decay': {'mode': 'cosine', 'end': 24, 'min_value': 0.1}})",
         named="lr_scheduler=sched",
         step="sched.step()",
         result=_RATE,

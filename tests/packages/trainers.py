@@ -293,24 +293,6 @@ PARTS = (
         """,
     ),
     _recipe(
-        "poutyne",
-        "Model.fit_generator(initial_epoch=)",
-        """
-        from poutyne import Callback, Model
-
-        class Boundary(Callback):
-            def on_train_batch_end(self, batch_number, logs):
-                guard.step_end(loss=logs["loss"])
-
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        trainer = Model(model, opt, nn.CrossEntropyLoss())
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            trainer.fit_generator(loader, epochs=3, initial_epoch=max(1, guard.position.epoch), callbacks=[Boundary()], verbose=False)
-        """,
-        want="told",
-    ),
-    _recipe(
         "lightning-fabric",
         "Fabric.setup and setup_dataloaders",
         """
@@ -329,54 +311,5 @@ PARTS = (
                     fopt.step()
                     guard.step_end(loss=loss)
         """,
-    ),
-    _recipe(
-        "pytorch-accelerated",
-        "Trainer.train",
-        """
-        from pytorch_accelerated.callbacks import TrainerCallback
-        from pytorch_accelerated.trainer import Trainer
-
-        class Boundary(TrainerCallback):
-            def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
-                guard.step_end(loss=batch_output["loss"])
-
-        class Mine(Trainer):
-            def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-                return loader
-
-            def _prepare_model_optimizer_and_dataloaders(self):
-                pass
-
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        trainer = Mine(model, F.cross_entropy, opt, callbacks=[Boundary()])
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        with guard:
-            trainer.train(data, num_epochs=3, per_device_batch_size=8)
-        """,
-        want="refused",
-    ),
-    _recipe(
-        "tianshou",
-        "ReplayBuffer in stateful",
-        """
-        from tianshou.data import Batch, ReplayBuffer
-
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        buffer = ReplayBuffer(size=40, random_seed=0)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, stateful={"buffer": buffer}, directory=sys.argv[1])
-        with guard:
-            for epoch in guard.epochs(3):
-                for x, y in loader:
-                    for a, b in zip(x, y):
-                        buffer.add(Batch(obs=a.numpy(), act=int(b), rew=0.0, terminated=False, truncated=False, obs_next=a.numpy(), info={}))
-                    batch, _ = buffer.sample(8)
-                    opt.zero_grad()
-                    loss = F.cross_entropy(model(torch.as_tensor(batch.obs)), torch.as_tensor(batch.act))
-                    loss.backward()
-                    opt.step()
-                    guard.step_end(loss=loss)
-        """,
-        want="refused",
     ),
 )
