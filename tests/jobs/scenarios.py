@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
 
@@ -33,8 +32,6 @@ from tests.jobs.kit import kill_here, say, wait_for
 
 PER_STEP = 12
 """Samples of all ranks."""
-CHANGE = 8
-"""The step in which most scenarios change something: the second one of epoch 2."""
 OTHERS = {
     "forward": ("forward", 0),  # the loss is there
     "backward": ("boundary", 0),  # the gradients are
@@ -196,42 +193,6 @@ class Training:
         return digest.hexdigest()
 
 
-# --- flags ---
-
-
-# --- groups and modules ---
-
-
-class ForgottenHead(Training):
-    def before(self, step: int) -> None:
-        if step == CHANGE:
-            self.network.head = nn.Linear(16, 4)
-
-
-class WiderHead(Training):
-    def before(self, step: int) -> None:
-        if step == CHANGE:
-            self.network.head = nn.Linear(16, 5)
-            self.optimizer.param_groups[0]["params"][-2:] = list(self.network.head.parameters())
-
-
-class Shrunk(Training):
-    """A part that the forward does not use goes."""
-
-    def wrapped(self) -> None:
-        self.network.spare = nn.Linear(2, 2)
-
-    def before(self, step: int) -> None:
-        if step == CHANGE:
-            del self.network.spare
-
-
-class LateParametrization(Training):
-    def before(self, step: int) -> None:
-        if step == CHANGE:
-            parametrizations.weight_norm(self.network.head)
-
-
 # --- buffers ---
 
 
@@ -268,8 +229,6 @@ class MomentumEncoder(Training):
 class PowerSgd(Training):
     """Gradients are compressed from step 3 on, with error feedback."""
 
-    named = True
-
     def wrapped(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
@@ -279,27 +238,7 @@ class PowerSgd(Training):
         self.model.register_comm_hook(self.state, power.powerSGD_hook)
 
     def more(self) -> dict[str, Any]:
-        return {"stateful": {"powersgd": self.state}} if self.named else {}
-
-
-class UnnamedPowerSgd(PowerSgd):
-    named = False
-
-
-class OwnHookState:
-    def __init__(self) -> None:
-        self.scale, self.calls = 1.0, 0
-
-
-class UnnamedOwnHook(Training):
-    def wrapped(self) -> None:
-        def hook(state: OwnHookState, bucket: dist.GradBucket) -> Any:
-            state.calls += 1
-            return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
-
-        # DDP compares the classes, and annotations are strings here.
-        hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-        self.model.register_comm_hook(OwnHookState(), hook)
+        return {"stateful": {"powersgd": self.state}}
 
 
 # --- what each rank has of its own ---

@@ -109,6 +109,12 @@ _BODY = """\
             opt.step()
             guard.step_end()
 """
+_POWERSGD = """
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+powersgd = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+model.register_comm_hook(powersgd, powerSGD_hook.powerSGD_hook)
+"""
 _SCHEDULED = {"loader=loader, ": "lr_scheduler=sched, loader=loader, "}
 
 
@@ -126,6 +132,15 @@ def _after(place: str, text: str) -> dict[str, str]:
 
 def _plain(name: str, verdict: Verdict, *changes: Mapping[str, str]) -> Loop:
     return Loop(name, verdict, {old: new for change in changes for old, new in change.items()}, of="plain")
+
+
+def _changed(name: str, words: str, line: str, first: str = "pass") -> Loop:
+    """From epoch 2 on the model is one that no start can make again. `first`: done before the optimizer is made."""
+    changes = (
+        _after("model = tools.mlp()\n", f"{first}\n"),
+        _before(_INNER, f"        if epoch == 2:\n            {line}\n"),
+    )
+    return _plain(name, Refused(words), *changes)
 
 
 def _ddp(name: str, verdict: Verdict, *changes: Mapping[str, str]) -> Loop:
@@ -337,6 +352,20 @@ sched = torch.optim.lr_scheduler.SequentialLR(opt, [warmup, cosine], milestones=
             "            opt.param_groups[0]['params'] = list(model.parameters())\n",
         ),
     ),
+    _changed("a head that the optimizer does not know", "were replaced", "model[4] = torch.nn.Linear(16, 3)"),
+    _changed(
+        "a part that goes", "model: 5.weight, 5.bias are gone", "del model[5]", "model.append(torch.nn.Linear(3, 3))"
+    ),
+    _changed(
+        "a part that is parametrized late",
+        "Build all parts before",
+        "torch.nn.utils.parametrizations.weight_norm(model[4])",
+    ),
+    _changed(
+        "a wider head",
+        "model: 4.weight is now [5, 16] float32 and was [3, 16] float32",
+        "model[4] = torch.nn.Linear(16, 5); opt.param_groups[0]['params'][-2:] = list(model[4].parameters())",
+    ),
     Loop("two_phases", EXACT),
 )
 """What a guard is told to keep."""
@@ -461,16 +490,13 @@ _RANKS: Sequence[Loop] = (
     _ddp(
         "compressed gradients",
         EXACT,
-        _before(
-            _GUARD,
-            """
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-powersgd = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
-model.register_comm_hook(powersgd, powerSGD_hook.powerSGD_hook)
-""",
-        ),
+        _before(_GUARD, _POWERSGD),
         _stateful("powersgd"),
+    ),
+    _ddp(
+        "compressed gradients with a state that is not named",
+        Refused("hook with state (PowerSGDState) that is not named"),
+        _before(_GUARD, _POWERSGD),
     ),
     _ddp(
         "noise and an average of each rank's own",

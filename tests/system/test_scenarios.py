@@ -65,24 +65,6 @@ def assert_same_end(job: Job, whole: Job) -> None:
 
 
 @drill
-@pytest.mark.parametrize(
-    ("scenario", "ranks", "words"),
-    [
-        ("forgotten_head", 1, r"optimizer: it holds 2 parameters .* model\.head\.bias, model\.head\.weight were repl"),
-        ("wider_head", 1, r"model: head\.weight is now \[5, 16\] float32 and was \[4, 16\] float32"),
-        ("shrunk", 1, r"model: spare\.weight, spare\.bias are gone"),
-        ("late_parametrization", 1, r"model: head\.weight is gone since .*Build all parts before"),
-        ("unnamed_power_sgd", 2, r"model: its DDP has a .* hook with state \(PowerSGDState\) that is not named"),
-        ("unnamed_own_hook", 2, r"model: its DDP has a .* hook with state \(OwnHookState\) that is not named"),
-    ],
-)
-def test_what_a_start_cannot_make_again_is_refused(tmp_path: Path, scenario: str, ranks: int, words: str) -> None:
-    job = run_job(JOB, tmp_path / "ckpt", scenario, ranks=ranks, code=1)
-    assert job.matches(rf"UnmanagedStateError: .*{words}"), job.report()
-    assert not job.matches("DONE")
-
-
-@drill
 @pytest.mark.parametrize("step", [6, 9])
 def test_a_step_whose_errors_of_power_sgd_died_with_their_rank_is_done_again(
     tmp_path: Path, uninterrupted: Uninterrupted, step: int
