@@ -30,6 +30,8 @@ class Child:
         self.pid, self.process = pid, process
         self.hears: Callable[[int], bool] | None = None
         """Takes a signal of this process; False: the process has no handler for it. None: it has none at all."""
+        self.heard: list[tuple[float, int]] = []
+        """The signals that it was sent, each with its time."""
         self.is_stopped = False
 
     def poll(self) -> int | None:
@@ -97,6 +99,7 @@ class Kernel:
         process = child.process
         if not process.is_alive:
             raise ProcessLookupError(pid)
+        child.heard.append((self.world.now, signum))
         handlers = self._handlers.get(process, {})
         if signum == signal.SIGKILL:
             process.kill()

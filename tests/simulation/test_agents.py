@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.simulation.agents import Fault, Outcome, Plan, plan_of, play
+from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
+from tests.simulation.agents import GRACE_S, Fault, Outcome, Plan, plan_of, play
 
 EACH = 25
 QUIET = Plan(
@@ -15,8 +18,8 @@ QUIET = Plan(
 )  # fmt: skip
 
 
-def played(nodes: int, *faults: Fault) -> Outcome:
-    outcome = play(replace(QUIET, nodes=nodes, min_nodes=nodes, faults=faults))
+def played(nodes: int, *faults: Fault, **more: Any) -> Outcome:
+    outcome = play(replace(QUIET, nodes=nodes, min_nodes=nodes, faults=faults, **more))
     assert not outcome.wrong, outcome.wrong
     return outcome
 
@@ -62,6 +65,28 @@ def test_a_stop_of_one_agent_stops_all_nodes_when_a_rank_fails_at_that_moment(ki
         for agent in played(2, Fault(kind, fails, 0, at=4.0), Fault("sigterm agent", told, 0, at=at)).agents
     }
     assert codes == {143}
+
+
+def heard(outcome: Outcome, rank: int) -> list[tuple[float, int]]:
+    """What the agent has sent to the first process of a rank, and how long after the first one."""
+    worker = next(each for each in outcome.agents[0].workers if each.rank == rank)
+    began = worker.child.heard[0][0]
+    return [(round(when - began, 1), signum) for when, signum in worker.child.heard]
+
+
+@pytest.mark.parametrize(("is_guarded", "sent"), [(True, CONTROL_SIGNAL), (False, signal.SIGTERM)])
+def test_after_a_failure_plain_workers_get_sigterm_and_guarded_ones_an_order(is_guarded: bool, sent: int) -> None:
+    kill = Fault("kill worker", 0, 0, at=3.1)
+    outcome = played(1, kill, workers=3, is_guarded=is_guarded, hears_connections=False)
+    assert [heard(outcome, rank) for rank in (1, 2)] == [[(0.0, sent)]] * 2
+    assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 1)]
+
+
+def test_who_does_not_stop_is_urged_at_half_time_and_then_killed() -> None:
+    faults = Fault("deaf", 0, 1, at=1.1), Fault("kill worker", 0, 0, at=3.1)
+    outcome = played(1, *faults, workers=2, hears_connections=False)
+    times = 0.0, GRACE_S / 2, GRACE_S
+    assert heard(outcome, 1) == [*zip(times, (CONTROL_SIGNAL, signal.SIGTERM, signal.SIGKILL), strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["kill worker", "sigterm agent"])
