@@ -6,7 +6,7 @@ itself may be the cause: then the text says how to go on from an older one.
 
 A training that its guard has refused (`UnmanagedStateError`) is stopped at once: every attempt would be refused. So is
 a program that makes a wrong call (`UsageError`: no process group, say), names a directory of others
-(`UnsafeDirectoryError`), or has state that no file holds (`UnsupportedStateError`).
+(`UnsafeDirectoryError`) or one that cannot be written to, or has state that no file holds (`UnsupportedStateError`).
 
 Pure: no clock, no files. One thread.
 """
@@ -125,8 +125,11 @@ class CrashLoop:
 
 
 _REFUSAL = "UnmanagedStateError: "
-_USAGE = re.compile(r"(?<![\w.])(?:UsageError|UnsafeDirectoryError|UnsupportedStateError): ")
-"""Of this package: one of another has the name of its module in front of it."""
+_USAGE = re.compile(
+    r"(?<![\w.])(?:(?:UsageError|UnsafeDirectoryError|UnsupportedStateError): |SaveError: .*: cannot write there: )"
+)
+"""Of this package: one of another has the name of its module in front of it. The last one is a start's in a directory
+where nothing can be written (`persist.storage.prepare_directory`): the disk is full, say."""
 
 
 def _text(headline: str, **rows: str) -> str:

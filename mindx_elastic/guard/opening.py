@@ -150,8 +150,9 @@ class Opening:
         if self.proof is not None:
             places = self.proof.redirected(wanted)
             self.policies = tuple(replace(policy, after_save=None) for policy in self.policies)
-        again = self._is_again  # a training that goes on in place needs no disk before its next save
-        resolved, self._trust = prepare_directories(places, ranks, self.options.sharing(), may_be_full=again)
+        self._may_be_full = self._is_again or ranks.attempt > 0  # what goes on needs no disk before its next save
+        sharing, may_be_full = self.options.sharing(), self._may_be_full
+        resolved, self._trust = prepare_directories(places, ranks, sharing, may_be_full=may_be_full)
         self.resolved: dict[Path, Path] = {p: resolved[place] for p, place in zip(wanted, places, strict=True)}
         """The resolved directory of each one that the program names."""
         self._directories = list(dict.fromkeys(self.resolved.values()))
@@ -177,7 +178,7 @@ class Opening:
         options, ranks, targets = self.options, self._ranks, self.targets
         self.collector = Collector(targets)
         if not self._is_again:  # the ranks of this job have found room for it, and a form
-            check_state_and_space(self.collector, self._directories)
+            check_state_and_space(self.collector, self._directories, may_be_full=self._may_be_full)
         self.ddp = ddp_modules(targets)
         self.collector.broadcasts = BufferBroadcasts(self.ddp)
         self.collector.set_parallel_setup(parallel_setup_of(targets, ranks, options.layouts, self.ddp))

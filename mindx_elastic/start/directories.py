@@ -139,8 +139,9 @@ def hold_directories(
                 remove_stale_temps(folder)
 
 
-def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> None:
-    """Raise UnsupportedStateError for a state that a checkpoint cannot hold, SaveError for a disk without room for one.
+def check_state_and_space(collector: Collector, directories: Sequence[Path], *, may_be_full: bool) -> None:
+    """Raise UnsupportedStateError for a state that a checkpoint cannot hold, SaveError for a disk without room for one,
+    which is a warning where it `may_be_full`.
 
     The optimizer's state does not exist yet at a fresh start, so this checks the least space that a save will need.
     """
@@ -150,6 +151,9 @@ def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> 
             check_free_space(directory, least)
         except OSError as error:
             problem = f"{directory}: not enough room for one checkpoint: {error.strerror}"
+            if may_be_full:
+                logger.warning("%s; the training goes on, and saves fail until there is room", problem)
+                continue
             raise SaveError(f"{problem}; make room, or give another directory", path=directory) from error
 
 

@@ -119,5 +119,7 @@ def test_an_error_that_no_restart_can_mend_stops_the_job_at_once(name: str) -> N
     for cause in (f"exit code 1: {name}: call init_process_group()", f"exit code 1: PeerStartError: rank 1: {name}: x"):
         verdict = CrashLoop().judge(replace(BUG, cause=cause, guarded=False))
         assert verdict.action == "stop" and verdict.explanation
+    full = "exit code 1: SaveError: /data/ckpt: cannot write there: No space left on device; check its free space"
+    assert CrashLoop().judge(replace(BUG, cause=full, guarded=False)).action == "stop"
     other = replace(BUG, cause=f"exit code 1: click.exceptions.{name}: no such option")
     assert CrashLoop().judge(other).action == "restart"

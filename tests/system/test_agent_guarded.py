@@ -107,7 +107,7 @@ def test_a_stop_on_a_full_disk_says_that_its_step_is_in_memory_and_why(small_dis
     with agent(SMALL, small_disk / "ckpt", "--steps", 1000, "--step-s", 0.2) as job:
         job.wait_for("READY")
         with suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as file:
-            while file.write(b"x"):
+            while file.write(bytes(4096)):
                 pass
         assert os.statvfs(small_disk).f_bavail == 0, "the fault has fired"
         job.process.terminate()
@@ -122,6 +122,22 @@ def test_a_stop_on_a_full_disk_says_that_its_step_is_in_memory_and_why(small_dis
     with agent(SMALL, small_disk / "ckpt", "--steps", result["saved_step"] + 1) as job:
         job.expect(0)
     assert job.resumed() == [str(result["saved_step"])], job.report()
+
+
+@drill
+def test_a_rank_that_is_killed_on_a_full_disk_goes_on_from_memory(small_disk: Path) -> None:
+    """Each restart refused the directory, until none was left."""
+    with agent(SMALL, small_disk / "ckpt", "--steps", 150, "--step-s", 0.1) as job:
+        job.wait_for("a snapshot in memory every")
+        with suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        job.signal_rank(0, signal.SIGKILL)
+        job.wait_for("READY", 2)
+        (small_disk / "fill").unlink()
+        job.expect(0)
+    assert int(job.resumed()[1]) > 0, job.report()
+    assert job.matches("WARNING .*No space left on device.*the training goes on, and saves fail until there is room")
 
 
 def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
