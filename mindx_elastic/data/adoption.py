@@ -83,8 +83,6 @@ class Adoption:
 
     def _seed(self, seed: int) -> None:
         self.resumable.seed = seed
-        if isinstance(self.resumable, ResumableLoader):
-            self.resumable._sampler.seed = seed
         self.resumable._settings = None
 
     def describe(self) -> str:
@@ -144,7 +142,7 @@ def _take_over(loader: DataLoader[Any], resumable: ResumableLoader) -> None:
     if asked(loader.sampler, "num_replicas") is not None:
         seed = 0 if order["own_seed"] is None else mix(0, order["own_seed"])
         if seed != resumable.seed:
-            resumable.seed = resumable._sampler.seed = seed
+            resumable.seed = seed
             resumable._settings = None
 
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from mindx_elastic.data.generators import find_generators
-from mindx_elastic.data.iteration import Engine, EngineLoader
+from mindx_elastic.data.iteration import CursorLoader, Opened
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import whole_number
 from mindx_elastic.data.random_streams import device_generators, seeded
 from mindx_elastic.data.sampler import rank_and_world_size
-from mindx_elastic.data.track import LoaderMark
 from mindx_elastic.errors import UsageError
 
 __all__ = ["FunctionLoader", "from_function"]
 
-_KIND = "function"
 _BATCH = 8  # keeps its hashes apart
 
 
-class FunctionLoader(EngineLoader):
+class FunctionLoader(CursorLoader):
     """Gives the batches that a function makes, and knows its position.
 
     The function draws from the global streams (Python's, numpy's, torch's on the CPU and on CUDA devices) and from
@@ -35,6 +33,8 @@ class FunctionLoader(EngineLoader):
         seed: whole number. Ranks draw differently.
     """
 
+    _form = "function"
+
     def __init__(self, function: Callable[[], Any], batches_per_epoch: int | None = None, *, seed: int = 0) -> None:
         if not callable(function):
             raise UsageError(f"from_function({function!r}): give a function that returns a batch")
@@ -42,9 +42,9 @@ class FunctionLoader(EngineLoader):
         self.batches_per_epoch = batches_per_epoch
         if batches_per_epoch is not None:
             self.batches_per_epoch = whole_number("batches_per_epoch", batches_per_epoch, low=1)
+        self._has_ends = batches_per_epoch is not None
         self.seed = whole_number("seed", seed)
-        self.on_iterator_ready = None
-        self._engine = Engine()
+        self._set_up()
 
     def __len__(self) -> int:
         if self.batches_per_epoch is None:
@@ -53,47 +53,27 @@ class FunctionLoader(EngineLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """See `ResumableLoader.set_epoch`. Without `batches_per_epoch` there is one epoch only: this does nothing."""
-        if self.batches_per_epoch is not None:
-            self._engine.cursor.set_epoch(whole_number("epoch", epoch, low=0))
+        if self._has_ends:
+            self._cursor.set_epoch(whole_number("epoch", epoch, low=0))
 
     def __iter__(self) -> Iterator[Any]:
-        cursor = self._engine.cursor
-        if self.batches_per_epoch is None and not (cursor.pending or cursor.finished):
-            # Without an end, a new iterator goes on.
+        cursor = self._cursor
+        if not (self._has_ends or cursor.pending or cursor.finished):  # without an end, a new iterator goes on
             cursor.move_to(cursor.epoch, batch=cursor.batch)
-        cursor.begin()
+        return super().__iter__()
+
+    def _begin(self) -> Opened:
+        cursor = self._cursor
         first, total, epoch = cursor.batch, self.batches_per_epoch, cursor.epoch
         if cursor.finished or total is None:
             left = 0 if cursor.finished else None
         else:
             left = max(0, total - first)
         batches = _Calls(self.function, partial(self._seed_of, epoch), first, left)
-        return self._engine.iterate(
-            batches,
-            loader=self,
-            progress=lambda count: (0, left is not None and count >= left),
-            announce=self._announce,
-        )
+        return Opened(batches, lambda count: (0, left is not None and count >= left), self._announce)
 
     def _seed_of(self, epoch: int, number: int) -> int:
         return mix(self.seed, epoch, number, rank_and_world_size(None, None)[0], _BATCH)
-
-    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
-        """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
-        return {
-            "kind": _KIND,
-            "seed": self.seed,
-            "epoch": at.epoch,
-            "batch": at.batch,
-            "samples": 0,
-            "finished": at.finished,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration starts at this position. Raises MismatchError where the seed or the kind differs."""
-        check_unchanged(_KIND, state, {"seed": self.seed})
-        check_numbers(state)
-        self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
 
 
 class _Calls(Iterator[Any]):

@@ -4,57 +4,51 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from mindx_elastic.data.position import Cursor
+from mindx_elastic.data.position import Cursor, check_numbers, check_streams, check_unchanged
+from mindx_elastic.data.random_streams import VERSION
 from mindx_elastic.data.track import LoaderMark, fetching
 from mindx_elastic.data.workers import end_workers, open_iterator
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Engine", "EngineLoader", "Iteration", "at_unfollowed"]
+__all__ = ["CursorLoader", "Iteration", "Opened", "at_unfollowed"]
 
 _SHUTDOWN_GRACE_S = 0.5
-
-Progress = Callable[[int], "tuple[int, bool]"]
 
 at_unfollowed: list[Callable[[Iteration], None]] = []
 """Called in the thread that asks, before each batch of a loader that no guard follows."""
 
 
+class Opened(NamedTuple):
+    """What a loader begins an iteration with."""
+
+    batches: Iterator[Any]
+    progress: Callable[[int], tuple[int, bool]]
+    """(samples consumed, no batch is left) after so many batches of this iteration."""
+    announce: Callable[[], None] | None
+    """Runs once, before the first batch is fetched."""
+    check: Callable[[], None] | None = None
+    """Runs before each batch is asked for, and may raise."""
+
+
 class Iteration(Iterator[Any]):
     """Iterator over the batches of one epoch. Only a batch that the caller gets moves the position: prefetched ones
-    do not count.
-
-    `progress(n)` is (samples consumed, no batch is left) after n batches of this iteration. `announce` runs once,
-    before the first batch is fetched; `check` runs before each one is asked for, and may raise. `shared` says that
-    persistent workers, which outlive it, make the batches. Training thread only.
+    do not count. Training thread only.
     """
 
-    def __init__(
-        self,
-        cursor: Cursor,
-        batches: Iterator[Any],
-        *,
-        loader: Any,
-        progress: Progress,
-        announce: Callable[[], None] | None,
-        shared: bool,
-        check: Callable[[], None] | None,
-    ) -> None:
-        self._cursor = cursor
+    def __init__(self, loader: CursorLoader, opened: Opened, *, is_shared: bool) -> None:
+        """`is_shared`: persistent workers, which outlive it, make the batches."""
         self.loader: weakref.ref[Any] = weakref.ref(loader)
-        self._token = cursor.token
-        self._batches: Iterator[Any] | None = batches
-        self._progress = progress
-        self._announce = announce
-        self._shared = shared
-        self._check = check
+        self._cursor = loader._cursor
+        self._token = self._cursor.token
+        self._batches: Iterator[Any] | None = opened.batches
+        self._progress, self._announce, self._check = opened.progress, opened.announce, opened.check
+        self._is_shared = is_shared
         self._count = 0
         self._stopped = False
-        self.outdated: Callable[[], None] | None = None
-        """Called before each batch of an iterator that was made before its guard was entered."""
 
     def __next__(self) -> Any:
         batches = self._batches
@@ -65,12 +59,13 @@ class Iteration(Iterator[Any]):
                     "make iterators and generators over it inside of the function"
                 )
             raise StopIteration
-        if self.outdated is not None:
-            self.outdated()
+        if self._token != self._cursor.token:
+            if self._cursor.at_older is not None:
+                self._cursor.at_older()
+            if self._is_shared:
+                raise UsageError("a newer iterator of this loader uses its persistent workers; this one has ended")
         if self._check is not None:
             self._check()
-        if self._shared and self._token != self._cursor.token:
-            raise UsageError("a newer iterator of this loader uses its persistent workers; this one has ended")
         if self._announce is not None:
             announce, self._announce = self._announce, None
             announce()
@@ -78,7 +73,7 @@ class Iteration(Iterator[Any]):
         thread = threading.get_ident()
         is_nested = thread in fetching  # in the data set of another loader
         if track is not None:
-            track.ask()
+            track.is_asked()
         elif at_unfollowed and not is_nested:
             for see in at_unfollowed:
                 see(self)
@@ -97,7 +92,7 @@ class Iteration(Iterator[Any]):
             if not is_nested:
                 fetching.discard(thread)
         if track is not None:
-            track.see(batch)
+            track.has_made(batch)
         self._advance()
         return batch
 
@@ -124,19 +119,72 @@ class Iteration(Iterator[Any]):
             self._end(exhausted=False)
 
 
-class Engine:
-    """What both loaders share: the cursor, the iteration under way, the persistent workers."""
+class CursorLoader:
+    """A loader of ours: the cursor has its position."""
 
-    def __init__(self) -> None:
-        self.cursor = Cursor()
+    _form: str
+    """In its state."""
+    seed: int
+    on_iterator_ready: Callable[[], None] | None
+    """Called once an iteration, when the worker iterator exists and the first batch has not been fetched."""
+    _has_ends = True
+    """Whether its epochs end."""
+    _takes_first_seed = False
+    """Whether it takes over the seed of the run that it resumes, in place of a refusal: it was made for a program that
+    has chosen none."""
+
+    def _set_up(self) -> None:
+        self.on_iterator_ready = None
+        self._cursor = Cursor()
         self._live: weakref.ref[Iteration] | None = None  # weak: dropping the iterator must end it at once
-        self.at_overlap: Callable[[], None] | None = None
-        """Called when an iterator is asked for a batch after a newer one has begun: a position has one place."""
+        self._settings: dict[str, Any] | None = None
         # For persistent workers only:
         self._torch_loader: Any = None
         self._torch_iterator: Any = None
 
-    def open(self, build: Callable[[], Any], *, persistent: bool) -> Iterator[Any]:
+    @property
+    def epoch(self) -> int:
+        """Epoch of the running iteration, or else of the next one."""
+        return self._cursor.next_epoch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch that was handed out last is its epoch's last one; False where only the end tells."""
+        return self._cursor.is_at_end
+
+    @property
+    def _foresees_end(self) -> bool:
+        """Whether `is_last` says so."""
+        return self._has_ends
+
+    def set_epoch(self, epoch: int) -> None:
+        raise NotImplementedError
+
+    def _move_on(self) -> None:
+        """As after the last batch of the loaded epoch."""
+        self.set_epoch(self._cursor.epoch + 1)
+
+    # --- an iteration ---
+
+    def __iter__(self) -> Iterator[Any]:
+        cursor = self._cursor
+        cursor.begin()
+        try:
+            opened = self._begin()
+        except BaseException:
+            cursor.abandon()
+            raise
+        iteration = Iteration(self, opened, is_shared=opened.batches is self._torch_iterator)
+        self._live = weakref.ref(iteration)
+        if cursor.track is not None:
+            cursor.track.iteration_is_open()
+        return iteration
+
+    def _begin(self) -> Opened:
+        """What the cursor's epoch has left."""
+        raise NotImplementedError
+
+    def _open(self, build: Callable[[], Any], *, persistent: bool) -> Iterator[Any]:
         """A torch iterator over `build()`.
 
         With persistent workers `build` is called the first time only; the workers are kept here.
@@ -150,102 +198,72 @@ class Engine:
             iter(self._torch_loader)  # resets the same iterator; no process is started
         return self._torch_iterator  # type: ignore[no-any-return]
 
-    def iterate(
-        self,
-        batches: Iterator[Any],
-        *,
-        loader: Any,
-        progress: Progress,
-        announce: Callable[[], None] | None,
-        check: Callable[[], None] | None = None,
-    ) -> Iteration:
-        shared = batches is self._torch_iterator
-        iteration = Iteration(
-            self.cursor,
-            batches,
-            loader=loader,
-            progress=progress,
-            announce=announce,
-            shared=shared,
-            check=check,
-        )
-        if (older := self.live) is not None and self.at_overlap is not None:
-            older.outdated = self.at_overlap
-        self._live = weakref.ref(iteration)
-        if (track := self.cursor.track) is not None and track.at_opened is not None:
-            track.at_opened()
-        return iteration
+    def _announce(self) -> None:
+        if self.on_iterator_ready is not None:
+            self.on_iterator_ready()
 
     @contextmanager
-    def set_aside(self, loader: Any) -> Iterator[None]:
-        """Inside, `loader` (the owner of this engine) can be iterated as if it were another object: the position, an
-        iteration under way and persistent workers are as before afterwards. Training thread."""
-        ready, loader.on_iterator_ready = loader.on_iterator_ready, None
+    def set_aside(self) -> Iterator[None]:
+        """A block in which this loader can be iterated (an evaluation on the training data) without any effect on its
+        position and on an iteration under way. Inside, each ``iter()`` is a whole epoch, the first one in the order of
+        the present epoch. `Guard.outside_step` has it around it. Training thread."""
+        ready, self.on_iterator_ready = self.on_iterator_ready, None
         before = self._live, self._torch_loader, self._torch_iterator
         self._live = self._torch_loader = self._torch_iterator = None
         try:
-            with self.cursor.set_aside():
+            with self._cursor.set_aside():
                 yield
         finally:
             self._live, self._torch_loader, self._torch_iterator = before
-            loader.on_iterator_ready = ready
-
-    @property
-    def live(self) -> Iteration | None:
-        """The newest iterator, if it still exists."""
-        return self._live() if self._live is not None else None
-
-    def shutdown(self) -> None:
-        iteration = self.live
-        if iteration is not None:
-            iteration.stop()
-        iterator = self._torch_iterator
-        self._torch_loader = self._torch_iterator = None
-        end_workers(iterator, grace_s=_SHUTDOWN_GRACE_S)
-
-
-class EngineLoader:
-    """A loader of ours: its engine has the position."""
-
-    _engine: Engine
-    on_iterator_ready: Callable[[], None] | None
-    """Called once an iteration, when the worker iterator exists and the first batch has not been fetched."""
-    _takes_first_seed = False
-    """Whether it takes over the seed of the run that it resumes, in place of a refusal: it was made for a program that
-    has chosen none."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the running iteration, or else of the next one."""
-        return self._engine.cursor.next_epoch
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the batch that was handed out last is its epoch's last one; False where only the end tells."""
-        return self._engine.cursor.is_at_end
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, a new dict each time; call it every step. What a replaying loader needs to begin the epoch
-        again, about 10 KB of arrays, the dicts of one epoch share: do not change those in place."""
-        return self.state_at(self._engine.cursor)
-
-    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
-        """The same for an earlier position. `later`: those after it, up to the present one."""
-        raise NotImplementedError
-
-    def set_aside(self) -> AbstractContextManager[None]:
-        """A block in which this loader can be iterated (an evaluation on the training data) without any effect on its
-        position and on an iteration under way. Inside, each ``iter()`` is a whole epoch, the first one in the order of
-        the present epoch. `Guard.outside_step` has it around it."""
-        return self._engine.set_aside(self)
+            self.on_iterator_ready = ready
 
     def shutdown(self) -> None:
         """End the worker processes now: ask, wait half a second, SIGKILL.
 
         Idempotent; any thread, but not two at once.
         """
-        self._engine.shutdown()
+        iteration = None if self._live is None else self._live()
+        if iteration is not None:
+            iteration.stop()
+        iterator = self._torch_iterator
+        self._torch_loader = self._torch_iterator = None
+        end_workers(iterator, grace_s=_SHUTDOWN_GRACE_S)
 
-    def _announce(self) -> None:
-        if self.on_iterator_ready is not None:
-            self.on_iterator_ready()
+    # --- the position ---
+
+    def _current_settings(self) -> dict[str, Any]:
+        """What a position depends on."""
+        return {"kind": self._form, "seed": self.seed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, a new dict each time; call it every step. What a replaying loader needs to begin the epoch
+        again, about 10 KB of arrays, the dicts of one epoch share: do not change those in place."""
+        return self.state_at(self._cursor)
+
+    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
+        """The same for an earlier position. `later`: those after it, up to the present one."""
+        if self._settings is None:
+            self._settings = self._current_settings()
+        return {
+            **self._settings,
+            "epoch": at.epoch,
+            "batch": at.batch,
+            "samples": at.samples,
+            "finished": at.finished,
+            "streams": VERSION,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration starts at this position. Raises MismatchError, and changes nothing, where the settings or
+        the kind differ."""
+        if self._takes_first_seed and isinstance(state.get("seed"), int):
+            self.seed = state["seed"]
+        self._load(state, self._current_settings())
+
+    def _load(self, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        check_unchanged(self._form, state, expected)
+        check_numbers(state, "epoch", "batch", "samples")
+        check_streams(state)
+        self._cursor.move_to(
+            state["epoch"], batch=state["batch"], samples=state["samples"], finished=bool(state.get("finished"))
+        )

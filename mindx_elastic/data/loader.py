@@ -5,7 +5,7 @@ Resuming is exact and costs the same at every batch, with any number of workers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,19 +22,17 @@ from torch.utils.data import (
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import has_method, length_of
 from mindx_elastic.data.function import FunctionLoader
-from mindx_elastic.data.iteration import Engine, EngineLoader
+from mindx_elastic.data.iteration import CursorLoader, Opened
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import Cursor, check_numbers, check_streams, check_unchanged, whole_number
-from mindx_elastic.data.random_streams import VERSION, SeededDataset, as_collated
+from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.random_streams import SeededDataset, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock, keeps_state
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
-from mindx_elastic.data.track import LoaderMark
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ResumableLoader", "from_loader", "stock_order", "with_settings_of"]
 
-_KIND = "resumable"
 _WORKERS = 4  # keeps the workers' base seeds apart from the other hashes of (seed, epoch)
 _REPLACED = {
     "sampler": "the order is part of the position; shuffle=True or False chooses it",
@@ -44,7 +42,7 @@ _REPLACED = {
 }
 
 
-class ResumableLoader(EngineLoader, DataLoader[Any]):
+class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # its iterators are ours
     """A DataLoader whose order, batches and augmentation are functions of (seed, epoch, place).
 
     A position is a few numbers. Resuming costs the same at every batch, and `num_workers` may change.
@@ -72,6 +70,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
     All methods belong to the training thread, except `shutdown`. Raises UsageError for arguments that cannot work.
     """
 
+    _form = "resumable"
     worker_grace_s: float | None
     """Seconds that a signalled worker may live on; None: the environment's grace period."""
 
@@ -90,21 +89,18 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         **dataloader_kwargs: Any,
     ) -> None:
         _check_arguments(dataset, rank, world_size, dataloader_kwargs)
-        self.on_iterator_ready = None
+        self._set_up()
         self.worker_grace_s = None
-        self.seed = whole_number("seed", seed)
-        self._engine = Engine()
-        self._settings: dict[str, Any] | None = None
         self._resplit_epoch = (0, 0)  # the epoch that goes on with another number of ranks, and its batches
         self._lengths: tuple[int, int] | None = None  # of the data set: at a checkpoint, and when that was loaded
         self.length_before: int | None = None  # of the data set, before a guard has put back what is set on it
         self._warned_of_padding = False
         sampler = ResumableBatchSampler(
             dataset,
-            self._engine.cursor,
+            self._cursor,
             batch_size=whole_number("batch_size", batch_size, low=1),
             shuffle=bool(shuffle),
-            seed=self.seed,
+            seed=whole_number("seed", seed),
             drop_last=bool(drop_last),
             ranks=partial(rank_and_world_size, rank, world_size),  # not a method: a cycle would keep workers alive
         )
@@ -122,8 +118,16 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         """Batches of a whole epoch for one rank; in an epoch that goes on with another number of ranks, those that were
         handed out and those that are left: ``number == len(loader)`` is true of the last one."""
         epoch, total = self._resplit_epoch
-        cursor = self._engine.cursor
+        cursor = self._cursor
         return total if cursor.samples and epoch == cursor.next_epoch else len(self._sampler)
+
+    @property
+    def seed(self) -> int:
+        return self._sampler.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._sampler.seed = seed
 
     @property
     def num_shares(self) -> int:
@@ -132,42 +136,16 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is `epoch`: from the loaded position if that is in this epoch, else from the start."""
-        self._engine.cursor.set_epoch(whole_number("epoch", epoch, low=0))
+        self._cursor.set_epoch(whole_number("epoch", epoch, low=0))
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        cursor = self._engine.cursor
-        cursor.prepare()
-        cursor.begin()
-        try:
-            self._settings = self._current_settings()
-            self._check_length(len(self._sampler.dataset))
-            opened = self._engine.open(self._build, persistent=self.persistent_workers)
-            plan = self._sampler.newest_plan
-            assert plan is not None
-            self._warn_of_padding(plan)
-        except BaseException:
-            cursor.abandon()
-            raise
-        return self._engine.iterate(
-            opened,
-            loader=self,
-            progress=partial(_progress, plan),
-            announce=self._announce,
-            check=self._sampler.check_order,
-        )
-
-    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
-        """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
-        if self._settings is None:
-            self._settings = self._current_settings()
-        return {
-            **self._settings,
-            "epoch": at.epoch,
-            "batch": at.batch,
-            "samples": at.samples,
-            "finished": at.finished,
-            "streams": VERSION,
-        }
+    def _begin(self) -> Opened:
+        self._settings = self._current_settings()
+        self._check_length(len(self._sampler.dataset))
+        batches = self._open(self._build, persistent=self.persistent_workers)
+        plan = self._sampler.newest_plan
+        assert plan is not None
+        self._warn_of_padding(plan)
+        return Opened(batches, partial(_progress, plan), self._announce, self._sampler.check_order)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration starts at this position.
@@ -176,36 +154,34 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
         another kind of loader wrote the state. Another world size is fine. So is another length of the data set until
         the iteration begins: the program may set it for each epoch, or from what it gets back after this.
         """
-        if self._takes_first_seed and isinstance(state.get("seed"), int):
-            self.seed = self._sampler.seed = state["seed"]
-        settings = self._current_settings()
+        super().load_state_dict(state)
+
+    def _load(self, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        settings = dict(expected)
         world_size, size = settings.pop("world_size"), settings.pop("num_samples")
-        check_unchanged(_KIND, state, settings)
-        check_numbers(state, "num_samples", "batch_size")
-        if state["samples"] > state["num_samples"]:
-            raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
-        check_streams(state)
-        batch, samples, finished = state["batch"], state["samples"], bool(state.get("finished"))
-        until = None if finished else self._sampler.plan(size=state["num_samples"]).batches_until(samples)
+        check_unchanged(self._form, state, settings)
+        check_numbers(state, "epoch", "batch", "samples", "num_samples", "batch_size")
+        batch, samples, then = state["batch"], state["samples"], state["num_samples"]
+        if samples > then:
+            raise MismatchError(f"the checkpoint's data position is damaged: samples={samples}")
+        finished = bool(state.get("finished"))
+        until = None if finished else self._sampler.plan(size=then).batches_until(samples)
         if state.get("world_size") != world_size:
             batch = batch if until is None else until  # the place of the same sample, where there is one
             logger.info("world size was %s, is %s: the epoch goes on at sample %d", state.get("world_size"), world_size,
                       samples)  # fmt: skip
         self._resplit_epoch = (0, 0)
         if batch != until and not finished:  # in this start, or in an earlier one
-            self._resplit_epoch = (
-                state["epoch"],
-                batch + self._sampler.plan(samples, size=state["num_samples"]).num_batches,
-            )
-        self._engine.cursor.move_to(state["epoch"], batch=batch, samples=samples, finished=finished)
-        self._settings = {**self._current_settings(), "num_samples": state["num_samples"]}
-        self._lengths = state["num_samples"], size if self.length_before is None else self.length_before
+            self._resplit_epoch = state["epoch"], batch + self._sampler.plan(samples, size=then).num_batches
+        super()._load({**state, "batch": batch}, settings)
+        self._settings = {**expected, "num_samples": then}
+        self._lengths = then, size if self.length_before is None else self.length_before
 
     def _check_length(self, now: int) -> None:
         """At the first iteration after `load_state_dict`. Raises MismatchError."""
         if self._lengths is None:
             return
-        (then, at_load), cursor = self._lengths, self._engine.cursor
+        (then, at_load), cursor = self._lengths, self._cursor
         in_epoch = bool(cursor.samples) and not cursor.finished
         if now != then and (in_epoch or now == at_load):  # else the program gives each epoch its own length
             raise MismatchError(
@@ -223,8 +199,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
     def _current_settings(self) -> dict[str, Any]:
         sampler = self._sampler
         return {
-            "kind": _KIND,
-            "seed": self.seed,
+            **super()._current_settings(),
             "num_samples": len(sampler.dataset),
             "batch_size": sampler.batch_size,
             "shuffle": sampler.shuffle,
@@ -235,7 +210,7 @@ class ResumableLoader(EngineLoader, DataLoader[Any]):
     def _build(self) -> DataLoader[Any]:
         # Read at each epoch, so that attributes set after construction count, as they do in DataLoader.
         dataset = SeededDataset(self.dataset, self.collate_fn)
-        generator = torch.Generator().manual_seed(mix(self.seed, self._engine.cursor.epoch, _WORKERS))
+        generator = torch.Generator().manual_seed(mix(self.seed, self._cursor.epoch, _WORKERS))
         return make_torch_loader(
             self,
             dataset,

@@ -16,7 +16,6 @@ from mindx_elastic.data.track import LoaderMark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
-    "ORDER",
     "SETTINGS",
     "Cursor",
     "at_place_of",
@@ -64,19 +63,15 @@ class Cursor:
     """Follows what is handed out, while a guard is entered."""
     at_begin: Callable[[], None] | None = None
     """Called once, before the next iteration begins: it may move the position."""
-
-    def prepare(self) -> None:
-        """An iteration is about to begin."""
-        if self.at_begin is not None:
-            hook, self.at_begin = self.at_begin, None
-            hook()
+    at_older: Callable[[], None] | None = None
+    """Called before an iterator gives a batch that is not of the newest iteration: a position has one place."""
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Inside, the cursor is at the begin of this epoch, and is not followed; afterwards it is as it was."""
         before = vars(self).copy()
         self.move_to(self.epoch)
-        self.track = None
+        self.track = self.at_begin = self.at_older = None
         try:
             yield
         finally:
@@ -104,21 +99,21 @@ class Cursor:
         elif not (self.pending and epoch == self.epoch):
             self.move_to(epoch)
 
-    def begin(self) -> int:
-        """A new iteration begins; returns its token."""
+    def begin(self) -> None:
+        """A new iteration begins."""
+        if self.at_begin is not None:
+            hook, self.at_begin = self.at_begin, None
+            hook()
         if self.live:
             self._drop()
-        if self.track is not None:
-            self.track.begin()
         if self.requested is not None:
             self.move_to(self.requested)
         elif not self.pending:
             self.move_to(self.epoch + 1)
         self.pending, self.live = False, True
         self.token = next(_tokens)
-        if self.track is not None and self.track.at_begin is not None:
-            self.track.at_begin()
-        return self.token
+        if self.track is not None:
+            self.track.iteration_begins()
 
     @property
     def is_at_end(self) -> bool:
@@ -127,7 +122,11 @@ class Cursor:
 
     def _drop(self) -> None:
         if self.track is not None and self.batch and not self.is_at_end:
-            self.track.drop()
+            self.track.is_dropped()
+
+    def outdate(self) -> None:
+        """No iterator that there is moves the position any more."""
+        self.token, self.live = next(_tokens), False
 
     def abandon(self) -> None:
         """The iteration that has just begun could not be set up; the next one starts where it would have."""
@@ -140,7 +139,7 @@ class Cursor:
             self.samples = samples
             self.finished = finished
             if self.track is not None:
-                self.track.hand_out(self.mark)
+                self.track.hands_out(self.mark)
 
     def end(self, token: int, *, exhausted: bool) -> None:
         """The iteration is exhausted or was dropped."""
@@ -148,7 +147,7 @@ class Cursor:
             self.live = False
             self.finished = self.finished or exhausted
             if self.track is not None:
-                self.track.end(exhausted=exhausted)
+                self.track.has_ended(exhausted=exhausted)
                 if not exhausted:
                     self._drop()
             if self.requested is not None:
@@ -207,8 +206,6 @@ def check_order(made_with: tuple[Any, ...], now: tuple[Any, ...]) -> None:
         )
 
 
-ORDER = "order"
-"""Digest of the samples of the epoch that were used, where they come from a sampler of the program's."""
 SETTINGS = "settings"
 """A key in the state of a loader: what the program has set on its data set (`guard.loops.data_settings`)."""
 _PLACE = ("epoch", "batch", "samples", "finished")
@@ -237,14 +234,12 @@ def at_place_of(state: Any, other: Any) -> dict[str, Any] | None:
 
 def without_order(state: Any) -> Any:
     """`state` of a loader without the digest of the samples that it has given: for a loader of another rank."""
-    if isinstance(state, dict) and {"kind", ORDER} <= state.keys():
-        return {name: value for name, value in state.items() if name != ORDER}
-    return state
+    return {**state, "samples": 0} if isinstance(state, dict) and state.get("kind") == "replay" else state
 
 
-def check_numbers(state: Mapping[str, Any], *others: str) -> None:
-    """Raise MismatchError when the numbers of a position, and `others`, are not numbers."""
-    for name in ("epoch", "batch", "samples", *others):
+def check_numbers(state: Mapping[str, Any], *names: str) -> None:
+    """Raise MismatchError when numbers of a position are not numbers."""
+    for name in names:
         value = state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise MismatchError(f"the checkpoint's data position is damaged: {name}={value!r}")

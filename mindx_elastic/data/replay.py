@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
@@ -20,19 +20,10 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, attributes_of, has_method, length_of
 from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
-from mindx_elastic.data.iteration import Engine, EngineLoader
+from mindx_elastic.data.iteration import CursorLoader, Opened
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import (
-    ORDER,
-    Cursor,
-    check_numbers,
-    check_order,
-    check_streams,
-    check_unchanged,
-    whole_number,
-)
+from mindx_elastic.data.position import Cursor, check_order, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import (
-    VERSION,
     SeededDataset,
     SeparateStreams,
     advance_streams,
@@ -46,13 +37,12 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "keeps_state", "parts_with_epoch"]
 
-_KIND = "replay"
 _STREAMS = "datasets.iterable_dataset"
 _BATCH, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
 _MOST_TENSORS = 8
 
 
-class ReplayLoader(EngineLoader):
+class ReplayLoader(CursorLoader):
     """Resumes any loader by beginning its epoch again and skipping what was consumed.
 
     At the start of an epoch it notes the global random streams (Python, numpy, torch CPU) and those found on the
@@ -77,24 +67,24 @@ class ReplayLoader(EngineLoader):
     Iterations, `set_epoch` and threads: as `ResumableLoader`. `set_epoch` is passed on to the sampler at once.
     """
 
+    _form = "replay"
+
     def __init__(self, loader: Iterable[Any], *, seed: int = 0) -> None:
         if not has_method(loader, "__iter__"):
             raise UsageError(f"{type(loader).__name__} is not iterable")
         if isinstance(loader, Iterator):
             raise UsageError("an iterator can be gone through only once; pass a DataLoader or a list of batches")
-        self.on_iterator_ready = None
+        self._set_up()
         self.worker_grace_s: float | None = None
         self.loader = loader
         self.seed = whole_number("seed", seed)
-        self._engine = Engine()
-        self._settings: dict[str, Any] | None = None
         self._kind = type(loader)  # the class may be exchanged, see `data.adoption`
         # A subclass with its own __iter__ decides by itself what a batch is: its batches are loaded and dropped.
         self._stock = loader if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
         self._following: list[dict[str, Any]] = []  # what begins the epochs after the loaded one
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
-            self._skipper = _SkippingSampler(self._stock, self._engine.cursor)
+            self._skipper = _SkippingSampler(self._stock)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader" or name.startswith("__"):  # not set yet (copy, failed __init__), or a protocol's probe
@@ -107,59 +97,51 @@ class ReplayLoader(EngineLoader):
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is `epoch`; see `ResumableLoader.set_epoch`."""
         epoch = whole_number("epoch", epoch, low=0)
-        self._engine.cursor.set_epoch(epoch)
+        self._cursor.set_epoch(epoch)
         for part in self._parts().values():
             if part is not self.loader and has_method(part, "set_epoch"):
                 part.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:
-        cursor = self._engine.cursor
-        cursor.prepare()
-        cursor.begin()
-        announce: Callable[[], None] | None = None
-        try:
-            self._settings = self._current_settings()
-            cursor.size = self._length()
-            if cursor.start is None and self._following:
-                cursor.start = self._following.pop(0)
-            if cursor.start is None:
-                # Streams are restored before torch draws from them, as in a run that was never stopped.
-                self._announce()
-                cursor.start = self._capture()
-                advance_streams()  # or the next epoch would begin with the same ones, if the training draws none
-                skip = 0
-            else:
-                announce = self._announce
-                self._restore(cursor.start)
-                skip = cursor.batch
-            self._streams = SeparateStreams(cursor.start["streams"])
-            opened = self._open(skip)
-        except BaseException:
-            cursor.abandon()
-            raise
-        return self._engine.iterate(
-            opened,
-            loader=self,
-            progress=lambda count: (0, False),
-            announce=announce,
-            check=None if self._skipper is None else self._skipper.check_size,
-        )
+    @property
+    def _foresees_end(self) -> bool:
+        return self._skipper is not None and self._cursor.size is not None
+
+    def _move_on(self) -> None:
+        ready, self.on_iterator_ready = self.on_iterator_ready, None
+        try:  # a sampler's own generator goes through the epoch
+            batches = iter(self)
+            if self._cursor.finished:
+                next(batches, None)
+            del batches
+        finally:
+            self.on_iterator_ready = ready
+
+    def _begin(self) -> Opened:
+        cursor = self._cursor
+        self._settings = self._current_settings()
+        cursor.size = self._length()
+        if cursor.start is None and self._following:
+            cursor.start = self._following.pop(0)
+        is_new = cursor.start is None
+        if cursor.start is None:
+            # Streams are restored before torch draws from them, as in a run that was never stopped.
+            self._announce()
+            cursor.start = self._capture()
+            advance_streams()  # or the next epoch would begin with the same ones, if the training draws none
+        else:
+            self._restore(cursor.start)
+        announce = None if is_new else self._announce
+        streams, skip = SeparateStreams(cursor.start["streams"]), 0 if is_new else cursor.batch
+        if (skipper := self._skipper) is None:
+            return Opened(self._open_apart(cursor.start, streams, skip), lambda count: (0, False), announce)
+        skipper.begin_at(skip, cursor.samples, self._hash(_BATCH), streams)
+        batches, walk = self._open(self._build, persistent=self._persistent), skipper.walk
+        assert walk is not None
+        walk.skip_now()  # where torch has not asked for an item yet: without workers it asks when the caller does
+        return Opened(batches, lambda count: (walk.order_after(skip + count), False), announce, skipper.check_size)
 
     def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
-        """As `state_dict`, for an earlier position. `later`: those after it, up to the present one."""
-        if self._settings is None:
-            self._settings = self._current_settings()
-        state = {
-            **self._settings,
-            "epoch": at.epoch,
-            "batch": at.batch,
-            "samples": 0,
-            "finished": at.finished,
-            "start": at.start,
-            "streams": VERSION,
-        }
-        if self._skipper is not None and (order := self._skipper.order_until(at)) is not None:
-            state[ORDER] = order
+        state = {**super().state_at(at), "start": at.start}
         begun = {id(mark.start): mark.start for mark in later if mark.start is not None and mark.start is not at.start}
         if begun:
             state["following"] = list(begun.values())  # epochs that have begun have drawn what they draw
@@ -171,15 +153,11 @@ class ReplayLoader(EngineLoader):
         Raises MismatchError, and changes nothing, when seed, world size or (iterable data sets) num_workers have
         changed, or when another kind of loader wrote the state. A changed length is found when the iteration begins.
         """
-        if self._takes_first_seed and isinstance(state.get("seed"), int):
-            self.seed = state["seed"]
-        check_unchanged(_KIND, state, self._current_settings())
-        check_streams(state)
-        check_numbers(state)
-        self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
-        self._engine.cursor.start = state.get("start")
-        if self._skipper is not None:
-            self._skipper.expect(state.get(ORDER))
+        super().load_state_dict(state)
+
+    def _load(self, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        super()._load(state, expected)
+        self._cursor.start = state.get("start")
         self._following = list(state.get("following") or ())
         self._settings = None
 
@@ -188,14 +166,11 @@ class ReplayLoader(EngineLoader):
         """As `ResumableLoader.set_aside`. The generators and states of the samplers are put back, too."""
         found = {name: _capture_part(part, self.loader) for name, part in self._parts().items()}
         following, self._following = self._following, []
-        walk = None if self._skipper is None else self._skipper.walk
         try:
             with super().set_aside():
                 yield
         finally:
             self._following = following
-            if self._skipper is not None:
-                self._skipper.walk = walk
             for name, part in self._parts().items():
                 _restore_part(part, found.get(name, {}), self.loader)
 
@@ -207,24 +182,15 @@ class ReplayLoader(EngineLoader):
     def _current_settings(self) -> dict[str, Any]:
         workers = None if self._skipper is not None else asked(self.loader, "num_workers")
         world_size = rank_and_world_size(None, None)[1]
-        return {"kind": _KIND, "seed": self.seed, "num_workers": workers, "world_size": world_size}
+        return {**super()._current_settings(), "num_workers": workers, "world_size": world_size}
 
     def _hash(self, purpose: int) -> int:
-        return mix(self.seed, self._engine.cursor.epoch, rank_and_world_size(None, None)[0], purpose)
+        return mix(self.seed, self._cursor.epoch, rank_and_world_size(None, None)[0], purpose)
 
-    def _open(self, skip: int) -> Iterator[Any]:
-        if self._skipper is not None:
-            self._skipper.begin_at(skip, self._hash(_BATCH), self._streams)
-            opened = self._engine.open(self._build, persistent=self._persistent)
-            self._skipper.skip_now()
-            return opened
-        with self._streams.used():
-            if self._stock is None:
-                opened = self._open_foreign()
-            else:
-                opened = self._engine.open(self._build, persistent=False)
-        assert self._engine.cursor.start is not None
-        batches = _Apart(opened, self._streams, self._engine.cursor.start)
+    def _open_apart(self, start: dict[str, Any], streams: SeparateStreams, skip: int) -> Iterator[Any]:
+        with streams.used():
+            opened = self._open_foreign() if self._stock is None else self._open(self._build, persistent=False)
+        batches = _Apart(opened, streams, start)
         for done in range(skip):
             if next(batches, _END) is _END:
                 raise _too_short(done, skip)
@@ -288,7 +254,7 @@ class ReplayLoader(EngineLoader):
         for name, part in self._parts().items():
             _restore_part(part, start["parts"].get(name, {}), self.loader)
         # Only now: a sampler may have another length in each epoch.
-        check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
+        check_unchanged(self._form, {**start, "kind": self._form}, {"length": self._length()})
 
     def _length(self) -> int | None:
         return length_of(self.loader)
@@ -386,48 +352,17 @@ class _SkippingSampler(Sampler[Any]):
     numbers.
     """
 
-    def __init__(self, loader: DataLoader[Any], cursor: Cursor) -> None:
-        self.cursor = cursor
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self.inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self.batched = loader.batch_sampler is not None
         self._made_with = self._size()
-        self._skip = 0
-        self._prefix = 0
         self.walk: _Walk | None = None
         """The newest one."""
-        self._expected: int | None = None
-        self.streams: SeparateStreams
 
-    def begin_at(self, skip: int, prefix: int, streams: SeparateStreams) -> None:
-        """Where the next ``iter`` begins, and what the sampler draws from in place of the global streams."""
-        self._skip, self._prefix, self.streams = skip, prefix, streams
-
-    def skip_now(self) -> None:
-        """Skip, if torch has not asked for an item yet (without workers it asks when the caller does)."""
-        if self.walk is not None:
-            self.walk.skip_now()
-
-    def order_until(self, at: LoaderMark | Cursor) -> int | None:
-        """The digest of the epoch's indices up to this position; None: it is not known, or there are none."""
-        walk, known = self.walk, at is self.cursor or at.start is self.cursor.start
-        if walk is None or walk.start is not self.cursor.start:
-            return self._expected if known else None
-        return walk.orders[at.batch - 1] if known and 0 < at.batch <= len(walk.orders) else None
-
-    def expect(self, order: object) -> None:
-        """`order`: of the loaded position, as `order_until` has given it."""
-        self.walk, self._expected = None, order if type(order) is int else None
-
-    def check_order(self, order: int | None) -> None:
-        """What was used before the stop has been skipped, and has this digest."""
-        expected, self._expected = self._expected, None
-        if None not in (order, expected) and order != expected:
-            logger.warning(
-                "not bit for bit the uninterrupted run: %s gives other samples from the beginning of this epoch than "
-                "it gave before the stop, so samples come twice or never. Let its order follow from the epoch, the "
-                "random streams and attributes that are set between two epochs",
-                type(self.inner).__name__,
-            )
+    def begin_at(self, skip: int, order: int, prefix: int, streams: SeparateStreams) -> None:
+        """Where the next ``iter`` begins, and what the sampler draws from in place of the global streams. `order`: as
+        `_Walk.order_after` has given it for what is skipped; 0: it is not known."""
+        self.skip, self.order, self.prefix, self.streams = skip, order, prefix, streams
 
     def _size(self) -> tuple[Any, ...]:
         """Batch size and drop_last of torch's batch sampler, which may be set; others change theirs by themselves."""
@@ -451,17 +386,17 @@ class _Walk(Iterator[Any]):
     and the first must not draw from the sampler's generator."""
 
     def __init__(self, items: Iterator[Any], sampler: _SkippingSampler) -> None:
-        self._items = items
-        self.start = sampler.cursor.start
-        """What the epoch began with: one object an epoch."""
-        self.orders = array("q")
+        self._items, self._kind = items, type(sampler.inner).__name__
+        self._orders = array("q")
         """By number of batches the digest of their indices, as far as these are numbers. 63 bits: what is larger takes
         the slow way into the boundary ring (`persist.packer`)."""
-        self._sampler = sampler
-        self._streams = sampler.streams
-        self._skip = sampler._skip
-        self._prefix = sampler._prefix
+        self._batched, self._streams = sampler.batched, sampler.streams
+        self._skip, self._expected, self._prefix = sampler.skip, sampler.order, sampler.prefix
         self._batch = 0  # batches so far
+
+    def order_after(self, batches: int) -> int:
+        """The digest of the epoch's indices up to there; 0: it is not known."""
+        return self._orders[batches - 1] if 0 < batches <= len(self._orders) else 0
 
     def skip_now(self) -> None:
         wanted, self._skip = self._skip, 0
@@ -470,16 +405,22 @@ class _Walk(Iterator[Any]):
                 self._take()
             except StopIteration:
                 raise _too_short(done, wanted) from None
-        if wanted:
-            self._sampler.check_order(self.orders[-1] if len(self.orders) == wanted else None)
+        order = self.order_after(wanted)
+        if order != self._expected and 0 not in (order, self._expected):
+            logger.warning(
+                "not bit for bit the uninterrupted run: %s gives other samples from the beginning of this epoch than "
+                "it gave before the stop, so samples come twice or never. Let its order follow from the epoch, the "
+                "random streams and attributes that are set between two epochs",
+                self._kind,
+            )
 
     def _take(self) -> Any:
         with self._streams.used():
             item = next(self._items)
-        if len(self.orders) == self._batch:
+        if len(self._orders) == self._batch:
             with suppress(TypeError, ValueError, OverflowError):  # names of files, pairs
-                indices = array("q", item if self._sampler.batched else (item,))
-                self.orders.append(xxhash.xxh3_64_intdigest(indices, self.orders[-1] if self.orders else 0) >> 1)
+                indices = array("q", item if self._batched else (item,))
+                self._orders.append(xxhash.xxh3_64_intdigest(indices, self.order_after(self._batch)) >> 1)
         self._batch += 1
         return item
 

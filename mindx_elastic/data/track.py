@@ -31,11 +31,17 @@ class LoaderMark(NamedTuple):
 
 
 class Track:
-    """One per loader while a guard is entered. Any one thread may fetch; the training thread asks."""
+    """One per loader of a guard. Any one thread may fetch; the training thread asks."""
 
-    def __init__(self, now: LoaderMark) -> None:
-        """`now`: the loader's position."""
-        self._marks: deque[LoaderMark] = deque([now])  # after batch number `_oldest`, and after each one since
+    def __init__(self) -> None:
+        self.settings: Any = None
+        """Sees what making batches changes on the data set (`guard.loops.data_settings`), from the first entry on."""
+        self.count_from(None)
+
+    def count_from(self, now: LoaderMark | None) -> None:
+        """`now`: the loader's position as it is followed from here on; None: it is not."""
+        self._marks: deque[LoaderMark] = deque(() if now is None else (now,))
+        """After batch number `_oldest`, and after each one since."""
         self._oldest = 0
         self.keeps_marks = True
         """`use_all` has something to do."""
@@ -53,24 +59,16 @@ class Track:
         self.left_early = False
         """An epoch was left right after a boundary, with batches left."""
         self._thread = threading.get_ident()
+        self.other_thread: str | None = None
+        """The name of a thread that has fetched in parallel with the training thread."""
         self.at_next_ask: Callable[[], None] | None = None
         """Called once, when the training thread asks for another batch of this iteration."""
-        self.at_fetch: Callable[[], None] | None = None
-        """Called in the training thread before a batch is made, or taken from the workers."""
-        self.at_made: Callable[[], None] | None = None
-        """Called there afterwards."""
         self.at_every_ask: Callable[[], None] | None = None
         """Called in the training thread whenever a batch is asked for."""
-        self.at_begin: Callable[[], None] | None = None
-        """Called when an iteration begins, before its workers have a copy of the data set."""
-        self.at_opened: Callable[[], None] | None = None
-        """Called when they have it, and what was used of the epoch is skipped."""
         self.at_next_batch: Callable[[], None] | None = None
         """Called once, when the training thread has got another batch of this iteration. It may raise."""
         self.at_exhaustion: Callable[[], None] | None = None
         """Called when the training thread has asked for a batch in vain, and has got none since the last boundary."""
-        self.other_thread: str | None = None
-        """The name of a thread that has fetched in parallel with the training thread."""
 
     @property
     def fetches(self) -> Fetches:
@@ -102,21 +100,27 @@ class Track:
 
     # --- called by the loader ---
 
-    def begin(self) -> None:
+    def iteration_begins(self) -> None:
+        """Its workers have no copy of the data set yet."""
         self.iterations += 1
         self.at_next_ask = self.at_next_batch = None
         self._handed_at_begin = self.handed
         self.left_early |= self._left_at_boundary
         self._left_at_boundary = False
 
-    def drop(self) -> None:
+    def iteration_is_open(self) -> None:
+        """They have one, and what was used of the epoch is skipped."""
+        if self.settings is not None:
+            self.settings.at_opened()
+
+    def is_dropped(self) -> None:
         """The iteration was given up, and its epoch has more batches."""
         self._left_at_boundary = self.handed == self.handed_before
         if self._left_at_boundary:
             self.left_behind = self.boundaries
         self._dropped = Fetches(self.handed, self._asked, self.iterations)
 
-    def ask(self) -> None:
+    def is_asked(self) -> None:
         self._asked += 1
         thread = threading.get_ident()
         if thread != self._thread:
@@ -127,10 +131,10 @@ class Track:
         if self.at_next_ask is not None:
             look, self.at_next_ask = self.at_next_ask, None
             look()
-        if self.at_fetch is not None:
-            self.at_fetch()
+        if self.settings is not None:
+            self.settings.begin_making()
 
-    def see(self, batch: Any) -> None:
+    def has_made(self, batch: Any) -> None:
         """The next batch to be handed out."""
         if (number := self.handed - self._handed_at_begin) < _FIRST:
             if not number:
@@ -138,10 +142,10 @@ class Track:
             tensor = _some_tensor(batch)
             if tensor is not None:
                 self._first_batches.append(weakref.ref(tensor))
-        if self.at_made is not None and threading.get_ident() == self._thread:
-            self.at_made()
+        if self.settings is not None and threading.get_ident() == self._thread:
+            self.settings.end_making()
 
-    def hand_out(self, mark: Callable[[], LoaderMark]) -> None:
+    def hands_out(self, mark: Callable[[], LoaderMark]) -> None:
         """`mark` gives the position after this batch."""
         if self.keeps_marks:
             self._marks.append(mark())
@@ -151,7 +155,7 @@ class Track:
             look, self.at_next_batch = self.at_next_batch, None
             look()
 
-    def end(self, *, exhausted: bool) -> None:
+    def has_ended(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted
         if exhausted and self.handed == self.handed_before:
             self.ended_behind = self.boundaries

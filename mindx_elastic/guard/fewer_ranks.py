@@ -110,14 +110,13 @@ class FewerRanks:
                 _ASK,
             )
             return
-        track = None if self._loaders is None else self._loaders.first_track
-        if self._loaders is None or track is None:
+        first = None if self._loaders is None else self._loaders.counting
+        if first is None:
             return
-        handed = track.fetches.handed
-        taken = handed - self._handed.get(id(optimizer), 0)
+        taken = first.handed - self._handed.get(id(optimizer), 0)
         wanted = self._least_asked * self._shares // self._world_size
-        self._handed[id(optimizer)] = handed
-        if taken < wanted and not self._loaders.is_first_at_end():
+        self._handed[id(optimizer)] = first.handed
+        if taken < wanted and not (first.cursor.is_at_end or first.fetches.exhausted):
             self._unmanaged.certain(
                 f"an update has used {taken} batches, and with {self._world_size} ranks in the place of "
                 f"{self._shares} it takes {wanted}: its global batch would shrink",

@@ -178,7 +178,8 @@ class Overlap:
         self.is_playing = True  # from here on whatever is raised is the stop's exit
         self._observer = Played(self._stack, self._observed(), stopper.save.path)
         self._look_again()
-        self._loaders.at_unforeseen_end(self._leave)
+        if (first := self._loaders.of_epochs) is not None:
+            first.at_exhaustion = self._leave
         self._bound(self._began + budget_s)
         stopper.step_gate.open_until(decision.step)
         return True

@@ -29,7 +29,7 @@ from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.data.iteration import EngineLoader
+from mindx_elastic.data.iteration import CursorLoader
 from mindx_elastic.guard.checks.program_variables import program_frames
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.prove.compare import root_of
@@ -178,7 +178,7 @@ class Witness:
 def kept_of(targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[int]]:
     """The objects of a guard that are kept as a whole, and the `id` of these, of the modules and parameters inside of
     them and of what adapters around them hold. The data set of a loader is the program's."""
-    loaders = (DataLoader, FollowedLoader, EngineLoader)
+    loaders = (DataLoader, FollowedLoader, CursorLoader)
     kept = {n: t for n, t in targets.items() if not (_LOADER.fullmatch(n) or isinstance(t, loaders))}
     adapters = [target for target in kept.values() if type(target).__module__.startswith("mindx_elastic.")]
     held = (value for adapter in adapters for value in attributes_of(adapter).values())

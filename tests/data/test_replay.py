@@ -319,9 +319,9 @@ def test_an_evaluation_on_the_loader_does_not_touch_the_digest_of_the_epochs_ord
     loader = ReplayLoader(DataLoader(range(12), 2, sampler=RandomSampler(range(12))))  # type: ignore[arg-type]
     batches = iter(loader)
     next(batches)
-    before = loader.state_dict()["order"]
+    before = loader.state_dict()["samples"]
     with loader.set_aside():
         assert len(list(loader)) > 1
-    assert loader.state_dict()["order"] == before < 1 << 63
+    assert loader.state_dict()["samples"] == before < 1 << 63
     next(batches)
-    assert loader.state_dict()["order"] != before
+    assert loader.state_dict()["samples"] != before

@@ -88,8 +88,8 @@ def test_ranks_come_from_torch_when_it_is_initialised(monkeypatch: pytest.Monkey
 
 def test_cursor_applies_a_request_made_during_an_iteration_to_the_next_one() -> None:
     cursor = Cursor()
-    token = cursor.begin()
-    cursor.advance(token, 4, False)
+    cursor.begin()
+    cursor.advance(cursor.token, 4, False)
     cursor.set_epoch(1)
     assert (cursor.epoch, cursor.batch) == (1, 1)
     cursor.begin()

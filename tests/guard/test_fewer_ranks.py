@@ -15,9 +15,9 @@ from torch import nn
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.data import ResumableLoader, from_function
-from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UnmanagedStateError
 from mindx_elastic.guard.fewer_ranks import FewerRanks, why_fixed
+from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 Enter = Callable[..., FewerRanks]
@@ -32,7 +32,7 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> Any:
             monkeypatch.setenv("MINDX_FULL_WORLD_SIZE", str(full))
             fewer = FewerRanks()
             collector: Any = SimpleNamespace(optimizers=lambda: [optimizer])
-            content = {"first_track": None, "is_first_at_end": lambda: False, "by_name": list, **more}
+            content = {"counting": None, "by_name": list, **more}
             loaders: Any = SimpleNamespace(**content)
             fewer.enter(stack, Unmanaged("error"), StatusPage(), RankInfo(world_size=there), collector, loaders)
             return fewer
@@ -59,9 +59,10 @@ def test_an_update_of_a_loop_that_does_not_ask_is_refused(enter: Enter) -> None:
 def test_an_update_of_too_few_batches_is_refused(enter: Enter) -> None:
     loader = ResumableLoader(list(range(40)), batch_size=2, rank=0, world_size=2)
     _, optimizer = weights(lambda p: torch.optim.SGD(p, lr=0.5))
-    cursor = loader._engine.cursor
-    track = cursor.track = Track(cursor.mark())
-    fewer = enter(optimizer, first_track=track, is_first_at_end=lambda: cursor.is_at_end)
+    first = FollowedLoader("loader", loader, None)
+    cursor = first.cursor
+    cursor.track = first
+    fewer = enter(optimizer, counting=first)
     assert fewer.accumulation(1) == 2
     batches = iter(loader)
     for _ in range(2):

@@ -58,7 +58,7 @@ def put_back_small_state(collector: Collector) -> list[str]:
             if component.is_heavy:
                 continue  # not copied at the boundary
             if isinstance(component.target, FollowedLoader):
-                cursor = component.target.engine.cursor
+                cursor = component.target.cursor
                 if cursor.live or cursor.pending:
                     continue  # the loop has begun to iterate, or nothing has
                 if same_tree(component.look(), component.seen):

@@ -306,7 +306,8 @@ class EpochTail:
         self.is_pending = False
         self._weights_in_front: Mapping[str, WeightSample] = {}
         collector.before_keeping = self.before_keeping
-        self._loaders.at_unforeseen_end(self._is_at_end)
+        if (first := self._loaders.of_epochs) is not None:
+            first.at_exhaustion = self._is_at_end
 
     def resume(self) -> None:
         """The epoch of the resumed boundary comes once more, or none."""
@@ -357,7 +358,8 @@ class EpochTail:
         if not self.is_pending and self.may_go_on:
             self.before_keeping()
             self._wait()
-            self._loaders.at_next_batch(self._at_batch)
+            if (first := self._loaders.of_epochs) is not None:
+                first.at_next_batch = self._at_batch
         if self.is_pending and not self._has_told:
             self._has_told = True
             logger.info(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
@@ -15,7 +16,6 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import length_of
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
-from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
 from mindx_elastic.data.position import SETTINGS, check_unchanged, num_batches
 from mindx_elastic.data.replay import parts_with_epoch
@@ -104,19 +104,18 @@ def _iterate_once_with(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> bo
     return True
 
 
-class FollowedLoader(GivesCopies, GoesThroughData):
+class FollowedLoader(GivesCopies, GoesThroughData, Track):
     """A loader of ours, as a checkpoint sees it: its state is that of the batches that were used."""
 
     def __init__(self, name: str, loader: _Ours, adoption: Adoption | None) -> None:
+        super().__init__()
         self.name, self.loader, self.adoption = name, loader, adoption
         self.gives_copies = isinstance(loader, ResumableLoader)  # numbers and words, in a new dict
         self.draws = isinstance(loader, ReplayLoader)
-        self.engine: Engine = loader._engine
-        self.track: Track | None = None
+        self.cursor = loader._cursor
         self.look_ahead = LookAhead()
         self._iteration, self._num_batches = 0, 0
         self.settings: DataSettings | None = None
-        """What the program sets on its data set, from the first entry on."""
         self.others: Sequence[FollowedLoader] = ()
         """For the loader whose epochs count: the loaders that come within its epochs."""
         self.began_with_others = False
@@ -133,11 +132,15 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         """The last step has used all that was fetched ahead, up to an epoch's end: see `at_boundary`."""
         self.has_served_steps = False
         """A step has ended in the middle of the newest iteration; an evaluation goes through all of it between two."""
+        self.has_used = self.has_ended_epoch = False
+        """What the last step has done: used a batch, or the last one of an epoch."""
+        self.epoch_used = 0
+        """The epoch whose batches the last step has used; 0: none, or the loop fetches ahead."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
         ahead = self.look_ahead.ahead
-        state = self._position_of_used() if ahead and not self._is_over else self.loader.state_at(self.engine.cursor)
+        state = self._position_of_used() if ahead and not self._is_over else self.loader.state_at(self.cursor)
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
         if self._is_over:
@@ -148,20 +151,17 @@ class FollowedLoader(GivesCopies, GoesThroughData):
 
     def _position_of_used(self) -> dict[str, Any]:
         """Where batches are fetched ahead."""
-        track, look_ahead = self.track, self.look_ahead
-        if track is None:
-            return self.loader.state_dict()
-        seen = track.fetches
+        look_ahead, seen = self.look_ahead, self.fetches
         # Which of the last batches of an epoch are used, only the boundary itself tells.
         used = look_ahead.used if seen.exhausted else look_ahead.used_by(seen)
         if used == seen.handed:
             return self.loader.state_dict()
-        at, *later = track.marks_from(used)
-        return self.loader.state_at(at, [*later, self.engine.cursor.mark()])
+        at, *later = self.marks_from(used)
+        return self.loader.state_at(at, [*later, self.cursor.mark()])
 
     @property
     def beginning(self) -> object:
-        return self.engine.cursor.start
+        return self.cursor.start
 
     @staticmethod
     def as_of_another_rank(state: Any) -> Any:
@@ -182,7 +182,7 @@ class FollowedLoader(GivesCopies, GoesThroughData):
                 self.adoption.take_over()
         self.loader.load_state_dict(state)
         if state.get(_OVER) is True:
-            self.move_on()
+            self.loader._move_on()
             self.has_moved_on = True
         ahead, per_step = state.get(_AHEAD), state.get(_PER_STEP, 1)
         if isinstance(ahead, int) and ahead >= 0 and isinstance(per_step, int) and per_step > 0:
@@ -216,67 +216,90 @@ class FollowedLoader(GivesCopies, GoesThroughData):
         if self.adoption is not None:
             self.adoption.begin()
 
-    def follow(self) -> None:
-        cursor = self.engine.cursor
-        self.track = cursor.track = Track(cursor.mark())
-        if (settings := self.settings) is not None:
-            self.track.at_fetch, self.track.at_made = settings.begin_making, settings.end_making
-            self.track.at_opened = settings.at_opened
+    def follow(self, unmanaged: Unmanaged) -> None:
+        """The state is back."""
+        cursor = self.cursor
+        self.count_from(cursor.mark())
+        cursor.track = self
+        cursor.outdate()
+        cursor.at_older = partial(
+            unmanaged.certain,
+            f"{self.name} is iterated twice at once, or its iterator was made before the guard was entered, and a "
+            "position has one place only",
+            "Make the iterator after `with guard:`. Put an evaluation on it into `with guard.outside_step():`, or make "
+            "a second loader and name both",
+        )
         cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
-        self.track.at_begin = self._at_begin
 
-    def _at_begin(self) -> None:
+    def iteration_begins(self) -> None:
+        super().iteration_begins()
         self._is_over = self.has_served_steps = False
-        self.began_with_others = any(other.engine.cursor.live for other in self.others)
+        self.began_with_others = any(other.cursor.live for other in self.others)
         for other in self.others:
             other._is_over = other.is_at_rest()
             if other._is_over:  # an evaluation has used them, no step will
                 other.begin_epoch()
         if self.settings is not None:
-            self.settings.at_begin(self.engine.cursor.epoch)
+            self.settings.at_begin(self.cursor.epoch)
 
     def leave(self) -> None:
-        self.track = self.engine.cursor.track = self.engine.cursor.loaded = None
-        self.engine.at_overlap = None
+        self.count_from(None)
+        self.cursor.track = self.cursor.loaded = self.cursor.at_older = None
         if self.adoption is not None:
             self.adoption.end()
 
     def epoch(self) -> int:
         """The epoch of the newest batch that was used; 0 where there are no epochs."""
-        if isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None:
+        if not self.loader._has_ends:
             return 0
-        if self.track is None or not self.look_ahead.ahead:
-            return self.engine.cursor.epoch
-        return self.track.mark_after(self.look_ahead.used).epoch
+        if not self.look_ahead.ahead or self.cursor.track is None:
+            return self.cursor.epoch
+        return self.mark_after(self.look_ahead.used).epoch
 
     def num_batches(self) -> int:
         """Batches of an epoch. An iteration fixes them when it begins; asked at every boundary."""
-        iteration = self.engine.cursor.token
+        iteration = self.cursor.token
         if iteration != self._iteration or not iteration:
             self._iteration, self._num_batches = iteration, num_batches(self.loader)
         return self._num_batches
 
     def begin_epoch(self) -> None:
         """The loop begins an epoch: what it has fetched before it does not use."""
-        if self.track is not None and self.look_ahead.ahead is None:
-            self.look_ahead.pass_over(self.track.fetches)
-            self.track.forget_before(self.look_ahead.used)
+        if self.look_ahead.ahead is None:
+            self.look_ahead.pass_over(self.fetches)
+            self.forget_before(self.look_ahead.used)
 
-    def at_boundary(self) -> bool:
-        """Returns whether it is known which batches were used."""
-        track, look_ahead = self.track, self.look_ahead
-        assert track is not None
-        self.engine.cursor.loaded = None
+    def at_boundary(self, *, is_first: bool) -> bool:
+        """A step has ended: settle which batches it has used. Returns whether that is known. `is_first`: its epochs are
+        those of the loop."""
+        cursor, look_ahead = self.cursor, self.look_ahead
+        cursor.loaded, before = None, look_ahead.used
         if look_ahead.ahead == 0:  # as in most loops: every batch that was fetched was used
-            look_ahead.used = track.handed
-            if track.keeps_marks:
-                track.use_all()
-            return True
-        was_known, self.is_drained = look_ahead.ahead is not None, False
-        seen, before = track.fetches, look_ahead.used
+            is_known, look_ahead.used = True, self.handed
+            if self.keeps_marks:
+                self.use_all()
+        else:
+            is_known = self._settle()
+        number, self.handed_before = self.handed - self.handed_before, self.handed
+        self.boundaries += 1
+        self.epoch_used = cursor.epoch if number and look_ahead.ahead == 0 else 0
+        # As `is_at_end`, without a call at each boundary.
+        is_at_end = cursor.finished or (cursor.size is not None and cursor.is_at_end)
+        self.has_ended_epoch = number > 0 and is_at_end
+        self.has_served_steps |= number > 0 and cursor.live
+        self.has_used = number > 0 or look_ahead.used != before
+        if look_ahead.used != before:
+            self.steps_since_end = 0
+        elif is_known and self.handed and not cursor.live and (self.has_served_steps or is_first):
+            self.steps_since_end += 1
+        return is_known
+
+    def _settle(self) -> bool:
+        look_ahead, seen = self.look_ahead, self.fetches
+        was_known, before, self.is_drained = look_ahead.ahead is not None, look_ahead.used, False
         if not look_ahead.at_boundary(seen):
             return False
-        track.forget_before(look_ahead.used)
+        self.forget_before(look_ahead.used)
         if look_ahead.ahead and seen.exhausted and before < look_ahead.used == seen.handed:
             # The end of an epoch. After a resume here the epoch would come once more without batches, and code that
             # reads ahead takes its first one for granted: the boundary comes once the epoch's code has ended.
@@ -288,41 +311,18 @@ class FollowedLoader(GivesCopies, GoesThroughData):
             )
         return True
 
-    def foresees_end(self) -> bool:
-        """Whether it knows that a batch is the last of its epoch when it gives it."""
-        if isinstance(self.loader, ReplayLoader):
-            return self.loader._skipper is not None and self.engine.cursor.size is not None
-        return not (isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None)
-
     def is_in_mid_epoch(self) -> bool:
         """Whether it is gone through, and has given a batch."""
-        return self.engine.cursor.live and self.track is not None and self.track.handed > 0
+        return self.cursor.live and self.handed > 0
 
     def is_at_rest(self) -> bool:
         """Whether its next iteration is another epoch than the one of its position."""
-        cursor = self.engine.cursor
-        return not cursor.live and not cursor.pending
-
-    def move_on(self) -> None:
-        """As after the last batch of the loaded epoch."""
-        if not isinstance(self.loader, ReplayLoader):
-            self.loader.set_epoch(self.engine.cursor.epoch + 1)
-            return
-        ready, self.loader.on_iterator_ready = self.loader.on_iterator_ready, None
-        try:  # a sampler's own generator goes through the epoch
-            batches = iter(self.loader)
-            if self.engine.cursor.finished:
-                next(batches, None)
-            del batches
-        finally:
-            self.loader.on_iterator_ready = ready
+        return not self.cursor.live and not self.cursor.pending
 
     def tell(self, unmanaged: Unmanaged) -> None:
         """What the fetches since the last boundary show, where they show something."""
-        track = self.track
-        assert track is not None
-        if track.other_thread is not None:
-            name, track.other_thread = re.sub(r"\d+", "N", track.other_thread), None  # each epoch may have another one
+        if self.other_thread is not None:
+            name, self.other_thread = re.sub(r"\d+", "N", self.other_thread), None  # each epoch may have another one
             unmanaged.certain(
                 f"batches of {self.name} are fetched in another thread ({name}), so which of them a step has used is "
                 "not known",
@@ -337,15 +337,15 @@ class FollowedLoader(GivesCopies, GoesThroughData):
                 "Iterate the loader itself in the loop that calls guard.step_end(), as guard.enumerate(loader) does; "
                 "where a batch is left out, call guard.step_end() before `continue`",
             )
-        if self.steps_since_end == 2 and track.kept_batches > 1:
+        if self.steps_since_end == 2 and self.kept_batches > 1:
             unmanaged.risk(
                 f"steps go on after the end of an epoch of {self.name}, and the program keeps its batches, as "
                 "itertools.cycle does: a resumed run has only those that came after the stop",
                 "Iterate the loader again in each epoch (`while True: yield from loader`), instead of a list of its "
                 "batches",
             )
-        if track.left_early:
-            track.left_early = False
+        if self.left_early:
+            self.left_early = False
             unmanaged.risk(
                 f"the loop leaves an epoch of {self.name} right after a step, with batches left: a run that stops at "
                 "that very step goes on with this epoch, and a resumed one counts its batches from the resumed one",

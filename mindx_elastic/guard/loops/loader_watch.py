@@ -114,7 +114,7 @@ class LoaderWatch:
         state = iterator.__dict__
         if is_ours := isinstance(iterator, Iteration):
             loader = iterator.loader()
-            if isinstance(loader, FunctionLoader) and loader.batches_per_epoch is None:  # a new iterator goes on
+            if loader is not None and not loader._has_ends:  # a new iterator goes on
                 state = loader.__dict__
         by, began = state.get(_BEGAN, (None, 0))
         if by is not self:

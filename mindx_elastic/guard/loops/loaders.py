@@ -22,7 +22,6 @@ from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.look_ahead import LookAhead
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata, keeps_state
-from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.checks.program_variables import program_frames
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader, SelfPositionedLoader
@@ -56,22 +55,22 @@ class Loaders:
             self.stateful = {n: self._target(n, v) if isinstance(v, kinds) else v for n, v in stateful.items()}
         self.first: Any = self.named[0] if self.named else None
         """The loader whose epochs and batches count; None without one."""
-        self._counting = next((each for each in self._followed if each.loader is self.first), None)
+        self.counting = next((each for each in self._followed if each.loader is self.first), None)
         """The same, if it is one of ours."""
-        self.epoch: Callable[[], int] = self._epoch_of_first if self._counting is None else self._counting.epoch
+        self.epoch: Callable[[], int] = self._epoch_of_first if self.counting is None else self.counting.epoch
         """The epoch of the newest batch that was used, else 0."""
         self.num_batches: Callable[[], int] = (
-            partial(num_batches, self.first) if self._counting is None else self._counting.num_batches
+            partial(num_batches, self.first) if self.counting is None else self.counting.num_batches
         )
         """Batches of one epoch on one rank where the loader knows it, else 0."""
-        self._of_epochs = self._counting if len(self._followed) == len(self.named) else None
-        """The same where all are ours: others cannot be told to begin their next epoch."""
+        self.of_epochs = self.counting if len(self._followed) == len(self.named) else None
+        """`counting` where all are ours: others cannot be told to begin their next epoch."""
+        self.has_ends = self.first is not None and bool(asked(self.first, "_has_ends", True))
+        """Whether there is a loader, and its passes end: else nothing but the program knows its place."""
         self.may_fetch_ahead = True
         """The loop may fetch a batch before it has used the last one."""
         self.has_short_epochs = False
         """The loop may leave an epoch early, and a resumed one leaves it at the same batch."""
-        self.epoch_used = 0
-        """The epoch of the first loader whose batches the last step has used; 0: none, or it fetches ahead."""
 
     def _epoch_of_first(self) -> int:
         return int(asked(self.first, "epoch", 0) or 0)
@@ -123,21 +122,8 @@ class Loaders:
         for followed in self._followed:
             if not self.may_fetch_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
-            followed.engine.at_overlap = partial(
-                unmanaged.certain,
-                f"{followed.name} is iterated twice at once, and a position has one place only",
-                "Put an evaluation on it into `with guard.outside_step():`, or make a second loader and name both",
-            )
-            live = followed.engine.live
-            if live is not None:
-                live.outdated = partial(
-                    unmanaged.certain,
-                    f"this iterator of {followed.name} was made before the guard was entered, and gives other batches "
-                    "than the position says",
-                    "Make it inside of the block, after `with guard:`",
-                )
-            followed.follow()
-            if followed is self._counting:
+            followed.follow(unmanaged)
+            if followed is self.counting:
                 followed.others = [other for other in self._followed if other is not followed]
             if followed.adoption is not None and not followed.has_told:  # not at each recovery in place
                 followed.has_told = True
@@ -145,10 +131,8 @@ class Loaders:
 
     def _now(self) -> int | None:
         """Batches handed out by the first loader, while there is an iteration."""
-        first = self._counting
-        if first is None or first.track is None or not first.engine.cursor.live or first.look_ahead.ahead:
-            return None
-        return first.track.handed
+        first = self.counting
+        return None if first is None or not first.cursor.live or first.look_ahead.ahead else first.handed
 
     def by_name(self) -> list[tuple[str, Any]]:
         """All loaders, the resumable one in place of an adopted one, and their names."""
@@ -159,33 +143,6 @@ class Loaders:
     def are_ahead(self) -> bool:
         """Whether the loop has fetched batches for later steps."""
         return any(followed.look_ahead.ahead for followed in self._followed)
-
-    @property
-    def first_track(self) -> Track | None:
-        """What is handed out by the first loader, if that is one of ours."""
-        return None if self._counting is None else self._counting.track
-
-    @property
-    def has_ends(self) -> bool:
-        """Whether there is a loader, and its passes end: else nothing but the program knows its place."""
-        first = self.first
-        return first is not None and not (isinstance(first, FunctionLoader) and first.batches_per_epoch is None)
-
-    @property
-    def began_with_others(self) -> bool:
-        """Whether another loader was in the middle of its data when the newest iteration of the first one began."""
-        return self._counting is not None and self._counting.began_with_others
-
-    def let_first_go_on(self) -> None:
-        """Its next iteration is the epoch after the one it is in, whatever the loop has told it."""
-        assert self._counting is not None
-        self._counting.engine.cursor.requested = None
-
-    def is_first_at_end(self) -> bool:
-        """Whether that has no batch left in its epoch, as far as it knows."""
-        track = self.first_track
-        at_end = self._counting is not None and self._counting.engine.cursor.is_at_end
-        return at_end or (track is not None and track.fetches.exhausted)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -211,40 +168,28 @@ class Loaders:
     def at_next_ask(self, look: Callable[[], None] | None) -> None:
         """Have `look` called when the loop asks for the next batch of its epoch, where it fetches none ahead."""
         for followed in self._followed:
-            if followed.track is not None:
-                followed.track.at_next_ask = look if followed.look_ahead.ahead == 0 else None
+            followed.at_next_ask = look if followed.look_ahead.ahead == 0 else None
 
     # --- the end of an epoch ---
 
     def at_end_of_epoch(self) -> tuple[bool, bool]:
         """Call it at a boundary. Whether its step has used the last batch of an epoch, and whether the first loader
         knows that before the next one is asked for."""
-        followed = self._of_epochs
+        followed = self.of_epochs
         if followed is None or followed.look_ahead.ahead:
             return False, True
-        return self._has_ended, followed.foresees_end()
-
-    def at_unforeseen_end(self, look: Callable[[], None]) -> None:
-        """Have `look` called when an epoch of the first loader ends after the last boundary."""
-        if self._of_epochs is not None and self._of_epochs.track is not None:
-            self._of_epochs.track.at_exhaustion = look
-
-    def at_next_batch(self, look: Callable[[], None]) -> None:
-        """Have `look` called when the first loader has given another batch of its epoch."""
-        if self._of_epochs is not None and self._of_epochs.track is not None:
-            self._of_epochs.track.at_next_batch = look
+        return self._has_ended, followed.loader._foresees_end
 
     def at_every_ask(self, look: Callable[[], None]) -> None:
         """Have `look` called in the training thread whenever a batch is asked for."""
         for followed in self._followed:
-            if followed.track is not None:
-                followed.track.at_every_ask = look
+            followed.at_every_ask = look
 
     def take_drained(self) -> bool:
         """An epoch's code has ended. Whether its last step was no boundary for one reason only: it has used what was
         fetched ahead of it, and none was left. Once for each such step."""
         are_drained, self._are_drained = self._are_drained, False
-        return are_drained and all(f.track.handed == f.look_ahead.used for f in self._followed if f.track)
+        return are_drained and all(f.handed == f.look_ahead.used for f in self._followed)
 
     def at_rest(self) -> list[str]:
         """The names of those whose next iteration is another epoch."""
@@ -254,67 +199,45 @@ class Loaders:
         """The next iteration of those is the epoch after the loaded one."""
         for followed in self._followed:
             if followed.name in names and not followed.has_moved_on:
-                followed.move_on()
+                followed.loader._move_on()
 
     def begin_after_an_epoch(self) -> None:
         """A resumed run goes on with the epoch after the one of its boundary. A loader that was in the middle of its
         data goes on there where the program keeps its iterator over epochs, and starts over where the head of the epoch
         makes one: in a function that is not a generator, before any batch."""
         for followed in self._followed:
-            cursor = followed.engine.cursor
-            if followed is not self._counting and cursor.pending and cursor.batch and not cursor.is_at_end:
+            cursor = followed.cursor
+            if followed is not self.counting and cursor.pending and cursor.batch and not cursor.is_at_end:
                 cursor.at_begin = partial(self._begin_anew, followed)
 
     def _begin_anew(self, followed: FollowedLoader) -> None:
         place = next(program_frames(sys._getframe(1)), None)
-        has_batch = any(each.track is not None and each.track.handed for each in self._followed)
+        has_batch = any(each.handed for each in self._followed)
         if not has_batch and place is not None and not place.f_code.co_flags & inspect.CO_GENERATOR:
-            followed.move_on()
-
-    def begin_epoch(self) -> None:
-        """The loop over epochs begins one. Other loaders than the first go at their own pace."""
-        if self._counting is not None:
-            self._counting.begin_epoch()
+            followed.loader._move_on()
 
     def at_boundary(self) -> bool:
         """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders. Raises
         UnmanagedStateError for batches that no position covers.
         """
-        known, used, first = True, not self._followed, self._counting
-        would_do, self._has_ended = True, False
+        known, would_do, self._has_ended, first = True, True, False, self.counting
         for followed in self._followed:
-            track = followed.track
-            assert track is not None
-            before = followed.look_ahead.used
-            is_known = followed.at_boundary()
+            is_known = followed.at_boundary(is_first=followed is first)
             known, would_do = known and is_known, would_do and (is_known or followed.is_drained)
-            number, track.handed_before = track.handed - track.handed_before, track.handed
-            track.boundaries += 1
-            cursor = followed.engine.cursor
-            if followed is first:
-                self.epoch_used = cursor.epoch if number and followed.look_ahead.ahead == 0 else 0
-            if number > 0:
-                used = True
-                followed.has_served_steps |= cursor.live
-                # As `is_at_end`, without a call at each boundary.
-                self._has_ended |= cursor.finished or (cursor.size is not None and cursor.is_at_end)
-            look_ahead = followed.look_ahead
-            if look_ahead.used != before:
-                used, followed.steps_since_end = True, 0
-            elif is_known and track.handed and not cursor.live and (followed.has_served_steps or followed is first):
-                followed.steps_since_end += 1
-            if track.left_early and (self.has_short_epochs or self._ended_with(track)):
-                track.left_early = False
+            self._has_ended |= followed.has_ended_epoch
+            if followed.left_early and (self.has_short_epochs or self._ended_with(followed)):
+                followed.left_early = False
             if (
-                track.left_early
-                or track.other_thread is not None
-                or look_ahead.is_doubtful
+                followed.left_early
+                or followed.other_thread is not None
+                or followed.look_ahead.is_doubtful
                 or followed.steps_since_end == 2
             ):
                 followed.tell(self._unmanaged)
         self._are_drained = would_do and not known
         self.watch.at_boundary()
-        if known and not used and first is not None and first.is_in_mid_epoch():
+        is_idle = known and first is not None and not first.has_used and first.is_in_mid_epoch()
+        if first is not None and is_idle and not any(followed.has_used for followed in self._followed):
             self._unmanaged.risk(
                 f"a step has ended without a batch of {first.name}, in the middle of an epoch: if it uses "
                 "an earlier batch again, a run that stops before it goes on with the next batch",
@@ -322,16 +245,14 @@ class Loaders:
             )
         return known
 
-    def _ended_with(self, track: Track) -> bool:
+    def _ended_with(self, left: FollowedLoader) -> bool:
         """Whether another loader came to its end where that epoch was left, as in ``zip(shorter, longer)``."""
-        others = [f.track for f in self._followed if f.track is not None and f.track is not track]
-        return any(other.ended_behind == track.left_behind for other in others)
+        return any(other.ended_behind == left.left_behind for other in self._followed if other is not left)
 
     def take_all_as_used(self) -> None:
         """The training ends at a step that is not a boundary yet: take what was fetched as used."""
         for followed in self._followed:
-            if followed.track is not None:
-                followed.look_ahead.take_all_as_used(followed.track.fetches)
+            followed.look_ahead.take_all_as_used(followed.fetches)
 
 
 def _is_loader(value: Any) -> bool:

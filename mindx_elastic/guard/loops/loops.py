@@ -202,10 +202,11 @@ class Loops:
         """A step has ended."""
         current = self._loaders.epoch()
         if self._in_epoch:
-            if self._loaders.epoch_used not in (0, self.epoch) and not self._goes_on():
+            first = self._loaders.counting
+            if first is not None and first.epoch_used not in (0, self.epoch) and not self._goes_on():
                 self._collector.loop = {**self._collector.loop, _OWN_PACE: True}
-                self._loaders.let_first_go_on()
-            if 0 < self._pass_of_epoch < current and not self._loaders.began_with_others:  # few data next to many
+                first.cursor.requested = None  # its next iteration is the epoch after the one it is in
+            if 0 < self._pass_of_epoch < current and not (first and first.began_with_others):  # few data next to many
                 self._repeats = True
             self._pass_of_epoch = current
         elif self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
@@ -371,7 +372,8 @@ class Loops:
         for loader in self.loaders[:1]:  # others may go at another pace, and start again within an epoch
             if has_method(loader, "set_epoch") and not self._goes_on():
                 loader.set_epoch(epoch)
-        self._loaders.begin_epoch()
+        if self._loaders.counting is not None:  # other loaders go at their own pace
+            self._loaders.counting.begin_epoch()
         loop = self._collector.loop
         if self._restores:
             self.tail.resume()
