@@ -202,7 +202,7 @@ def check_order(made_with: tuple[Any, ...], now: tuple[Any, ...]) -> None:
         raise UsageError(
             f"batch_size, shuffle and drop_last of the loader were set from {made_with} to {now} after it was made; "
             "no position covers that. Go on with the first, several batches a step for a larger one, or make a loader "
-            "for each, Guard(loader=[first, second]), and start over in another directory"
+            "for each, Guard(loader=[first, second]): the saved steps go on"
         )
 
 

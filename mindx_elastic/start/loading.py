@@ -25,7 +25,7 @@ import xxhash
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
-from mindx_elastic.capture.copying import map_tensors, same_tree
+from mindx_elastic.capture.copying import copy_tree, map_tensors, same_tree
 from mindx_elastic.capture.loop_head import LoopHead
 from mindx_elastic.capture.loop_tail import front_of, names_of_tail_values, tail_values_in, with_tail_values
 from mindx_elastic.capture.plain_component import InParts
@@ -78,6 +78,7 @@ def load(
                 f"{listed(left_out, 5)}: they begin as the program builds them",
                 "Resume once with as many ranks as before, where they count",
             )
+    state = _for_a_list(state, collector)
     layout = None if found.plan.resharded else found.checkpoint.layout  # a new layout is put together by names
     for note in collector.load(state, live=found.is_live, layout=layout):
         logger.warning("%s", note)
@@ -103,6 +104,18 @@ def load(
     collector.at_first_boundary = end
     collector.copy(collector.position)
     return put_back
+
+
+def _for_a_list(state: dict[str, Any], collector: Collector) -> dict[str, Any]:
+    """A run with one loader goes on with a list of them: the first takes the place of that one, the others begin."""
+    plain = {name: c.target for name, c in collector.components.items() if isinstance(c, PlainComponent)}
+    loaders = {name: target for name, target in plain.items() if re.fullmatch(r"loader_\d+", name)}
+    if "loader" not in state or "loader_0" not in loaders or "loader_0" in state:
+        return state
+    logger.info("loader_0 goes on where the run's one loader was; the others of the list begin")
+    others = {name: copy_tree(target.state_dict()) for name, target in loaders.items()}
+    kept = {name: value for name, value in state.items() if name != "loader"}
+    return {**kept, **others, "loader_0": state["loader"]}
 
 
 def _put_back(

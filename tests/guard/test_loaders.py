@@ -208,6 +208,16 @@ def test_a_replayed_loader(loop: Loop, make: Callable[[], Any], tmp_path: Path) 
     check(loop, tmp_path, [1, 3, BATCHES, BATCHES + 1, 2 * BATCHES - 1], make=of(make))
 
 
+def one_of_each_pass(p: Program) -> None:
+    for _ in p.guard.steps(LAST):
+        train(p, next(iter(p.loader)))
+
+
+@pytest.mark.parametrize("make", [shuffled, lambda: DataLoader(Pictures(), batch_size=2, sampler=Drawing())])
+def test_a_loop_that_begins_the_data_again_for_each_batch(make: Callable[[], Any], tmp_path: Path) -> None:
+    check(one_of_each_pass, tmp_path, [1, BATCHES], make=of(make))
+
+
 def at_their_own_pace(p: Program) -> None:
     """Labelled data by epochs; unlabelled data one batch ahead, started over wherever it ends."""
     labelled, unlabelled = p.loader
