@@ -7,7 +7,6 @@ file under its second name, rename, flush the directory. Only then is the save r
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
@@ -15,6 +14,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -104,13 +104,49 @@ def write_checkpoint(
         tree, tensors = flatten(state) if flat is None else flat
         if held is not None:
             tensors = pieces_of(tensors, held)
-        others = [name for name in dict.fromkeys(map(Path, also)) if name != path]
-        save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve, held, cached)
+        entries = place_tensors(tensors)
+        header = HeaderDraft(entries).header(info, tree, layout or {}, held)
+    nbytes = len(header) + (entries[-1].end if entries else 0)
+    target, saved = path, None  # the name that is being written; the file, once it is durable
     try:
-        save.run()
+        with _new_file(path, nbytes) as (fd, temp):
+            pinned = "cuda" in {tensor.device.type for tensor in tensors.values()}
+            with closing(BlockWriter(fd, len(header), pinned=pinned, reserve=reserve, cached=cached)) as blocks:
+                digests = blocks.put_tensors((name, tensors[name], end - begin) for name, _, _, begin, end in entries)
+                blocks.finish(partial(seal_header, header, digests))
+            _flush(fd, nbytes)
+            keep_older(path, info)
+            before_publish(temp)
+            published = publish(temp, path, other=_other_name(path, info))
+            fsync_dir(path.parent)
+            saved = published
+        for target in dict.fromkeys(map(Path, also)):
+            if target != path:
+                keep_older(target, info)
+                publish_copy(saved, target)
+                fsync_dir(target.parent)
     except (OSError, MemoryError, RuntimeError) as error:
-        raise _save_error(error, save) from error
-    return SaveResult(save.path, save.nbytes, time.monotonic() - started, info)
+        raise _save_error(error, target, saved, info, nbytes) from error
+    return SaveResult(saved, nbytes, time.monotonic() - started, info)
+
+
+@contextmanager
+def _new_file(path: Path, nbytes: int) -> Iterator[tuple[int, Path]]:
+    """A temporary file with room for `nbytes`, until the end of the block: by then it has the name `path`, or there is
+    nothing. Raises OSError."""
+    fd, temp = create_temp(path)
+    try:
+        if not preallocate(fd, nbytes):
+            check_free_space(path.parent, nbytes)
+        yield fd, temp
+    finally:
+        temp.unlink(missing_ok=True)  # after a successful rename it does not exist
+        os.close(fd)
+
+
+def _flush(fd: int, nbytes: int) -> None:
+    os.ftruncate(fd, nbytes)  # direct I/O writes whole blocks
+    os.fsync(fd)
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor], held: Held) -> dict[str, torch.Tensor]:
@@ -142,97 +178,21 @@ def _other_name(path: Path, info: CheckpointInfo) -> Path:
     return path.with_name(f"{path.stem}.step_{info.step}.{secrets.token_hex(3)}{path.suffix}")
 
 
-class _Save:
-    """Runs the steps in the module's docstring, one method each, so that tests can kill between them."""
-
-    def __init__(
-        self,
-        path: Path,
-        also: list[Path],
-        info: CheckpointInfo,
-        tree: Tree,
-        tensors: dict[str, torch.Tensor],
-        layout: Mapping[str, Any],
-        before_publish: Callable[[Path], None] = lambda temp: None,
-        reserve: Reserve | None = None,
-        held: Held | None = None,
-        cached: bool = False,
-    ) -> None:
-        self.cached = cached
-        self.before_publish, self.reserve_held = before_publish, reserve
-        self.path, self.also, self.info = path, also, info
-        self.target = path  # the name that is being written
-        self.durable = False
-        self.tensors = tensors
-        self.entries = place_tensors(tensors)
-        self.header = HeaderDraft(self.entries).header(info, tree, layout, held)
-        self.nbytes = len(self.header) + (self.entries[-1].end if self.entries else 0)
-
-    def run(self) -> None:
-        fd, temp = create_temp(self.path)
-        try:
-            self.reserve(fd)
-            self.write(fd)
-            self.flush(fd)
-            self.commit(temp)
-        finally:
-            temp.unlink(missing_ok=True)  # after a successful rename it does not exist
-            os.close(fd)
-
-    def reserve(self, fd: int) -> None:
-        if not preallocate(fd, self.nbytes):
-            check_free_space(self.path.parent, self.nbytes)
-
-    def write(self, fd: int) -> None:
-        pinned = "cuda" in {tensor.device.type for tensor in self.tensors.values()}
-        blocks = BlockWriter(fd, len(self.header), pinned=pinned, reserve=self.reserve_held, cached=self.cached)
-        with contextlib.closing(blocks):
-            tensors = self.tensors
-            digests = blocks.put_tensors((name, tensors[name], end - begin) for name, _, _, begin, end in self.entries)
-            blocks.finish(partial(seal_header, self.header, digests))
-
-    def flush(self, fd: int) -> None:
-        os.ftruncate(fd, self.nbytes)  # direct I/O writes whole blocks
-        os.fsync(fd)
-
-    def commit(self, temp: Path) -> None:
-        self.keep_older(self.path)
-        self.before_publish(temp)
-        self.path = publish(temp, self.path, other=_other_name(self.path, self.info))
-        fsync_dir(self.path.parent)
-        self.durable = True  # even if a further name fails
-        for name in self.also:
-            self.target = name
-            self.keep_older(name)
-            publish_copy(self.path, name)
-            fsync_dir(name.parent)
-
-    def keep_older(self, path: Path) -> None:
-        keep_older(path, self.info)
-
-
-@contextlib.contextmanager
+@contextmanager
 def copied_file(path: Path, size: int, look: Callable[[Path], CheckpointInfo | None]) -> Iterator[BlockWriter]:
     """For the bytes of a file that is copied here: its space is reserved at once, and after the block it has its name,
     whole and durable, or there is nothing. `look`: is called with the temporary file in the end, and returns its
     header; None: it is no checkpoint, and takes the place of what has its name. Raises OSError."""
     make_directory_durable(path.parent)
-    fd, temp = create_temp(path)
-    try:
-        if not preallocate(fd, size):
-            check_free_space(path.parent, size)
-        with contextlib.closing(BlockWriter(fd, 0)) as blocks:
+    with _new_file(path, size) as (fd, temp):
+        with closing(BlockWriter(fd, 0)) as blocks:
             yield blocks
             blocks.finish()
-        os.ftruncate(fd, size)  # direct I/O writes whole blocks
-        os.fsync(fd)
+        _flush(fd, size)
         if (info := look(temp)) is not None:
             keep_older(path, info)
         publish(temp, path)
         fsync_dir(path.parent)
-    finally:
-        temp.unlink(missing_ok=True)  # gone already when all went well
-        os.close(fd)
 
 
 def keep_older(path: Path, info: CheckpointInfo) -> None:
@@ -264,18 +224,17 @@ def keep_older(path: Path, info: CheckpointInfo) -> None:
         keep_as(path, previous_path(path))
 
 
-def _save_error(error: BaseException, save: _Save) -> SaveError:
+def _save_error(error: BaseException, target: Path, saved: Path | None, info: CheckpointInfo, nbytes: int) -> SaveError:
     text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    who = f"rank {save.info.rank}, step {save.info.step}"
-    message = f"{save.target}: cannot save {who} ({save.nbytes:,} bytes): {text}"
+    message = f"{target}: cannot save rank {info.rank}, step {info.step} ({nbytes:,} bytes): {text}"
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT):
-        message += f"; {_free_text(save.target.parent)}free some, keep fewer checkpoints or give another directory"
+        message += f"; {_free_text(target.parent)}free some, keep fewer checkpoints or give another directory"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         message += "; check the directory's permissions or give another directory"
-    if save.durable:
-        message += f"; the same state is durable in {save.path}"
-    result = SaveError(message, path=save.target, rank=save.info.rank, step=save.info.step)
+    if saved is not None:
+        message += f"; the same state is durable in {saved}"
+    result = SaveError(message, path=target, rank=info.rank, step=info.step)
     result.errno = code
     return result
 
