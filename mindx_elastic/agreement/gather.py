@@ -3,7 +3,8 @@
 While a job starts, the ranks meet a few times: which ranks there are, what each has found on its disks, whether the
 chosen files could be read. In a meeting (a *round*) each rank publishes one value. Rank 0 waits for all of them, merges
 them with a pure function, and answers: one text for all ranks and, where the merge returns them, one text for each rank
-alone. So each rank reads two keys at any size of the job, and all ranks together move O(ranks) bytes.
+alone. So each rank reads two keys at any size of the job, and all ranks together move O(ranks) bytes. Keys, all under
+``start/``:
 
 ==============================  ==========================================================================
 ``round{n}/say/{rank}``         the rank's value: the name of the meeting, a line end, JSON
@@ -71,7 +72,6 @@ __all__ = [
     "Store",
     "all_or_none",
     "hear_all",
-    "is_failure",
     "is_missing_key",
     "meet",
     "merged",
@@ -84,6 +84,7 @@ minutes, and not the same time on each rank."""
 _ANSWER_S = 60.0
 """How much longer the others wait than rank 0, whose error names the missing ranks."""
 _FAILED = "!"
+_SESSION = "start/session"
 _HEARD_S = 3.0
 """How long a failed rank waits for the others to read its error: its process may host the store, and when it ends the
 launcher ends the others."""
@@ -173,14 +174,14 @@ class Gathering:
         """First part of `gather`: publish this rank's value. Before the first one a rank waits for rank 0."""
         if not self._has_session(timeout_s):
             raise TimeoutError(f"rank {self.rank} waited {timeout_s:g} s for rank 0 at {name!r} of the start")
-        key = f"round{self._round}"
+        key = f"start/round{self._round}"
         self._write({f"{key}/say/{self.rank}": f"{name}\n{json.dumps(value, separators=(',', ':'))}"})
         if self._count(f"{key}/count") == self.world_size:
             self._ring(f"{key}/bell")
 
     def preside(self, name: str, merge: Merge, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Second part of `gather`, on rank 0: merge and answer. Errors go into the answer; `hear` raises them."""
-        key = f"round{self._round}"
+        key = f"start/round{self._round}"
         try:
             if not self._wait([f"{key}/bell"], timeout_s):
                 raise TimeoutError(self._who_is_missing(key, name, timeout_s))
@@ -216,14 +217,14 @@ class Gathering:
 
     def hear(self, name: str, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
         """Last part of `gather`: wait for the answer and return it."""
-        key = f"round{self._round}"
+        key = f"start/round{self._round}"
         if not self._wait([f"{key}/answer"], timeout_s + _ANSWER_S):
             raise TimeoutError(f"rank {self.rank} waited {timeout_s:g} s for rank 0 at {name!r} of the start")
         self._round += 1  # not before: a rank that gives up its wait takes the answer of this round
         (text,) = self._read([f"{key}/answer"], [None])
-        if is_failure(text) and self._failure is not None:
+        if _is_failure(text) and self._failure is not None:
             raise self._failure  # rank 0's own; `fail` waits for the others to read it
-        if is_failure(text):
+        if _is_failure(text):
             raise self._hear_failure(key, text)
         with making_sense(f"the answer to {name!r}"):
             has_own, common = json.loads(text)
@@ -256,15 +257,15 @@ class Gathering:
 
     def put_once(self, texts: Mapping[str, str]) -> None:
         """Write texts that several ranks may have, by their digests: one of these ranks writes each. Before `say`."""
-        mine = {f"piece/{digest}": text for digest, text in texts.items() if self._count(f"claim/{digest}") == 1}
+        mine = [digest for digest in texts if self._count(f"start/claim/{digest}") == 1]
         if mine:
-            self._write(mine)
+            self._write({f"start/piece/{digest}": texts[digest] for digest in mine})
 
     def read_pieces(self, digests: Sequence[str]) -> dict[str, str]:
         """Read what `put_once` wrote before the last meeting. Raises UntrustedMessageError if a digest differs."""
-        if not self._wait([f"piece/{digest}" for digest in digests], _PIECE_S):
+        if not self._wait([f"start/piece/{digest}" for digest in digests], _PIECE_S):
             raise UntrustedMessageError("a part of what the ranks have said is not in the store of the process group")
-        texts = self._read([f"piece/{digest}" for digest in digests], [None] * len(digests))
+        texts = self._read([f"start/piece/{digest}" for digest in digests], [None] * len(digests))
         for digest, text in zip(digests, texts, strict=True):
             if xxhash.xxh3_128_hexdigest(text.encode()) != digest:
                 raise UntrustedMessageError("a part of what the ranks have said is not what its digest says")
@@ -276,7 +277,7 @@ class Gathering:
         if self._told:
             return
         self._told = True
-        key = self._failed_key if error is self._failure else f"round{self._round}"
+        key = self._failed_key if error is self._failure else f"start/round{self._round}"
         text = _failure_text(self.rank, error)
         try:
             if self.rank == 0:
@@ -284,11 +285,11 @@ class Gathering:
                     self._has_session(0.0)
             elif not self.seal.has_session:
                 with suppress(NotOursError):  # the others find this rank's error there
-                    self.seal.enter("start/session", self._set_first("session", text))
-            if not is_failure(self._write_first(f"{key}/answer", text)):
+                    self.seal.enter(_SESSION, self._set_first(_SESSION, text))
+            if not _is_failure(self._write_first(f"{key}/answer", text)):
                 # This rank has left its wait when rank 0 had answered (a Ctrl-C during a wait is raised at its end):
                 # the others go on to the next meeting.
-                key = f"round{self._round + 1}"
+                key = f"start/round{self._round + 1}"
                 self._write_first(f"{key}/answer", text)
             self._ring(f"{key}/bell")
             heard = self._count(f"{key}/heard")
@@ -303,42 +304,37 @@ class Gathering:
 
     def _write(self, texts: Mapping[str, str]) -> None:
         """Set these keys."""
-        keys = [f"start/{key}" for key in texts]
-        self._set_all(keys, [self.seal.close(key, text) for key, text in zip(keys, texts.values(), strict=True)])
-
-    def _set_all(self, keys: Sequence[str], messages: Sequence[str]) -> None:
+        messages = {key: self.seal.close(key, text) for key, text in texts.items()}
         with self._lock:
-            for number in range(0, len(keys), _KEYS_AT_ONCE):
-                part = slice(number, number + _KEYS_AT_ONCE)
-                self._store.multi_set([*keys[part]], [*messages[part]])
+            for number in range(0, len(messages), _KEYS_AT_ONCE):
+                keys = [*messages][number : number + _KEYS_AT_ONCE]
+                self._store.multi_set(keys, [messages[key] for key in keys])
 
     def _write_first(self, key: str, text: str) -> str:
         """Set the key unless it is set; returns the value that it has then."""
-        return self.open_from(f"start/{key}", self._set_first(key, text), None)
+        return self._open_from(key, self._set_first(key, text), None)
 
     def _set_first(self, key: str, text: str) -> bytes:
-        key = f"start/{key}"
         with self._lock:
             return self._store.compare_set(key, "", self.seal.close(key, text))
 
     def _count(self, key: str, amount: int = 1) -> int:
         """Add to a counter, and return the sum."""
         with self._lock:
-            return self._store.add(f"start/{key}", amount)
+            return self._store.add(key, amount)
 
     def _ring(self, key: str) -> None:
         """Wake the process that waits for the key. Any writer of the store can ring: check what the bell announces."""
         with self._lock:
-            self._store.set(f"start/{key}", "1")
+            self._store.set(key, "1")
 
     def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
         """Whether all keys are set within the time."""
-        keys = [f"start/{key}" for key in keys]
         with self._lock:
             if timeout_s <= 0.0:
-                return self._store.check(keys)
+                return self._store.check([*keys])
             try:
-                self._store.wait(keys, timedelta(seconds=timeout_s))
+                self._store.wait([*keys], timedelta(seconds=timeout_s))
             except Exception as error:
                 if not is_missing_key(error):
                     raise
@@ -348,31 +344,30 @@ class Gathering:
     def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
         """The texts of keys that are set, in their order. `authors`: the rank that must have written each; None: any
         rank. Raises UntrustedMessageError for a text of another author."""
-        keys = [f"start/{key}" for key in keys]
         messages: list[bytes] = []
         with self._lock:
             for number in range(0, len(keys), _KEYS_AT_ONCE):
-                messages += self._store.multi_get(keys[number : number + _KEYS_AT_ONCE])
-        return [self.open_from(*each) for each in zip(keys, messages, authors, strict=True)]
+                messages += self._store.multi_get([*keys[number : number + _KEYS_AT_ONCE]])
+        return [self._open_from(*each) for each in zip(keys, messages, authors, strict=True)]
 
     def _has_session(self, timeout_s: float) -> bool:
         """Bind this rank's messages to this start, which rank 0 begins. False: that did not come in time. Raises the
         error of a rank that has failed before."""
         if self.rank == 0 and not self._is_begun:
-            own = self.seal.begin("start/session")
+            own = self.seal.begin(_SESSION)
             with self._lock:
-                found = self._store.compare_set("start/session", "", own)
+                found = self._store.compare_set(_SESSION, "", own)
             if found != own.encode():
                 raise self._why_no_session(found, NotOursError("it was there before rank 0 has begun"))
             self._is_begun = True
         if self.seal.has_session:
             return True
-        if not self._wait(["session"], timeout_s):
+        if not self._wait([_SESSION], timeout_s):
             return False
         with self._lock:
-            message = self._store.get("start/session")
+            message = self._store.get(_SESSION)
         try:
-            self.seal.enter("start/session", message)
+            self.seal.enter(_SESSION, message)
         except NotOursError as error:
             raise self._why_no_session(message, error) from None
         return True
@@ -380,12 +375,12 @@ class Gathering:
     def _why_no_session(self, message: bytes, error: NotOursError) -> MindxError:
         """What a rank raises that has found `message` in the place of rank 0's session."""
         with suppress(NotOursError):
-            text = self.seal.open("start/session", message, early=True)
-            if is_failure(text):
-                return self._hear_failure("round0", text)
-        return UntrustedMessageError(self._complaint("start/session", 0, error))
+            text = self.seal.open(_SESSION, message, early=True)
+            if _is_failure(text):
+                return self._hear_failure("start/round0", text)
+        return UntrustedMessageError(self._complaint(_SESSION, 0, error))
 
-    def open_from(self, key: str, message: bytes, author: int | None) -> str:
+    def _open_from(self, key: str, message: bytes, author: int | None) -> str:
         try:
             return self.seal.open(key, message, author=author)
         except NotOursError as error:
@@ -478,7 +473,7 @@ def _dump(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def is_failure(text: str) -> bool:
+def _is_failure(text: str) -> bool:
     """Whether an answer is the error of a rank."""
     return text.startswith(_FAILED)
 

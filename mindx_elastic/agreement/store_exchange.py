@@ -385,29 +385,20 @@ class StoreExchange(Gathering, Exchange):
     # --- what the ranks tell each other later ---
 
     def tell(self, name: str, value: str) -> bool:
-        def write() -> None:
-            with self._lock:
-                key = f"told/{name}/{self.rank}"
-                self._store.set(key, self.seal.close(key, value))
-
         try:
             # Also in the middle of a training: a store that is slow now may be asked again when it matters.
-            self._bounded(write, self._answer_s, give_up=False)
+            self._bounded(lambda: self._write({f"told/{name}/{self.rank}": value}), self._answer_s, give_up=False)
         except Exception as error:
             logger.debug("rank %d could not tell the others its %r: %s", self.rank, name, error)
             return False
         return True
-
-    def _open_all(self, keys: Sequence[str], messages: Sequence[bytes], ranks: Sequence[int]) -> list[str]:
-        return [self.open_from(key, text, rank) for rank, key, text in zip(ranks, keys, messages, strict=True)]
 
     def try_collect(self, name: str, ranks: Sequence[int] | None = None) -> list[str] | None:
         ranks = range(self.world_size) if ranks is None else ranks
         keys = [f"told/{name}/{r}" for r in ranks]
 
         def ask() -> list[str] | None:
-            with self._lock:
-                return self._open_all(keys, self._store.multi_get(keys), ranks) if self._store.check(keys) else None
+            return self._read(keys, ranks) if self._wait(keys, 0.0) else None
 
         # In the middle of a training: a store that is slow now may be asked again when it matters.
         return self._bounded(ask, self._answer_s, give_up=False)

@@ -51,7 +51,7 @@ def test_an_answer_has_a_part_for_each_rank_and_parts_to_ask_for() -> None:
 def test_a_false_bell_does_not_end_the_wait() -> None:
     """Whoever reaches the store may ring; rank 0 looks whether all have spoken."""
     board = Board(2)
-    board.values["round0/bell"] = "1"
+    board.values["start/round0/bell"] = "1"
     found: list[Any] = []
     first = threading.Thread(target=lambda: found.append(meetings("a")(0, BoardExchange(board, 0))))
     first.start()
@@ -122,7 +122,7 @@ def test_rank_0_stays_until_all_have_read_what_its_merge_failed_with(monkeypatch
     thread = threading.Thread(target=preside, daemon=True)
     thread.start()
     with board.changed:
-        assert board.changed.wait_for(lambda: "round0/answer" in board.values, 60)
+        assert board.changed.wait_for(lambda: "start/round0/answer" in board.values, 60)
     for exchange in others:
         thread.join(0.1)
         assert thread.is_alive(), f"rank 0 has left, and rank {exchange.rank} has not read its error"
@@ -203,7 +203,7 @@ def test_an_exchange_that_is_gone_does_not_hide_the_error(monkeypatch: pytest.Mo
 def test_what_others_write_is_at_most_a_message(text: str) -> None:
     """Anybody on the network may write into the store."""
     board = Board(2)
-    board.values["round0/answer"] = f"!{text}"
+    board.values["start/round0/answer"] = f"!{text}"
     with pytest.raises(PeerStartError, match="could not start"):
         meetings("a")(1, BoardExchange(board, 1))
 

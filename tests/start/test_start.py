@@ -126,7 +126,7 @@ def test_the_ranks_meet_five_times_and_each_reads_little_of_what_the_others_say(
 
         (tmp_path / str(world_size)).mkdir()
         assert all(isinstance(each, Start) for each in on_all_ranks(world_size, enter))
-        rounds = {key.partition("/")[0] for key in board.values if key.startswith("round")}
+        rounds = {key.split("/")[1] for key in board.values if key.startswith("start/round")}
         assert rounds == {"round0", "round1", "round2"}, "here, plan, loaded; then read (with files) and entered"
         sizes[world_size] = max(read[rank] for rank in range(1, world_size))
     assert sizes[6] < sizes[2] + 5 * 200, "what grows are the process ids of one machine's ranks"
