@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from mindx_elastic.doctor.saving import Disk
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
-from mindx_elastic.persist.storage import free_space, nameless_file
+from mindx_elastic.persist.storage import free_space
 
 __all__ = ["existing_part", "measure"]
 
@@ -37,7 +38,10 @@ def measure(folder: Path, for_s: float, *, page_cache: bool = False) -> Disk:
     """
     data = torch.frombuffer(bytearray(os.urandom(_PIECE_BYTES)), dtype=torch.uint8)  # file systems may compress
     most = min(_MOST_BYTES, free_space(folder) // _FREE_PART)
-    with nameless_file(folder) as fd, contextlib.closing(BlockWriter(fd, 0, cached=page_cache)) as writer:
+    with (
+        tempfile.TemporaryFile(dir=folder) as file,
+        contextlib.closing(BlockWriter(fd := file.fileno(), 0, cached=page_cache)) as writer,
+    ):
         pieces = max(1, most // _PIECE_BYTES)
         if most < _PIECE_BYTES:
             data = data[: max(1, most // 4096) * 4096]

@@ -52,7 +52,6 @@ __all__ = [
     "remove_unused",
     "user_folder",
     "user_of",
-    "user_of_job",
 ]
 
 MAKER_FILE = "agent.json"
@@ -153,7 +152,10 @@ def user_of(path: Path) -> str:
     """Who uses a folder in a user's folder, in words; empty: it is a dead agent's, proof's or job's."""
     found = maker_in(path)
     if found is None:
-        return user_of_job(path)
+        if not any(path.glob("rank_*/lock")) and time.time() - path.lstat().st_mtime < _YOUNG_S:
+            return "it is less than a minute old: a job may just be starting"
+        with _locks(path) as free:
+            return "" if free else "a job runs"
     if maker := maker_of(path):
         return maker
     for page in sorted(path.glob("rank_*.page")):
@@ -164,25 +166,14 @@ def user_of(path: Path) -> str:
     for folder in sorted(inside.iterdir()) if is_private_folder(inside) else ():
         if user := user_of(folder):
             return f"proof {found[1]} is gone, its job is not: {user}"
-    with _locks(path) as free:
-        return "" if free else "a process has locked it"
-
-
-def user_of_job(path: Path) -> str:
-    """Who uses the arenas of a job, in words; empty: they are a dead job's."""
-    if not any(path.glob("rank_*/lock")) and time.time() - path.lstat().st_mtime < _YOUNG_S:
-        return "it is less than a minute old: a job may just be starting"
-    with _locks(path) as free:
-        return "" if free else "a job runs"
+    return ""
 
 
 @contextmanager
 def _locks(path: Path) -> Iterator[bool]:
-    """Hold every lock below the folder; False: another process has one. Takes both kinds of lock, because the file does
-    not tell which kind is used.
-    """
+    """Hold the locks of all ranks of a job; False: another process has one."""
     with ExitStack() as stack:
-        for lock in sorted([*path.glob("rank_*/lock"), *path.glob("lock")]):
+        for lock in sorted(path.glob("rank_*/lock")):
             if not is_own_folder(lock.parent):
                 continue
             try:
@@ -195,7 +186,6 @@ def _locks(path: Path) -> Iterator[bool]:
             stack.callback(os.close, fd)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 yield False
                 return

@@ -38,7 +38,7 @@ from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotReco
 from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.persist.entries import TensorEntry, place_tensors
 from mindx_elastic.persist.flatten import flatten
-from mindx_elastic.persist.format import NO_DIGEST, CheckpointInfo, HeaderDraft, seal_header
+from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, seal_header
 
 __all__ = [
     "ANY_INTERVAL",
@@ -268,22 +268,14 @@ class Snapshotter:
         """Copy the last boundary for other processes of the machine, which map it, and return the file. None: it could
         not be. Training thread, nothing else running.
 
-        Its header is whole, its tensors have no digests yet: the record says so, and its adopter makes them.
+        It may have no digests yet: its record says so.
         """
         self.finish_copy()
         if self.broken:
             return None
         index = self._index_of_boundary() if self._taken == self._collector.position.step else None
         index = self._copy() if index is None else index
-        if index is None:
-            return None
-        if self._arena.record(index).state is SlotState.SEALED:
-            return self._arena.slots[index].path
-        memory, size = self._arena.slots[index].map, self._arena.record(index).header_bytes
-        assert memory is not None
-        names = json.loads(json.loads(memory[8:size])["__metadata__"]["mindx.digests"])
-        memory[:size] = seal_header(memory[:size], dict.fromkeys(names, NO_DIGEST))
-        return self._arena.slots[index].path
+        return None if index is None else self._arena.slots[index].path
 
     def _index_of_boundary(self) -> int | None:
         """The slot with the last boundary, where a snapshot of it was due; the copier may just have ended with it."""

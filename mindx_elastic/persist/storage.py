@@ -15,8 +15,8 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.core.events import logger
@@ -34,7 +34,6 @@ __all__ = [
     "fsync_dir",
     "keep_as",
     "make_directory_durable",
-    "nameless_file",
     "prepare_owned_directory",
     "publish",
     "publish_copy",
@@ -230,17 +229,6 @@ def create_temp(final: Path) -> tuple[int, Path]:
         if os.fstat(fd).st_nlink:
             return fd, temp
         os.close(fd)  # a cleaner took it for a left-over between its creation and the lock
-
-
-@contextmanager
-def nameless_file(directory: Path) -> Iterator[int]:
-    """A new file to try the disk of `directory` with. It goes with this process, however that ends. Raises OSError."""
-    fd, temp = create_temp(directory / "trial")
-    try:
-        temp.unlink()
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def remove_stale_temps(directory: StrPath) -> list[Path]:
