@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mindx_elastic.capture.copying import map_tensors
+from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.core.looks import attributes_of, has_method
 
 __all__ = ["UnnamedOptimizers", "storage_of"]
@@ -136,11 +136,4 @@ def _state_of(owner: Any) -> Any:
 
 
 def _tensors_of(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
-    return [tensor for tensor in found if tensor.numel()]
+    return [tensor for _, tensor in tensors_in(value) if tensor.numel()]
