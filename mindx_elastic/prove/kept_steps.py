@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,12 @@ import xxhash
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.memory.arena import ArenaFile
+from mindx_elastic.prove.causes import explain
+from mindx_elastic.prove.compare import Difference, compare_steps
 from mindx_elastic.prove.digests import stream_digest
 from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.overlap import note_comparison
+from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
 
 __all__ = ["KeptSteps", "open_kept_steps"]
 
@@ -40,15 +42,6 @@ _NUM_AT = 16
 _ENTRY = struct.Struct("=3q4Q2d")
 _BYTES = _HEAD.size + CAPACITY * _ENTRY.size
 _STREAMS = ("python", "numpy", "torch")
-_FIELDS = (
-    "epoch",
-    "step of the epoch",
-    *(f"random stream of {name}, digest" for name in _STREAMS),
-    "learning rates, digest",
-    "learning rate",
-    "loss",
-)
-"""What follows the step in an entry."""
 _NONE = math.nan
 """A rate or a loss that was not given, or cannot be read at once."""
 
@@ -121,19 +114,15 @@ class KeptSteps:
 
     def _compare(self, step: int, entry: _Entry) -> None:
         before = self._before.pop(step, None)
-        if before is not None and (found := list(_differences(before, entry))):
+        if before is not None and (parts := tuple(compare_steps(_step_of(before), _step_of(entry)))):
             self._before.clear()
             self._equal = []
             self._num = 0  # the job goes on from here, not from what was before
             self._write(entry)
-            what = ", ".join(found)
-            logger.warning(
-                "step %d, done again, is not what it was before: %s. Something that decides it is not kept: name it in "
-                "Guard(stateful={...}); `mindx-elastic prove` finds its cause",
-                step,
-                what,
-            )
-            note_comparison(self._seen, step, "differs", reason=what, why=what)
+            found = explain(Difference(ProcessRecord(rank=self._seen.ranks.rank), step, parts))
+            told = "step %d, done again, is not what it was before: %s; usual cause: %s. %s"
+            logger.warning(told, step, found.what, found.cause, found.remedy)
+            note_comparison(self._seen, step, "differs", reason=found.what, why=found.what)
             return
         if before is not None:
             self._equal = [*self._equal[:1], entry]
@@ -157,15 +146,14 @@ class KeptSteps:
             note_comparison(self._seen, last, outcome, reason=not_kept, why=not_kept or compared)
 
 
-def _differences(before: _Entry, now: _Entry) -> Iterator[str]:
-    """The differences in words, with both values. What only one of them has is not compared."""
-    for name, one, other in zip(_FIELDS, before[1:], now[1:], strict=True):
-        if one != other and _is_known(one) and _is_known(other):
-            yield f"{name} ({one}, now {other})"
-
-
-def _is_known(value: float) -> bool:
-    return value != 0 if type(value) is int else not math.isnan(value)
+def _step_of(entry: _Entry) -> WitnessedStep:
+    """The same as a resume compares it, without what is unknown."""
+    number, epoch, step_in_epoch, *streams, rates, rate, loss = entry
+    found = {f"stream|{name}": f"{digest:016x}" for name, digest in zip(_STREAMS, streams, strict=True) if digest}
+    numbers = {"option|learning rate": rate, "scalar|loss": loss}
+    found |= {name: repr(number) for name, number in numbers.items() if not math.isnan(number)}
+    found["option|learning rates"] = f"{rates:016x}"
+    return WitnessedStep(number=number, epoch=epoch, step_in_epoch=step_in_epoch, end=found)
 
 
 def _number(value: object) -> float:

@@ -180,7 +180,7 @@ def test_a_step_that_is_done_again_and_differs_is_told_with_both_values() -> Non
         job.expect(0)
     assert job.resumed() == ["None", "10"], job.report()
     (line,) = job.matches(r"WARNING step 11, done again, is not what it was before: (.*)")
-    values = re.match(r"loss \((\S+), now (\S+)\)\. ", line[1])
+    values = re.match(r"loss differs at step 11: (\S+), and (\S+) in the resumed run; usual cause: ", line[1])
     assert values and float(values[1]) != float(values[2]), job.report()
     assert not job.matches("verified: ") and compared() == [(11, "differs")], job.report()
 
