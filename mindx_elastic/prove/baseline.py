@@ -154,7 +154,7 @@ class Baseline:
         found = earliest(self.reference, other.lives)
         if found is None:
             return self.length(other) or ComparisonVerdict()
-        explained = explain_chance(self.reference, found)
+        explained = explain_chance(found)
         return ComparisonVerdict(
             outcome="not deterministic", explained=explained, rank=found.life.rank, step=found.step
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mindx_elastic.core.printable import listed
-from mindx_elastic.prove.compare import Difference, DifferingPart, Reference, VariableNotRestored, is_digest
+from mindx_elastic.prove.compare import Difference, DifferingPart, VariableNotRestored, is_digest
 from mindx_elastic.prove.records import MOST_FORWARDS
 
 __all__ = ["NOT_GOT_BACK", "Explained", "explain", "explain_chance", "in_words"]
@@ -14,10 +14,13 @@ __all__ = ["NOT_GOT_BACK", "Explained", "explain", "explain_chance", "in_words"]
 NOT_GOT_BACK = "if what comes later reads them, keep them: Guard(stateful={...}), or compute them from guard.step"
 """What to write where steps are equal and variables are not."""
 _NAMED, _VARIABLES = 3, 5
-_SEEDS = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
 _DRAWN = (
     "something is drawn from a generator that was not seeded, goes through a set of texts (Python's hashes differ from "
     "process to process), or depends on the time"
+)
+_SEED = (
+    "Write random.seed(0), numpy.random.seed(0) and torch.manual_seed(0) at the start, seed every other generator, and "
+    "sort what comes from a set"
 )
 _OPERATION = "streams and batches were equal: an operation gives other bits each time (atomic additions, threads)"
 _EXACT = "See torch.use_deterministic_algorithms(True), torch.set_num_threads(1) and CUBLAS_WORKSPACE_CONFIG"
@@ -123,19 +126,14 @@ def explain(difference: Difference) -> Explained:
     return Explained(_in_words(difference, part), cause, remedy, in_words(difference.lost))
 
 
-def explain_chance(reference: Reference, difference: Difference) -> Explained:
+def explain_chance(difference: Difference) -> Explained:
     """Why two runs without a stop, of other seeds of Python's hashes, differ."""
     part = difference.parts[0]
-    things = {"stream": "the stream of ", "batch": "the batch of ", "position": "the place in the epoch"}
-    thing = things.get(part.kind, "the number of steps" * (not part.names)) + listed(part.names, _NAMED)
-    early = ", before any step was done" if part.where == "entry" else ""
-    what = f"the script itself is not deterministic: two uninterrupted runs differ at step {difference.step}{early}, "
+    how = _in_words(difference, part).replace("resumed", "second").replace("state was put back", "guard was entered")
+    what = f"the script itself is not deterministic: {how}"
     if part.where != "entry" and part.kind in ("weights", "optimizer", "scalar"):
-        return Explained(what=f"{what}in {thing}", cause=_OPERATION, remedy=_EXACT)
-    missing = [seed for name, seed in _SEEDS.items() if f"stream|{name}" in reference.varying]
-    seeds = ", ".join(missing or ["torch.manual_seed(0)", "numpy.random.default_rng(0)"])
-    remedy = f"Write {seeds} at the start, seed every other generator, and sort what comes from a set"
-    return Explained(what=f"{what}in {thing}", cause=_DRAWN, remedy=remedy)
+        return Explained(what, cause=_OPERATION, remedy=_EXACT)
+    return Explained(what, cause=_DRAWN, remedy=_SEED)
 
 
 def _in_words(difference: Difference, part: DifferingPart) -> str:

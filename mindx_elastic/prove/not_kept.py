@@ -3,10 +3,10 @@
 Variables of the running functions, and of generators over a loader, count when the compiler's own dataflow says that
 the next iteration may read them (`loop_variables`). Containers, tensors and attributes of the program's objects, and
 attributes of named modules, count when they differ between the process's first and fifth boundary; so do gradients to
-which each step adds. Those that change later, as the best loss of an early stop does at an epoch's end, are found by
-later looks. Left out is what each iteration binds again, and what the guard keeps; what the states of other named
-objects leave out is shown by a comparison only. Whether any of it matters is shown by the next resume, which compares
-its first step (`overlap`).
+which each step adds. What the first step alone sets is found by a look at the guard's entry, what changes later, as the
+best loss of an early stop does at an epoch's end, by later ones. Left out is what each iteration binds again, and what
+the guard keeps; what the states of other named objects leave out is shown by a comparison only. Whether any of it
+matters is shown by the next resume, which compares its first step (`overlap`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType, GeneratorType
 from typing import Any
 from weakref import ref
@@ -78,11 +79,13 @@ class NotKept:
         self.num_looks = 0
         self._collector = collector
         self._gradients: dict[str, tuple[ref[torch.Tensor], int]] = {}
-        frames = list(program_frames(sys._getframe(1)))
-        self._before = self._look(frames)
+        self._before: dict[str, str] = {}
         """Variables as at the guard's entry, then as at the first look."""
-        self._objects = _objects(frames)
+        self._objects: dict[str, int] = {}
         """The `id` of what the program's names stand for at the guard's entry."""
+        with suppress(Exception):  # no look ends a program
+            frames = list(program_frames(sys._getframe(1)))
+            self._before, self._objects = self._look(frames), _objects(frames)
         self._in_steps: list[str] = []
         self._later: list[str] = []
 

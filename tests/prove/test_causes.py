@@ -93,23 +93,20 @@ def test_the_place_and_the_length() -> None:
     assert found is not None and "9 steps or more too many" in explain(found).what
 
 
-def test_chance_is_told_with_missing_seeds() -> None:
+def test_chance_is_told_with_what_to_seed() -> None:
     found = compare_life(REFERENCE, life([step(1), step(2, end=end(2, batch="new"))]))
     assert found is not None
-    hashes = explain_chance(REFERENCE, found)
-    assert "two uninterrupted runs differ at step 2, in the batch" in hashes.what and "set of texts" in hashes.cause
-    unseeded = replace(REFERENCE, varying=frozenset({"stream|python"}))
-    seeds = explain_chance(unseeded, found)
-    assert "random.seed(0)" in seeds.remedy
+    seeds = explain_chance(found)
+    assert "not deterministic: the batch of step 2 is" in seeds.what and "random.seed(0)" in seeds.remedy
     late = compare_life(REFERENCE, life([step(1), step(2), step(3, end=end(3, weights="other"))]))
     assert late is not None
-    kernels = explain_chance(unseeded, late)
-    assert "differ at step 3, in model.w" in kernels.what and "use_deterministic_algorithms" in kernels.remedy
+    kernels = explain_chance(late)
+    assert "differ after step 3: model.w" in kernels.what and "use_deterministic_algorithms" in kernels.remedy
     fresh = life([step(1)])
     fresh.entered = {**weights(0), "weights|model.w": "other"}
     early = compare_life(REFERENCE, fresh)
     assert early is not None
-    assert "before any step was done, in model.w" in explain_chance(REFERENCE, early).what
+    assert "weights differ when the guard was entered: model.w" in explain_chance(early).what
 
 
 def short_step(number: int, passed: int, **ends: str) -> WitnessedStep:

@@ -125,8 +125,8 @@ def test_a_fault_is_named(
 @pytest.mark.parametrize(
     ("fault", "what", "cause"),
     [
-        ("chance", "differ at step 1, before any step was done, in model.0.bias", "a generator that was not seeded"),
-        ("late_chance", "two uninterrupted runs differ at step 5, in model.4.weight", "gives other bits each time"),
+        ("chance", "weights differ when the guard was entered: model.0.bias", "a generator that was not seeded"),
+        ("late_chance", "not deterministic: weights differ after step 5: model.4.weight", "gives other bits each time"),
     ],
 )
 def test_a_script_that_is_not_deterministic_is_named(
@@ -147,7 +147,7 @@ def test_a_script_that_depends_on_the_order_of_hashes_is_named(tmp_path: Path, m
         proof = prove_fault(runs, tmp_path, "hashes")
     assert proof.exit_code == 3
     text = text_of(proof)
-    assert "two uninterrupted runs differ at step 1, in the batch" in text and "Python's hashes differ" in text, text
+    assert "not deterministic: the batch of step 1 is another one" in text and "Python's hashes differ" in text, text
 
 
 def test_a_script_that_fails(runs: Runs, tmp_path: Path) -> None:
