@@ -6,10 +6,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from mindx_elastic.core.owners import Trust
+from mindx_elastic.config import MemorySettings
+from mindx_elastic.core.certificate import COMPARED, date_of
+from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation, parse_event
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.values import real, text, whole
+from mindx_elastic.errors import MindxError
 
 __all__ = ["RecordedSaves", "find_unused_state", "proof_in_events", "recorded_saves", "remarks"]
 
@@ -48,10 +52,6 @@ def remarks(remains: dict[str, Any], complete_step: int | None) -> list[str]:
 def proof_in_events(directory: Path) -> str:
     """What comparisons of the newest run's resumes have shown, in words as `core.certificate.ResumeProof`; empty: the
     event log says of no run. Raises nothing."""
-    from mindx_elastic.core.certificate import COMPARED, date_of
-    from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, parse_event
-    from mindx_elastic.core.values import real, text, whole
-
     run, found = None, dict[str, dict[str, Any]]()
     for line in lines_backwards(directory / EVENTS_FILE):
         event = parse_event(line)
@@ -79,9 +79,6 @@ def recorded_saves(directories: Sequence[Path], trust: Trust) -> dict[str, Recor
     A log that has lost lines (it was begun anew when it was full, or deleted; or one is cut off, as on a full disk)
     proves nothing. Nor does that of a run that was resumed: there was a complete step.
     """
-    from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation, parse_event
-    from mindx_elastic.core.values import text, whole
-
     found, resumed = dict[str, RecordedSaves](), set[str]()
     for log in (directory / EVENTS_FILE for directory in directories):
         if os.path.lexists(older_generation(log)):
@@ -101,9 +98,6 @@ def recorded_saves(directories: Sequence[Path], trust: Trust) -> dict[str, Recor
 
 
 def _failed_save(directory: Path) -> dict[str, Any] | None:
-    from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, parse_event
-    from mindx_elastic.core.values import text, whole
-
     for line in lines_backwards(directory / EVENTS_FILE):
         event = parse_event(line)
         if event is None or event["event"] != "save":
@@ -116,9 +110,7 @@ def _failed_save(directory: Path) -> dict[str, Any] | None:
 
 
 def _in_memory(directory: Path) -> dict[str, Any] | None:
-    from mindx_elastic.config import MemorySettings
-    from mindx_elastic.errors import MindxError
-    from mindx_elastic.memory.leftovers import find_leftovers
+    from mindx_elastic.memory.leftovers import find_leftovers  # imports torch
 
     try:
         base = MemorySettings.from_env().base
