@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.core.events import logger
@@ -18,9 +18,13 @@ from mindx_elastic.start.shares import Share
 
 __all__ = ["Problem", "ShareReader"]
 
-T = TypeVar("T")
 Problem = tuple[str, str]
 """The path of a file, and why it could not be used."""
+
+
+class _UnusableError(Exception):
+    def __init__(self, path: Path, problem: str) -> None:
+        self.path, self.problem = path, problem
 
 
 class ShareReader:
@@ -45,46 +49,40 @@ class ShareReader:
 
         Raises MismatchError when the files are sound and do not fit this program.
         """
-        return self._assemble(share, blueprint) if share.rank.assembled else self._read_own(share)
-
-    def _try(self, read: Callable[[], T], path: Path, others: Sequence[Path] = ()) -> tuple[T | None, str, Path]:
-        """What `read` makes of `path` and `others`; or the problem, and which of these files it is about. A damaged
-        file goes to the quarantine."""
-        for each in (path, *others):
-            if problem := self._outside(each):
-                return None, problem, each
         try:
-            return read(), "", path
-        except (CheckpointError, OSError) as error:
-            about = _path_of(error, path)
-            return None, self._problem_of(error, about), about if about in others else path
+            return (self._assemble(share, blueprint) if share.rank.assembled else self._read_whole(share)), []
+        except _UnusableError as error:
+            return None, [(str(error.path), error.problem)]
 
-    def _problem_of(self, error: Exception, path: Path) -> str:
-        """What is wrong with the file, in words. A damaged one goes to the quarantine."""
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            return f"{path.name} cannot be read: {error}"
-        if isinstance(error, (UntrustedFileError, MismatchError)):  # exchanged since it was looked at
-            return str(error)
-        return self._put_aside(path, str(error))
-
-    # --- whole files ---
-
-    def _read_own(self, share: Share) -> tuple[Checkpoint | None, list[Problem]]:
+    def _read_whole(self, share: Share) -> Checkpoint:
         problems = []
+        others = [Path(fact.path) for fact in share.rank.others]
         for path in self._paths(share):
             if isinstance(path, str):
                 problems.append(path)
                 continue
-            checkpoint, problem, bad = self._read_file(path, share)
-            if bad != path:  # one of `RankPlan.others`
-                return None, [(str(bad), problem)]
-            if checkpoint is not None and checkpoint.info.moment != share.plan.moment:
-                checkpoint, problem = None, f"{path} is of another step by now"
-            if checkpoint is not None:
-                self.path = path
-                return checkpoint, []
-            problems.append(problem)
-        return None, [(share.rank.file.path, "; ".join(problems) or "no rank has it")]
+            try:
+                with self._blaming(path, others):
+                    checkpoint = read_checkpoint(path, owners=self._trust.of(path), others=others)
+                if checkpoint.info.moment == share.plan.moment:
+                    self.path = path
+                    return checkpoint
+                problems.append(f"{path} is of another step by now")
+            except _UnusableError as error:
+                if error.path != path:  # one of `others`
+                    raise
+                problems.append(error.problem)
+        raise _UnusableError(Path(share.rank.file.path), "; ".join(problems) or "no rank has it")
+
+    def _assemble(self, share: Share, blueprint: Blueprint | None) -> Checkpoint:
+        """Put the state together from parts of files."""
+        if blueprint is None:
+            raise MismatchError("the state has to be assembled from parts, and no target layout is known")
+        self.path = Path(share.rank.file.path)
+        files = (fact for facts in share.plan.files.values() for fact in facts)
+        seen = [Path(fact.path) for fact in files if fact.seen_by(self._rank)]
+        with self._blaming(self.path, seen), Parts(share.plan, share.rank, self._trust) as parts:
+            return assemble(parts, blueprint)
 
     def _paths(self, share: Share) -> Iterator[Path | str]:
         """The paths at which this rank can read the file, after fetching a copy if needed; or a str, why it cannot."""
@@ -111,11 +109,28 @@ class ShareReader:
                 return ""
         return f"{path} is outside of the checkpoint directory and is not touched"
 
-    def _read_file(self, path: Path, share: Share) -> tuple[Checkpoint | None, str, Path]:
-        """The file's content, or the problem; and which file it is about: this one, or one of `RankPlan.others`."""
-        others = [Path(fact.path) for fact in share.rank.others]
-        owners = self._trust.of(path)
-        return self._try(lambda: read_checkpoint(path, owners=owners, others=others), path, others)
+    @contextmanager
+    def _blaming(self, path: Path, others: Sequence[Path]) -> Iterator[None]:
+        """Raise _UnusableError for the one of these files that cannot be read. A damaged one goes to the quarantine."""
+        for each in (path, *others):
+            if problem := self._outside(each):
+                raise _UnusableError(each, problem)
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            if isinstance(error, MismatchError) and error.path is None:
+                raise  # sound files, another program
+            named = getattr(error, "path", None) or getattr(error, "filename", None)
+            about = path if named is None else Path(named)
+            raise _UnusableError(about if about in others else path, self._problem_of(error, about)) from error
+
+    def _problem_of(self, error: Exception, path: Path) -> str:
+        """What is wrong with the file, in words. A damaged one goes to the quarantine."""
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            return f"{path.name} cannot be read: {error}"
+        if isinstance(error, (UntrustedFileError, MismatchError)):  # exchanged since it was looked at
+            return str(error)
+        return self._put_aside(path, str(error))
 
     def _put_aside(self, path: Path, problem: str) -> str:
         """Move a damaged file to quarantine; returns the problem for the log."""
@@ -130,28 +145,3 @@ class ShareReader:
             return f"{path.name} is damaged, and another rank has put it aside: {problem}"
         except OSError as error:
             return f"{path.name} is damaged ({problem}) and could not be moved aside ({error})"
-
-    # --- assembling a state from parts ---
-
-    def _assemble(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
-        if blueprint is None:
-            raise MismatchError("the state has to be assembled from parts, and no target layout is known")
-        self.path = Path(share.rank.file.path)
-        files = (fact for facts in share.plan.files.values() for fact in facts)
-        paths = {Path(fact.path) for fact in files if fact.seen_by(self._rank)}
-        if outside := [(str(path), problem) for path in paths if (problem := self._outside(path))]:
-            return None, outside
-        try:
-            with Parts(share.plan, share.rank, self._trust) as parts:
-                return assemble(parts, blueprint), []
-        except (CheckpointError, OSError) as error:
-            path = _path_of(error, self.path)
-            if isinstance(error, MismatchError) and error.path is None:
-                raise  # sound files, another program
-            return None, [(str(path if path in paths else self.path), self._problem_of(error, path))]
-
-
-def _path_of(error: Exception, path: Path) -> Path:
-    """The file that an error is about; `path` where it does not say."""
-    named = getattr(error, "path", None) or getattr(error, "filename", None)
-    return path if named is None else Path(named)
