@@ -207,12 +207,14 @@ class _Machine:
         found = scan(listing, trust=self._trust, snapshots=[slot for slot in slots if str(slot) not in self.damaged])
         self.snapshots = found.in_memory
         """Of all runs."""
-        inventory = Inventory.merge([found])
         # The run that the job has gone on with last; others in memory were given up by a run that started over.
-        in_memory = [fact for fact in inventory.facts if self.is_in_memory(fact)]
-        newest = max(in_memory, key=lambda fact: fact.created, default=None)
+        known = [fact for fact in found.in_memory if fact.moment[0] in found.known]
+        newest = max(known, key=lambda fact: fact.created, default=None)
         self.run = "" if newest is None else newest.moment[0]
-        self.inventory = inventory.among(lambda fact: not self.is_in_memory(fact) or fact.moment[0] == self.run)
+        found.in_memory = []
+        self.on_disk = Inventory.merge([found])
+        found.in_memory = [fact for fact in known if fact.moment[0] == self.run]
+        self.inventory = Inventory.merge([found])
 
     def is_in_memory(self, fact: FileFact) -> bool:
         return fact.where == self._where
@@ -284,9 +286,10 @@ def _sound(machine: _Machine, flushed: Flushed) -> list[SavedStep]:
 def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
     """Ranks whose newest snapshot is neither on disk nor less than what is: that is never thrown away."""
     machine.look()
-    on_disk = machine.inventory.among(lambda fact: not machine.is_in_memory(fact))
-    there, steps = set(on_disk.moments), machine.steps
-    usable = (n for n, step in enumerate(steps) if step.moment in there and on_disk.judge(step.moment).is_usable)
+    there, steps = set(machine.on_disk.moments), machine.steps
+    usable = (
+        n for n, step in enumerate(steps) if step.moment in there and machine.on_disk.judge(step.moment).is_usable
+    )
     newest_usable = next(usable, len(steps))
     kept = set()
     for rank in sorted({rank for step in steps for rank in machine.in_memory(step)}):

@@ -12,7 +12,6 @@ if a transport can fetch it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -144,8 +143,7 @@ class Inventory:
         self._damage: list[_Damage] = []
         self._facts: list[FileFact] | None = None
         self._moments: dict[Moment, list[FileFact]] | None = None
-        self._settled: dict[Moment, list[FileFact]] | None = None
-        self._read: dict[Moment, list[CatalogEntry]] | None = None
+        self._read: dict[Moment, list[CatalogEntry]] = {}
 
     @classmethod
     def merge(cls, findings: Sequence[Findings]) -> Inventory:
@@ -178,6 +176,9 @@ class Inventory:
         self.unforeseen |= found.unforeseen
         self.foreseen |= {(run, *newest) for run, newest in found.foreseen.items()}
         self.entries |= found.entries
+        for entry in found.entries.values():
+            if entry.info is not None:
+                self._read.setdefault(entry.info.moment, []).append(entry)
         self.launched = max(self.launched, found.attempt)
         for run, attempt in found.attempts.items():
             if run in self.runs or run in found.known:
@@ -236,15 +237,7 @@ class Inventory:
             file.seen_by = frozenset()
         file.places = {}  # if it was fetched, it may be damaged on either side
         self._damage.append(_Damage(fact.path, fact.moment, problem, rank))
-        self._facts = self._moments = self._settled = None
-
-    def among(self, keep: Callable[[FileFact], bool]) -> Inventory:
-        """The inventory with these files alone; small states and rejected files stay."""
-        made = copy(self)
-        made._files = {key: replace(file) for key, file in self._files.items() if keep(file.fact)}
-        made._damage = list(self._damage)
-        made._facts = made._moments = made._settled = None
-        return made
+        self._facts = self._moments = None
 
     # --- planning ---
 
@@ -340,41 +333,24 @@ class Inventory:
     def judge(self, moment: Moment) -> SavedStep:
         """The step of `moment`, judged for a start of the same world size."""
         facts = self._by_moment().get(moment, [])
-        entries = sorted(self._entries().get(moment, ()), key=preference)
+        entries = sorted(self._read.get(moment, ()), key=preference)
         infos = [entry.info for entry in entries if entry.info is not None]
         world_size = max((each.created, each.world_size) for each in (facts or infos))[1]
-        own_states = self.own_states.get(moment, ())
-
-        def ask() -> Candidate:
-            settled = self._settle().get(moment, [])
-            return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states))
-
         return SavedStep(
             moment=moment,
             world_size=world_size,
             facts=tuple(facts),
             entries=tuple(entries),
-            own_states=own_states,
-            ask=ask,
+            own_states=self.own_states.get(moment, ()),
+            ask=lambda: Candidate(moment, facts, Context(World(world_size), frozenset(), self.own_states)),
         )
 
     def _by_moment(self) -> dict[Moment, list[FileFact]]:
         if self._moments is None:
-            self._moments = _sorted_in(self.facts)
+            self._moments = {}
+            for fact in settle_assumptions(self.facts):
+                self._moments.setdefault(fact.moment, []).append(fact)
         return self._moments
-
-    def _settle(self) -> dict[Moment, list[FileFact]]:
-        if self._settled is None:
-            self._settled = _sorted_in(settle_assumptions(self.facts))
-        return self._settled
-
-    def _entries(self) -> dict[Moment, list[CatalogEntry]]:
-        if self._read is None:
-            self._read = {}
-            for entry in self.entries.values():
-                if entry.info is not None:
-                    self._read.setdefault(entry.info.moment, []).append(entry)
-        return self._read
 
 
 def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | None:
@@ -395,13 +371,6 @@ def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | No
         if Inventory.merge([Findings(facts=facts)]).judge(moment).is_complete:
             return moment
     return None
-
-
-def _sorted_in(facts: Iterable[FileFact]) -> dict[Moment, list[FileFact]]:
-    found: dict[Moment, list[FileFact]] = {}
-    for fact in facts:
-        found.setdefault(fact.moment, []).append(fact)
-    return found
 
 
 def until_sound(
