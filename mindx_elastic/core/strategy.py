@@ -29,7 +29,6 @@ __all__ = [
     "TensorSpec",
     "global_name",
     "merge_specs",
-    "strategy_from_record",
 ]
 
 MAX_TENSOR_DIMS = 64
@@ -397,11 +396,6 @@ class LayoutRecord:
             return Strategy(self.world_size, (*specs, *self.job))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
             raise UsageError(f"malformed layout record: {error!r:.200}") from None
-
-
-def strategy_from_record(record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
-    """`LayoutRecord.strategy` of the JSON in a header. Raises UsageError."""
-    return LayoutRecord.from_json(record).strategy(tensors)
 
 
 def _layouts(content: Iterable[Any]) -> list[Layout]:

@@ -12,7 +12,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.core.layout import MAX_RANKS, Layout
@@ -23,9 +22,8 @@ from mindx_elastic.platforms.small_files import ArgumentTypeError, read_bounded,
 from mindx_elastic.platforms.strategy_file import load_strategy
 
 __all__ = [
-    "GroupInfo",
     "get_ckpt_path_with_strategy",
-    "group_info_of",
+    "groups_of",
     "restore_group_info_list",
     "save_group_info",
     "write_group_info_file",
@@ -35,16 +33,6 @@ _WHAT = "group info file"
 _RANK = re.compile(r"rank_(\d{1,9})(?!\d)")
 _NOT_SAVED = ("accu_grads", "inputs")
 """How names begin of what a MindSpore strategy lists and no checkpoint holds."""
-
-
-@dataclass(frozen=True)
-class GroupInfo:
-    """What a group info file holds."""
-
-    groups: Mapping[str, tuple[int, ...]]
-    """Communication groups of the rank that wrote it, by name."""
-    restore_ranks: tuple[int, ...]
-    """Ranks whose checkpoints hold the same, the rank itself included; older MindSpores write none."""
 
 
 def save_group_info(path: StrPath, groups: Mapping[str, Sequence[int]], restore_ranks: Sequence[int]) -> Path:
@@ -91,15 +79,14 @@ def restore_group_info_list(group_info_file_name: StrPath) -> list[int]:
 
 def write_group_info_file(strategy: Strategy, rank: int, path: StrPath) -> Path:
     """Write the group info file of `rank` to `path`. Raises UsageError for a rank without tensors, SaveError."""
-    info = group_info_of(strategy, rank)
-    return save_group_info(path, info.groups, info.restore_ranks)
-
-
-def group_info_of(strategy: Strategy, rank: int) -> GroupInfo:
-    """What the group info file of `rank` holds: along each mesh dimension of more than one rank a group."""
     restore_ranks = next((group for group in strategy.replica_groups() if rank in group), None)
     if restore_ranks is None:
         raise UsageError(f"rank {rank} holds nothing in a strategy for {strategy.world_size} ranks")
+    return save_group_info(path, groups_of(strategy, rank), restore_ranks)
+
+
+def groups_of(strategy: Strategy, rank: int) -> dict[str, tuple[int, ...]]:
+    """The communication groups of `rank` by name: one along each mesh dimension of more than one rank."""
     names: dict[tuple[int, ...], str] = {}
     for each in strategy.classes:
         if rank in each.layout:
@@ -108,7 +95,7 @@ def group_info_of(strategy: Strategy, rank: int) -> GroupInfo:
     groups: dict[str, tuple[int, ...]] = {}
     for ranks, name in names.items():
         groups[name if name not in groups else f"{name}-{len(groups)}"] = ranks
-    return GroupInfo(groups, restore_ranks)
+    return groups
 
 
 def _groups(layout: Layout, rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -91,7 +91,7 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
     donors: dict[tuple[int, ...], int] = {}
     if isinstance(plan, ResumePlan):
         groups = plan.source.replica_groups()
-        donors = restore_ranks(plan, groups)
+        donors = restore_ranks(plan)
         document |= _plan_values(plan, shown)
         document["replica_groups"] = [{"ranks": list(group), "donor": _donor(plan, group)} for group in groups]
     document |= {
@@ -199,14 +199,14 @@ def _one_line(text: str) -> str:
 # --- RESTORE_RANKS ---
 
 
-def restore_ranks(plan: ResumePlan, groups: Sequence[tuple[int, ...]] | None = None) -> dict[tuple[int, ...], int]:
+def restore_ranks(plan: ResumePlan) -> dict[tuple[int, ...], int]:
     """Replica group -> the lowest healthy rank of it whose dying save can be loaded whole; empty: not possible.
 
-    groups: ``plan.source.replica_groups()``, where the caller has them. A faulty rank whose file the plan trusts (it
-    is of an earlier attempt) is a donor where its group has no healthy one.
+    A faulty rank whose file the plan trusts (it is of an earlier attempt) is a donor where its group has no healthy
+    one.
     """
     if not plan.resharded:
-        candidates = {group: group for group in groups or plan.source.replica_groups()}
+        candidates = {group: group for group in plan.source.replica_groups()}
     elif _is_replicated(plan.source) and plan.world.strategy is not None and _is_replicated(plan.world.strategy):
         candidates = {tuple(range(plan.world.size)): tuple(plan.files)}  # one file is enough for all
     else:

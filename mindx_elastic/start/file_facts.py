@@ -9,7 +9,7 @@ import xxhash
 
 from mindx_elastic.core.layout import REPLICATE, Layout
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
-from mindx_elastic.core.strategy import RECORD_VERSION, Strategy, TensorSpec, global_name, strategy_from_record
+from mindx_elastic.core.strategy import RECORD_VERSION, LayoutRecord, Strategy, TensorSpec, global_name
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
 from mindx_elastic.persist.format import CheckpointInfo, Header, Held
@@ -183,7 +183,7 @@ class _Described:
         parameters = record.get("parameters", {})
         described = {*record.get("modules", {p.partition(".")[0] for p in places}), *parameters}
         kept = {p: shape for p, shape in shapes.items() if p not in volatile and p.partition(".")[0] in described}
-        self.strategy = strategies.one(strategy_from_record(record, kept))
+        self.strategy = strategies.one(LayoutRecord.from_json(record).strategy(kept))
         names = {global_name(place, parameters)[0]: place for place in kept}
         self._assumed = [
             (spec.name, shapes[place][1], places[place]["$tensor"])

@@ -19,7 +19,7 @@ from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.replicas import ddp_modules, parallel_setup_of
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
-from mindx_elastic.core.strategy import Strategy, TensorSpec, strategy_from_record
+from mindx_elastic.core.strategy import LayoutRecord, Strategy, TensorSpec
 from mindx_elastic.errors import UnsupportedStateError, UsageError
 
 WORLD = 4
@@ -51,7 +51,7 @@ def places_of(targets: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...
 
 
 def strategy_of(targets: Mapping[str, Any], one: LayoutRecorder) -> Strategy:
-    return strategy_from_record(json.loads(json.dumps(one.record().json)), places_of(targets))
+    return LayoutRecord.from_json(json.loads(json.dumps(one.record().json))).strategy(places_of(targets))
 
 
 def stepped(parameters: Any, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:

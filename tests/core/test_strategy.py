@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.core.layout import REPLICATE, Layout, Shard, parse_placement
-from mindx_elastic.core.strategy import Strategy, TensorSpec, merge_specs, strategy_from_record
+from mindx_elastic.core.strategy import LayoutRecord, Strategy, TensorSpec, merge_specs
 from mindx_elastic.errors import UsageError
 
 
@@ -137,7 +137,7 @@ TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {
 
 def test_a_record_gives_the_strategy_as_the_file_knows_it() -> None:
     # Rank 1 holds rows 5 and 6 of 9: tp takes 5 and 4 rows, dp half of these.
-    strategy = strategy_from_record(record(), TENSORS)
+    strategy = LayoutRecord.from_json(record()).strategy(TENSORS)
     assert strategy.world_size == 4
     assert [(s.name, s.shape, s.parameter) for s in strategy.tensors] == [
         ("model.w", (9, 4), ""),
@@ -149,7 +149,7 @@ def test_a_record_gives_the_strategy_as_the_file_knows_it() -> None:
 def test_a_tensor_that_is_not_the_part_which_the_record_promises_is_named() -> None:
     for local in ((3, 4), (2,), ()):
         with pytest.raises(UsageError, match=r"model\.w has shape .*, which is not rank 1's part of \[9, 4\]"):
-            strategy_from_record(record(), {**TENSORS, "model.w": ("F32", local)})
+            LayoutRecord.from_json(record()).strategy({**TENSORS, "model.w": ("F32", local)})
 
 
 def as_strategy(content: Any) -> Strategy:
@@ -162,7 +162,7 @@ def as_strategy(content: Any) -> Strategy:
     ("content", "read"),
     [
         (STRATEGY.to_json(), as_strategy),
-        (record(default=0), lambda content: strategy_from_record(content, TENSORS)),
+        (record(default=0), lambda content: LayoutRecord.from_json(content).strategy(TENSORS)),
     ],
     ids=["strategy", "record"],
 )
