@@ -11,12 +11,13 @@ if a transport can fetch it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from mindx_elastic.core.moment import Moment, moment_name
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import missing_ranks, rank_list
 from mindx_elastic.memory.boundaries import OwnState
@@ -47,16 +48,6 @@ class _File:
     """The ranks that can read it themselves."""
     places: dict[int, Place] = field(default_factory=dict)
     """By holding rank, the place from which others can fetch it."""
-
-
-class _Damage(NamedTuple):
-    """A file whose content turned out to be damaged."""
-
-    path: str
-    moment: Moment
-    problem: str
-    rank: int | None
-    """The rank that found it; None: a process alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +131,6 @@ class Inventory:
         """The highest attempt that a launcher has counted."""
         self._files: dict[Key, _File] = {}
         self._attempts: dict[str, int] = {}
-        self._damage: list[_Damage] = []
         self._facts: list[FileFact] | None = None
         self._moments: dict[Moment, list[FileFact]] | None = None
         self._read: dict[Moment, list[CatalogEntry]] = {}
@@ -236,7 +226,7 @@ class Inventory:
         if rank is None or rank in file.seen_by:  # all ranks that see this disk see the same bytes
             file.seen_by = frozenset()
         file.places = {}  # if it was fetched, it may be damaged on either side
-        self._damage.append(_Damage(fact.path, fact.moment, problem, rank))
+        self.rejected.append(Rejected(fact.path, problem if rank is None else f"rank {rank}: {problem}"))
         self._facts = self._moments = None
 
     # --- planning ---
@@ -250,12 +240,11 @@ class Inventory:
     ) -> ResumePlan | Refusal:
         """Plan a start. `step`: the one that may be taken, of any run and attempt, in the order in which a start tries
         them."""
-        rejected = [Rejected(one.path, one.problem) for one in self._damage] + self.rejected
-        only = None
+        rejected, only = self.rejected, None
         if step is not None and not (only := [moment for moment in self.moments if moment[2] == step]):
             steps = listed(list(dict.fromkeys(moment[2] for moment in self.moments)), 8)
             why = f"no usable file is of it (steps that are there: {steps or 'none'})"
-            rejected.insert(0, Rejected(f"step {step}", why))
+            rejected = [Rejected(f"step {step}", why), *rejected]
         plan = plan_resume(
             self.facts, world, faults=faults or KnownFaults(), own_states=self.own_states, rejected=rejected, only=only
         )
@@ -266,30 +255,24 @@ class Inventory:
         newest = max(key[3][2] for key in self._files if key[3][:2] == plan.moment[:2])
         return newest - plan.step if newest > plan.step else None
 
-    def lines(self, taken: Moment | None, rejected: Iterable[Rejected]) -> list[str]:
-        """Lines for the log: what was not taken, and why; damaged files by their step."""
-        damaged: dict[Moment, list[str]] = {}
-        for one in self._damage:
-            text = one.problem if one.rank is None else f"rank {one.rank}: {one.problem}"
-            damaged.setdefault(one.moment, []).append(text)
-        told = {(one.path, one.problem) for one in self._damage}
-        found: list[str] = []
+    @staticmethod
+    def lines(rejected: Iterable[Rejected]) -> list[str]:
+        """Lines for the log: what was not taken, and why; of an attempt's steps only the newest."""
+        found: dict[str, None] = {}
         named: set[tuple[str, int]] = set()
         for each in rejected:
             if each.moment is None:
-                found += [] if (each.what, each.reason) in told else [f"{each.what}: {each.reason}"]
-            elif each.moment not in damaged and each.moment[:2] not in named:  # one line per attempt: its newest step
+                has_name = os.path.basename(each.what) in each.reason
+                found[each.reason if has_name else f"{each.what}: {each.reason}"] = None
+            elif each.moment[:2] not in named:
                 named.add(each.moment[:2])
-                found.append(str(each))
-        for moment, texts in damaged.items():
-            unused = "" if moment == taken else " is not used"
-            found.append(f"{moment_name(moment)}{unused}: {'; '.join(texts)}")
-        return list(dict.fromkeys(found))
+                found[str(each)] = None
+        return list(found)
 
     @property
     def is_all_known(self) -> bool:
         """Whether all files are sound files of some step: none is damaged or in quarantine."""
-        return not (self.other or self.rejected or self._damage)
+        return not (self.other or self.rejected)
 
     def was_never_complete(self, recorded: Mapping[str, RecordedSaves]) -> bool:
         """Whether it is proved that no step here was ever complete, so that a fresh start loses nothing: no step is

@@ -367,6 +367,7 @@ class PlanPart(FollowedPart):
             strategies = read_strategies(self._exchange, [int(size) for _, size, _ in rows], [p for _, _, p in rows])
             by_digest = {str(row[0]): strategy for row, strategy in zip(rows, strategies, strict=True)}
             self._inventory = Inventory.merge([Findings.decode(each["findings"], by_digest) for each in said])
+        self._told_lines = set(self._inventory.lines(self._inventory.rejected))
         return self._choose()
 
     def _choose(self) -> Merged:
@@ -375,14 +376,13 @@ class PlanPart(FollowedPart):
         world = World(self._ranks.world_size, None if self._target is None else self._target.strategy)
         plan = inventory.plan(world, self._faults)
         if isinstance(plan, Refusal):
-            lines = inventory.lines(None, plan.reasons)
+            lines = inventory.lines(plan.reasons)
             error = self._refusal(plan, lines)
             if error is not None:
                 return Merged({"error": [type(error).__name__, str(error)]})
             return self._fresh(lines)
         self._plan = plan
-        self._told_lines = {f"{one.what}: {one.reason}" for one in inventory.rejected}
-        lines = self._lines = inventory.lines(plan.moment, plan.rejected)
+        lines = self._lines = inventory.lines(plan.rejected)
         run_id = plan.moment[0]
         answer = tell_shares(plan, inventory)
         common = {

@@ -246,9 +246,10 @@ def test_where_a_needed_file_is_lost_or_damaged_the_older_step_is_taken_whole(
         bad = place.file(damaged, STOPPED)
         flip_bit(bad)
     after = place.run("2d", ranks)
-    words = f"{bad.name} is damaged" if damaged is not None else f"no usable file of rank {lost[0]}, which held it"
-    words = words if len(lost) < 2 else f"rank {lost[1]}"
+    gone = damaged if damaged is not None else lost[-1]
+    words = f"no usable file of rank {gone}, which held it" if len(lost) < 2 else f"rank {gone}"
     assert len(after.matches(f"step {STOPPED} is not used: .*{words}")) == 1, after.report()
+    assert damaged is None or len(after.matches(f"{bad.name} is damaged")) == 1, after.report()
     assert place.quarantined() == ({bad.name} if damaged is not None else set()), after.report()
     assert_goes_on(SAVED, before.job, after, whole("2d", 4), exact=ranks == 4)
 
