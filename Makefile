@@ -147,7 +147,7 @@ simulation: $(DONE)/dev
 	$(BIN)/python -m tests.simulation.cluster --schedules $(SCHEDULES) --jobs $(JOBS)
 	$(BIN)/python -m tests.simulation.agents --schedules $(SCHEDULES) --jobs $(JOBS)
 	$(BIN)/python -m tests.simulation.in_place --schedules $(SCHEDULES) --jobs $(JOBS)
-	$(BIN)/python -m tests.simulation.mutants
+	$(BIN)/python -m tests.mutants.defects
 
 fuzz: $(DONE)/dev
 	$(BIN)/python -m tests.fuzz.play --programs $(PROGRAMS) --ranks $(RANKS) --jobs $(JOBS) --system "$(SYSTEM)"

@@ -126,14 +126,19 @@ def choose(each: int, seed: int) -> None:
     LIST.write_text("".join(json.dumps(asdict(m)) + "\n" for m in chosen))
 
 
+def copy_project(folder: Path) -> Path:
+    """All of its files, in `folder`."""
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
 def noticed_by(room: str, mutant: Mutant | None) -> str:
     """The test of the room that fails, "" if none does, "gone" if there is no such line. None: nothing is changed."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
-            if (ROOT / name).is_file():
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, copy / name)
+        copy = copy_project(Path(folder))
         if mutant is not None and not mutant.apply(copy):
             return "gone"
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "--timeout=120"]
