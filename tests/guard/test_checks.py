@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 import mindx_elastic as mx
 from mindx_elastic.capture.device_progress import DeviceProgress
 from mindx_elastic.errors import UnmanagedStateError
+from mindx_elastic.guard.checks import program_variables
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.persist.format import read_header
@@ -81,6 +84,15 @@ def test_a_look_waits_for_the_devices_first(tmp_path: Path, monkeypatch: pytest.
         guard.step_end()
         assert "look" in order and order[0] == "wait"
     assert average is not None
+
+
+def test_modules_of_the_program_are_those_that_have_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, facts in {"mine": {"__file__": "/somewhere/mine.py"}, "made": {}}.items():
+        module = types.ModuleType(name)
+        vars(module).update(facts)
+        monkeypatch.setitem(sys.modules, name, module)
+    places = dict(program_variables.variables_of(None))
+    assert "mine.py" in places and "made" not in places
 
 
 def test_the_line_to_write_is_python_for_a_part_of_a_sequential() -> None:
