@@ -90,21 +90,6 @@ def test_an_attempt_is_recorded_when_the_first_step_after_it_is_known(ledger: Le
     assert (summary["reason"], summary["outcome"]) == ("1 failure, 0 steps lost, 1.8 s not training", "finished")
 
 
-def test_an_attempt_that_never_came_to_a_step(ledger: Ledger, path: Path) -> None:
-    for attempt in range(3):
-        ledger.add(AttemptRecord(attempt=attempt))
-        ledger.update(attempt, outcome=FAILED)
-    assert [entry for entry in emitted(path) if entry[0] == "attempt"] == [("attempt", 0), ("attempt", 1)]
-    ledger.close()
-    assert emitted(path)[-2:] == [("attempt", 2), ("summary", 0)]
-
-
-def test_an_attempt_that_runs_when_the_agent_ends_is_recorded_too(ledger: Ledger, path: Path) -> None:
-    ledger.add(AttemptRecord(attempt=0, world_size=1))
-    ledger.close()
-    assert emitted(path) == [("attempt", 0), ("summary", 0)]
-
-
 def test_the_screen() -> None:
     records = [
         failed(0),
@@ -287,18 +272,12 @@ def test_a_failure_and_its_recovery(account: Ledger, tmp_path: Path) -> None:
     assert events(tmp_path, "attempt_start")[0]["pid"]
 
 
-def test_steps_that_are_lost(account: Ledger) -> None:
+@pytest.mark.parametrize(("resumed", "lost"), [(4, 3), (-1, 7)])
+def test_steps_that_are_lost(account: Ledger, resumed: int, lost: int) -> None:
     fail_first(account, time.monotonic())
     account.start_attempt(1, world_size=2, num_workers=2, node=0, restarts=1)
-    account.look({0: page(resumed_step=4), 1: page(resumed_step=4)})
-    assert account.records[0].steps_lost == 3
-
-
-def test_a_fresh_start_loses_all(account: Ledger) -> None:
-    fail_first(account, time.monotonic())
-    account.start_attempt(1, world_size=2, num_workers=2, node=0, restarts=1)
-    account.look({0: page(resumed_step=-1), 1: page(resumed_step=-1)})
-    assert account.records[0].steps_lost == 7
+    account.look({0: page(resumed_step=resumed), 1: page(resumed_step=resumed)})
+    assert account.records[0].steps_lost == lost
 
 
 def test_the_last_failure_lost_what_nobody_saved(account: Ledger) -> None:

@@ -12,13 +12,6 @@ def failed(place: int, *, passed: bool = False) -> PlaceEnd:
     return PlaceEnd(place, failed=True, passed=passed, cause="exit code 3")
 
 
-def test_a_place_is_lost_when_its_new_process_fails_too() -> None:
-    places = NodePlaces(4, 1)
-    assert not places.note_ends([failed(3, passed=True)])  # a rank has died
-    assert places.note_ends([failed(3)]) == [3]  # and so has the one in its place
-    assert places.choose().active == (0, 1)
-
-
 def test_a_place_in_which_a_later_process_of_the_attempt_got_on_is_not_lost() -> None:
     """Two were replaced in place, the second one before it passed a boundary, and the third one has trained."""
     places = NodePlaces(2, 1)
@@ -26,21 +19,6 @@ def test_a_place_in_which_a_later_process_of_the_attempt_got_on_is_not_lost() ->
     assert not places.suspects
     assert not places.note_ends([failed(1), PlaceEnd(0, failed=False, passed=True)])
     assert places.note_ends([failed(1)]) == [1]
-
-
-def test_how_many_go_on() -> None:
-    def after(count: int, *lost: int, least: int = 1, window: int = 1) -> tuple[int, ...]:
-        places = NodePlaces(count, least, dict.fromkeys(lost, "gone"))
-        return places.choose(window=window).active
-
-    assert after(4, 3) == (0, 1)
-    assert after(4, 3, window=3) == (0, 1, 2)
-    assert after(8, 2, 5) == (0, 1, 3, 4)
-    assert after(3, 1) == (0,)
-    assert after(3, 1, window=2) == (0, 2)
-    assert after(3, 1, least=2) == ()
-    assert after(2, 0, 1) == ()
-    assert after(4, 3, window=0) == ()
 
 
 @given(

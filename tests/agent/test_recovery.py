@@ -62,9 +62,9 @@ class Node:
     def read(self, key: str) -> dict[str, Any]:
         return self.board(1).read([key]).get(key, {})
 
-    def succeed(self, victim: int, generation: int) -> None:
+    def succeed(self, victim: int, generation: int, cause: str = "") -> None:
         ranks = range(len(self.pages))
-        assert self.recovery.begin(self.end(victim), f"{KILLED} in generation {generation}")
+        assert self.recovery.begin(self.end(victim), cause or f"{KILLED} in generation {generation}")
         for rank in set(ranks) - {victim}:
             self.report(rank, generation)
         assert self.recovery.look() is Phase.AGREED
@@ -113,13 +113,6 @@ def test_the_donor_may_be_faster_than_the_end_of_the_recovery(node: Node) -> Non
     assert node.recovery.must_kill
 
 
-def test_a_rank_that_cannot_go_on_says_why(node: Node) -> None:
-    assert node.recovery.begin(node.end(1), KILLED)
-    node.write("1/refusal", rank=0, refusal="the store is full")
-    assert node.recovery.look() is Phase.FALLBACK
-    assert node.recovery.reason == "rank 0: the store is full"
-
-
 def test_the_time_is_up() -> None:
     node = Node(timeout_s=0.0)
     assert node.recovery.begin(node.end(1), KILLED)
@@ -136,14 +129,7 @@ def test_what_makes_no_sense_on_the_board_ends_it(node: Node) -> None:
 
 def test_the_same_end_at_the_same_step_again_and_again_is_left_to_the_restart(node: Node) -> None:
     for generation in (1, 2):
-        assert node.recovery.begin(node.end(1), KILLED)
-        for rank in (0, 2):
-            node.report(rank, generation)
-        node.recovery.look()
-        node.write(f"{generation}/state", path="/dev/shm/slot")
-        for rank in range(3):
-            node.write(f"{generation}/ready/{rank}", ready=1.0)
-        assert node.recovery.look() is Phase.RUN
+        node.succeed(1, generation, KILLED)
     assert not node.recovery.begin(node.end(1), KILLED)
 
 

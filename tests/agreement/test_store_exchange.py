@@ -84,22 +84,6 @@ def decide(ranks: list[StoreExchange], offers: dict[int, Offer], timeout_s: floa
     return decisions
 
 
-def test_a_dead_rank_costs_the_bound_and_no_more(ranks: list[StoreExchange]) -> None:
-    decisions = decide(ranks, {0: 5, 2: 5}, 0.2)
-    assert [decisions[r].step for r in (0, 2)] == [None, None]
-    # The late rank obeys what was decided without it.
-    assert ranks[1].decide("stop", 9, 30) == decisions[0]
-
-
-def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(ranks: list[StoreExchange]) -> None:
-    """It dies while the others wait for what it offers; one of them hears of it."""
-    looks = itertools.count()
-    ranks[2].gone = lambda: [1] if next(looks) else []
-    decisions = decide(ranks, {0: 5, 2: 5}, 600)
-    assert set(decisions.values()) == {Decision(None, "rank 1 is gone")}
-    assert ranks[0].decide("salvage", 5, 600).reason == "rank 1 is gone"
-
-
 class SlowToTakeARequest:
     """A connection on which the stop request is held up until the test lets it through."""
 
@@ -162,22 +146,6 @@ def test_the_first_request_wins_and_reaches_every_listener(ranks: list[StoreExch
     for _ in range(3):
         assert done.acquire(timeout=30)
     assert heard == dict.fromkeys(range(3), first)
-
-
-def test_a_lost_store_makes_a_rank_act_alone() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
-
-    port = server.port
-
-    def connect() -> Any:
-        return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30))
-
-    exchange = StoreExchange(connect, rank=0, world_size=2)
-    del server
-    assert exchange.decide("stop", 3, 1.0).step is None
-    assert exchange.request(request("x")) == request("x")
-    exchange.leave()
-    exchange.close()
 
 
 def test_who_has_left(ranks: list[StoreExchange]) -> None:
