@@ -46,8 +46,10 @@ def test_a_group_with_new_connections_has_its_name() -> None:
     try:
         group = dist.new_group([0], group_desc="for evaluations")
         assert isinstance(group, dist.ProcessGroup)
-        before = group.group_name, group.group_desc
+        before, old = (group.group_name, group.group_desc), group._get_backend(torch.device("cpu"))
         assert connect(dist.HashStore(), 0, 5.0) == 2
+        new = group._get_backend(torch.device("cpu"))
+        assert new is not old and new.name() == "gloo"
         assert (group.group_name, group.group_desc) == before
         assert functional.all_reduce(torch.ones(1), "sum", group).item() == 1.0
     finally:

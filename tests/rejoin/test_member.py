@@ -9,10 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
+from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.host import Host
-from mindx_elastic.rejoin.member import Member
+from mindx_elastic.rejoin.member import Member, UnfitSpareError
 from mindx_elastic.rejoin.protocol import Report
 
 
@@ -77,3 +78,46 @@ def test_a_living_rank_says_why_it_cannot_go_on(store: Any, member: Member, monk
     assert board.read(["1/refusal"]) == {
         "1/refusal": {"rank": 1, "refusal": "rank 1: it has compiled"},
     }
+
+
+def died(store: Any, rank: int) -> None:
+    """`rank` has, and the other one reports in which order the gradients of its model arrive."""
+    living = Report(rank=1 - rank, run_id="run", attempt=0, step=7, clean=True, groups="g", orders={"model": [1, 0]})
+    board = notes_of(store)
+    board.write("1/plan", {"generation": 1})
+    board.write(f"1/out/{1 - rank}", living.to_json())
+    board.write(f"1/out/{rank}", {"dead": True})
+
+
+def refuse(*_: Any) -> NoReturn:
+    raise RejoinFailed("this far")
+
+
+@pytest.mark.parametrize("problem", ["its buckets are not laid out", ""])
+def test_a_survivor_connects_once_its_ddp_is_as_that_of_a_new_process(
+    store: Any, member: Member, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    died(store, 0)
+    monkeypatch.setattr(groups, "reset_ddp", lambda ddp: problem)
+    monkeypatch.setattr(groups, "connect", refuse)
+    with pytest.raises(RejoinFailed, match=problem or "this far"):
+        member.leave()
+
+
+@pytest.mark.parametrize(
+    ("laid_out", "problem", "error"),
+    [
+        ({}, "it cannot be laid out", RejoinFailed("it cannot be laid out")),
+        ({}, "", RejoinFailed("this far")),
+        ({"model": [1, 0]}, "it is not laid out again", RejoinFailed("this far")),
+        ({"model": [0, 1]}, "", UnfitSpareError("model arrive in another order")),
+    ],
+)
+def test_a_new_process_lays_its_ddp_out_as_the_others_have_unless_it_was_when_it_was_forked(
+    store: Any, member: Member, monkeypatch: pytest.MonkeyPatch, laid_out: Any, problem: str, error: Exception
+) -> None:
+    died(store, 1)
+    member.generation, member.laid_out = 1, laid_out
+    monkeypatch.setattr(groups, "rebuild_buckets", lambda name, module, order: problem * (order == [1, 0]))
+    with pytest.raises(type(error), match=str(error)):
+        member.join([("model", None)], refuse)  # type: ignore[list-item]
