@@ -71,8 +71,7 @@ READ_BYTES = 2 * GENERATION_BYTES
 _MAX_LINE = 1 << 20
 _TAIL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 16
-_LOOKS, _LOOK_AGAIN_S = 3, 0.002
-_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _PATIENCE_S = 0.5  # a line takes 50 us; under a busy interpreter a few milliseconds
 _HANGS_S = 10.0
@@ -146,6 +145,7 @@ class EventLog:
         self._owners = owners
         self._lock = threading.Lock()
         self._lost = 0  # since the last event that was written
+        self._is_cut_off = False  # the disk was full in the middle of the last line
         self._recorded_run: str | None = None
         self._aside: ReadyThread | None = None
         self._late_since: float | None = None
@@ -252,18 +252,16 @@ class EventLog:
             self._recorded_run = run_id
 
     def _append(self, data: bytes) -> None:
-        """Raises OSError; the file may then end in half a line, which the next call closes."""
+        """Raises OSError; the file may then end in half a line, behind which another rank's line is read all the same
+        (`parse_event`)."""
         # Opened for each line: events are rare, and no descriptor leaks into forked loader workers.
         fd = open_regular(self.path, _FLAGS, 0o644)
         try:
-            if _ends_in_half_a_line(fd):
-                data = b"\n" + data
+            data = b"\n" * self._is_cut_off + data
             written = os.write(fd, data)
-            if written < len(data):
-                # Do not write the rest: another rank's line may follow the half. Readers skip a line that is cut off.
-                data = b"\n" + data
-                if (again := os.write(fd, data)) < len(data):
-                    raise OSError(errno.ENOSPC, f"only {again} of {len(data)} bytes were written", str(self.path))
+            self._is_cut_off = written < len(data)
+            if self._is_cut_off:
+                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written", str(self.path))
             if (size := os.fstat(fd).st_size) > self._rotate_from:
                 self._rotate(fd, size)
         finally:
@@ -360,16 +358,3 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
         if isinstance(found, dict) and isinstance(found.get("event"), str):
             return found
     return None
-
-
-def _ends_in_half_a_line(fd: int) -> bool:
-    """Whether a writer was killed, or the disk was full, in the middle of the last line."""
-    for _ in range(_LOOKS):
-        size = os.fstat(fd).st_size
-        if size == 0 or os.pread(fd, 1, size - 1) == b"\n":
-            return False
-        time.sleep(_LOOK_AGAIN_S)  # another writer may be in the middle of its line
-        if os.fstat(fd).st_size != size:
-            continue
-        return os.pread(fd, 1, size - 1) != b"\n"
-    return False

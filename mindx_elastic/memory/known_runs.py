@@ -30,7 +30,7 @@ def known_runs(
     logs = [directory / EVENTS_FILE for directory in directories]
     for path in (each for log in logs for each in (log, older_generation(log))):
         for line in lines_backwards(path, owners=trust.of(path.parent)):
-            start = line.find(_RUN_ID)
+            start = line.rfind(_RUN_ID)  # of a line behind half of another one
             if start < 0:
                 continue
             run = line[start + len(_RUN_ID) :].partition(b'"')[0].decode("utf-8", "replace")
