@@ -62,10 +62,15 @@ def open_regular(path: StrPath, flags: int = os.O_RDONLY, mode: int = 0o600, *, 
     flags |= os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
     if not flags & os.O_EXCL:  # a new file cannot be a pipe, and its writes must not be cut short by any file system
         flags |= os.O_NONBLOCK
-    fd = os.open(path, flags, mode)
+    try:
+        fd = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", os.fspath(path)) from None
+        raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
     return fd
 
 

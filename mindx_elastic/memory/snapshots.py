@@ -154,33 +154,23 @@ class Snapshotter:
         if index is not None:
             self._seal(index)
 
-    def _lay_out(self) -> SnapshotLayout:
-        collector = self._collector
-        snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out)
-        self._laid_out = snapshot._replace(tensors={})  # keeps no tensor alive
-        return snapshot
-
     def _copy(self) -> int | None:
         """Training thread, the copier while the gate is lent, or who holds the gate. The slot, if the copy is good."""
         with self._one_copy:
-            return self._copy_alone()
-
-    def _copy_alone(self) -> int | None:
-        collector = self._collector
-        try:
-            changed = self._why_changed
-            sequence = self._sequence + 1
-            with collector.devices.reading():
-                snapshot = self._lay_out()
-                index = copy_snapshot(self._arena, snapshot, sequence, at=reach, changed=changed)
-        except Exception as error:  # any error, also of the user's own `state_dict`: training goes on
-            self._give_up(error)
-            return None
-        if index is None:
-            self._events.emit("snapshot", step=snapshot.info.step, outcome=f"dropped: {changed()}")
-        else:
-            self._sequence, self._taken = sequence, snapshot.info.step
-        return index
+            collector, changed, sequence = self._collector, self._why_changed, self._sequence + 1
+            try:
+                with collector.devices.reading():
+                    snapshot = lay_out(collector.state(), self._describe(), collector.layout(), self._laid_out)
+                    self._laid_out = snapshot._replace(tensors={})  # keeps no tensor alive
+                    index = copy_snapshot(self._arena, snapshot, sequence, at=reach, changed=changed)
+            except Exception as error:  # any error, also of the user's own `state_dict`: training goes on
+                self._give_up(error)
+                return None
+            if index is None:
+                self._events.emit("snapshot", step=snapshot.info.step, outcome=f"dropped: {changed()}")
+            else:
+                self._sequence, self._taken = sequence, snapshot.info.step
+            return index
 
     def _why_changed(self) -> str | None:
         """Why what was copied is not a boundary; None: it is."""

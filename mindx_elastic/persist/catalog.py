@@ -49,13 +49,6 @@ _OUR_NAME = re.compile(
     r"(.*-\d+_\d+|.*_breakpoint|.*_final|.*_train|.*\.prev|.*\.cover|ttp_rank_\d+.*)\.safetensors", re.DOTALL
 )
 _SNIFF_BYTES = 4096  # our metadata stands at the very beginning
-_FILE_TYPES = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 class CatalogEntry(NamedTuple):
@@ -148,15 +141,11 @@ def read_entry(
         if isinstance(error, FileNotFoundError):
             return None
         return _bad(path, f"cannot be looked at: {error.strerror}", None)
-    named = path.suffix == _SUFFIX
-    if stat.S_ISLNK(status.st_mode):
-        # The target is not opened, not even to find out whether it is a checkpoint; the link's name decides.
-        return _bad(path, "is a symbolic link; checkpoint files are never followed", status) if named else None
-    if not stat.S_ISREG(status.st_mode):
-        what = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a regular file")
-        return _bad(path, f"is {what}, not a file", status) if named else None
+    named, is_file = path.suffix == _SUFFIX, stat.S_ISREG(status.st_mode)
+    if not (named or is_file):  # a link's target is not opened, not even to find out whether it is a checkpoint
+        return None
     unchanged = known is not None and (known.size, known.mtime) == (status.st_size, status.st_mtime)
-    if unchanged and owners.problem(status) is None:
+    if unchanged and is_file and owners.problem(status) is None:
         return known
     try:
         if not named and not _sniff(path):
@@ -179,15 +168,11 @@ def read_entry(
 def preference(entry: CatalogEntry) -> tuple[int, bool, bool, int, float, str]:
     """Sort key of the good entries of one step: by rank, and within a rank in the order in which to try them. A file
     with a part of a divided state comes after whole ones."""
-    info = _info(entry)
+    info = entry.info
+    assert info is not None  # only good entries are grouped
     kind = KIND_ORDER.index(info.kind) if info.kind in KIND_ORDER else len(KIND_ORDER)
     is_part = entry.header is not None and entry.header.held is not None
     return info.rank, not info.resumable, is_part, kind, -info.created, str(entry.path)
-
-
-def _info(entry: CatalogEntry) -> CheckpointInfo:
-    assert entry.header is not None  # only good entries are grouped
-    return entry.header.info
 
 
 def find_files(root: Path) -> Iterator[Path | CatalogEntry]:

@@ -145,10 +145,6 @@ def hold_directory(
     path = directory / LOCK_FILE
     try:
         return _Taking(directory, path, ranks, owners, grace_s, joins, job).run()
-    except _CannotLockError as error:
-        logger.warning("%s: %s; a second job in this directory will not be noticed", path, error)
-    except DirectoryInUseError:
-        raise
     except OSError as error:
         reason = error.strerror or error
         logger.warning("%s cannot be locked (%s); a second job in this directory will not be noticed", path, reason)
@@ -184,12 +180,8 @@ def hold_ranks(
             finally:
                 if fd >= 0:
                     os.close(fd)
-    except (_CannotLockError, OSError) as error:
-        return None, f"{path} cannot be locked ({getattr(error, 'strerror', None) or error})"
-
-
-class _CannotLockError(Exception):
-    pass
+    except OSError as error:
+        return None, f"{path} cannot be locked ({error.strerror or error})"
 
 
 class _Taking:
@@ -272,21 +264,14 @@ class _Taking:
 
 def _open(path: Path, owners: Owners) -> int:
     """Open the lock file, or create it. Only its owner can, and root."""
-    try:
-        fd = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _CannotLockError("is a symbolic link, which is not followed") from None
-        if error.errno == errno.EINVAL:
-            raise _CannotLockError("is not a regular file") from None
-        raise
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
     status = os.fstat(fd)
     problem = owners.problem(status)
     if status.st_nlink > 1:
         problem = "has a second name (a hard link), so that it may be another file than ours"
     if problem is not None:
         os.close(fd)
-        raise _CannotLockError(problem)
+        raise OSError(errno.EPERM, problem, str(path))
     return fd
 
 

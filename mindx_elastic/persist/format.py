@@ -74,6 +74,8 @@ MAX_WORLD_SIZE = 1 << 18
 """A plan makes lists of as many ranks as a file claims."""
 MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
 NO_DIGEST = "0" * 32
+_NO_FILE = (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENODEV)
+"""Errors of opening what is no regular file."""
 
 _MAX_TEXT = 1024
 _MAX_REASON = 10_000
@@ -338,26 +340,19 @@ def open_checkpoint(
     `sealed`: False where the header may have no digests yet, or another process may be filling them in. `shared`: what
     the headers of one scan have in common.
     """
-    fd = _open_regular(path)
+    try:
+        # Follows no link and does not block on a pipe: a user who can plant a name must not choose what is loaded.
+        fd = open_regular(path)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise CorruptCheckpointError(f"{path}: {error.strerror}", path=path) from None
+        raise
     try:
         if owners is not None:
             owners.check(os.fstat(fd), Path(path))
         yield fd, _parse(fd, Path(path), sealed, shared)
     finally:
         os.close(fd)
-
-
-def _open_regular(path: StrPath) -> int:
-    # Follows no link and does not block on a pipe: a user who can plant a name must not choose what is loaded.
-    try:
-        return open_regular(path)
-    except OSError as error:
-        if error.errno == errno.ELOOP and os.path.islink(path):
-            problem = f"{path}: is a symbolic link; checkpoint files are never followed"
-            raise CorruptCheckpointError(problem, path=path) from None
-        if error.errno in (errno.ENXIO, errno.ENODEV, errno.EINVAL):
-            raise CorruptCheckpointError(f"{path}: is not a regular file", path=path) from None
-        raise
 
 
 def _parse(fd: int, path: Path, sealed: bool, shared: SharedJson | None) -> Header:

@@ -136,10 +136,10 @@ def test_things_that_are_not_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket-1_1.safetensors")
     assert {entry.path.name.split("-")[0]: entry.problem for entry in read_entries(tmp_path)} == {
-        "folder": "is a folder, not a file",
-        "link": "is a symbolic link; checkpoint files are never followed",
-        "pipe": "is a pipe, not a file",
-        "socket": "is a socket, not a file",
+        "folder": "is not a regular file",
+        "link": "is a symbolic link, which is not followed",
+        "pipe": "is not a regular file",
+        "socket": "No such device or address",
     }
 
 
