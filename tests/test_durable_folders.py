@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.agent.holder import flush
+from mindx_elastic.alarm.alarm import ALARM_KINDS
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
@@ -72,7 +73,7 @@ def test_a_reported_save_survives(
     made(disk, directory)
     for rank in range(2):
         one = saver(directory, disk, rank)
-        policies = [breakpoint_policy("x", directory, (), None, (), exceptions=True)]
+        policies = [breakpoint_policy("x", directory, ALARM_KINDS, ())]
         if how == "dying":
             one.save_dying(policies, "test")
         elif how == "by hand":
@@ -81,7 +82,7 @@ def test_a_reported_save_survives(
             one.save_to(tmp_path / "some" / "where" / f"rank_{rank}" / "x.safetensors", directory, "x", "test")
         else:
             second = tmp_path / "second" / "place"
-            one.save_dying([*policies, breakpoint_policy("y", second, (), None, (), exceptions=True)], "test")
+            one.save_dying([*policies, breakpoint_policy("y", second, ALARM_KINDS, ())], "test")
             disk.check(second / f"rank_{rank}" / "y-1_3_breakpoint.safetensors")
         assert isinstance(one.events, Log) and one.events.reported == 1
         assert any(call.startswith("mkdir") for call in disk.calls)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.alarm.alarm import ALARM_KINDS
 from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.config import Settings, SharingSettings, parse_rehearse
 from mindx_elastic.core.layout import Layout
@@ -72,17 +73,16 @@ class GuardOptions:
         """`policies`, or the default one."""
         if self.policies is not None:
             return tuple(self.policies)
-        return (
-            breakpoint_policy(
-                self.prefix,
-                self.folder,
-                self.signals,
-                self.flag_file,
-                self.append_info,
-                exceptions=self.save_on_exception,
-                remove_redundancy=self.remove_redundancy,
-            ),
+        own = breakpoint_policy(
+            self.prefix,
+            self.folder,
+            ALARM_KINDS if self.save_on_exception else ALARM_KINDS - {"exception"},
+            self.signals,
+            flag_file=None if self.flag_file is None else Path(self.flag_file),
+            append_info=tuple(self.append_info),
+            remove_redundancy=self.remove_redundancy,
         )
+        return (own,)
 
     def periodic_policies(self) -> tuple[PeriodicPolicy, ...]:
         """`periodic`, and the policy that `save_every` asks for."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mindx_elastic.alarm.alarm import ALARM_KINDS, REHEARSAL, Alarm
 from mindx_elastic.config import RankInfo
@@ -144,27 +144,24 @@ def keep_consistent(policies: Sequence[ExitPolicy], kind: str, *, replicated: bo
 def breakpoint_policy(
     prefix: str,
     directory: Path,
+    alarms: frozenset[str],
     signals: Sequence[int],
-    flag_file: str | Path | None = None,
-    append_info: Sequence[object] = (),
     *,
-    exceptions: bool = True,
-    remove_redundancy: bool = False,
+    keeps_end: bool = True,
+    **more: Any,
 ) -> ExitPolicy:
-    """The policy of a guard without callbacks: a breakpoint checkpoint for every alarm, `exceptions` or not."""
+    """A breakpoint checkpoint for `alarms`, and the end of the training where it `keeps_end`. `more`: other fields."""
     if isinstance(signals, (int, str)) or not all(isinstance(number, int) for number in signals):
         raise UsageError(f"signals={signals!r}: give a list of signal numbers, for example [signal.SIGTERM]")
     return ExitPolicy(
         kind="breakpoint",
-        alarms=ALARM_KINDS if exceptions else ALARM_KINDS - {"exception"},
+        alarms=alarms,
         name=breakpoint_name(prefix),
         directory=directory,
-        signals=tuple(signals),
-        flag_file=None if flag_file is None else Path(flag_file),
-        append_info=tuple(append_info),
-        final_name=final_name(prefix),
+        signals=tuple(signals) if "signal" in alarms else (),
+        final_name=final_name(prefix) if keeps_end else None,
         prefix=prefix,
-        remove_redundancy=remove_redundancy,
+        **more,
     )
 
 

@@ -34,7 +34,7 @@ from mindx_elastic.data.loader import with_settings_of
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.integrations.probing import check_library
+from mindx_elastic.integrations.layer import check_library, with_names_of
 
 __all__ = ["follow", "guard"]
 
@@ -60,22 +60,19 @@ def guard(
     Every rank calls it, in the main thread: ranks agree on the seed. Raises UsageError where accelerate has another
     version than is known, or something was prepared that cannot be kept.
     """
-    _check_version()
-    _check_kind(accelerator)
+    _check(accelerator)
     chosen = _training_loaders(accelerator, loader)
     agreed: list[Any] = [torch.initial_seed() & _MASK]
     broadcast_object_list(agreed)
     followed = [follow(each, agreed[0]) for each in chosen]
     registered = {f"registered_{n}": each for n, each in enumerate(accelerator._custom_objects)}
-    if taken := sorted({"accelerate", *registered} & set(stateful or {})):
-        raise UsageError(f"stateful={{{taken[0]!r}: ...}}: that name is the accelerator's; choose another")
     return Guard(
         model=list(accelerator._models) or None,
         optimizer=[each.optimizer for each in accelerator._optimizers] or None,
         lr_scheduler=[each.scheduler for each in accelerator._schedulers] or None,
         scaler=accelerator.scaler,
         loader=followed[0] if len(followed) == 1 else followed or None,
-        stateful={"accelerate": _Counter(accelerator), **registered, **(stateful or {})},
+        stateful=with_names_of({"accelerate": _Counter(accelerator), **registered}, stateful),
         **options,
     )
 
@@ -100,16 +97,11 @@ class _Counter:
 # --- what cannot be kept ---
 
 
-def _check_version() -> None:
-    check_library("accelerate", _TRIED, Accelerator, ("accumulate", "register_for_checkpointing"))
-    loaders = ("DataLoaderShard.begin", "DataLoaderShard.end", "DataLoaderDispatcher", "BatchSamplerShard")
-    check_library("accelerate", _TRIED, data_loader, (*loaders, "SeedableRandomSampler"))
-
-
-def _check_kind(accelerator: Accelerator) -> None:
+def _check(accelerator: Accelerator) -> None:
     names = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step", "scaler",
-             "project_configuration", "project_dir")  # fmt: skip
-    check_library("accelerate", _TRIED, accelerator, names)
+             "project_configuration", "project_dir", "accumulate", "register_for_checkpointing")  # fmt: skip
+    loaders = ("DataLoaderShard.begin", "DataLoaderShard.end", "DataLoaderDispatcher", "BatchSamplerShard")
+    check_library("accelerate", _TRIED, (accelerator, names), (data_loader, (*loaders, "SeedableRandomSampler")))
     if accelerator.distributed_type not in _KEPT:
         raise UsageError(
             f"accelerate's {accelerator.distributed_type.value} is not kept by this integration: prepare for one "

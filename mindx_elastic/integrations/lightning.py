@@ -39,19 +39,25 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.capture.plain_component import GivesCopies, InParts
+from mindx_elastic.capture.plain_component import GivesCopies
 from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.data import ReplayLoader, from_loader
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.integrations.gathered import Gathered
-from mindx_elastic.integrations.probing import check_library
+from mindx_elastic.integrations.layer import (
+    Standing,
+    check_library,
+    end_step,
+    finish_cut_step,
+    is_of_program,
+    with_names_of,
+)
 
 __all__ = ["ElasticCallback"]
 
 _TRIED = ("2.6",)
-_LIGHTNINGS_OWN = ("lightning.", "pytorch_lightning.")
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
          "dataloader_idx", "metric_attribute")  # fmt: skip
 
@@ -123,16 +129,13 @@ class ElasticCallback(Callback):
         module, datamodule = trainer.lightning_module, trainer.datamodule
         if datamodule is not None and is_overridden("state_dict", datamodule, parent=LightningDataModule):
             stateful["datamodule"] = datamodule
-        given = dict(options.pop("stateful", None) or {})
-        if taken := sorted({*stateful, "datamodule"} & set(given)):
-            raise UsageError(f"stateful={{{taken[0]!r}: ...}}: that name is the callback's own; choose another")
         guard = Guard(
             model=trainer.strategy.model,
             optimizer=list(trainer.optimizers) or None,
             lr_scheduler=[each.scheduler for each in trainer.lr_scheduler_configs] or None,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             loader=loader,
-            stateful={**stateful, **given},
+            stateful=with_names_of(stateful, options.pop("stateful", None), ["datamodule"]),
             directory=self._directory,
             prefix=self._prefix,
             **options,
@@ -140,7 +143,7 @@ class ElasticCallback(Callback):
         if num_batches(loader):  # else Lightning fetches one ahead, to know the last one
             guard.expect_no_look_ahead()
         without = _without_state(trainer)
-        kept = [each for each in trainer.callbacks if not any(each is one for one in without.values())]
+        kept = [each for each in trainer.callbacks if each not in without.values()]
         guard.serve_layer(
             {"module": module},
             kept=[trainer, *kept],
@@ -155,21 +158,12 @@ class ElasticCallback(Callback):
         """Stand between the trainer and its loops, until the fit is over."""
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
-        end_step, validate = epoch_loop.on_advance_end, epoch_loop.val_loop.run
+        end_advance, validate = epoch_loop.on_advance_end, epoch_loop.val_loop.run
         begin_epoch, end_fit = epoch_loop.on_run_start, fit_loop.on_run_end
         reach_epoch = fit_loop.on_advance_start
 
         def on_advance_end(fetcher: Any) -> None:
-            if epoch_loop._should_check_val_fx(fetcher):
-                loops.is_cut = True
-                guard.boundary()
-                guard.finish_step()
-                end_step(fetcher)
-                loops.is_cut = False
-                guard.finish_step(retake=True)
-            else:
-                end_step(fetcher)
-                guard.step_end()
+            end_step(guard, loops, partial(end_advance, fetcher), is_long=epoch_loop._should_check_val_fx(fetcher))
 
         def run_validation() -> Any:
             if trainer.sanity_checking:
@@ -180,7 +174,7 @@ class ElasticCallback(Callback):
         def on_advance_start() -> None:
             is_within = fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end
             reach_epoch()
-            if is_within and loops.is_on_the_way:
+            if is_within and loops.resumed is not None:
                 _begin_epoch_again(trainer)
 
         def on_run_start(fetcher: Any) -> None:
@@ -195,9 +189,7 @@ class ElasticCallback(Callback):
                 loops.go_on()
             if is_cut:
                 loops.go_on()
-                end_step(fetcher)
-                loops.is_cut = False
-                guard.finish_step(retake=True)
+                finish_cut_step(guard, loops, partial(end_advance, fetcher))
 
         def on_run_end() -> None:
             end_fit()
@@ -274,17 +266,14 @@ def _closure_first(plugin: Any) -> Callable[..., Any]:
 
     def optimizer_step(optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         kind = type(optimizer)
-        if getattr(plugin, "scaler", None) is not None or not _calls_closure_first(kind):
+        calls_it_first = kind.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
+        if getattr(plugin, "scaler", None) is not None or not calls_it_first:
             return step(optimizer, model=model, closure=closure, **kwargs)
         with torch.enable_grad():
             loss = plugin._wrap_closure(model, optimizer, closure)
         return optimizer.step(closure=lambda: loss, **kwargs)
 
     return optimizer_step
-
-
-def _calls_closure_first(kind: type) -> bool:
-    return kind.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
 
 
 def _begin_epoch_again(trainer: Trainer) -> None:
@@ -308,7 +297,7 @@ def _begin_epoch_again(trainer: Trainer) -> None:
 # --- what is kept besides the module ---
 
 
-class _Loops(GivesCopies, InParts):
+class _Loops(Standing, GivesCopies):
     """Where Lightning's loops stand: their counters, the sums of an epoch's means, the metrics of the last ones,
     what has changed in lists, numbers and tensors of the module."""
 
@@ -322,17 +311,12 @@ class _Loops(GivesCopies, InParts):
     }
 
     def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
         self._trainer = trainer
         self._gathered = Gathered(trainer.lightning_module, but=LightningModule())
         self._max_steps = trainer.fit_loop.epoch_loop.max_steps
-        self._loaded: Mapping[str, Any] | None = None
-        self._accumulation: int | None = None
-        self.is_cut = False
-        """What follows the batch (validation, schedulers that go by it) has not been done."""
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._loaded is not None:  # Lightning prepares its loops; they stand where they were
-            return dict(copy_tree(self._loaded))
+    def now(self) -> dict[str, Any]:
         return {**copy_tree(self._counters()), "gathered": self._gathered.state()}
 
     def _counters(self) -> dict[str, Any]:
@@ -348,51 +332,40 @@ class _Loops(GivesCopies, InParts):
             "first_batch": connector._first_loop_iter,
             "should_stop": trainer.should_stop,
             "accumulation": trainer.accumulate_grad_batches,  # as `GradientAccumulationScheduler` has set it
-            "is_cut": self.is_cut,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._loaded = state
+        super().load_state_dict(state)
         self._trainer.fit_loop.load_state_dict(state["counters"])
         # Until `put_back`: what has ended the fit would leave out the end of its last epoch.
         self._trainer.should_stop, self._trainer.fit_loop.epoch_loop.max_steps = False, -1
-        self._accumulation = state.get("accumulation")
-        self.is_cut = state["is_cut"]
-
-    @property
-    def is_on_the_way(self) -> bool:
-        """Lightning's loops go to the place of the resumed step."""
-        return self._loaded is not None
 
     def go_on(self) -> None:
         """The loops move."""
-        self._loaded = None
+        self.resumed = None
 
     def leave(self) -> None:
         """The fit is over. It may have had nothing left to do."""
-        if self._loaded is not None:
-            self._put_back_end(self._loaded)
-            self._put_back_metrics()
+        if self.resumed is not None:
+            self._put_back_end(self.resumed)
 
     def _put_back_end(self, state: Mapping[str, Any]) -> None:
+        """What ends the fit, and ``trainer.callback_metrics`` and the like."""
         self._trainer.should_stop = state["should_stop"]
         self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
-
-    def _put_back_metrics(self) -> None:
-        """``trainer.callback_metrics`` and the like."""
-        for name, values in (self._loaded or {"metrics": {}})["metrics"].items():
+        for name, values in state["metrics"].items():
             getattr(self._trainer._logger_connector, name).update(values)
 
     def put_back(self) -> bool:
         """The first epoch of the process begins: what Lightning has set to zero meanwhile. Returns whether the resumed
         step is still to be ended."""
-        state = self._loaded
+        state = self.resumed
         if state is None:
             return False
         trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
         self._put_back_end(state)
-        if self._accumulation is not None and _changes_accumulation(trainer):
-            trainer.accumulate_grad_batches = self._accumulation
+        if any(isinstance(each, callbacks.GradientAccumulationScheduler) for each in trainer.callbacks):
+            trainer.accumulate_grad_batches = state.get("accumulation", trainer.accumulate_grad_batches)
         for key, packed in state["results"].items():
             epoch_loop._results[key] = _unpack(packed, trainer)
         kept = state.get("torchmetrics", {})
@@ -401,7 +374,6 @@ class _Loops(GivesCopies, InParts):
                 _load_metric(metric, kept[path])
         self._gathered.load(state.get("gathered", ()), trainer.strategy.root_device)
         trainer._logger_connector._first_loop_iter = state["first_batch"]  # else the next batch empties the sums
-        self._put_back_metrics()
         # The counters are the boundary's. What Lightning does beyond that in a "restart" is meant for its own
         # checkpoints, which are written at other places: it skips validations and schedulers.
         trainer.fit_loop._restarting = epoch_loop._restarting = False
@@ -464,10 +436,6 @@ def _unpack(packed: Mapping[str, Any], trainer: Trainer) -> Any:
     metric._update_count, metric._computed = packed["updates"], None
     metric.has_reset = packed["has_reset"]
     return metric.to(trainer.strategy.root_device)
-
-
-def _changes_accumulation(trainer: Trainer) -> bool:
-    return any(isinstance(each, callbacks.GradientAccumulationScheduler) for each in trainer.callbacks)
 
 
 def _metrics_of(trainer: Trainer) -> list[tuple[str, Any]]:
@@ -547,8 +515,7 @@ def _without_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _is_lightnings(what: Any) -> bool:
-    """Whether a class or function is Lightning's or this package's, and not the program's."""
-    return str(what.__module__).startswith((*_LIGHTNINGS_OWN, "mindx_elastic."))
+    return not is_of_program(what, "lightning", "pytorch_lightning")
 
 
 # --- what cannot be kept ---
@@ -566,12 +533,15 @@ def _check_version(trainer: Trainer) -> None:
         *("restarted_mid_epoch", "restarted_on_epoch_end", "epoch_loop._results", "epoch_loop._should_check_val_fx"),
         *("epoch_loop.on_advance_end", "epoch_loop.on_run_start", "epoch_loop.val_loop.run"),
     )
-    check_library("lightning", _TRIED, trainer.fit_loop, fit_loop)
-    check_library("lightning", _TRIED, trainer._logger_connector, (*_METRICS, "_first_loop_iter"))
-    connector = ("_requires_distributed_sampler", "_prepare_dataloader")
-    check_library("lightning", _TRIED, trainer._data_connector, connector)
-    check_library("lightning", _TRIED, trainer, ("_signal_connector", "precision_plugin._wrap_closure"))
-    check_library("lightning", _TRIED, result, ("_ResultMetric", "_Metadata", "_Sync"))
+    check_library(
+        "lightning",
+        _TRIED,
+        (trainer.fit_loop, fit_loop),
+        (trainer._logger_connector, (*_METRICS, "_first_loop_iter")),
+        (trainer._data_connector, ("_requires_distributed_sampler", "_prepare_dataloader")),
+        (trainer, ("_signal_connector", "precision_plugin._wrap_closure")),
+        (result, ("_ResultMetric", "_Metadata", "_Sync")),
+    )
 
 
 def _check_callbacks(trainer: Trainer) -> None:

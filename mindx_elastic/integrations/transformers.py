@@ -28,6 +28,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -37,12 +38,18 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, trainer
 from transformers.trainer_callback import ExportableState
 
-from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import MismatchError, UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.integrations.accelerate import follow
-from mindx_elastic.integrations.probing import check_library
+from mindx_elastic.integrations.layer import (
+    Standing,
+    check_library,
+    end_step,
+    finish_cut_step,
+    is_of_program,
+    with_names_of,
+)
 
 __all__ = ["ElasticTrainer", "ElasticTraining"]
 
@@ -162,10 +169,13 @@ class ElasticTraining:
         if is_resumed:
             training.resumed_epoch = None
             training.reach_resumed_step()
-            if training.progress.is_cut:
-                names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
-                norm, rate = training.progress.grad_norm, training.progress.learning_rate
-                self._elastic_after_step(self._tr_loss, norm, *(kwargs[name] for name in names), rate)
+            progress = training.progress
+            if progress.is_cut:
+                assert training.guard is not None
+                what = [kwargs[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")]
+                rest = super()._maybe_log_save_evaluate  # type: ignore[misc]
+                rest = partial(rest, self._tr_loss, progress.grad_norm, *what, progress.learning_rate)
+                finish_cut_step(training.guard, progress, rest)
             done = training.updates_done
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 done = kwargs["num_update_steps_per_epoch"]  # nothing of the epoch is left but its end
@@ -174,49 +184,22 @@ class ElasticTraining:
         with _without_skipping(training.shard) if is_resumed else nullcontext():
             super()._run_epoch(**kwargs)  # type: ignore[misc]
 
-    def _maybe_log_save_evaluate(
-        self,
-        tr_loss: Any,
-        grad_norm: Any,
-        model: Any,
-        trial: Any,
-        epoch: Any,
-        ignore_keys_for_eval: Any,
-        start_time: Any,
-        learning_rate: Any = None,
-    ) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *what: Any, learning_rate: Any = None) -> None:
         training = self._elastic
         assert training is not None and training.guard is not None
-        guard, progress = training.guard, training.progress
+        guard, progress, rest = training.guard, training.progress, super()._maybe_log_save_evaluate  # type: ignore[misc]
         if self.state.global_step > training.step:
             training.step = self.state.global_step
             progress.end_step(grad_norm, learning_rate)
-            what = (tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate)
-            if self.control.should_evaluate or self.control.should_save:
-                progress.is_cut = True
-                guard.boundary()
-                guard.finish_step()
-                self._elastic_after_step(*what)
-            else:
-                super()._maybe_log_save_evaluate(*what)  # type: ignore[misc]
-                guard.step_end()
+            is_long = self.control.should_evaluate or self.control.should_save
+            end_step(guard, progress, partial(rest, tr_loss, grad_norm, *what, learning_rate), is_long=is_long)
             return
         if learning_rate is None:  # a resumed epoch of which nothing but the end was left
             grad_norm, learning_rate = progress.grad_norm, progress.learning_rate
-        super()._maybe_log_save_evaluate(  # type: ignore[misc]
-            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
-        )
+        rest(tr_loss, grad_norm, *what, learning_rate)
         if training.step:
             progress.has_ended_epoch = True
             guard.finish_step(retake=True)
-
-    def _elastic_after_step(self, *what: Any) -> None:
-        """What follows a step that is a boundary already."""
-        training = self._elastic
-        assert training is not None and training.guard is not None
-        super()._maybe_log_save_evaluate(*what)  # type: ignore[misc]
-        training.progress.is_cut = False
-        training.guard.finish_step(retake=True)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         guard = self.guard
@@ -297,13 +280,14 @@ class _Training:
             lr_scheduler=owner.lr_scheduler,
             scaler=getattr(owner.accelerator, "scaler", None),
             loader=self._loader,
-            stateful={"trainer": self.progress, **options.get("stateful", {})},
+            stateful=with_names_of({"trainer": self.progress}, options.get("stateful")),
             directory=directory,
             **{name: value for name, value in options.items() if name != "stateful"},
         )
         guard.expect_no_look_ahead()
         callbacks = owner.callback_handler.callbacks
-        own = {type(each).__name__: each for each in callbacks if _is_own(type(each)) and not _has_state(each)}
+        programs = [each for each in callbacks if is_of_program(type(each), "transformers")]
+        own = {type(each).__name__: each for each in programs if not _has_state(each)}
         kept = [owner, *(each for _, each in _stateful(owner))]
         guard.serve_layer({"model": owner.model}, kept=kept, own=own)
         guard.open()
@@ -383,7 +367,7 @@ _FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
 
-class _Progress(InParts):
+class _Progress(Standing):
     """`TrainerState` with its log history, `TrainerControl`, callbacks' states, the sums of the logged loss."""
 
     follow_the_steps: ClassVar = (
@@ -397,11 +381,9 @@ class _Progress(InParts):
     }
 
     def __init__(self, owner: Any) -> None:
+        super().__init__()
         self._owner = owner
-        self._loaded: Mapping[str, Any] | None = None
         self._history = _History()
-        self.is_cut = False
-        """What follows the step (log, evaluation, the trainer's save) has not been done."""
         self.has_ended_epoch = False
         """What follows the epoch's last step has been done."""
         self.was_extended = False
@@ -415,9 +397,7 @@ class _Progress(InParts):
         self.grad_norm = grad_norm.detach().clone() if isinstance(grad_norm, torch.Tensor) else grad_norm
         self.learning_rate = learning_rate
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._loaded is not None:  # the trainer prepares its loop; it stands where it was
-            return dict(self._loaded)
+    def now(self) -> dict[str, Any]:
         owner = self._owner
         state = owner.state
         return {
@@ -428,7 +408,6 @@ class _Progress(InParts):
             "sums": {name: getattr(owner, name) for name in _SUMS if hasattr(owner, name)},
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
-            "is_cut": self.is_cut,
             "has_ended_epoch": self.has_ended_epoch,
             "max_steps": state.max_steps,
             "accumulation": owner.args.gradient_accumulation_steps,
@@ -441,8 +420,8 @@ class _Progress(InParts):
                 f"gradient_accumulation_steps was {state['accumulation']}, is {now}: use the value of the run to go on "
                 "with, or start afresh in another elastic_directory"
             )
-        self._loaded = state
-        self.is_cut, self.has_ended_epoch = state["is_cut"], state["has_ended_epoch"]
+        super().load_state_dict(state)
+        self.has_ended_epoch = state["has_ended_epoch"]
         self.grad_norm, self.learning_rate = state["grad_norm"], state["learning_rate"]
         self._load_fields(state)
 
@@ -452,7 +431,7 @@ class _Progress(InParts):
 
     def settle_end(self, step: int, max_steps: int) -> bool:
         """Whether the training is over: by its number of steps, which may be another one now, or stopped early."""
-        state = self._loaded
+        state = self.resumed
         assert state is not None
         had_ended = state["control"]["should_training_stop"]
         self.was_extended = bool(had_ended and step >= state["max_steps"] and step < max_steps)
@@ -461,7 +440,7 @@ class _Progress(InParts):
 
     def put_back(self) -> None:
         """What the trainer has set to zero since the state was loaded. From here on it moves."""
-        state, self._loaded = self._loaded, None
+        state, self.resumed = self.resumed, None
         if state is None:
             return
         owner = self._owner
@@ -509,11 +488,6 @@ def _has_state(callback: Any) -> bool:
     return isinstance(callback, ExportableState) or hasattr(callback, "load_state_dict")
 
 
-def _is_own(kind: type) -> bool:
-    """Whether the program has written it."""
-    return kind.__module__.partition(".")[0] not in ("transformers", "mindx_elastic")
-
-
 def _state_of(callback: Any) -> Any:
     return callback.state() if isinstance(callback, ExportableState) else callback.state_dict()
 
@@ -550,15 +524,15 @@ def _check_version() -> None:
         *("_inner_training_loop", "_init_training_state", "_prepare_for_training", "set_initial_training_values"),
         *("_run_epoch", "_load_rng_state", "_maybe_log_save_evaluate", "_evaluate", "_finalize_training"),
     )
-    check_library("transformers", _TRIED, Trainer, methods)
-    check_library("transformers", _TRIED, trainer, ["skip_first_batches"])
-    for name, arguments in (
-        ("_init_training_state", ("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "trial")),
-        ("_run_epoch", ("epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint", "start_time")),
-        ("_maybe_log_save_evaluate", ("tr_loss", "grad_norm", "ignore_keys_for_eval", "learning_rate")),
-    ):
+    arguments = {
+        "_init_training_state": ("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "trial"),
+        "_run_epoch": ("epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint", "start_time"),
+        "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "ignore_keys_for_eval", "learning_rate"),
+    }
+    check_library("transformers", _TRIED, (Trainer, methods), (trainer, ["skip_first_batches"]))
+    for name, names in arguments.items():
         has = SimpleNamespace(**inspect.signature(getattr(Trainer, name)).parameters, __name__=f"Trainer.{name}")
-        check_library("transformers", _TRIED, has, arguments)
+        check_library("transformers", _TRIED, (has, names))
 
 
 def _check_trainer(owner: Any, trial: Any) -> None:

@@ -19,7 +19,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import DEFAULT_SIGNALS
 from mindx_elastic.guard.periodic import AUTO, PeriodicSave, SaveEvery
-from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_name, final_name
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy
 from mindx_elastic.train.callbacks import Callback, RunContext
 
 __all__ = [
@@ -164,16 +164,15 @@ class _CheckpointCallback(Callback):
             )
 
     def _breakpoint(self, alarms: frozenset[str]) -> ExitPolicy:
-        return ExitPolicy(
-            kind="breakpoint",
-            alarms=alarms,
-            name=breakpoint_name(self.prefix),
-            directory=self.directory,
-            signals=DEFAULT_SIGNALS if "signal" in alarms else (),
-            append_info=self.config.header_info,
-            final_name=final_name(self.prefix) if self.config.final_save else None,
-            prefix=self.prefix,
-            remove_redundancy=self.config.remove_redundancy,
+        config = self.config
+        return breakpoint_policy(
+            self.prefix,
+            self.directory,
+            alarms,
+            DEFAULT_SIGNALS,
+            keeps_end=config.final_save,
+            append_info=config.header_info,
+            remove_redundancy=config.remove_redundancy,
         )
 
 

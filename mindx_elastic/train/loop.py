@@ -30,7 +30,7 @@ from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import PeriodicPolicy
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.parallel import all_sum
-from mindx_elastic.train.step import ModelParts, OptimizerWatch, TrainOneStep, move_batch
+from mindx_elastic.train.step import ModelParts, OptimizerWatch, TrainOneStep, loss_of, move_batch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -105,7 +105,7 @@ class EpochLoss:
     def note(self, outputs: Any) -> None:
         """Count the step's loss. A second call in a step replaces the first one's. Nothing is read, so the device is
         not waited for."""
-        loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+        loss = loss_of(outputs)
         total, count = self._base
         if isinstance(loss, Tensor) and loss.numel() == 1:
             total, count = total + loss.detach().reshape(()).to(self._device, torch.float64), count + 1

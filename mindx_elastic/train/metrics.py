@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from mindx_elastic.capture.plain_component import is_stateful
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
@@ -64,20 +65,10 @@ class SumMetric:
             self.sums[0] += float(total)
         self.sums[1] += weight
 
-    def update(self, outputs: Any, targets: Any) -> None:
-        """Add one batch, for use in a custom training step."""
-        self.add(None, outputs, targets, _length(targets))
-
     def eval(self) -> float:
         """The mean so far; nan when nothing was added. Waits for the device."""
         total, weight = self.sums.tolist()
         return float(total / weight) if weight else float("nan")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": self.sums}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sums = state["sums"].to(self.sums.device)
 
 
 def _loss(loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
@@ -173,6 +164,7 @@ class MetricSet:
         return {name: metric.eval() for name, metric in self.metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
+        """Of objects of the program's own that have one: each evaluation clears the others."""
         return {name: part.state_dict() for name, part in self._stateful()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,10 +173,8 @@ class MetricSet:
                 part.load_state_dict(state[name])
 
     def _stateful(self) -> list[tuple[str, Any]]:
-        parts = [(n, m.inner if isinstance(m, ObjectMetric) else m) for n, m in self.metrics.items()]
-        return [
-            (name, part) for name, part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-        ]
+        parts = [(name, each.inner) for name, each in self.metrics.items() if isinstance(each, ObjectMetric)]
+        return [(name, part) for name, part in parts if is_stateful(part)]
 
 
 def _named(metrics: Any) -> list[tuple[str, Any]]:
@@ -235,7 +225,3 @@ def _scores(outputs: Any, targets: Any, name: str) -> tuple[Tensor, Tensor]:
         f"the metric {name!r} needs outputs of shape [batch, classes, ...] and targets [batch, ...] or one-hot, not "
         f"{shapes[0]} and {shapes[1]}; pass a function (outputs, targets) instead"
     )
-
-
-def _length(value: Any) -> int:
-    return value.shape[0] if isinstance(value, Tensor) and value.dim() else 1

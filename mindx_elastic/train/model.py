@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,6 @@ from mindx_elastic.train.policies import Policies, check_alike, gather_policies
 from mindx_elastic.train.step import ModelParts, TrainOneStep
 
 __all__ = ["Model"]
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """The arguments of one call of `Model.train`."""
-
-    epochs: int
-    callbacks: Sequence[Callback]
-    resume: str | os.PathLike[str]
-    grace_s: float | None
-    allow_shared_directory: bool
 
 
 class Model(ModelParts):
@@ -117,32 +105,28 @@ class Model(ModelParts):
             raise UsageError("train() was called inside a training; call it after the running one has ended")
         if not self.optimizers and isinstance(self.step, TrainOneStep):
             raise UsageError("Model was made without an optimizer; give one, or a train_step that updates by itself")
-        arguments = _Arguments(
-            epochs=epochs,
-            callbacks=tuple(as_callback_list(callbacks)),
-            resume=resume,
-            grace_s=grace_s,
-            allow_shared_directory=allow_shared_directory,
-        )
+        given = as_callback_list(callbacks)
+        options = {"resume": resume, "grace_s": grace_s, "allow_shared_directory": allow_shared_directory}
         extra = self._stateful_objects(stateful)
         loader = from_loader(loader)
         self._prepare(train=True)
 
         def block(place: InPlaceGuard | None) -> None:
             self.ranks = RankInfo.from_env()  # of a smaller job, when it is called again in one
-            self._train(arguments, loader, dict(extra), place)
+            self._train(epochs, loader, given, extra, options, place)
 
         run_in_place(block, lambda: {"model": self.network})
 
     def _train(
         self,
-        arguments: _Arguments,
+        epochs: int,
         loader: Any,
-        extra: dict[str, Any],
+        given: Sequence[Callback],
+        extra: Mapping[str, Any],
+        options: Mapping[str, Any],
         place: InPlaceGuard | None,
     ) -> None:
-        """Train once; again in the same process after a recovery in place."""
-        given = list(arguments.callbacks)
+        """Train once; again in the same process after a recovery in place. `options`: of the guard."""
         with ExitStack() as stack:
             exchange = self._open_exchange(stack, place)
             with nullcontext() if exchange is None else all_or_none(exchange):
@@ -150,8 +134,8 @@ class Model(ModelParts):
                     check_alike(given, exchange)
                 policies = gather_policies(given)
                 states, losses = CallbackList(given), EpochLoss(self)
-                extra |= {PROGRESS: losses, CALLBACKS: states}
-                guard = self._open_guard(policies, loader, extra, arguments)
+                kept = {**extra, PROGRESS: losses, CALLBACKS: states}
+                guard = self._open_guard(policies, loader, kept, options)
                 hooks = CutHooks(losses)
                 if isinstance(guard, Guard):
                     guard.take_place(place)
@@ -165,7 +149,7 @@ class Model(ModelParts):
                 elif exchange is not None:
                     meet(exchange, "prepared", [])
             loop = TrainLoop(self, guard, states, loader, losses, policies.periodic, exchange, hooks)
-            self._run(guard, loader, loop, arguments.epochs)
+            self._run(guard, loader, loop, epochs)
 
     def _run(self, guard: GuardPort, loader: Any, loop: TrainLoop, epochs: int) -> None:
         self._guard, self._training_loader = guard, loader
@@ -186,13 +170,9 @@ class Model(ModelParts):
         return found | {f"callbacks[{number}]": callback for number, callback in enumerate(callbacks)}
 
     def _open_guard(
-        self,
-        policies: Policies,
-        loader: Any,
-        stateful: Mapping[str, Any],
-        arguments: _Arguments,
+        self, policies: Policies, loader: Any, stateful: Mapping[str, Any], options: Mapping[str, Any]
     ) -> GuardPort:
-        directory, resume = policies.directory, arguments.resume
+        directory, resume = policies.directory, options["resume"]
         if directory is None:
             if resume not in ("auto", "never"):
                 raise UsageError(
@@ -208,11 +188,9 @@ class Model(ModelParts):
             scaler=self.grad_scaler,
             loader=loader,
             stateful=stateful,
-            resume=resume if isinstance(resume, str) else Path(resume),
-            grace_s=arguments.grace_s,
             policies=policies.exits,
             periodic=policies.periodic,
-            allow_shared_directory=arguments.allow_shared_directory,
+            **{**options, "resume": resume if isinstance(resume, str) else Path(resume)},
         )
         guard.expect_no_look_ahead()
         return guard

@@ -10,6 +10,7 @@ import torch
 
 from mindx_elastic.data.position import whole_number
 from mindx_elastic.train.callbacks import Callback, RunContext
+from mindx_elastic.train.step import loss_of
 
 __all__ = ["LossMonitor", "TimeMonitor", "loss_value"]
 
@@ -63,9 +64,8 @@ class TimeMonitor(Callback):
 
 
 def loss_value(outputs: Any) -> float:
-    """The loss in what a step returned: a tensor, a number, or a tuple that begins with one; nan where none is."""
-    if isinstance(outputs, (tuple, list)) and outputs:
-        outputs = outputs[0]
-    if isinstance(outputs, torch.Tensor):
-        return float(outputs.detach().double().mean().item())
-    return float(outputs) if isinstance(outputs, (int, float)) else math.nan
+    """The loss in what a step returned; nan where there is none."""
+    loss = loss_of(outputs)
+    if isinstance(loss, torch.Tensor):
+        return float(loss.detach().double().mean().item())
+    return math.nan if loss is None else float(loss)

@@ -37,6 +37,7 @@ __all__ = [
     "detach",
     "evaluation_mode",
     "forward",
+    "loss_of",
     "move_batch",
     "network_arguments",
     "split_batch",
@@ -305,19 +306,15 @@ class OptimizerWatch:
         self.stepped = True
 
 
-def _loss_of_output(output: Any) -> Tensor:
-    """The loss that a network returned by itself: a tensor, ``.loss``, ``["loss"]``, or the first item of a tuple."""
-    if isinstance(output, Tensor):
-        return output
-    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    if not isinstance(found, Tensor):
-        raise UsageError(
-            f"loss_fn is None and the network returned a {type(output).__name__} without a loss; give Model "
-            "a loss_fn, let the network return its loss, or write a train_step"
-        )
-    return found
+def loss_of(outputs: Any) -> Any:
+    """The loss in what a network or a step has returned: a tensor or a number, ``.loss``, ``["loss"]``, or the first
+    item of a tuple; None: there is none."""
+    if isinstance(outputs, (Tensor, int, float)):
+        return outputs
+    found = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, (tuple, list)) and outputs:
+        found = outputs[0]
+    return found if isinstance(found, (Tensor, int, float)) else None
 
 
 def forward(model: ModelParts, network: Any, batch: Any) -> tuple[Tensor, Any, Any]:
@@ -326,7 +323,12 @@ def forward(model: ModelParts, network: Any, batch: Any) -> tuple[Tensor, Any, A
         if model.loss_fn is None:
             args, kwargs = network_arguments(batch, takes_targets=True)
             outputs = network(*args, **kwargs)
-            return _loss_of_output(outputs), outputs, None
+            if not isinstance(loss := loss_of(outputs), Tensor):
+                raise UsageError(
+                    f"loss_fn is None and the network returned a {type(outputs).__name__} without a loss; give Model "
+                    "a loss_fn, let the network return its loss, or write a train_step"
+                )
+            return loss, outputs, None
         args, kwargs, targets = split_batch(batch)
         outputs = network(*args, **kwargs)
         return model.loss_fn(outputs, targets), outputs, targets

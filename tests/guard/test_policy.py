@@ -31,5 +31,5 @@ def test_alarms_must_be_known(alarms: frozenset[str]) -> None:
 
 
 def test_a_job_is_known_by_its_own_prefix_and_those_of_its_callbacks(tmp_path: Path) -> None:
-    policies = [breakpoint_policy("resnet", tmp_path, [15]), make(prefix="Net"), make()]
+    policies = [breakpoint_policy("resnet", tmp_path, ALARM_KINDS, [15]), make(prefix="Net"), make()]
     assert job_names("ckpt", policies) == ("Net", "ckpt", "resnet")

@@ -78,7 +78,7 @@ def fit(
         ({"module": SavesItself}, "SavesItself.on_save_checkpoint"),
         ({"callbacks": [pl.callbacks.ModelPruning("l1_unstructured", amount=0.2)]}, "ModelPruning"),
         ({"callbacks": [pl.callbacks.LearningRateFinder()]}, "LearningRateFinder"),
-        ({"stateful": {"loops": {}}}, "that name is the callback's own"),
+        ({"stateful": {"loops": {}}}, "that name is the integration's own"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -52,7 +52,7 @@ def test_accuracy_by_name(name: str) -> None:
 
 def test_topk() -> None:
     metric = SumMetric(top_k(2, "top2"))
-    metric.update(OUTPUTS, torch.tensor([0, 2, 2]))
+    metric.add(None, OUTPUTS, torch.tensor([0, 2, 2]), 3)
     assert metric.eval() == pytest.approx(2 / 3)  # ties go to the lower class
 
 
@@ -65,10 +65,10 @@ def test_functions_objects_and_names_mix() -> None:
 
 def test_one_hot_targets_and_segmentation() -> None:
     metric = SumMetric(top_k(1, "accuracy"))
-    metric.update(OUTPUTS, torch.nn.functional.one_hot(TARGETS, 3))
+    metric.add(None, OUTPUTS, torch.nn.functional.one_hot(TARGETS, 3), 3)
     assert metric.eval() == pytest.approx(2 / 3)
     metric.clear()
-    metric.update(torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long))
+    metric.add(None, torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long), 2)
     assert metric.eval() == 1.0
 
 
@@ -90,16 +90,6 @@ def test_reduced_over_ranks_by_one_sum(caplog: pytest.LogCaptureFixture) -> None
     assert made.results(all_sum) == {"accuracy": pytest.approx(1 / 3), "loss": 0.5, "n": 3}
     assert len(calls) == 1
     assert "this rank's samples only" in caplog.text
-
-
-def test_state_resumes() -> None:
-    made = MetricSet(["accuracy", "loss"])
-    made.add(torch.tensor(0.25), OUTPUTS, TARGETS, 3)
-    other = MetricSet(["accuracy", "loss"])
-    other.load_state_dict(made.state_dict())
-    for one in (made, other):
-        one.add(torch.tensor(1.0), OUTPUTS, torch.tensor([0, 0, 0]), 3)
-    assert made.results(None) == other.results(None)
 
 
 @pytest.mark.parametrize(
