@@ -124,10 +124,6 @@ class AgentLink:
         self.page.set_text("directory", str(directory))
         self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), asked_code=-1, phase=WorkerPhase.TRAINING)
 
-    def pass_boundary(self, step: int, *, cut: bool) -> None:
-        """Training thread: a step has ended."""
-        self.page.pass_boundary(step, cut=cut)
-
     def orders(self) -> list[dict[str, Any]]:
         """Watcher thread, after `CONTROL_SIGNAL`: the agent's order and that of a command, as far as they are new."""
         found = []

@@ -167,7 +167,7 @@ class Connections:
         if self.memory is not None and cut:
             self.memory.at_boundary(step, tail_follows=tail_follows, after_tail=after_tail)
         if self.link is not None:
-            self.link.pass_boundary(step, cut=cut)
+            self.page.pass_boundary(step, cut=cut)
 
     def between_steps(self) -> AbstractContextManager[None]:
         """Training thread: the agent does not take the time inside for a hang."""

@@ -39,7 +39,6 @@ class FewerRanks:
     def __init__(self) -> None:
         self._least_asked = self._divisor = 0  # of the windows with all ranks, as the program has asked; 0: it has not
         self._page = StatusPage()
-        self._loaders: Loaders | None = None
         self._handed: dict[int, int] = {}  # batches handed out up to the last step, by optimizer
         self._calls = 0  # of `step_end` in the window
         self.is_shrunk = False
@@ -67,9 +66,8 @@ class FewerRanks:
         loaders: Loaders,
     ) -> None:
         """The state is back, and no update gate is open yet."""
-        optimizers, world_size, rank = collector.optimizers(), ranks.world_size, ranks.rank
-        settings = ShrinkSettings.from_env()
-        self._page, self._unmanaged, self._loaders = page, unmanaged, loaders
+        world_size, settings = ranks.world_size, ShrinkSettings.from_env()
+        self._page, self._unmanaged = page, unmanaged
         self._world_size, self._shares, self._calls = world_size, shares_of(world_size), 0
         self._handed.clear()
         self.has_left_out, self.is_shrunk = False, settings.is_shrunk(world_size)
@@ -78,9 +76,14 @@ class FewerRanks:
             page.set_text("fixed_size", why_fixed(world_size, loaders.by_name()))
         if not self.is_shrunk:
             return
-        named = {id(optimizer) for optimizer in optimizers}
-        stack.callback(register_optimizer_step_pre_hook(_only(named, self._check_window)).remove)
-        if rank == 0:
+        named = {id(optimizer) for optimizer in collector.optimizers()}
+
+        def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if id(optimizer) in named:
+                self._check_window(optimizer, loaders)
+
+        stack.callback(register_optimizer_step_pre_hook(check).remove)
+        if ranks.rank == 0:
             logger.warning(
                 "%d of %d ranks train: they stand in for all of them, and accumulate over more batches: the global "
                 "batch stays",
@@ -102,7 +105,7 @@ class FewerRanks:
             self.has_left_out = self._calls * world_size // shares == (self._calls - 1) * world_size // shares
         return self.has_left_out
 
-    def _check_window(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_window(self, optimizer: torch.optim.Optimizer, loaders: Loaders) -> None:
         if not self._least_asked:
             self._unmanaged.certain(
                 f"{self._world_size} ranks train in the place of {self._shares}, and the loop does "
@@ -110,7 +113,7 @@ class FewerRanks:
                 _ASK,
             )
             return
-        first = None if self._loaders is None else self._loaders.counting
+        first = loaders.counting
         if first is None:
             return
         taken = first.handed - self._handed.get(id(optimizer), 0)
@@ -122,14 +125,6 @@ class FewerRanks:
                 f"{self._shares} it takes {wanted}: its global batch would shrink",
                 _ASK,
             )
-
-
-def _only(named: set[int], hook: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
-    def run(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if id(optimizer) in named:
-            hook(optimizer)
-
-    return run
 
 
 def why_fixed(world_size: int, loaders: Sequence[tuple[str, Any]]) -> str:

@@ -208,28 +208,20 @@ class Saver:
         path = self.folder(policy.directory) / policy.name(position)
         info = self._info(position, kind="periodic", reason="periodic", append_info=policy.append_info)
 
-        def work(state: Any) -> bool:
-            try:
-                self._write_once(policy, path, state, info)
-                self.prune(policy)
-            except Exception as error:
-                return self._report(error, info)
-            return True
+        def write(state: Any) -> None:
+            self._write_once(policy, path, state, info)
+            self.prune(policy)
 
-        if policy.asynchronous:
+        def begin() -> None:
             self._queue.reserve()  # before the copy is made: a third one has no room in memory
-        try:
-            state = self._state(copy=policy.asynchronous)
-            if policy.asynchronous:
-                self._queue.submit(partial(work, state))
-                return True
-        except BaseException as error:
-            if policy.asynchronous:
+            try:
+                state = self._state(copy=True)
+                self._queue.submit(lambda: self._attempt(info, lambda: write(state)))
+            except BaseException:
                 self._queue.give_up()
-            if not isinstance(error, Exception):
                 raise
-            return self._report(error, info)
-        return work(state)
+
+        return self._attempt(info, begin if policy.asynchronous else lambda: write(self._state()))
 
     def _write_once(
         self, policy: ExitPolicy | PeriodicPolicy, path: Path, state: Any, info: CheckpointInfo
@@ -241,14 +233,21 @@ class Saver:
         flat = flatten(state)
         return self._write(path, state, info, held=together.share(together.part.single, *flat), flat=flat)
 
-    def _report(
-        self, error: Exception, info: CheckpointInfo, remedy: str = "training goes on, older checkpoints are untouched"
+    def _attempt(
+        self,
+        info: CheckpointInfo,
+        save: Callable[[], object],
+        remedy: str = "training goes on, older checkpoints are untouched",
     ) -> bool:
-        """Log and record a save that failed; training goes on. Returns False."""
-        expected = isinstance(error, (SaveError, UnsupportedStateError, OSError))
-        logger.error("step %d: %s; %s", info.step, error, remedy, exc_info=not expected)
-        self.events.emit("save", step=info.step, reason=info.reason, outcome=f"failed: {error}", kind=info.kind)
-        return False
+        """Save. A failure is logged and recorded, and training goes on; returns whether it succeeded."""
+        try:
+            save()
+        except Exception as error:
+            expected = isinstance(error, (SaveError, UnsupportedStateError, OSError))
+            logger.error("step %d: %s; %s", info.step, error, remedy, exc_info=not expected)
+            self.events.emit("save", step=info.step, reason=info.reason, outcome=f"failed: {error}", kind=info.kind)
+            return False
+        return True
 
     def save_to(self, path: Path | None, directory: Path, prefix: str, reason: str) -> SaveResult:
         """Write the boundary because the user asked; retention never deletes it. Raises SaveError."""
@@ -266,14 +265,14 @@ class Saver:
         """Write the last boundary of a finished training. A failure is logged; returns whether it succeeded."""
         assert policy.final_name is not None
         position = self.collector.position
+        path = self.folder(policy.directory) / policy.final_name(position)
         info = self._info(position, kind="final", reason="end of the training", append_info=policy.append_info)
-        try:
-            state = self._state()
-            result = self._write_once(policy, self.folder(policy.directory) / policy.final_name(position), state, info)
-        except Exception as error:
-            return self._report(error, info, remedy="the training has ended well; older checkpoints are untouched")
-        logger.info("step %d, the end of the training, saved in %s", info.step, result.path)
-        return True
+
+        def write() -> None:
+            result = self._write_once(policy, path, self._state(), info)
+            logger.info("step %d, the end of the training, saved in %s", info.step, result.path)
+
+        return self._attempt(info, write, "the training has ended well; older checkpoints are untouched")
 
     def delete(self, path: Path) -> None:
         """Remove an old checkpoint of this run, here and where it was copied to. A failure is a warning."""

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
 from mindx_elastic.alarm.alarm import REFUSAL, Alarm
@@ -197,8 +196,7 @@ class StopSave:
             # State of some rank is not kept: a file of this step would be resumed without it.
             if alarm.kind != REFUSAL:
                 logger.error("step %d is not saved: the training was refused before", step)
-            self.failure = "the training was refused"
-            self._fail(step, alarm.reason, "refused: state that is not kept")
+            self._fail(step, "the training was refused", alarm.reason, "refused: state that is not kept")
             return
         if problem:
             self._refuse(step, problem, "state is not at a boundary")
@@ -222,7 +220,8 @@ class StopSave:
             why = f"{alarm.reason} and no other rank holds the same state: there is no consistent replica"
             self._refuse(step, why, "no consistent replica")
 
-    def _fail(self, step: int, reason: str, outcome: str) -> None:
+    def _fail(self, step: int, why: str, reason: str, outcome: str) -> None:
+        self.failure = why
         self._events.emit("save", step=step, reason=reason, outcome=outcome)
         self._state.move(StopPhase.FAILED)
 
@@ -233,12 +232,11 @@ class StopSave:
         except Exception as error:
             # Whatever it is (also a bug, or a `state_dict` of the user's that raises): the claim must be given back,
             # or the other thread would wait for ever, and the job must leave in time.
-            self.failure = f"{type(error).__name__}: {error}"
+            failure = f"{type(error).__name__}: {error}"
             expected = isinstance(error, (SaveError, UnsupportedStateError))
-            logger.error("step %d could not be saved: %s", step, self.failure, exc_info=not expected)
-            self._events.emit("save", step=step, reason=alarm.reason, outcome=f"failed: {self.failure}")
+            logger.error("step %d could not be saved: %s", step, failure, exc_info=not expected)
             self._saver.keep_unsaved(step, alarm.deadline.remaining_s() / 4)
-            self._state.move(StopPhase.FAILED)
+            self._fail(step, failure, alarm.reason, f"failed: {failure}")
             return
         self._note(result.path, step)
         since = time.monotonic() - self._state.heard_at
@@ -251,17 +249,20 @@ class StopSave:
 
     def _save(self, alarm: Alarm, policies: Sequence[ExitPolicy], *, agreed: bool) -> SaveResult:
         """Once more where the device has gone on while an older boundary was read: it holds a newer one then."""
+        saver, end = self._saver, 0.0
+
+        def still_waits() -> bool:
+            return time.monotonic() < end
+
         for tries_left in (2, 1, 0):
             try:
-                return self._saver.save_dying(
-                    policies, alarm.reason, time_left_s=alarm.deadline.remaining_s(), agreed=agreed
-                )
+                left_s = alarm.deadline.remaining_s()
+                return saver.save_dying(policies, alarm.reason, time_left_s=left_s, agreed=agreed)
             except SaveError as error:
                 if not (tries_left and isinstance(error.__cause__, DeviceWentOnError)):
                     raise
                 end, agreed = time.monotonic() + _DEVICE_S, False
-                collector, gate = self._saver.collector, self._update_gate
-                if problem := choose_held_boundary(collector, None, gate, partial(_is_before, end)):
+                if problem := choose_held_boundary(saver.collector, None, self._update_gate, still_waits):
                     raise UnsupportedStateError("the state", problem) from error
         raise AssertionError("the last try has returned or raised")
 
@@ -270,13 +271,12 @@ class StopSave:
         self._saver.page.set(saved_step=step, saved_ns=time.monotonic_ns())
 
     def _refuse(self, step: int, problem: str, short: str) -> None:
-        self.failure = problem
         remedy = "the newest complete checkpoint, or snapshot in memory, stands in"
         newest = self._saver.newest_step
         if newest < step:
             remedy += f"; on disk this process knows of step {newest}, so up to {step - newest} steps are done again"
         logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
-        self._fail(step, problem, f"refused: {short}")
+        self._fail(step, problem, problem, f"refused: {short}")
 
 
 def choose_held_boundary(
@@ -314,7 +314,3 @@ def choose_held_boundary(
             found.step,
         )
     return None
-
-
-def _is_before(end: float) -> bool:
-    return time.monotonic() < end
