@@ -12,20 +12,20 @@ from rich.console import Console
 
 from mindx_elastic.cli.common import (
     EXIT_BAD,
-    JSON_SCHEMA,
     JsonOption,
     fail,
     human_age,
     say,
     show,
 )
-from mindx_elastic.core.printable import human_size
+from mindx_elastic.core.printable import counted, human_size
 
 if TYPE_CHECKING:
-    from mindx_elastic.memory.leftovers import ArenaLeftover, ProcessLeftover
+    from mindx_elastic.memory.leftovers import Leftover
 
 __all__ = ["clean_command"]
 
+_SCHEMA = 2
 _REMOVED, _WOULD, _KEPT, _IN_USE, _FAILED = "removed", "would remove", "kept", "in use", "FAILED"
 
 
@@ -56,58 +56,46 @@ def clean_command(
     mindx-elastic clean
     mindx-elastic clean --yes
     mindx-elastic clean --all --yes
-    mindx-elastic clean --json | jq '.arenas[] | select(.action == "kept")'
+    mindx-elastic clean --json | jq '.found[] | select(.action == "kept")'
     """
-    base = _base()
+    from mindx_elastic.config import MemorySettings
+
+    base = MemorySettings.from_env().base or Path("/dev/shm")
     if not base.is_dir():
         fail(f"{base} is not a folder")
     report = _clean(base, dry_run=not yes, everything=everything)
     show(report, as_json, _print)
-    if any(entry["action"] == _FAILED for entry in [*report["agents"], *report["arenas"], *report["proofs"]]):
+    if any(entry["action"] == _FAILED for entry in report["found"]):
         raise typer.Exit(EXIT_BAD)
-
-
-def _base() -> Path:
-    from mindx_elastic.config import MemorySettings
-
-    return MemorySettings.from_env().base or Path("/dev/shm")
 
 
 def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
     from mindx_elastic.memory.leftovers import find_leftovers
 
     try:
-        found = find_leftovers(base)
+        found, others = find_leftovers(base)
     except OSError as error:
         fail(str(error))
-    agents = [_entry(each, f"agent {each.pid} is gone", dry_run) for each in found.agents]
-    proofs = [_entry(each, f"proof {each.pid} is gone", dry_run) for each in found.proofs]
-    arenas = [_entry(each, _why(each, everything), dry_run) for each in found.arenas]
-    done = [entry for entry in [*agents, *arenas, *proofs] if entry["action"] in (_REMOVED, _WOULD)]
+    entries = [_entry(each, dry_run=dry_run, everything=everything) for each in found]
     return {
-        "schema": JSON_SCHEMA,
+        "schema": _SCHEMA,
         "base": str(base),
         "dry_run": dry_run,
-        "freed_bytes": sum(entry["size_bytes"] for entry in done),
-        "agents": agents,
-        "arenas": arenas,
-        "proofs": proofs,
-        "not_ours": [str(path) for path in found.others],
+        "freed_bytes": sum(entry["size_bytes"] for entry in entries if entry["action"] in (_REMOVED, _WOULD)),
+        "found": entries,
+        "not_ours": [str(path) for path in others],
     }
 
 
-def _why(arena: ArenaLeftover, everything: bool) -> str:
-    """Why it is to be removed; empty: it is kept."""
-    if arena.directory and not arena.directory_exists:
-        return "its checkpoint directory has gone"
-    return "--all" if everything else ""
-
-
-def _entry(found: ProcessLeftover | ArenaLeftover, why: str, dry_run: bool) -> dict[str, Any]:
-    """What is done with it. `why`: it is to be removed; empty: it is kept."""
+def _entry(found: Leftover, *, dry_run: bool, everything: bool) -> dict[str, Any]:
+    """What is done with it, and why."""
     from mindx_elastic.memory.folders import remove_unused
 
-    action = _WOULD
+    action, why = _WOULD, "--all" if everything else ""
+    if found.kind != "job":
+        why = f"{found.kind} {found.pid} is gone"
+    elif found.directory and not found.directory_exists:
+        why = "its checkpoint directory has gone"
     if found.in_use:
         action, why = _IN_USE, found.in_use
     elif not why:
@@ -123,17 +111,15 @@ def _entry(found: ProcessLeftover | ArenaLeftover, why: str, dry_run: bool) -> d
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:
-    for agent in [*report["agents"], *report["proofs"]]:
-        say(console, f"{agent['action']}  {agent['path']}: {agent['why']}, {human_size(agent['size_bytes'])}")
-    for arena in report["arenas"]:
-        say(console, f"{arena['action']}  {arena['path']}: {_describe(arena)}")
+    for each in report["found"]:
+        about = _describe(each) if each["kind"] == "job" else f"{each['why']}, {human_size(each['size_bytes'])}"
+        say(console, f"{each['action']}  {each['path']}: {about}")
     for path in report["not_ours"]:
         say(console, f"left alone  {path}: not a folder of ours")
-    kept = [arena for arena in report["arenas"] if arena["action"] == _KEPT]
-    if kept:
+    if any(each["action"] == _KEPT for each in report["found"]):
         say(console, "to go on from what was kept, start the job again with the same command")
         say(console, "to drop it: mindx-elastic clean --all --yes")
-    if not report["agents"] and not report["arenas"] and not report["proofs"]:
+    if not report["found"]:
         say(console, f"nothing of this user's jobs in {report['base']}")
         return
     freed = human_size(report["freed_bytes"])
@@ -146,7 +132,6 @@ def _describe(arena: dict[str, Any]) -> str:
     content = "no snapshot of all ranks" if step is None else f"snapshot of step {step}"
     words = [f"{content} for {arena['directory'] or 'an unknown directory'}"]
     words += [f"run {arena['run_id']}"] if arena["run_id"] else []
-    ranks = len(arena["ranks"])
-    words += [f"{ranks} rank{'' if ranks == 1 else 's'}", human_size(arena["size_bytes"])]
+    words += [counted(len(arena["ranks"]), "rank"), human_size(arena["size_bytes"])]
     words.append(f"begun {human_age(arena['age_s'])} ago")
     return ", ".join(words) + (f" ({arena['why']})" if arena["why"] else "")

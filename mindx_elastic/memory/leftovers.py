@@ -9,7 +9,7 @@ import os
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,90 +23,71 @@ from mindx_elastic.memory.folders import (
     user_of,
 )
 
-__all__ = ["ArenaLeftover", "Leftovers", "ProcessLeftover", "find_leftovers", "newest_step"]
+__all__ = ["Leftover", "find_leftovers", "newest_step"]
 
 _ARENA = re.compile(r"[0-9a-f]{16}")
 
 
-@dataclass(frozen=True)
-class ProcessLeftover:
-    """The private folder of an agent, or of one `mindx-elastic prove`."""
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """A folder of this user's in shared memory."""
 
     path: Path
-    pid: int
+    kind: str
+    """``agent`` or ``proof``: the private folder of one; ``job``: the arenas of a job."""
     in_use: str
     """Who uses it, in words; empty: no living process."""
     size: int
     age_s: float
-
-
-@dataclass(frozen=True)
-class ArenaLeftover:
-    """The arenas of one job."""
-
-    path: Path
-    directory: str
+    pid: int | None = None
+    """Of the agent, or of `mindx-elastic prove`."""
+    directory: str = ""
     """The job's checkpoint directory; empty when the owner's file cannot be read."""
-    directory_exists: bool
-    run_id: str
-    ranks: tuple[int, ...]
-    newest_step: int | None
-    """Newest step of which every rank here has a snapshot; None: there is none."""
-    in_use: str
-    size: int
-    age_s: float
+    directory_exists: bool = False
+    run_id: str = ""
+    ranks: tuple[int, ...] = ()
+    newest_step: int | None = None
+    """See `newest_step`; None: there is none."""
 
 
-@dataclass(frozen=True)
-class Leftovers:
-    """What `find_leftovers` has found."""
+def find_leftovers(base: Path) -> tuple[list[Leftover], list[Path]]:
+    """What is in this user's folder below `base`; and what else is there, or in the place of the folder: not ours.
 
-    agents: list[ProcessLeftover] = field(default_factory=list)
-    arenas: list[ArenaLeftover] = field(default_factory=list)
-    proofs: list[ProcessLeftover] = field(default_factory=list)
-    others: list[Path] = field(default_factory=list)
-    """What else is there, or in the place of the user's folder: not ours."""
-
-
-def find_leftovers(base: Path) -> Leftovers:
-    """What is in this user's folder below `base`. Raises OSError."""
-    found, folder = Leftovers(), user_folder(base)
+    Raises OSError.
+    """
+    found, others, folder = list[Leftover](), list[Path](), user_folder(base)
     if not os.path.lexists(folder):
-        return found
+        return found, others
     if not is_own_folder(folder):
-        found.others.append(folder)
-        return found
+        return found, [folder]
     for path in sorted(folder.iterdir()):
         maker, own = maker_in(path), is_own_folder(path)
+        about: dict[str, Any] = {"path": path, "in_use": user_of(path) if own else "", "size": _size(path)}
         if own and maker is not None:
-            age_s = time.time() - path.lstat().st_mtime
-            its_kind = found.agents if maker[0] == "agent" else found.proofs
-            its_kind.append(ProcessLeftover(path, maker[1], user_of(path), _size(path), age_s))
+            kind = "agent" if maker[0] == "agent" else "proof"
+            found.append(Leftover(kind=kind, pid=maker[1], age_s=time.time() - path.lstat().st_mtime, **about))
         elif own and _ARENA.fullmatch(path.name):
-            found.arenas.append(_look_at_arena(path))
+            found.append(Leftover(kind="job", **about, **_look_at_arenas(path)))
         else:
-            found.others.append(path)
-    return found
+            others.append(path)
+    return found, others
 
 
-def _look_at_arena(path: Path) -> ArenaLeftover:
+def _look_at_arenas(path: Path) -> dict[str, Any]:
     owner: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         owner = read_owner(path)
     directory, run_id, created = owner.get("directory"), owner.get("run_id"), owner.get("created")
     directory = directory if isinstance(directory, str) and os.path.isabs(directory) and "\0" not in directory else ""
     began = created if isinstance(created, (int, float)) and not isinstance(created, bool) else path.lstat().st_mtime
-    return ArenaLeftover(
-        path=path,
-        directory=directory,
-        directory_exists=bool(directory) and _exists(directory),
-        run_id=run_id if isinstance(run_id, str) else "",
-        ranks=tuple(rank_folders(path)),
-        newest_step=newest_step(path),
-        in_use=user_of(path),
-        size=_size(path),
-        age_s=time.time() - began,
-    )
+    return {
+        "directory": directory,
+        "directory_exists": bool(directory) and _exists(directory),
+        "run_id": run_id if isinstance(run_id, str) else "",
+        "ranks": tuple(rank_folders(path)),
+        "newest_step": newest_step(path),
+        "age_s": time.time() - began,
+    }
 
 
 def _exists(directory: str) -> bool:

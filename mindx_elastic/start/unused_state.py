@@ -114,7 +114,7 @@ def _in_memory(directory: Path) -> dict[str, Any] | None:
 
     try:
         base = MemorySettings.from_env().base
-        arenas = [] if base is None else find_leftovers(base).arenas
+        arenas = [] if base is None else find_leftovers(base)[0]
     except (OSError, MindxError):
         return None
     real = os.path.realpath(directory)

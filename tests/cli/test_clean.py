@@ -82,9 +82,9 @@ def test_the_folder_of_a_dead_proof_is_removed(run: Run, base: Path, dead_pid: i
     others = [living.with_name("prove-notes"), living.with_name(f"prove-{dead_pid}-00fe")]
     others[0].mkdir()
     others[1].symlink_to(dead)
-    actions = {entry["path"]: entry["action"] for entry in clean(run)["proofs"]}
+    actions = {entry["path"]: entry["action"] for entry in clean(run)["found"]}
     assert actions == {str(dead): "would remove", str(living): "in use"} and dead.exists()
-    entries = {entry["path"]: (entry["action"], entry["why"]) for entry in clean(run, "--yes")["proofs"]}
+    entries = {entry["path"]: (entry["action"], entry["why"]) for entry in clean(run, "--yes")["found"]}
     assert entries == {
         str(dead): ("removed", f"proof {dead_pid} is gone"),
         str(living): ("in use", f"proof {os.getpid()} runs"),
@@ -95,7 +95,7 @@ def test_the_folder_of_a_dead_proof_is_removed(run: Run, base: Path, dead_pid: i
     identity.write_text(json.dumps({**json.loads(identity.read_text()), "started": "1"}))
     make_user_folder(living)
     make_agent(living, os.getpid())
-    (entry,) = clean(run, "--yes")["proofs"]
+    (entry,) = (entry for entry in clean(run, "--yes")["found"] if entry["kind"] == "proof")
     assert entry["why"] == f"proof {os.getpid()} is gone, its job is not: agent {os.getpid()} runs"
 
 
@@ -106,7 +106,7 @@ def test_the_folder_of_a_dead_proof_is_removed(run: Run, base: Path, dead_pid: i
 def test_what_the_agent_itself_has_written(run: Run, base: Path, changes: dict[str, object], action: str) -> None:
     folder = make_agent(base, os.getpid())
     (folder / "agent.json").write_text(json.dumps({**json.loads(own_identity()), **changes}))
-    (entry,) = clean(run, "--yes")["agents"]
+    (entry,) = clean(run, "--yes")["found"]
     assert entry["action"] == action
     assert ("another container" in entry["why"]) == ("space" in changes)
 
@@ -114,7 +114,7 @@ def test_what_the_agent_itself_has_written(run: Run, base: Path, changes: dict[s
 def test_a_worker_that_outlives_its_agent_keeps_the_folder(run: Run, base: Path, dead_pid: int) -> None:
     folder = make_agent(base, dead_pid)
     StatusPage(page_path(folder, 0)).close()
-    (entry,) = clean(run, "--yes")["agents"]
+    (entry,) = clean(run, "--yes")["found"]
     assert entry["action"] == "in use" and f"its worker {os.getpid()} still runs" in entry["why"]
 
 
@@ -122,10 +122,12 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(run: Run, base: Path
     directory = tmp_path / "ckpt"
     directory.mkdir()
     folder = make_arena(base, directory, [(16, 17), (17, 18)])
-    (entry,) = clean(run, "--yes")["arenas"]
+    (entry,) = clean(run, "--yes")["found"]
     assert entry.pop("size_bytes") >= 4 * 8192 and 0 <= entry.pop("age_s") < 600
     assert entry == {
         "path": str(folder),
+        "kind": "job",
+        "pid": None,
         "action": "kept",
         "why": "",
         "directory": str(directory),
@@ -138,7 +140,7 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(run: Run, base: Path
     assert f"kept  {folder}: snapshot of step 17 for {directory}, run run-a, 2 ranks, " in text
     assert "start the job again with the same command" in text and "mindx-elastic clean --all --yes" in text
     assert text.splitlines()[-1] == "0 B freed"
-    (entry,) = clean(run, "--all", "--yes")["arenas"]
+    (entry,) = clean(run, "--all", "--yes")["found"]
     assert entry["action"] == "removed" and entry["newest_step"] == 17 and not user_folder(base).exists()
     assert directory.exists()
 
@@ -146,16 +148,16 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(run: Run, base: Path
 def test_an_arena_in_use_is_never_removed(run: Run, base: Path, tmp_path: Path, start: Callable[..., None]) -> None:
     folder = make_arena(base, tmp_path / "gone", [(3, 4), (3, 4)])
     start(HOLDER, base, tmp_path / "gone")
-    (entry,) = clean(run, "--all", "--yes")["arenas"]
+    (entry,) = clean(run, "--all", "--yes")["found"]
     assert (entry["action"], entry["why"]) == ("in use", "a job runs") and (folder / "rank_0" / "commit").exists()
 
 
 def test_a_job_that_is_just_starting(run: Run, base: Path, tmp_path: Path) -> None:
     folder = job_folder(base, tmp_path)
     folder.mkdir(parents=True)
-    assert clean(run, "--all", "--yes")["arenas"][0]["action"] == "in use"
+    assert clean(run, "--all", "--yes")["found"][0]["action"] == "in use"
     os.utime(folder, (0, 0))
-    assert clean(run, "--all", "--yes")["arenas"][0]["action"] == "removed"
+    assert clean(run, "--all", "--yes")["found"][0]["action"] == "removed"
 
 
 def test_links_and_other_names_are_left_alone(run: Run, base: Path, tmp_path: Path, dead_pid: int) -> None:
@@ -169,11 +171,11 @@ def test_links_and_other_names_are_left_alone(run: Run, base: Path, tmp_path: Pa
     (user / "notes").mkdir()
     (user / ("b" * 16)).touch()
     document = clean(run, "--all", "--yes")
-    assert document["agents"] == document["arenas"] == [] and len(document["not_ours"]) == 4
+    assert document["found"] == [] and len(document["not_ours"]) == 4
     arena = make_arena(base, tmp_path, [(3, 4)])
     (arena / "rank_0" / "link").symlink_to(elsewhere)
     (arena / "rank_7").symlink_to(elsewhere)
-    assert clean(run, "--all", "--yes")["arenas"][0]["action"] == "removed"
+    assert clean(run, "--all", "--yes")["found"][0]["action"] == "removed"
     assert (elsewhere / "precious").exists() and (user / "notes").exists()
 
 
