@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindx_elastic.cli.common import JSON_SCHEMA, is_running
 from mindx_elastic.cli.possible_loss import expect
-from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
+from mindx_elastic.core.status_page import Status, WorkerPhase, read_pages
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.ledger import AttemptRecord, Totals
@@ -50,7 +50,7 @@ def make_report(path: Path, runs: Sequence[AgentRun]) -> dict[str, Any]:
         "age_s": None if run.started is None else round(now - run.started, 3),
     }
     is_here = run.agent_dir and running is not None and run.ended is None
-    pages = _read_pages(Path(run.agent_dir)) if is_here else {}
+    pages = read_pages(Path(run.agent_dir)) if is_here else {}
     workers = _workers(pages)
     if run.records and run.records[-1].resumed_step is None and any(worker["step"] >= 0 for worker in workers):
         run.records[-1].resumed_step = min(
@@ -115,16 +115,6 @@ def _rate(status: Status) -> float | None:
     """Since the first step of the process; None: it has passed no second boundary."""
     passed, took_ns = status.boundaries - 1, status.boundary_ns - status.first_boundary_ns
     return round(1e9 * passed / took_ns, 3) if passed > 0 and took_ns > 0 else None
-
-
-def _read_pages(agent_dir: Path) -> dict[int, Status]:
-    """What the workers' pages in an agent's folder say now, by rank; those that cannot be read are left out."""
-    found = {}
-    for page in agent_dir.glob("rank_*.page"):
-        rank, status = page.stem.removeprefix("rank_"), read_page(page)
-        if rank.isdecimal() and status is not None:
-            found[int(rank)] = status
-    return found
 
 
 def _waits(status: Status) -> bool:

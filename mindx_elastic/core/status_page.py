@@ -23,6 +23,7 @@ __all__ = [
     "WorkerPhase",
     "page_path",
     "read_page",
+    "read_pages",
 ]
 
 PAGE_BYTES = 8192
@@ -201,3 +202,13 @@ def read_page(path: Path) -> Status | None:
     numbers = {name: words[index] for name, index in _INDEX.items() if name != "magic"}
     content: dict[str, Any] = {**numbers, **texts}
     return Status(**content)
+
+
+def read_pages(agent_dir: Path) -> dict[int, Status]:
+    """What the pages in an agent's folder say now, by rank; those that cannot be read are left out."""
+    found = {}
+    for path in sorted(agent_dir.glob("rank_*.page")):
+        rank, status = path.stem.removeprefix("rank_"), read_page(path)
+        if rank.isdecimal() and status is not None:
+            found[int(rank)] = status
+    return found

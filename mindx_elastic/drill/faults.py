@@ -11,9 +11,8 @@ from mindx_elastic.errors import UsageError
 
 __all__ = ["KINDS", "PLACES", "Fault", "Kind", "describe_kinds", "parse_fault"]
 
-PLACES = ("boundary", "forward", "backward", "update", "copy")
-"""After the step; at its first forward; when a gradient is there; in the middle of ``optimizer.step()``; in the middle
-of the copy of a snapshot."""
+PLACES = ("boundary", "forward", "update", "copy")
+"""After the step; at its first forward; after an ``optimizer.step()`` of it; while a snapshot is copied."""
 _KEYS = {"rank": "R", "step": "N", "at": "PLACE", "guard": "G"}
 
 
@@ -42,7 +41,7 @@ def _signal(number: int) -> int:
     return 128 + number
 
 
-_MOMENTS = ("boundary", "forward", "backward", "update")
+_MOMENTS = ("boundary", "forward", "update")
 _ALL = (
     Kind(
         name="kill",
@@ -74,7 +73,7 @@ _ALL = (
     Kind(
         name="exception",
         says="RuntimeError in the program of one rank",
-        places=("forward", "backward", "update"),
+        places=("forward", "update"),
         codes=(1, 75),
     ),
     Kind(

@@ -14,18 +14,15 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mindx_elastic.core.status_page import read_page
+from mindx_elastic.core.status_page import read_pages
 from mindx_elastic.drill.faults import Fault
 from mindx_elastic.memory import snapshots
 
@@ -34,7 +31,6 @@ __all__ = ["NOTES", "DrillError", "Injector"]
 NOTES = "fault.jsonl"
 """The file in the fault's folder: ``fired``, or ``missed``."""
 _FIRED = "fired"
-_CHANGES = 3  # changes of a parameter's memory in the middle of an update
 
 
 class DrillError(RuntimeError):
@@ -51,31 +47,21 @@ class Injector:
         self._mark = Path(self._fault.folder) / _FIRED
         self._is_armed = self._fault.rank == rank and not self._mark.exists()
         self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
-        self._modules: Mapping[str, nn.Module] = {}
         self._has_updated = False
         register_optimizer_step_post_hook(self._note_update)
-        if not self._is_armed:
-            return
-        if self._fault.at == "update":
-            _Update(self)
-        elif self._fault.at == "copy":
+        if self._is_armed and self._fault.at == "copy":
             snapshots.reach = self._in_copy
 
     # --- what the witness says ---
 
-    def entered(self, series: int, step: int, stop_signal: int, modules: Mapping[str, nn.Module]) -> None:
+    def entered(self, series: int, step: int, stop_signal: int) -> None:
         """The guard is entered at the boundary `step`."""
         self._series, self._passed, self._stop_signal = series, step, stop_signal
-        self._modules = modules
 
     def at_forward(self) -> None:
         """The first forward of a step begins."""
         if self.is_due("forward"):
             self.fire()
-        elif self.is_due("backward"):
-            parameter = next((p for m in self._modules.values() for p in m.parameters() if p.requires_grad), None)
-            if parameter is not None:
-                self._hook = parameter.register_hook(self._in_backward)
 
     def at_boundary(self, step: int) -> bool:
         """Returns whether a stop is on its way, which the boundary may wait for."""
@@ -89,16 +75,11 @@ class Injector:
             return False
         return self._passed >= self._fault.boundaries_before
 
-    def fire_once(self, place: str) -> None:
-        if self.is_due(place):
-            self.fire()
-
-    def _in_backward(self, gradient: torch.Tensor) -> None:
-        self._hook.remove()
-        self.fire_once("backward")
-
     def _note_update(self, *_: object) -> None:
+        """An optimizer has stepped: the weights are those of no boundary."""
         self._has_updated = True
+        if self.is_due("update"):
+            self.fire()
 
     def _in_copy(self, stage: str) -> None:
         # The step may be passed, or not: a copy goes on during the next one.
@@ -171,51 +152,5 @@ def _kill(pid: int, signum: int = signal.SIGKILL) -> None:
 
 def _other_ranks() -> list[int]:
     """The processes of the other ranks of this node: the agent's children that lead sessions, as this one does."""
-    agent, found = os.environ["MINDX_AGENT_DIR"], []
-    for page in sorted(Path(agent).glob("rank_*.page")):
-        status = read_page(page)
-        if status is not None and status.pid not in (0, os.getpid()):
-            found.append(status.pid)
-    return found
-
-
-class _Update:
-    """Fires in the middle of ``optimizer.step()``: after some parameters' memory was changed, and before others' was.
-
-    Not by a dispatch mode, which would stay on where an exception leaves the update.
-    """
-
-    def __init__(self, injector: Injector) -> None:
-        self._injector, self._changes = injector, 0
-        self._handles = [
-            register_optimizer_step_pre_hook(self._begin),
-            register_optimizer_step_post_hook(self._end),
-        ]
-
-    def _begin(self, *_: object) -> None:
-        if self._injector.is_due("update"):
-            self._changes = 0
-            sys.setprofile(self._hear)
-
-    def _hear(self, frame: object, event: str, called: Any) -> None:
-        name = getattr(called, "__name__", "")
-        if event != "c_return" or not name.endswith("_") or name.endswith("__"):
-            return
-        if not isinstance(getattr(called, "__self__", None), torch.Tensor) and not name.startswith(
-            ("_foreach", "_fused")
-        ):
-            return
-        self._changes += 1
-        if self._changes >= _CHANGES or name.startswith("_f"):
-            self._close()
-            self._injector.fire_once("update")
-
-    def _end(self, *_: object) -> None:
-        if self._injector.is_due("update"):  # it has few parameters
-            self._close()
-            self._injector.fire_once("update")
-
-    def _close(self) -> None:
-        sys.setprofile(None)
-        for handle in self._handles:
-            handle.remove()
+    pages = read_pages(Path(os.environ["MINDX_AGENT_DIR"]))
+    return [status.pid for status in pages.values() if status.pid not in (0, os.getpid())]

@@ -106,7 +106,7 @@ class ProofWitness(Witness):
         _entered[self._series] = self
         self.watch(stack, seen)
         if self._injector is not None:
-            self._injector.entered(self._series, seen.position.step, self._signal, self._modules)
+            self._injector.entered(self._series, seen.position.step, self._signal)
         self.write(
             "enter",
             rank=self._ranks.rank,

@@ -11,7 +11,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from mindx_elastic.start.unused_state import find_unused_state, proof_in_events,
 __all__ = ["Bar", "Mark", "RunHistory", "TimeShare", "remarks_of_run", "shares_of", "tell"]
 
 _ALARMS = (*NOTABLE, "pause")
-_MOST, _MOST_S = 1 << 62, 1e11
-"""What is beyond them in a log is taken as unknown."""
 _MOST_RANKS = 1024
 _OF_STEPS = ("save", "resume", "durable", "worker_end", "attempt_end", "rejoin", "pause")
 """Events that name a step that was passed."""
@@ -96,7 +94,7 @@ def tell(log: Path) -> RunHistory | None:
         lines += ends
     if not runs:
         return None
-    run = _bounded(runs[-1])
+    run = runs[-1]
     sources = [log]
     for folder in _checkpoint_folders(run):
         path = folder / EVENTS_FILE
@@ -112,7 +110,7 @@ def tell(log: Path) -> RunHistory | None:
     story = RunHistory(run, began, max(end, began), sources=sources, torn=torn, older_runs=len(runs) - 1)
     story.bars = list(_bars(run.records, ours, story.end))
     story.marks = list(_marks(run, ours))
-    steps = [_count(line.get("step")) for line in ours if line["event"] in _OF_STEPS]
+    steps = [whole(line.get("step")) for line in ours if line["event"] in _OF_STEPS]
     known = [step for step in (*steps, *(record.step_reached for record in run.records)) if step is not None]
     story.step = max(known, default=None)
     with suppress(OSError):
@@ -138,31 +136,8 @@ def remarks_of_run(run: AgentRun) -> list[str]:
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The events that have a time, and how many lines are none."""
     events, num_others = read_events(path)
-    timed = [event for event in events if _time(event.get("time")) is not None]
+    timed = [event for event in events if real(event.get("time")) is not None]
     return timed, num_others + len(events) - len(timed)
-
-
-def _bounded(run: AgentRun) -> AgentRun:
-    """Without numbers that nothing can be drawn from; they are taken as unknown. Changes `run`."""
-    run.started, run.ended = _time(run.started), _time(run.ended)
-    for record in run.records:
-        for each in fields(record):
-            name, value = each.name, getattr(record, each.name)
-            if name != "attempt" and isinstance(value, (int, float)):
-                setattr(record, name, _time(value) if isinstance(value, float) else _count(value))
-    return run
-
-
-def _time(value: object) -> float | None:
-    """Seconds, or unix seconds."""
-    found = real(value) if not isinstance(value, int) or abs(value) < _MOST else None
-    return found if found is not None and 0 <= found < _MOST_S else None
-
-
-def _count(value: object) -> int | None:
-    """A step, a rank, bytes."""
-    found = whole(value)
-    return found if found is not None and -1 <= found < _MOST else None
 
 
 def _checkpoint_folders(run: AgentRun) -> list[Path]:
@@ -182,7 +157,7 @@ def _bars(records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]], end
     it says which they are."""
     ends: dict[int, dict[int, list[dict[str, Any]]]] = {}
     for line in lines:
-        rank, attempt = _count(line.get("worker_rank")), _count(line.get("attempt"))
+        rank, attempt = whole(line.get("worker_rank")), whole(line.get("attempt"))
         if line["event"] == "worker_end" and rank is not None and attempt is not None:
             ends.setdefault(attempt, {}).setdefault(rank, []).append(line)
     here = sorted({rank for of_attempt in ends.values() for rank in of_attempt})
@@ -205,11 +180,11 @@ def _bars(records: Sequence[AttemptRecord], lines: Iterable[dict[str, Any]], end
 def _marks(run: AgentRun, lines: Iterable[dict[str, Any]]) -> Iterator[Mark]:
     for line in lines:
         event, outcome = line["event"], text(line.get("outcome"))
-        step, reason = _count(line.get("step")), text(line.get("reason"))
+        step, reason = whole(line.get("step")), text(line.get("reason"))
         if event == "worker_end" and outcome == "failed":
-            yield Mark("fault", line["time"], _count(line.get("worker_rank")), step, reason or outcome)
+            yield Mark("fault", line["time"], whole(line.get("worker_rank")), step, reason or outcome)
         elif event == "save" and outcome == "saved":
-            yield Mark("save", line["time"], _count(line.get("rank")), step, text(line.get("kind")) or "saved")
+            yield Mark("save", line["time"], whole(line.get("rank")), step, text(line.get("kind")) or "saved")
         elif event in _ALARMS:
             yield Mark(event, line["time"], None, step, reason)
     for record in run.recoveries:
@@ -236,7 +211,7 @@ def _durations(
     started = {record.attempt: record.started for record in records}
     found = {}
     for line in lines:
-        attempt = _count(line.get("attempt"))
+        attempt = whole(line.get("attempt"))
         begin = started.get(-1 if attempt is None else attempt)
         if line["event"] == "attempt_end" and attempt is not None and begin is not None:
             first = bisect_left(entered, begin)

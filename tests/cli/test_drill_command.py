@@ -53,7 +53,7 @@ def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: lis
 
 @pytest.mark.slow
 def test_faults_of_one_process_with_all_reports(tmp_path: Path) -> None:
-    faults = ["kill:step=2", "exception:step=2,at=backward"]
+    faults = ["kill:step=2", "exception:step=2"]
     words = [*(word for fault in faults for word in ("--fault", fault)), "--steps", 4]
     killed, raised = drill(*words, cwd=tmp_path)
     assert [each["outcome"] for each in (killed, raised)] == ["exact"] * 2
