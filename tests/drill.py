@@ -102,8 +102,8 @@ def run_setting(
         ).drill()
     write_lines(log, name, seed, drill.results, written)
     for row in drill.proof.rows:
-        if row.verdict.outcome != "equal":
-            print(f"{name}: {row.name}: {row.verdict}", flush=True)
+        if row.outcome != "equal":
+            print(f"{name}: {row.name}: {row}", flush=True)
     counts = Counter(result.outcome for result in drill.results)
     print(f"{name}, seed {seed}: {dict(counts)}, in {time.monotonic() - began:.0f} s", flush=True)
     return drill

@@ -111,12 +111,12 @@ def _print_equal(console: Console, proof: ProofReport, seconds: float) -> None:
 
 
 def _cells(row: Row, proof: ProofReport) -> tuple[str, str, str, str]:
-    is_first, result = row is proof.rows[0], row.verdict.outcome
+    is_first, result = row is proof.rows[0], row.outcome
     if row.lost:
         result = f"equal; {counted(len(row.lost), 'variable')} not got back"
     elif result == "equal" and is_first:
         result = f"{counted(proof.steps, 'step')}{', the whole training' if proof.has_ended else ''}"
-    elif result == "differs" and row.verdict.step is not None:
-        result = f"differs at step {row.verdict.step}"
+    elif result == "differs" and row.step is not None:
+        result = f"differs at step {row.step}"
     resumed = "" if row.resumed is None else f"step {row.resumed}"
     return row.name, resumed, "" if is_first else str(row.compared), result

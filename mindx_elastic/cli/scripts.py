@@ -131,18 +131,18 @@ def print_difference(console: Console, proof: ProofReport) -> bool:
     """What is wrong with the first run that is not equal. False: all are."""
     from mindx_elastic.prove.causes import in_words
 
-    row = next((row for row in proof.rows if row.verdict.outcome != "equal"), None)
+    row = next((row for row in proof.rows if row.outcome != "equal"), None)
     if row is None:
         return False
-    assert row.verdict.explained is not None
-    what, *others = row.verdict.explained.lines
-    if not row.verdict.explained.variables and (lost := in_words(proof.lost)):
+    assert row.explained is not None
+    what, *others = row.explained.lines
+    if not row.explained.variables and (lost := in_words(proof.lost)):
         what += f"; not got back in other runs: {lost}"
-    rank = f" (rank {row.verdict.rank})" if proof.num_ranks > 1 and row.verdict.rank is not None else ""
+    rank = f" (rank {row.rank})" if proof.num_ranks > 1 and row.rank is not None else ""
     stopped = f"{row.name}: " if row.resumed is not None else ""
     say(console, f"{stopped}{what}{rank}", style="bold red")
     say(console, *(f"  {line}" for line in others))
-    say(console, *(f"  | {line}" for line in row.verdict.lines), style="dim")
+    say(console, *(f"  | {line}" for line in row.lines), style="dim")
     return True
 
 

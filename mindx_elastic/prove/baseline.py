@@ -18,7 +18,6 @@ from mindx_elastic.prove.runs import RunChain, RunOutcome, Runs
 __all__ = [
     "EXIT_CODES",
     "Baseline",
-    "ComparisonVerdict",
     "ProofReport",
     "Row",
     "Show",
@@ -28,7 +27,7 @@ __all__ = [
 ]
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
-"""Exit codes by `ComparisonVerdict.outcome` of the whole proof."""
+"""Exit codes by `Row.outcome` of the whole proof."""
 _TOO_MANY = 8
 _TOLD = ("scalar", "stateful", "exit")
 Show = Callable[[int, int, str], None]
@@ -36,9 +35,11 @@ Show = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonVerdict:
-    """What one comparison has shown."""
+class Row:
+    """What a run has shown: one line of the table."""
 
+    name: str = ""
+    """``uninterrupted, again``, ``stopped after step 7``."""
     outcome: str = "equal"
     """``equal``, ``differs``, ``not deterministic``, ``refused`` or ``fails``."""
     explained: Explained | None = None
@@ -47,15 +48,6 @@ class ComparisonVerdict:
     step: int | None = None
     lines: Sequence[str] = ()
     """The end of what the run has printed, where it failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    """``uninterrupted, again``, ``stopped after step 7``."""
-    verdict: ComparisonVerdict
     resumed: int | None = None
     """The step that it went on from."""
     compared: int = 0
@@ -78,9 +70,9 @@ class ProofReport:
     """What a user should know besides."""
 
     @property
-    def verdict(self) -> ComparisonVerdict:
-        """The verdict on the whole: the first that is not equal."""
-        return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), ComparisonVerdict())
+    def verdict(self) -> Row:
+        """The first row that is not equal; an empty one: all are."""
+        return next((row for row in self.rows if row.outcome != "equal"), Row())
 
     @property
     def lost(self) -> list[VariableNotRestored]:
@@ -128,7 +120,7 @@ class Baseline:
             what = "the script has passed no step_end()" if outcome.lives else "the script has entered no guard"
             remedy = "Write `with guard:` around the loop and guard.step_end() at the end of each step"
             verdict = _fails(Explained(what=f"{what}, so there is nothing to prove", remedy=remedy), outcome)
-        proof.rows.append(Row(name="uninterrupted", verdict=verdict or ComparisonVerdict()))
+        proof.rows.append(replace(verdict or Row(), name="uninterrupted"))
         return outcome if verdict is None else None
 
     def is_deterministic(self, first: RunOutcome) -> bool:
@@ -139,7 +131,8 @@ class Baseline:
         self.runs.drop(chain)
         self.reference = replace(self.reference, varying=_varying(self.reference, again.lives))
         verdict = failure(again, "the second uninterrupted run") or self.chance(again)
-        self.proof.rows.append(Row(name="uninterrupted, again", verdict=verdict, compared=count_steps(again.lives)))
+        row = replace(verdict, name="uninterrupted, again", compared=count_steps(again.lives))
+        self.proof.rows.append(row)
         told = (split_kind(key) for key in self.reference.varying)
         left_out = [f"{name}{' when the script ends' * (kind == 'exit')}" for kind, name in told if kind in _TOLD]
         if left_out and verdict.outcome == "equal":
@@ -149,17 +142,15 @@ class Baseline:
 
     # --- comparing ---
 
-    def chance(self, other: RunOutcome) -> ComparisonVerdict:
+    def chance(self, other: RunOutcome) -> Row:
         """Whether `other`, a run that nothing has stopped, is as the reference."""
         found = earliest(self.reference, other.lives)
         if found is None:
-            return self.length(other) or ComparisonVerdict()
+            return self.length(other) or Row()
         explained = explain_chance(found)
-        return ComparisonVerdict(
-            outcome="not deterministic", explained=explained, rank=found.life.rank, step=found.step
-        )
+        return Row(outcome="not deterministic", explained=explained, rank=found.life.rank, step=found.step)
 
-    def length(self, outcome: RunOutcome) -> ComparisonVerdict | None:
+    def length(self, outcome: RunOutcome) -> Row | None:
         """A run that has neither been stopped nor reached the reference's last step."""
         if any(life.alarm is not None for life in outcome.lives):
             return None
@@ -176,9 +167,7 @@ class Baseline:
                 remedy = "Let guard.epochs(n) or guard.position decide where it begins and ends"
                 explained = Explained(what=what, cause=cause, remedy=remedy)
                 lines = outcome.last_lines
-                return ComparisonVerdict(
-                    outcome="differs", explained=explained, rank=rank, step=reached[1], lines=lines
-                )
+                return Row(outcome="differs", explained=explained, rank=rank, step=reached[1], lines=lines)
         return None
 
 
@@ -207,10 +196,10 @@ def _unequal(one: Sample, other: Sample) -> dict[str, str]:
     return {key: "" for key in {**one, **other} if one.get(key) != other.get(key)}
 
 
-def failure(outcome: RunOutcome, run: str, *, stopped: bool = False) -> ComparisonVerdict | None:
+def failure(outcome: RunOutcome, run: str, *, stopped: bool = False) -> Row | None:
     """Why the run did not come to its end; None: it did. `stopped`: a stop may be its end."""
     if outcome.refusal:
-        return ComparisonVerdict(outcome="refused", explained=Explained(what=f"{run} is refused: {outcome.refusal}"))
+        return Row(outcome="refused", explained=Explained(what=f"{run} is refused: {outcome.refusal}"))
     if outcome.hung_s:
         what = f"{run} hangs: no step and no output for {outcome.hung_s:g} s"
         return _fails(Explained(what=what, remedy="Give it more time (--timeout), or look at its log"), outcome)
@@ -221,11 +210,11 @@ def failure(outcome: RunOutcome, run: str, *, stopped: bool = False) -> Comparis
     return _fails(Explained(what=f"{run} fails {how}{said}"), outcome)
 
 
-def resumed_failure(outcome: RunOutcome, *, stopped: bool = False) -> ComparisonVerdict | None:
+def resumed_failure(outcome: RunOutcome, *, stopped: bool = False) -> Row | None:
     """As `_failure`. The uninterrupted run has passed there, so this is a difference."""
     failed = failure(outcome, "the resumed run", stopped=stopped)
     return None if failed is None else replace(failed, outcome="differs")
 
 
-def _fails(explained: Explained, outcome: RunOutcome) -> ComparisonVerdict:
-    return ComparisonVerdict(outcome="fails", explained=explained, lines=outcome.last_lines)
+def _fails(explained: Explained, outcome: RunOutcome) -> Row:
+    return Row(outcome="fails", explained=explained, lines=outcome.last_lines)

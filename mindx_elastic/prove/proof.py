@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mindx_elastic.core.printable import counted
 from mindx_elastic.prove.baseline import (
     Baseline,
-    ComparisonVerdict,
     ProofReport,
     Row,
     Show,
@@ -69,7 +69,7 @@ class _Prover(Baseline):
         if not stops:
             what = f"the runs have no boundary to stop at: the proof is {counted(self.proof.steps, 'step')} long"
             explained = Explained(what=what, remedy="Give --steps 2 or more")
-            self.proof.rows.append(Row(name="no stop", verdict=ComparisonVerdict(outcome="fails", explained=explained)))
+            self.proof.rows.append(Row(name="no stop", outcome="fails", explained=explained))
             return self.proof
         self._planned = 2 + len(stops) + 1
         ranks = sorted(self.reference.by_rank)
@@ -87,16 +87,16 @@ class _Prover(Baseline):
                 first = self.run(chain, f"until it is {alarm}", alarm=alarm, last=self.last, hashes=index)
                 verdict = failure(first, "an uninterrupted run", stopped=True) or self.chance(first)
                 if verdict.outcome != "equal":
-                    self.proof.rows.append(Row(name="uninterrupted, once more", verdict=verdict))
+                    self.proof.rows.append(replace(verdict, name="uninterrupted, once more"))
                     return
             follows = alarms[index + 1] if index + 1 < len(alarms) else None
             stopped = chain.runs[-1]
             resumed = self.run(chain, f"{alarm}, resumed", alarm=follows, last=self.last, hashes=index + 1)
             row = self._row(str(alarm), stopped, resumed, is_stopped=follows is not None)
             self.proof.rows.append(row)
-            if row.resumed is not None and row.resumed < alarm.step and row.verdict.outcome == "equal":
+            if row.resumed is not None and row.resumed < alarm.step and row.outcome == "equal":
                 self.proof.notes.append(f"{alarm}, it went on from step {row.resumed}: later steps were not saved")
-            if row.verdict.outcome != "equal":
+            if row.outcome != "equal":
                 self.runs.drop(chain)
                 chain = None
         if chain is not None:
@@ -108,18 +108,18 @@ class _Prover(Baseline):
             verdict = resumed_failure(resumed)
         if verdict is None and (found := earliest(self.reference, resumed.lives)) is not None:
             explained = explain(found)
-            verdict = ComparisonVerdict(outcome="differs", explained=explained, rank=found.life.rank, step=found.step)
+            verdict = Row(outcome="differs", explained=explained, rank=found.life.rank, step=found.step)
         verdict = verdict or resumed_failure(resumed, stopped=is_stopped) or self.length(resumed)
         lost = (each for life in resumed.lives for each in lost_variables(self.reference, life))
-        return Row(
+        return replace(
+            verdict or Row(),
             name=name,
-            verdict=verdict or ComparisonVerdict(),
             resumed=max((life.resumed for life in resumed.lives if life.resumed is not None), default=None),
             compared=count_steps(resumed.lives),
             lost=list({each.name: each for each in lost}.values()) if verdict is None else (),
         )
 
-    def _never_resumed(self, stopped: RunOutcome, resumed: RunOutcome) -> ComparisonVerdict | None:
+    def _never_resumed(self, stopped: RunOutcome, resumed: RunOutcome) -> Row | None:
         fresh = next((life for life in resumed.lives if life.resumed is None), None)
         if fresh is None:
             return None
@@ -137,6 +137,4 @@ class _Prover(Baseline):
             cause = "the stop saved nothing: no callback of the guard answers the signal"
             remedy = "Add ExceptionCheckpoint to the callbacks, or do not leave the signal out of Guard(signals=...)"
         explained = Explained(what=what, cause=cause, remedy=remedy)
-        return ComparisonVerdict(
-            outcome="differs", explained=explained, rank=fresh.rank, step=step + 1, lines=resumed.last_lines
-        )
+        return Row(outcome="differs", explained=explained, rank=fresh.rank, step=step + 1, lines=resumed.last_lines)

@@ -30,23 +30,22 @@ def to_json(proof: ProofReport, *, command: Sequence[str], seconds: float) -> di
 
 
 def _row(row: Row) -> dict[str, Any]:
-    verdict = row.verdict
-    found = verdict.explained
+    found = row.explained
     return {
         "name": row.name,
-        "outcome": verdict.outcome,
+        "outcome": row.outcome,
         "resumed_step": row.resumed,
         "steps_compared": row.compared,
         "not_got_back": [asdict(each) for each in row.lost],
         "first_difference": None
         if found is None
         else {
-            "rank": verdict.rank,
-            "step": verdict.step,
+            "rank": row.rank,
+            "step": row.step,
             "what": found.what,
             "cause": found.cause or None,
             "remedy": found.remedy or None,
             "variables": found.variables or None,
         },
-        "last_lines": list(verdict.lines),
+        "last_lines": list(row.lines),
     }

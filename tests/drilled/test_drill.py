@@ -8,7 +8,7 @@ from typing import Any
 from mindx_elastic.drill.drill import Drill, DrillResult, _said, draw_faults, trained_again
 from mindx_elastic.drill.faults import KINDS, Fault
 from mindx_elastic.drill.report import cells, summary, to_json
-from mindx_elastic.prove.baseline import ComparisonVerdict, ProofReport, Row
+from mindx_elastic.prove.baseline import ProofReport, Row
 from mindx_elastic.prove.causes import Explained
 from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
 
@@ -35,9 +35,7 @@ def test_all_kinds_and_places_are_drawn_and_those_of_an_agent_only_where_there_i
 
 
 def made(*outcomes: str) -> Drill:
-    proof = ProofReport(
-        steps=9, num_ranks=2, rows=[Row(name="uninterrupted", verdict=ComparisonVerdict(outcome="equal"))]
-    )
+    proof = ProofReport(steps=9, num_ranks=2, rows=[Row(name="uninterrupted", outcome="equal")])
     explained = Explained(what="weights differ", cause="a draw", remedy="none")
     results = [
         DrillResult(
@@ -62,7 +60,7 @@ def test_the_exit_code_is_of_the_worst() -> None:
         assert made("exact", bad).exit_code == 1
     assert made().exit_code == 1, "no fault has fired"
     failed = made("exact")
-    failed.proof.rows[0] = Row(name="uninterrupted", verdict=ComparisonVerdict(outcome="not deterministic"))
+    failed.proof.rows[0] = Row(name="uninterrupted", outcome="not deterministic")
     assert failed.exit_code == 3
 
 

@@ -1,26 +1,28 @@
 from __future__ import annotations
 
-from mindx_elastic.prove.baseline import ComparisonVerdict, ProofReport, Row
+from dataclasses import replace
+
+from mindx_elastic.prove.baseline import ProofReport, Row
 from mindx_elastic.prove.causes import Explained
 from mindx_elastic.prove.report import to_json
 
 
-def proof_with(*verdicts: ComparisonVerdict) -> ProofReport:
-    rows = [Row(name=f"run {n}", verdict=verdict, resumed=n, compared=3) for n, verdict in enumerate(verdicts)]
-    return ProofReport(steps=9, has_ended=True, num_ranks=2, rows=rows)
+def proof_with(*rows: Row) -> ProofReport:
+    named = [replace(row, name=f"run {n}", resumed=n, compared=3) for n, row in enumerate(rows)]
+    return ProofReport(steps=9, has_ended=True, num_ranks=2, rows=named)
 
 
 FOUND = Explained(what="lr <differs>", cause="a scheduler", remedy="Name it", variables="n: 2, now 0")
-EQUAL = ComparisonVerdict(outcome="equal")
-DIFFERS = ComparisonVerdict(outcome="differs", explained=FOUND, rank=1, step=4)
+EQUAL = Row(outcome="equal")
+DIFFERS = Row(outcome="differs", explained=FOUND, rank=1, step=4)
 
 
 def test_the_exit_code_is_that_of_the_first_verdict_that_is_not_equal() -> None:
     assert proof_with(EQUAL, EQUAL).exit_code == 0
-    assert proof_with(EQUAL, DIFFERS, ComparisonVerdict(outcome="refused")).exit_code == 1
-    assert proof_with(ComparisonVerdict(outcome="not deterministic")).exit_code == 3
-    assert proof_with(ComparisonVerdict(outcome="refused")).exit_code == 4
-    assert proof_with(ComparisonVerdict(outcome="fails")).exit_code == 4
+    assert proof_with(EQUAL, DIFFERS, Row(outcome="refused")).exit_code == 1
+    assert proof_with(Row(outcome="not deterministic")).exit_code == 3
+    assert proof_with(Row(outcome="refused")).exit_code == 4
+    assert proof_with(Row(outcome="fails")).exit_code == 4
 
 
 def test_json() -> None:
