@@ -40,6 +40,21 @@ _LARGEST_CHOSEN = (1 << 32) - 1
 """numpy takes no larger seed. A process that no one has seeded has 64 random bits, other ones at each start."""
 _STEPS = (0, *(digit * 10**power for power in range(5) for digit in (1, 2, 5)), 100_000)
 _LONGEST = 80
+_SENTENCES = {
+    _OBJECTS: (
+        "goes on with the settings of the checkpoint: {}. To change them, set them inside of the guard's block, or "
+        'start over with resume="never" in another directory'
+    ),
+    _CODE: (
+        "goes on otherwise than its training began, for this is in the program's code and in no checkpoint: {}. To go "
+        "on as before, give it what it had; to keep the change, do nothing"
+    ),
+    _DATA: (
+        "goes on over another data set than its training began with, so samples may come twice or never: {}. To go on "
+        "as before, list files in a fixed order (sorted) and seed what divides"
+    ),
+}
+"""What is said of an object, with its name in front and the difference in it."""
 _LARGEST = 1e9  # beyond are times and identities
 
 
@@ -71,10 +86,12 @@ class GivenSettings:
         self.kept = {**begun, **own}
         if live:
             return []
+        loaded = {name: dict(_of(components[name])) for name in self._now[_OBJECTS]}
         told = [
-            *self._of_objects(begun[_OBJECTS], components),
-            *self._of_code(begun.get(_CODE, {})),
-            *self._of_data(begun),
+            f"{name} {sentence.format(changed)}"
+            for kind, sentence in _SENTENCES.items()
+            for name, given in self._now[kind].items()
+            if (changed := _changed(kind, given, begun.get(kind, {}).get(name, {}), loaded.get(name, {})))
         ]
         if self._seed != begun.get(_SEED, self._seed) and int(self._seed) <= _LARGEST_CHOSEN:
             told.append(
@@ -84,44 +101,18 @@ class GivenSettings:
             )
         return told
 
-    def _of_objects(self, begun: _Given, components: Mapping[str, Component]) -> Iterator[str]:
-        for name, given in self._now[_OBJECTS].items():
-            theirs = begun.get(name, {})
-            loaded = {**theirs, **dict(_of(components[name]))}
-            changed = [
-                f"{key} is {value} in the program and {loaded[key]} in it"
-                for key, value in given.items()
-                if key in theirs and value not in (theirs[key], loaded[key])
-            ]
-            if changed:
-                yield (
-                    f"{name} goes on with the settings of the checkpoint: {listed(changed, _MOST, '; ')}. To change "
-                    "them, set them inside of the guard's block, or start over with "
-                    'resume="never" in another directory'
-                )
 
-    def _of_code(self, begun: _Given) -> Iterator[str]:
-        for name, given in self._now[_CODE].items():
-            theirs = begun.get(name, {})
-            changed = [
-                f"{key} is {printable(value, _LONGEST)} in the program and was {printable(theirs[key], _LONGEST)}"
-                for key, value in given.items()
-                if key in theirs and value != theirs[key]
-            ]
-            if changed:
-                yield (
-                    f"{name} goes on otherwise than its training began, for this is in the program's code and in no "
-                    f"checkpoint: {listed(changed, _MOST, '; ')}. To go on as before, give it what it had; to keep the "
-                    "change, do nothing"
-                )
-
-    def _of_data(self, begun: Mapping[str, Any]) -> Iterator[str]:
-        for name, given in self._now[_DATA].items():
-            if found := difference(given, begun.get(_DATA, {}).get(name, {})):
-                yield (
-                    f"{name} goes on over another data set than its training began with, so samples may come twice or "
-                    f"never: {found}. To go on as before, list files in a fixed order (sorted) and seed what divides"
-                )
+def _changed(kind: str, given: Mapping[str, Any], begun: Mapping[str, Any], loaded: Mapping[str, Any]) -> str:
+    """The difference in words; empty: none. `loaded`: what an object has from the checkpoint."""
+    if kind == _DATA:
+        return difference(given, begun)
+    there, shown = (begun, "was {}") if kind == _CODE else ({**begun, **loaded}, "{} in it")
+    found = [
+        f"{key} is {printable(value, _LONGEST)} in the program and {shown.format(printable(there[key], _LONGEST))}"
+        for key, value in given.items()
+        if key in begun and value not in (begun[key], there[key])
+    ]
+    return listed(found, _MOST, "; ")
 
 
 def _filled(given: _Given) -> _Given:

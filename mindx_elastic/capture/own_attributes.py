@@ -25,7 +25,7 @@ from mindx_elastic.core.looks import attributes_of, table_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError
 
-__all__ = ["OwnAttributes"]
+__all__ = ["OwnAttributes", "set_by_torch"]
 
 _NUMBERS = (bool, int, float, type(None), torch.dtype)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
@@ -102,7 +102,7 @@ class OwnAttributes:
         self.copy()
 
     def _items(self) -> Iterator[tuple[_Key, Any]]:
-        torchs = _torchs()
+        torchs = set_by_torch()
         for place, owner in self._owners.items():
             for name, value in (table_of(owner) or {}).items():
                 if name not in torchs and _is_state(value, self._keys):
@@ -110,8 +110,9 @@ class OwnAttributes:
 
 
 @cache
-def _torchs() -> frozenset[str]:
-    """The attributes that torch itself sets. Not at import: torch's first optimizer imports its whole compiler."""
+def set_by_torch() -> frozenset[str]:
+    """The attributes that torch itself sets on optimizers, modules and schedulers. Not at import: torch's first
+    optimizer imports its whole compiler."""
     found = {*vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)), *vars(nn.Module())}
     return frozenset(found | {"_opt_called", "_step_count"})
 

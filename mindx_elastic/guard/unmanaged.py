@@ -61,11 +61,8 @@ class Unmanaged:
 
     def risk(self, what: str, remedy: str) -> None:
         """A resumed run may differ: warns once."""
-        if what in self._told:
-            return
-        self._told.add(what)
+        self.hint(what, remedy)
         self._note([what])
-        logger.warning("%s. %s", what, remedy)
 
     def hint(self, what: str, remedy: str) -> None:
         """Warn once that something may soon be wrong; record nothing."""

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mindx_elastic.capture.own_attributes import set_by_torch
 from mindx_elastic.core.looks import attributes_of, is_comparable
 from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, program_frames, variables_of
 from mindx_elastic.prove.digests import digest
@@ -65,13 +66,8 @@ _OF_LIBRARY = (float, *_TENSORS)
 """Kept of an object of a library's class: a program may set the rate of a dropout. All else its class keeps."""
 _INNER = ("instance", "scheduler")
 """What a named object has in it, which its state_dict may leave out."""
-_OF_TORCH = frozenset(
-    (*vars(nn.Module()), "param_groups", "state", "defaults", "optimizer", "_step_count", "_opt_called")
-)
-"""Attributes that the state has, or that torch sets on objects of other classes."""
 _LONGEST_NOTED = 1 << 16
 """Characters of a text of which a look within one process takes a digest."""
-_OF_TORCH_TOO = ("_optimizer_", "_warned_", "_zero_grad_", "__")
 # Those of objects with a __getitem__ or a callable: to ask for their length runs code of the program.
 _ASK_OTHERS = ("iterator", "callable_iterator", "reversed")
 
@@ -232,9 +228,9 @@ def _attributes(name: str, target: Any, but: Collection[tuple[int, str]]) -> lis
         is_tensor, kind = isinstance(owner, torch.Tensor), type(owner)
         has_table = is_tensor or isinstance(owner, nn.Module)
         own = object.__getattribute__(owner, "__dict__") if has_table else attributes_of(owner)
-        for key in sorted(own.keys() - _OF_TORCH):  # nearly all modules and parameters have nothing else
+        for key in sorted(own.keys() - set_by_torch()):  # nearly all modules and parameters have nothing else
             value = own[key]
-            if key.startswith(_OF_TORCH_TOO) or (id(owner), key) in but:
+            if key.startswith("__") or (id(owner), key) in but:
                 continue
             if type(type(value)) is not type and not is_comparable(type(value)):
                 continue
