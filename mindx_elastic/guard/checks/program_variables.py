@@ -22,16 +22,15 @@ from pathlib import PurePath
 from types import FrameType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from mindx_elastic.capture.generators import GENERATORS
 from mindx_elastic.core.looks import askable, attributes_of, items_of, table_of
 
 __all__ = [
-    "GENERATORS",
     "Found",
     "Seen",
     "inner_schedulers",
@@ -67,7 +66,6 @@ _closed_names: set[str] = set()
 _HOLDERS = (types.SimpleNamespace,)  # of the standard library, that programs keep their objects in
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _OPTIMIZER_INTERNALS = frozenset(("state", "param_groups", "defaults"))
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 _PLAIN = (int, float, complex, str, bytes, bytearray, type(None), range, slice, torch.dtype, torch.device, torch.Size)
 _OF_PYTHON = (types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.FrameType, types.TracebackType)
