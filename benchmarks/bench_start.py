@@ -230,7 +230,7 @@ def measure(mode: str, world_size: int, num_tensors: int) -> Measured:
         findings.facts = files(rank)
         findings.known, findings.anything = {"run"}, True
         disks.findings = findings
-        plan = PlanPart(exchanges[rank], ranks[rank], places[rank], disks, target=target)
+        plan = PlanPart(exchanges[rank], ranks[rank], disks, target)
         plan.reader = ReadsNothing()
         return [layouts, plan]
 
@@ -260,7 +260,7 @@ class _Disk(Disks):
 
     def __init__(self, places: SearchPlaces, rank: int) -> None:
         super().__init__(SearchPlaces((), "never"))
-        self._rank = rank
+        self.places, self._rank = places, rank
         self.findings = Findings()
 
     def say(self) -> Any:

@@ -44,7 +44,7 @@ class ShareReader:
         self.path = Path()
         """The file that was read last."""
 
-    def read(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
+    def read(self, share: Share, blueprint: Blueprint) -> tuple[Checkpoint | None, list[Problem]]:
         """Return the rank's state; or None and what could not be read.
 
         Raises MismatchError when the files are sound and do not fit this program.
@@ -74,10 +74,8 @@ class ShareReader:
                 problems.append(error.problem)
         raise _UnusableError(Path(share.rank.file.path), "; ".join(problems) or "no rank has it")
 
-    def _assemble(self, share: Share, blueprint: Blueprint | None) -> Checkpoint:
+    def _assemble(self, share: Share, blueprint: Blueprint) -> Checkpoint:
         """Put the state together from parts of files."""
-        if blueprint is None:
-            raise MismatchError("the state has to be assembled from parts, and no target layout is known")
         self.path = Path(share.rank.file.path)
         files = (fact for facts in share.plan.files.values() for fact in facts)
         seen = [Path(fact.path) for fact in files if fact.seen_by(self._rank)]

@@ -192,7 +192,7 @@ class Disks(Part):
     def __init__(self, places: SearchPlaces) -> None:
         """Call it when the directories of all ranks are locked: who wrote there before has come to its end. In memory
         a rank may still be at work then, up to the meeting."""
-        self._places = places
+        self.places = places
         never = places.resume == "never"
         self._listing = Listing((), {}) if never else list_files(places.directories, places.arenas)
         self._share: Share = EVERYTHING
@@ -214,9 +214,9 @@ class Disks(Part):
         fetches copies of this rank's files from other ranks."""
         found = scan(
             self._listing,
-            trust=self._places.trust,
+            trust=self.places.trust,
             rank=ranks.rank,
-            only=self._places.only,
+            only=self.places.only,
             share=self._share,
             memory_share=self._memory_share,
             transport=transport,
@@ -297,16 +297,16 @@ class PlanPart(FollowedPart):
         self,
         exchange: Exchange,
         ranks: RankInfo,
-        places: SearchPlaces,
         disks: Disks,
+        target: Target,
         *,
         transport: Transport | None = None,
-        target: Target | None = None,
         faults: KnownFaults | None = None,
     ) -> None:
-        """Scans this rank's share of disks and memory. `target`: the layouts of this start; without them a start can
-        only use files of the same world size, or that hold whole tensors. `faults`: from the platform's report; rank
-        0's counts."""
+        """Scans this rank's share of disks and memory. `target`: where rank 0 does not learn the strategy of all, a
+        start can only use files of the same world size, or that hold whole tensors. `faults`: from the platform's
+        report; rank 0's counts."""
+        places = disks.places
         self._exchange, self._ranks, self._places = exchange, ranks, places
         self.reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
         self._target, self._faults = target, faults
@@ -373,7 +373,7 @@ class PlanPart(FollowedPart):
     def _choose(self) -> Merged:
         """Rank 0's next answer: the shares of a plan, a fresh start, or the error that all ranks raise."""
         inventory = self._inventory
-        world = World(self._ranks.world_size, None if self._target is None else self._target.strategy)
+        world = World(self._ranks.world_size, self._target.strategy)
         plan = inventory.plan(world, self._faults)
         if isinstance(plan, Refusal):
             lines = inventory.lines(plan.reasons)
@@ -476,10 +476,9 @@ class PlanPart(FollowedPart):
         if answer is None:
             return
         with making_sense("the answer to 'plan'"):
-            own_strategy = None if self._target is None else self._target.own
-            share = share_in(answer._replace(common=answer.common["plan"]), self._ranks.rank, own_strategy)
+            share = share_in(answer._replace(common=answer.common["plan"]), self._ranks.rank, self._target.own)
             lines = [str(line) for line in answer.common["lines"]]
-        checkpoint, self._problems = self.reader.read(share, None if self._target is None else self._target.blueprint)
+        checkpoint, self._problems = self.reader.read(share, self._target.blueprint)
         self.resumed = None
         if checkpoint is None:
             return

@@ -76,7 +76,7 @@ def _row(fact: FileFact) -> list[Any]:
 # --- every rank ---
 
 
-def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
+def share_in(answer: Answer, rank: int, target: Strategy) -> Share:
     """Decode `rank`'s share. `target`: the layouts of its own tensors. Raises ValueError, KeyError or TypeError."""
     common, own = answer.common, answer.own
     old_size = int(common["old_size"])

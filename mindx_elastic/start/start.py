@@ -97,9 +97,8 @@ def start_job(
     """
     began = time.perf_counter()
     ranks, exchange, in_place = job.ranks, around.exchange, boundary is not None
-    places = places_of(look_in, "never" if in_place else resume, arenas=around.arenas, trust=job.trust)
-
-    disks, peers = Disks(places), PeersPart(ranks)
+    disks = Disks(places_of(look_in, "never" if in_place else resume, arenas=around.arenas, trust=job.trust))
+    peers = PeersPart(ranks)
     meet(exchange, "here", [disks, peers, *platform.parts(), *first_parts, *around.parts()])
     around.connect()
 
@@ -114,7 +113,7 @@ def start_job(
         source = InPlacePart(boundary, ranks, around.arenas, job.trust, collector.module_names)
     else:
         transport, faults = around.mirror, platform.faults
-        source = PlanPart(exchange, ranks, places, disks, transport=transport, target=layouts.target, faults=faults)
+        source = PlanPart(exchange, ranks, disks, layouts.target, transport=transport, faults=faults)
     meet(exchange, "plan", [layouts, *around.later_parts(), source])
     around.greet()
     found = read_together(exchange, source)

@@ -8,8 +8,10 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import meet
+from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.start.facts import KnownFaults
 from mindx_elastic.start.findings import Transport
 from mindx_elastic.start.restore import Disks, PlanPart, Resumed, Target, places_of, read_together
@@ -31,10 +33,10 @@ def find_plan(
     trust: Trust | None = None,
 ) -> PlanPart:
     """The meetings of a start up to the reading, as `start.start` holds them."""
-    places = places_of(directories, resume, arenas=arenas, trust=trust)
-    disks = Disks(places)
+    disks = Disks(places_of(directories, resume, arenas=arenas, trust=trust))
     meet(exchange, "here", [disks])
-    plan = PlanPart(exchange, ranks, places, disks, transport=transport, target=target, faults=faults)
+    target = target or Target(Strategy(ranks.world_size, ()), Blueprint({}, {}, {}))
+    plan = PlanPart(exchange, ranks, disks, target, transport=transport, faults=faults)
     meet(exchange, "plan", [plan])
     read_together(exchange, plan)
     return plan

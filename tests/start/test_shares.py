@@ -40,7 +40,7 @@ class Told:
         return Answer(common, own, self.more)
 
     def share(self, rank: int, target: Strategy | None = None) -> Share:
-        return share_in(self.answer(rank), rank, target)
+        return share_in(self.answer(rank), rank, target or Strategy(self.plan.world.size, ()))
 
     @property
     def shares(self) -> list[Share]:
@@ -74,7 +74,7 @@ DAMAGE: dict[str, Callable[[Any, Any], object]] = {
 def test_a_damaged_answer_is_refused(tmp_path: Path, damage: str) -> None:
     told = resharded(tmp_path)
     answer = told.answer(0)
-    share_in(answer, 0, None)
+    share_in(answer, 0, told.plan.source)
     DAMAGE[damage](answer.common, answer.own)
     with pytest.raises((ValueError, KeyError, TypeError)):
-        share_in(answer, 0, None)
+        share_in(answer, 0, told.plan.source)
