@@ -44,6 +44,7 @@ __all__ = [
     "put_aside",
     "reader_trust",
     "scan",
+    "to_quarantine",
 ]
 
 Place = tuple[int, Annotated[str, Text(1 << 16)]]
@@ -147,8 +148,6 @@ class Findings:
     """Some of them are not sound files of a step, so it is unknown what they were."""
     entries: dict[str, CatalogEntry] = field(default_factory=dict, init=False)
     """Catalog entries of all files that were read, by path."""
-    damaged: list[tuple[CatalogEntry, Path]] = field(default_factory=list, init=False)
-    """Damaged files with names of ours, each with its directory, for `put_aside`."""
 
     @property
     def strategies(self) -> dict[str, Strategy]:
@@ -297,10 +296,6 @@ def _read_files(
         ours = entry.info is not None or entry.looks_ours or not entry.foreign
         found.anything |= ours
         found.other |= ours and (entry.info is None or not entry.info.resumable)
-        is_file = entry.path in listing.files and not entry.path.is_dir()
-        # Do not move another user's file: it may be sound for a job that runs as that user.
-        if entry.info is None and entry.owner is None and entry.looks_ours and is_file:
-            found.damaged.append((entry, listing.files[entry.path]))
     return entries
 
 
@@ -333,31 +328,32 @@ def _find_known_runs(
     found.known |= {entry.info.run_id for entry in on_disk if entry.info is not None}
 
 
-def put_aside(found: Findings) -> None:
+def put_aside(found: Findings, listing: Listing) -> None:
     """Move the damaged files of `found` to the quarantines of their directories, and log what is left out. For starts
     only: main thread, after all ranks have listed the files."""
-    damaged = {entry.path: directory for entry, directory in found.damaged}
     for entry in found.entries.values():
         if entry.info is not None:
             continue
-        if entry.owner is not None:
+        if entry.owner is not None:  # another user's is not moved: it may be sound for a job that runs as that user
             logger.warning("%s is left out: it %s", entry.path, entry.problem)
         elif entry.foreign and not entry.looks_ours:
             logger.info("%s is not a checkpoint of this package and is left alone", entry.path)
-        elif not _moved(entry, damaged.get(entry.path)):
+        elif entry.looks_ours and entry.path in listing.files and not entry.path.is_dir():
+            logger.warning("%s", to_quarantine(entry.path, entry.problem or "unreadable", listing.directories))
+        else:
             logger.warning("%s is not used: %s", entry.path, entry.problem)
 
 
-def _moved(entry: CatalogEntry, directory: Path | None) -> bool:
-    if directory is None:
-        return False
+def to_quarantine(path: Path, problem: str, directories: Sequence[Path]) -> str:
+    """Move a damaged file to the quarantine of its directory; returns what is wrong, and where it is, for the log. One
+    outside of `directories` is in memory, which has no quarantine: it is removed."""
+    root = next((each for each in directories if path.is_relative_to(each)), None)
     try:
-        target = quarantine(entry.path, entry.problem or "unreadable", directory)
-    except FileNotFoundError:
-        logger.warning("%s is not used, and another rank has put it aside: %s", entry.path, entry.problem)
-        return True
+        if root is None:
+            path.unlink(missing_ok=True)
+            return f"{path} is damaged: {problem}"
+        return f"{path.name} is damaged and now in {quarantine(path, problem, root).parent}: {problem}"
+    except FileNotFoundError:  # all ranks that read parts of it find that at once
+        return f"{path.name} is damaged, and another rank has put it aside: {problem}"
     except OSError as error:
-        logger.warning("%s cannot be moved to the quarantine (%s)", entry.path, error)
-        return False
-    logger.warning("%s is put aside in %s: %s", entry.path, target, entry.problem)
-    return True
+        return f"{path.name} is damaged ({problem}) and could not be moved aside ({error})"

@@ -11,8 +11,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
-from mindx_elastic.persist.storage import quarantine
-from mindx_elastic.start.findings import Transport
+from mindx_elastic.start.findings import Transport, to_quarantine
 from mindx_elastic.start.reshard import Parts, assemble
 from mindx_elastic.start.shares import Share
 
@@ -128,18 +127,4 @@ class ShareReader:
             return f"{path.name} cannot be read: {error}"
         if isinstance(error, (UntrustedFileError, MismatchError)):  # exchanged since it was looked at
             return str(error)
-        return self._put_aside(path, str(error))
-
-    def _put_aside(self, path: Path, problem: str) -> str:
-        """Move a damaged file to quarantine; returns the problem for the log."""
-        try:
-            root = next((d for d in self._directories if path.is_relative_to(d)), None)
-            if root is None:  # in memory, which has no quarantine
-                path.unlink(missing_ok=True)
-                return f"{path} is damaged: {problem}"
-            target = quarantine(path, problem, root)
-            return f"{path.name} is damaged and now in {target.parent.relative_to(root)}/: {problem}"
-        except FileNotFoundError:  # all ranks that read parts of it find that at once
-            return f"{path.name} is damaged, and another rank has put it aside: {problem}"
-        except OSError as error:
-            return f"{path.name} is damaged ({problem}) and could not be moved aside ({error})"
+        return to_quarantine(path, str(error), self._directories)

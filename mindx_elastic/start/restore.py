@@ -222,7 +222,7 @@ class Disks(Part):
             transport=transport,
             attempt=ranks.attempt,
         )
-        put_aside(found)
+        put_aside(found, self._listing)
         return found
 
 
