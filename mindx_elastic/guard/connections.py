@@ -19,7 +19,7 @@ from mindx_elastic.guard.agent_link import AgentLink, between_steps
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.memory import open_memory
-from mindx_elastic.memory.snapshots import ANY_INTERVAL
+from mindx_elastic.memory.snapshots import NO_SNAPSHOTS
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.rejoin.member import Member
 from mindx_elastic.start.restore import Resumed
@@ -87,7 +87,7 @@ class Connections:
     def connect(self) -> None:
         """After the first meeting."""
         if self.memory is None:
-            self.exchange.tell("snapshot_every", ANY_INTERVAL)  # the others need not wait for its measurement
+            self.exchange.tell("snapshot_every", NO_SNAPSHOTS)  # the others need not wait for its measurement
         self.mirror = self._nodes.open_mirror(self._directories, self.exchange, self._saver.events, self._saver.trust)
         if self.mirror is not None:
             self._stack.callback(self.mirror.close)

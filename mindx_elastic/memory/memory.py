@@ -118,6 +118,7 @@ class Memory:
                 exchange,
                 events,
                 instead=instead,
+                all_alike=all_alike,
                 tell=tell_interval,
             )
 

@@ -31,6 +31,7 @@ from mindx_elastic.agreement.validation import whole_number
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.tensor_memory import flat_bytes
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
@@ -41,7 +42,7 @@ from mindx_elastic.persist.flatten import flatten
 from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, seal_header
 
 __all__ = [
-    "ANY_INTERVAL",
+    "NO_SNAPSHOTS",
     "SnapshotLayout",
     "Snapshotter",
     "adopt_slots",
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 
-ANY_INTERVAL = "1"
+NO_SNAPSHOTS = "0"
 """The proposal of a rank that takes no snapshots: the others' are larger."""
 
 _DEVICE_S = 5.0
@@ -78,14 +79,15 @@ class Snapshotter:
         events: EventLog,
         *,
         instead: Callable[[], None] | None = None,
+        all_alike: bool = True,
         tell: Callable[[int], None] = lambda every: None,
     ) -> None:
-        """`describe` gives the header facts of the collector's current boundary.
+        """`describe` gives the header facts of the collector's current boundary. `all_alike`: the ranks hold the same.
 
         `instead`: what to do in place of a copy, where another rank of the machine copies a state that all share.
         `tell`: called with the interval in steps, when it is known.
         """
-        self._instead, self._tell = instead, tell
+        self._instead, self._all_alike, self._tell = instead, all_alike, tell
         if schedule.every:
             tell(schedule.every)
         self._arena, self._collector, self._gate = arena, collector, update_gate
@@ -108,7 +110,7 @@ class Snapshotter:
         if self.broken:
             if self.schedule.every is None:
                 self.schedule.every = 0
-                self._exchange.tell("snapshot_every", ANY_INTERVAL)
+                self._exchange.tell("snapshot_every", NO_SNAPSHOTS)
             return
         now = time.perf_counter()
         is_known = step == self.schedule.newest
@@ -190,7 +192,8 @@ class Snapshotter:
     def _give_up(self, error: Exception) -> None:
         self.broken = True
         expected = isinstance(error, (ArenaError, UnsupportedStateError, OSError))
-        remedy = "training goes on without snapshots, checkpoints on disk are not affected"
+        others = "" if self._all_alike else "; those of ranks that hold other parts are of no use without them"
+        remedy = f"training goes on without snapshots, checkpoints on disk are not affected{others}"
         logger.error("%s; %s", error, remedy, exc_info=not expected)
         self._events.emit("snapshot", step=self._collector.position.step, outcome=f"failed: {error}")
 
@@ -211,11 +214,18 @@ class Snapshotter:
                 if time.monotonic() > end:
                     raise TimeoutError(f"a rank is {_AGREEMENT_S:g} s late")
                 time.sleep(_ASK_AGAIN_S)
-            intervals = [whole_number(text, 1, 10**9) for text in found]
+            intervals = [whole_number(text, 0, 10**9) for text in found]
         except Exception as error:
             logger.warning("the ranks could not agree on a snapshot interval (%s); there are no snapshots", error)
             self.schedule.every = 0
             return
+        without = [rank for rank, text in enumerate(found) if text == NO_SNAPSHOTS]
+        if without and not self._all_alike and self._events.rank == 0:
+            logger.warning(
+                "no snapshots are taken of %s (see the log there): where ranks hold different parts, those of the "
+                "others are of no use",
+                rank_list(without),
+            )
         self.schedule.agree(intervals)
         interval = self.schedule.every or 0
         self._tell(interval)

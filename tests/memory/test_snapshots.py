@@ -42,7 +42,9 @@ WAIT_S = 120.0
 class Worker:
     """A rank without a guard: the test is its training thread."""
 
-    def __init__(self, stack: ExitStack, folder: Path, every: int | None, exchange: Exchange, rank: int = 0) -> None:
+    def __init__(
+        self, stack: ExitStack, folder: Path, every: int | None, exchange: Exchange, rank: int = 0, **more: Any
+    ) -> None:
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2))
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=0.01)
@@ -67,6 +69,7 @@ class Worker:
             exchange,
             self.events,
             tell=self.told.append,
+            **more,
         )
         stack.callback(self.snapshotter.close)
         self.step = 0
@@ -287,6 +290,23 @@ def test_ranks_agree_on_the_rarest_interval(make: Make, exchanges: list[StoreExc
     assert [worker.snapshotter.schedule.every for worker in workers] == [32, 32, 32]
     assert [worker.told for worker in workers] == [[32]] * 3, "for the agent's status"
     assert [event["outcome"] for event in events(workers[0].folder, "snapshot_every")] == ["32"] * 3
+
+
+@pytest.mark.parametrize("all_alike", [True, False])
+def test_a_rank_without_snapshots_is_named_where_the_others_need_them(
+    make: Make, exchanges: list[StoreExchange], all_alike: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = [make(None, exchange=exchanges[rank], rank=rank, all_alike=all_alike) for rank in (0, 1)]
+    exchanges[2].tell("snapshot_every", snapshots.NO_SNAPSHOTS)
+    threads = []
+    for worker in pair:
+        worker.measure(0.0)
+        threads.append(threading.Thread(target=worker.train, args=(1,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(60)
+    assert [worker.snapshotter.schedule.every for worker in pair] == [2, 2]
+    assert caplog.text.count("no snapshots are taken of rank 2") == (not all_alike)
 
 
 def test_ranks_that_cannot_agree_take_no_snapshots(
