@@ -3,9 +3,10 @@
 A batch norm has three small buffers, and each call of torch for a tensor takes about as long as a hundred of its bytes
 take to copy. So the memory of plain tensors is read through addresses that are looked up once, and ``bytes.join``
 gathers it: under a microsecond for sixty of them, where ``torch._foreach_copy_`` takes 23. What could make an address
-wrong is checked before each reading: another tensor in the buffer's place, or other memory of the same tensor. Another
-meaning of that memory (``buffer.data = buffer.data.view(torch.int32)``) shows in neither, nor in a version counter. It
-is looked at by who takes the copy out: where it has changed in mid-step, there is none.
+wrong is checked before each reading: other memory of the same tensor. Another tensor in the buffer's place shows by a
+hook of torch's, or at a close boundary (`close_looks`). Another meaning of that memory
+(``buffer.data = buffer.data.view(torch.int32)``) shows in neither, nor in a version counter. Both are looked at by who
+takes the copy out: where one has changed in mid-step, there is none.
 
 Other tensors are cloned, those on a device in the order of its work.
 
@@ -91,27 +92,40 @@ class BufferReader:
         # For each type by itself: of several types torch copies one tensor after the other.
         self._kinds_of_device = [*map(_getter, of_type.values())]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
-        self._plain = None if len(plain) == len(self.tensors) else _getter(plain)
-        of_plain: Sequence[Any] = self.tensors if self._plain is None else self._plain(self.tensors)
-        self._addresses = [*map(_data_ptr, of_plain)]
+        self._of_plain: list[Any] = [self.tensors[i] for i in plain]
+        self._addresses = [*map(_data_ptr, self._of_plain)]
         self._meanings = [*map(_meaning_of, self.tensors)]
 
     def fits(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether `tensors`, as many, are the same ones, with the same memory."""
-        if not all(map(is_, tensors, self.tensors)):
+        """Whether `tensors` are the same ones, with the same memory."""
+        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors)) and self.has_memory()
+
+    def are(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether `tensors` are the same ones."""
+        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
+
+    def has_memory(self) -> bool:
+        """Whether its tensors have the memory that they had."""
+        if [*map(_data_ptr, self._of_plain)] != self._addresses:
             return False
-        plain: Sequence[Any] = tensors if self._plain is None else self._plain(tensors)
-        if [*map(_data_ptr, plain)] != self._addresses:
-            return False
-        return not self._others or all(_meaning_of(tensors[i]) == self._meanings[i] for i in self._others)
+        return not self._others or all(_meaning_of(self.tensors[i]) == self._meanings[i] for i in self._others)
 
     def means_the_same(self) -> bool:
         """Whether its tensors, which fit, mean by their memory what they meant."""
         return [*map(_meaning_of, self.tensors)] == self._meanings
 
-    def read_raw(self) -> bytes:
-        """What `BufferBlock.raw` is to be, now. Where the tensors still fit."""
+    def read_raw(self) -> bytes | None:
+        """What `BufferBlock.raw` is to be, now; None where one of the tensors has other memory."""
+        if [*map(_data_ptr, self._of_plain)] != self._addresses or (self._others and not self.has_memory()):
+            return None
         return b"".join(self._pieces)
+
+    def read_again(self, earlier: BufferBlock) -> BufferBlock | None:
+        """As `read`, at each boundary; None where one of the tensors has other memory."""
+        raw = self.read_raw()
+        if raw is None or self._others:
+            return None if raw is None else self.read(earlier)
+        return BufferBlock(raw, self.slices, self._no_others)
 
     def read(self, earlier: BufferBlock | None = None) -> BufferBlock:
         """A copy as they are now. Where the tensors still fit. `earlier`: a block of this reader's whose tensors may be

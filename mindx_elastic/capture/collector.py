@@ -25,7 +25,7 @@ from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.given_settings import GivenSettings
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters, places_of
 from mindx_elastic.capture.parameter_names import arrange_groups, grouped
-from mindx_elastic.capture.rng import RawRng, capture_rng, equal_rng, pack_rng, unpack_raw_rng
+from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, raw_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 from mindx_elastic.core.events import logger
@@ -80,7 +80,7 @@ class Collector:
         """What the last such boundary has that a start cannot make again, in words."""
         self.structure_is_new = False
         """Such a boundary has been copied; reset by the reader."""
-        self._adapted = [c for c in self.components.values() if isinstance(c, AdaptedComponent)]
+        self.adapted = [c for c in self.components.values() if isinstance(c, AdaptedComponent)]
         self._plain = [(n, c) for n, c in self.components.items() if isinstance(c, PlainComponent)]
         for _, plain in self._plain:
             plain.set_parameters(named_parameters(self.components))
@@ -88,15 +88,16 @@ class Collector:
         for optimizer in self._optimizers.values():
             optimizer.set_names(places)
         self._copies = [component.copy for n, component in self.components.items() if n not in self._modules]
-        self._streams = [component for component in self._adapted if component.is_stream]
+        self._streams = [component for component in self.adapted if component.is_stream]
         self._forecast = Forecast(c for _, c in self._plain)
         self._foreseen = dict(self._modules)
         """The modules whose buffers have always come out as `copy_ahead` forecast."""
-        self._is_at_boundary = False  # the program has not gone on since the last `copy`
+        self.is_at_boundary = False
+        """The program has not gone on since the last `copy`."""
         self.rng = capture_rng()
         """The generators as they were at the boundary, as `capture_rng` gives them."""
         self._ahead_rng: dict[str, Any] | None = None
-        self._raw_rng = RawRng()
+        self._raw_rng = self.rng, raw_rng(self.rng)  # a captured state, and what it is packed to
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
         self.devices = DeviceProgress()
@@ -179,7 +180,6 @@ class Collector:
         self.on_new_parameters(self.parameters)
 
     def _has_changed(self) -> bool:
-        # At each boundary: `any` over a generator takes twice as long.
         for structure in self._structures:
             if structure.has_changed():
                 return True
@@ -198,16 +198,21 @@ class Collector:
         if self.devices.keeps_older:
             self.devices.keep(self.kept())
 
-    def copy(self, position: Position) -> None:
-        """Copy all volatile state: this is the boundary `position`."""
-        self._is_at_boundary = True
-        if self._has_changed():
+    def copy(self, position: Position, closely: bool = True) -> None:
+        """Copy all volatile state: this is the boundary `position`. `closely`: see `close_looks`."""
+        self.is_at_boundary = True
+        for structure in self._structures:
+            if structure.is_touched:
+                structure.is_touched, closely = False, True
+        for optimizer in self._optimizers.values():
+            closely |= len(optimizer.optimizer.param_groups) != len(optimizer.groups)  # there is a new one
+        if closely and self._has_changed():
             self._follow()
-        for adapted in self._adapted:
+        for adapted in self.adapted:
             # The last boundary of an epoch may be the last of all, and the end is saved when code has run after it.
             adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
         for module in self._modules.values():
-            module.copy()
+            module.copy(closely=closely)
         for copy in self._copies:
             copy()
         if self.broadcasts.are_used:
@@ -232,7 +237,7 @@ class Collector:
             yield from optimizer.parameters
         for module in self._modules.values():
             yield from module.module.buffers()
-        for adapted in self._adapted:
+        for adapted in self.adapted:
             if isinstance(adapted.target, torch.Tensor):
                 yield adapted.target
 
@@ -242,7 +247,7 @@ class Collector:
 
     def other_tensors(self) -> list[torch.Tensor]:
         """The modules' buffers, and the tensors that were named."""
-        named = (c.target for c in self._adapted if isinstance(c.target, torch.Tensor))
+        named = (c.target for c in self.adapted if isinstance(c.target, torch.Tensor))
         return [*(b for module in self._modules.values() for b in module.module.buffers()), *named]
 
     def watch_weights(self) -> None:
@@ -285,7 +290,7 @@ class Collector:
         self.devices.hold(boundary)
         own, components, self._moves = boundary.kept
         self.position, self._loop, self.rng, self.forecast_correct, self.broadcasts.seen = own
-        self._is_at_boundary = False
+        self.is_at_boundary = False
         for name, kept in components.items():
             self.components[name].go_back(kept)
 
@@ -296,24 +301,28 @@ class Collector:
             end()
 
     def leave_boundary(self) -> None:
-        """The program goes on: what is not copied at boundaries is not the boundary's any more."""
-        self._is_at_boundary = False
-        for component in self._adapted:
+        """The program goes on: what is not copied at boundaries is not the boundary's any more. `is_at_boundary` by
+        itself will do where nothing is `adapted`."""
+        self.is_at_boundary = False
+        for component in self.adapted:
             component.at_boundary = False
 
     def return_to_boundary(self) -> None:
         """The program asks for a save between two steps: what is not copied at boundaries is taken as it is now."""
         self.before_keeping()
-        for component in self._adapted:
+        for component in self.adapted:
             component.at_boundary = True
 
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
-        if self._is_at_boundary:
+        if self.is_at_boundary:
             for module in self._modules.values():
                 module.recheck()
-            for adapted in self._adapted:
+            for adapted in self.adapted:
                 adapted.recheck()
+        else:
+            for module in self._modules.values():
+                module.tell_if_uncertain()
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
         state["rng"] = pack_rng(self.rng)
         state["progress"] = self._progress()
@@ -355,8 +364,10 @@ class Collector:
         for name, component in self._plain:
             if everything or not (component.is_heavy or component.is_on_device):
                 plain[name] = component.state()
-        rng, progress = self._raw_rng.of(self.rng), self._progress()
-        state: dict[str, Any] = {"rng": rng, "progress": progress, "buffers": buffers, "groups": groups, "plain": plain}
+        if self._raw_rng[0] is not self.rng:  # after most steps no generator has moved
+            self._raw_rng = self.rng, raw_rng(self.rng)
+        state: dict[str, Any] = {"rng": self._raw_rng[1], "progress": self._progress()}
+        state |= {"buffers": buffers, "groups": groups, "plain": plain}
         if extras:
             state["extras"] = extras
         if self._moves:
@@ -396,13 +407,16 @@ class Collector:
         """
         buffers = dict[str, Any]()
         for name, module in self._foreseen.items():
-            if module.copy_ahead():
-                buffers[name] = module.buffers(ahead=True)
-        ahead = self._ahead_rng = capture_rng(self.rng)
-        rng = self._raw_rng.of(ahead)
-        state: dict[str, Any] = {"rng": rng, "buffers": buffers, "plain": self._forecast.look()}
-        if self._forecast.epochs:
-            state["epochs"] = self._forecast.epochs
+            if (ahead := module.copy_ahead()) is not None:
+                buffers[name] = ahead
+        rng = self._ahead_rng = capture_rng(self.rng)
+        if self._raw_rng[0] is not rng:
+            self._raw_rng = rng, raw_rng(rng)
+        state: dict[str, Any] = {"rng": self._raw_rng[1], "buffers": buffers}
+        if self._forecast.is_used:
+            state["plain"] = self._forecast.look()
+            if self._forecast.epochs:
+                state["epochs"] = self._forecast.epochs
         return state
 
     def forecast_came_true(self) -> bool | None:
@@ -412,7 +426,8 @@ class Collector:
         """
         if self._ahead_rng is None:
             return None
-        self._forecast.check()
+        if self._forecast.is_used:
+            self._forecast.check()
         for name, module in [*self._foreseen.items()]:
             if not module.forecast_came_true():
                 del self._foreseen[name]

@@ -1,8 +1,10 @@
 """Flags that steer a training and are in no ``state_dict``: `training` of each submodule, `requires_grad` of each
 parameter.
 
-Frozen batch norm, gradual unfreezing and an evaluation that does not restore the mode are states of the training. Two
-lists are read at every boundary (a microsecond or two for sixty modules); names come in when a file is written.
+Frozen batch norm, gradual unfreezing and an evaluation that does not restore the mode are states of the training. All
+are read at close boundaries (`close_looks`), and where the mode of the module itself has changed; names come in when a
+file is written. A save in the middle of a step that finds others than at the last look cannot tell whether they changed
+before the boundary or after it, and says so, unless the mode of the whole module shows an evaluation.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Flags:
         """`wrappers`: modules around it that are no part of the names (DDP, `torch.compile`); they follow its mode."""
         self._module, self._wrappers = module, list(wrappers)
         self.seen: list[bool] = []
-        """As of the boundary that counts. A list in it is never changed in place."""
+        """As of the boundary that counts, as far as it has been looked at. Never changed in place."""
         self.follow(parameters)
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -37,15 +39,15 @@ class Flags:
         self._names = dict(self._module.named_modules())
         self._modules = list(self._names.values())
         self._attributes = [_attributes(child) for child in self._modules]
+        self.root = self._attributes[0]
+        """Where the mode of the whole module is: ``root["training"]`` is the first of `seen`, if it has not changed."""
         self._parameters = parameters
         self._tensors = list({id(p): p for p in parameters.values()}.values())
         self.copy()
 
     def copy(self) -> None:
         """Read them as they are now."""
-        seen = [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]
-        if seen != self.seen:
-            self.seen = seen
+        self.seen = [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]  # `look`, without a call
 
     def look(self) -> list[bool]:
         """As they are now, in the form of `seen`."""
@@ -59,6 +61,11 @@ class Flags:
         for tensor in self._tensors:
             _set_requires_grad(tensor, next(values))
         self._lead_wrappers()
+
+    def are_uncertain(self) -> bool:
+        """In the middle of a step, where they were not all read at the boundary: whether they may have been others."""
+        live = self.look()
+        return live[0] is self.seen[0] and live != self.seen
 
     def state(self) -> dict[str, Any]:
         """The copied ones, by name: all of them, because a file may hold a part of the model. A frozen parameter that

@@ -31,6 +31,8 @@ class Forecast:
         self._foreseen = {component.name: component for component in known if isinstance(component, AdaptedComponent)}
         self._loaders = [(c.name, c.target) for c in known if isinstance(c.target, GoesThroughData) and c.target.draws]
         self._seen: dict[str, Any] = {}
+        self.is_used = bool(self._foreseen or self._loaders)
+        """Without any there is nothing to look at."""
         self._beginnings: dict[str, object] = dict.fromkeys(name for name, _ in self._loaders)
         """What the epoch of each loader arises from, as of the last boundary."""
         self.epochs: dict[str, Any] = {}

@@ -6,7 +6,7 @@ dies in the backward. Copies of all such weights at each boundary would cost the
 parameter are compared:
 
 =============================  ========================================================================================
-in some steps of a process     between a boundary and the first update after it: the first steps, then two in fifty
+after close boundaries         between the boundary and the first update after it: see `close_looks`
 once something was found, or   elements are kept at every boundary
 where no optimizer is named
 at an epoch's end              elements are kept: code after it may exchange the weights for averaged ones
@@ -14,20 +14,19 @@ wherever elements are kept     the reader compares first: a state that has chang
                                changes that are counted. A peer may die before the first update has shown anything
 =============================  ========================================================================================
 
-Most steps of a program that has none of this cost two comparisons: of a step's number, and whether there is a sample.
+Most steps of a program that has none of this cost one comparison: whether there is a sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mindx_elastic.capture.close_looks import is_close
 from mindx_elastic.capture.graph_replays import is_capturing
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
 
 __all__ = ["HiddenChanges"]
-
-_FIRST, _EVERY = 4, 50
 
 
 class HiddenChanges:
@@ -40,8 +39,6 @@ class HiddenChanges:
         self._are_likely = are_likely
         self.sample: Mapping[str, WeightSample] | None = None
         """As of the last boundary, where that was to be looked at."""
-        self.next_look = 0
-        """`at_boundary` has nothing to do at an earlier step, unless there is a sample."""
         self._boundaries = 0
         self.are_known = False
         """They were seen."""
@@ -53,15 +50,11 @@ class HiddenChanges:
         return self.sample
 
     def at_boundary(self, step: int) -> bool:
-        """Boundary `step` has just been copied. Returns whether such changes were found just now, in a step in which
-        no optimizer has stepped."""
+        """Boundary `step` has just been copied. Call it at close ones, and where there is a sample. Returns whether
+        such changes were found just now, in a step in which no optimizer has stepped."""
         self._boundaries += 1
-        is_due = self.are_known or self._are_likely or step >= self.next_look
+        is_due = self.are_known or self._are_likely or is_close(self._boundaries, step)
         before, self.sample = self.sample, self._samples.take() if is_due else None
-        if is_due:
-            self.next_look = step + 1
-            if not (self.are_known or self._boundaries < _FIRST or step % _EVERY == _EVERY - 1):
-                self.next_look += -(step + 2) % _EVERY
         if self.are_known or before is None or self._samples.num_hidden(before, self.sample) == 0:
             return False
         self.are_known = True

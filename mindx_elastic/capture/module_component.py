@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from operator import getitem
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, is_plain, view_of
+from mindx_elastic.capture.buffer_block import BufferReader, is_plain, view_of
 from mindx_elastic.capture.copying import copy_state
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
@@ -26,6 +26,7 @@ from mindx_elastic.capture.own_attributes import OwnAttributes
 from mindx_elastic.capture.pruning import Masks, original_names
 from mindx_elastic.capture.stand_ins import originals
 from mindx_elastic.capture.structure import Structure
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
@@ -148,31 +149,50 @@ class ModuleComponent:
             if type(child).get_extra_state is not nn.Module.get_extra_state and id(child) not in seen:
                 seen.add(id(child))
                 self._extras.append((f"{dot}_extra_state", child))
-        self._reader = BufferReader(())
-        self._block = self._ahead = self._reader.read()
+        self._looked_closely = True  # at the last boundary
+        self._replaces_buffers = False  # the program has done so, and torch's hook has not told
+        self._has_found_buffers = True  # at the last boundary: the tensors in its tables were looked at
+        self._reader = BufferReader(self._live_buffers())
+        self._block = self._reader.read()
+        self._ahead = self._block.slices, self._block.raw
         self.extras: dict[str, Any] = {}
         """The copied extra state, by name."""
 
-    def copy(self) -> None:
+    def copy(self, *, closely: bool = True) -> None:
+        """This is a boundary. `closely`: see `close_looks`."""
+        self._looked_closely = closely or self.flags.root["training"] is not self.flags.seen[0]
         if self._slot_names:
-            try:
-                live = [*map(getitem, self._slot_tables, self._slot_keys)]
-            except KeyError:  # one was deleted, and another one put in
-                self._find_slots()
-                live = [*map(getitem, self._slot_tables, self._slot_keys)]
-            reader = self._reader
-            if len(reader.slices) != len(live) or not reader.fits(live):
-                reader = self._reader = BufferReader(live)  # the first time, or a buffer was replaced or resized
-            self._block = reader.read(self._block)
+            self._has_found_buffers = self._looked_closely or self._replaces_buffers or self.structure.has_new_buffers
+            block = None if self._has_found_buffers else self._reader.read_again(self._block)
+            if block is None:
+                self._find_buffers()
+                block = self._reader.read(self._block)
+            self._block = block
         if self._extras:
             self.extras = self.look()
-        self.flags.copy()
+        if self._looked_closely:
+            self.flags.copy()
         if self.keeps_attributes:
             self._own.copy()
         if self._masks.are_used:
             self._masks.copy()
         if self._loose.are_used:
             self._loose.copy()
+
+    def _live_buffers(self) -> list[torch.Tensor | None]:
+        """The saved buffers that there are now. Raises KeyError where one was deleted."""
+        return [*map(getitem, self._slot_tables, self._slot_keys)]
+
+    def _find_buffers(self) -> None:
+        is_told, self.structure.has_new_buffers = self.structure.has_new_buffers, False
+        try:
+            live = self._live_buffers()
+        except KeyError:  # one was deleted, and another one put in
+            self._find_slots()
+            return
+        if not self._reader.fits(live):
+            self._replaces_buffers |= not (is_told or self._reader.are(live))
+            self._reader = BufferReader(live)
 
     def kept(self) -> Any:
         places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
@@ -187,18 +207,22 @@ class ModuleComponent:
         self.flags.seen, self._masks.copies = seen, masks
         self._loose.go_back(loose)
 
-    def copy_ahead(self) -> bool:
-        """Copy the buffers as they are in mid-step, next to the boundary's copies; False when they were replaced."""
+    def copy_ahead(self) -> dict[str, Any] | None:
+        """The buffers as they are in mid-step, as `buffers` gives those of the boundary; None: they were replaced."""
         reader = self._reader
-        if self._slot_names:
+        if self._replaces_buffers or self.structure.has_new_buffers:
             try:
-                live = [*map(getitem, self._slot_tables, self._slot_keys)]
+                if not reader.are(self._live_buffers()):
+                    return None
             except KeyError:
-                return False
-            if not reader.fits(live):
-                return False
-        self._ahead = BufferBlock(reader.read_raw(), reader.slices, ())
-        return True
+                return None
+        raw = reader.read_raw()
+        if raw is None:
+            return None
+        self._ahead = reader.slices, raw
+        if self._described is not reader.slices:
+            self._describe(reader.slices)
+        return {"places": self._description, "flat": raw}
 
     def copied_from_device(self) -> dict[str, torch.Tensor]:
         """The boundary's saved buffers that are on a device, in host memory. Waits for the device."""
@@ -206,8 +230,8 @@ class ModuleComponent:
 
     def forecast_came_true(self) -> bool:
         """Call it at a boundary. Whether its buffers are as `copy_ahead` copied them."""
-        ahead, block = self._ahead, self._block
-        return (ahead.slices is block.slices or ahead.slices == block.slices) and ahead.raw == block.raw
+        slices, raw = self._ahead
+        return raw == self._block.raw and (slices is self._block.slices or slices == self._block.slices)
 
     @torch.no_grad()
     def look(self) -> dict[str, Any]:
@@ -235,13 +259,16 @@ class ModuleComponent:
         """The boundary's copies of the saved buffers, by name."""
         return {n: c for n, c in zip(self._slot_names, self._block.views, strict=False) if c is not None}
 
-    def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
+    def buffers(self) -> dict[str, Any]:
         """The copied buffers as one block: names, slices (JSON) and bytes. Those outside of it are left out."""
-        block = self._ahead if ahead else self._block
+        block = self._block
         if self._described is not block.slices:
-            named = [[n, p] for n, p in zip(self._slot_names, block.slices, strict=True) if p is not None]
-            self._described, self._description = block.slices, json.dumps(named)
+            self._describe(block.slices)
         return {"places": self._description, "flat": block.raw}
+
+    def _describe(self, slices: Sequence[Any]) -> None:
+        named = [[n, p] for n, p in zip(self._slot_names, slices, strict=True) if p is not None]
+        self._described, self._description = slices, json.dumps(named)
 
     def with_buffers(
         self,
@@ -269,13 +296,21 @@ class ModuleComponent:
     def recheck(self) -> None:
         """Look more closely than `copy` did. The program has not gone on since."""
         self._loose.recheck()
+        before = self._reader
+        if not self._looked_closely:
+            self.flags.copy()
+            self._find_buffers()
         if not self._reader.means_the_same():
             self._reader = BufferReader(self._reader.tensors)
+        if self._reader is not before:
             self._block = self._reader.read()
 
     def state(self) -> dict[str, Any]:
         if not self._reader.means_the_same():
             problem = "buffers mean something else by their memory since one of the last steps (`.data = ...`)"
+            raise UnsupportedStateError(self.name, problem)
+        if not self._is_block_certain():
+            problem = "other tensors are in the place of buffers since one of the last steps (`_buffers[...] = ...`)"
             raise UnsupportedStateError(self.name, problem)
         copies: dict[str, Any] = {
             n: c for n, c in zip(self._slot_names, self._block.views, strict=True) if c is not None
@@ -293,6 +328,23 @@ class ModuleComponent:
         else:
             state = {name: copies.get(name, value) for name, value in self.module.state_dict().items()}
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
+
+    def tell_if_uncertain(self) -> None:
+        """Its state is asked for in the middle of a step."""
+        if not self._looked_closely and self.flags.are_uncertain():
+            logger.warning(
+                "%s: the mode or requires_grad of some of its parts has changed within the last 48 steps, before this "
+                "boundary or after it: the file has them as they were before. Where that is wrong, set them by the "
+                "position in the training, not at a step",
+                self.name,
+            )
+
+    def _is_block_certain(self) -> bool:
+        """Whether its copies are of the buffers that it had at the boundary: they were looked at there, or are the same
+        still, or torch's hook has told of others since."""
+        if self._has_found_buffers or self.structure.has_new_buffers or self.structure.has_changed():
+            return True
+        return self._reader.are(self._live_buffers())
 
     def module_extras(self) -> dict[str, Any]:
         """What no state_dict has, as it was at the boundary; small, and the same for replicas but for some buffers."""

@@ -10,7 +10,6 @@ import random
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from mindx_elastic.core.mersenne import (
 from mindx_elastic.errors import MismatchError
 
 __all__ = [
-    "RawRng",
     "capture_rng",
     "equal_rng",
     "kept_rng",
@@ -80,24 +78,6 @@ def raw_rng(state: dict[str, Any]) -> dict[str, Any]:
         return pack_rng(state)
     words = state["torch"].numpy().tobytes()
     return {**state, "python": python.to_bytes(), "torch": words, "numpy": numpy.to_bytes()}
-
-
-class RawRng:
-    """`raw_rng` of one captured state after another: the very same dict again while no generator has moved."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, Any] = {}
-        self._raw: dict[str, Any] = {}
-
-    def of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Never change in place what it gives."""
-        if state is self._of:
-            return self._raw
-        # A part of a captured state is never changed, and the same object where its generator has not moved.
-        if state.keys() != self._of.keys() or not all(map(is_, state.values(), self._of.values())):
-            self._raw = raw_rng(state)
-            self._of = state
-        return self._raw
 
 
 def unpack_raw_rng(raw: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Notices that modules or parameters were added, replaced or removed in mid-run, or buffers added or removed, at next
-to no cost in the steps between.
+"""Notices that modules or parameters were added, replaced or removed in mid-run, or buffers added or removed.
 
-A registration shows through torch's global registration hooks; a removal, and what ``ModuleList.insert`` or a program
-puts in by hand, in the sizes of the modules' tables. Only then is the module walked through again. A resumed program
-builds the first model once more, so what counts is how the model differs from the one that the guard was entered with.
+A registration shows at once, through torch's global registration hooks; a removal, and what ``ModuleList.insert`` or a
+program puts in by hand, in the sizes of the modules' tables, at close boundaries (`close_looks`). Only then is the
+module walked through again. A resumed program builds the first model once more, so what counts is how the model differs
+from the one that the guard was entered with.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -44,14 +45,23 @@ class Structure:
         self._tables += [n for child in children if (n := child._non_persistent_buffers_set)]  # one may become saved
         self._sizes = [*map(len, self._tables)]  # not their sum: a parameter may become a buffer
         self._registered = False
+        self.is_touched = self.has_new_buffers = False
+        """Something has been registered; a buffer, which may have been one of the same name before. The latter is reset
+        by who reads it."""
 
     def has_changed(self) -> bool:
-        """Whether something may have changed since `follow`. Every step."""
+        """Whether something may have changed since `follow`."""
         return self._registered or [*map(len, self._tables)] != self._sizes
 
     def note(self, owner: nn.Module) -> None:
         """A module or a parameter is being registered in `owner`."""
-        self._registered |= id(owner) in self._ids
+        if id(owner) in self._ids:
+            self._registered = self.is_touched = True
+
+    def note_buffer(self, owner: nn.Module) -> None:
+        """A buffer is being registered in `owner`, or put in another one's place."""
+        if id(owner) in self._ids:
+            self.is_touched = self.has_new_buffers = True
 
     def problems(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
         """How the module differs from the one that was built, in words; empty: a start can load its state."""
@@ -93,9 +103,15 @@ class Watch:
                 for structure in watch._structures:
                     structure.note(owner)
 
+        def note_buffer(owner: nn.Module, *_: object) -> None:
+            if (watch := own()) is not None:
+                for structure in watch._structures:
+                    structure.note_buffer(owner)
+
         self._handles = [
             register_module_parameter_registration_hook(note),
             register_module_module_registration_hook(note),
+            register_module_buffer_registration_hook(note_buffer),
         ]
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ holds up the writers, which it must, and no reader.
 Torch's optimizer hooks are global (`register_optimizer_step_pre_hook`), so the gate also sees optimizers that were not
 given to the guard, and those that step inside backward. An update without any optimizer
 (``with torch.no_grad(): p -= ...``) shows in the parameters' version counters, which are compared before and after a
-read.
+read (`version_counters`).
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mindx_elastic.capture.optimizer_versions import OptimizerVersions
+from mindx_elastic.capture.version_counters import VersionCounters, state_tensors
 
 __all__ = ["GateState", "UpdateGate"]
 
-_version_of = attrgetter("_version")  # with `map` half the time of a comprehension, at each boundary
+_state_of = attrgetter("state")
 
 
 class GateState(Enum):
@@ -78,6 +79,8 @@ class UpdateGate:
         self._hopeless = False
         self.state = GateState.CLEAN
         self._running = 0
+        self._num_updates = 0  # since the boundary
+        self._is_there = False  # the program has not gone on since the boundary
         self._before = GateState.CLEAN  # what `perhaps_updating` goes back to
         self.waited_s = 0.0
         """How long updates have waited for copies so far, in seconds."""
@@ -103,17 +106,20 @@ class UpdateGate:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: Sequence[torch.Tensor] = ()
         self._ids: frozenset[int] = frozenset()  # theirs
-        self._versions: list[int] = []
-        self._optimizers: list[OptimizerVersions] = []
+        self._versions = VersionCounters(lambda: self._parameters)
+        self._states: list[VersionCounters] = []
+        self._optimizers: list[Any] = []  # theirs
+        self._num_states = 0
 
     def watch(self, parameters: Sequence[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
         """Install the optimizer hooks and remember whose version counters to compare. `optimizers`: those that the
         guard was given; from here on they are `named`."""
         optimizers = list(optimizers)
         self.named = frozenset(map(id, optimizers))
-        self._optimizers = [OptimizerVersions(o) for o in optimizers if isinstance(getattr(o, "state", None), dict)]
-        self._parameters, self._ids = parameters, frozenset(map(id, parameters))
-        self._versions = [p._version for p in parameters]
+        self._optimizers = [o for o in optimizers if isinstance(getattr(o, "state", None), dict)]
+        self._states = [VersionCounters(partial(state_tensors, o)) for o in self._optimizers]
+        self._num_states = sum(map(len, map(_state_of, self._optimizers)))
+        self.follow(parameters)
         self._handles = [
             register_optimizer_step_pre_hook(self.begin_update),
             register_optimizer_step_post_hook(self._stepped),
@@ -130,7 +136,7 @@ class UpdateGate:
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take these as the parameters from now on: some were replaced, added or removed. At a boundary."""
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
-        self._versions = [p._version for p in parameters]
+        self._versions = VersionCounters(lambda: parameters)
 
     def unwatch(self) -> None:
         for handle in self._handles:
@@ -169,6 +175,7 @@ class UpdateGate:
         with self._lock:
             # Several at once: optimizers in backward run on autograd's device threads.
             self._running = max(0, self._running - 1)
+            self._num_updates += 1
             self._before = GateState.DIRTY
             if self._running == 0:
                 self.state = GateState.DIRTY
@@ -194,8 +201,9 @@ class UpdateGate:
                 if self._waiters:
                     self._changed.notify_all()
 
-    def pass_boundary(self, copy_volatile: Callable[..., None], *args: object) -> bool:
+    def pass_boundary(self, copy_volatile: Callable[..., None], *args: object, closely: bool = True) -> bool:
         """The boundary is reached: copy the volatile state (with `args`) and be clean. Waits for the readers.
+        `closely`: see `close_looks`.
 
         Returns False when an update that began never ended (the program swallowed an exception inside
         ``optimizer.step()``): the caller warns, since the program has chosen to go on from there. An exception in
@@ -206,32 +214,35 @@ class UpdateGate:
                 self._wait_for_readers()
             torn = self._running > 0
             before, self.state = self.state, GateState.PASSING
-        noted, versions = self._versions, list(map(_version_of, self._parameters))
+        if before is GateState.CLEAN and not self.unguarded:
+            self.unguarded = self._versions.num_changed() > 0
+        num_updates, self._num_updates = self._num_updates, 0
+        for counters in (self._versions, *self._states):
+            if counters.is_regular and not closely and counters.num_updates == num_updates:
+                counters.steps += 1  # without a call, as at each boundary
+            else:
+                counters.look(num_updates)
+        if (count := sum(map(len, map(_state_of, self._optimizers)))) > self._num_states:
+            self._num_states, self.has_more_state = count, True
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
-        if self._versions is not noted:
-            versions = self._versions  # of other parameters: see `follow`
-        for optimizer in self._optimizers:
-            self.has_more_state |= optimizer.note()
         with self._lock:
             self._running = 0
-            self.unguarded |= before is GateState.CLEAN and versions != self._versions
-            self.state, self.others = GateState.CLEAN, None
-            self._versions = versions
+            self.state, self.others, self._is_there = GateState.CLEAN, None, True
             if self._waiters:
                 self._changed.notify_all()
         return not torn
 
-    def look_closely(self) -> None:
-        """Look at the states of all parameters in optimizers up to the next boundary. Training thread."""
-        for optimizer in self._optimizers:
-            optimizer.note_all()
+    def leave_boundary(self) -> None:
+        """The program goes on."""
+        with self._lock:
+            self._is_there = False
 
     def pass_unknown(self) -> None:
         """A step has ended, and its boundary cannot be told: what the steps up to the next one do is not compared."""
         with self._lock:
-            self._versions = [p._version for p in self._parameters]
-        for optimizer in self._optimizers:
-            optimizer.note()
+            self._num_updates = 0
+            for counters in (self._versions, *self._states):
+                counters.read()
 
     def _wait_for_readers(self) -> None:
         began = time.perf_counter()
@@ -255,7 +266,14 @@ class UpdateGate:
         `give_back` must follow, in any thread. The next update and the next boundary wait for it.
         """
         with self._lock:
+            self._settle()
             self._readers += 1
+
+    def _settle(self) -> None:
+        """With the lock. What the counters are at the boundary need not be worked out while the program is there."""
+        if self._is_there:
+            for counters in (self._versions, *self._states):
+                counters.read_if_worked_out()
 
     def give_back(self) -> None:
         """The copy that `lend` was for is complete. Any thread."""
@@ -282,6 +300,8 @@ class UpdateGate:
             finally:
                 self._waiters -= 1
             self._readers += 1
+            if self.state is GateState.CLEAN:
+                self._settle()
             problem = self._why_not_clean()
         try:
             for look in (self.others, self.hidden):
@@ -297,7 +317,7 @@ class UpdateGate:
         if self.state is not GateState.CLEAN:
             return False
         has_gradients = False
-        for parameter, version in zip(self._parameters, self._versions, strict=True):
+        for parameter, version in zip(self._parameters, self._versions.versions, strict=True):
             if parameter.grad is not None:
                 if parameter._version != version:
                     return False
@@ -310,21 +330,18 @@ class UpdateGate:
 
     def accept_changes(self) -> None:
         """The parameters were changed in place since the boundary, and are as before. Training thread."""
-        versions = [p._version for p in self._parameters]
         with self._lock:
             if self.state is GateState.CLEAN:
-                self._versions = versions
+                self._versions.read()
 
     def changed_since_boundary(self) -> str | None:
         """A text if parameters, or the state of optimizers, were changed outside of any optimizer, else None. Call it
         holding the gate."""
-        now = list(map(_version_of, self._parameters))
-        if now == self._versions:
-            if (count := sum(optimizer.num_changed() for optimizer in self._optimizers)) == 0:
-                return None
+        if count := self._versions.num_changed():
+            return f"{count} parameters were changed in place since the boundary, outside any optimizer"
+        if count := sum(states.num_changed() for states in self._states):
             return f"{count} values of the optimizers' state were changed since the boundary, outside their steps"
-        count = sum(a != b for a, b in zip(now, self._versions, strict=True))
-        return f"{count} parameters were changed in place since the boundary, outside any optimizer"
+        return None
 
     def why_changed(self) -> str | None:
         """As `changed_since_boundary`, and what `hidden` finds. Any thread that keeps updates away."""

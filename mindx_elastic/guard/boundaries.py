@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from mindx_elastic.capture.close_looks import is_close
 from mindx_elastic.capture.components import OptimizerComponent, PlainComponent
 from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.graph_replays import GraphReplays
@@ -195,7 +196,8 @@ class Boundaries:
     def copy(self, position: Position) -> None:
         """Copy the volatile state as it is now: at `cut`, and once more where code that belongs to the step has run."""
         self.has_passed = True
-        if not self.gate.pass_boundary(self._collector.copy, position):
+        closely = position.step_in_epoch == 1 or is_close(self.number + 1, position.step)
+        if not self.gate.pass_boundary(self._collector.copy, position, closely, closely=closely):
             logger.warning(
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 position.step,
@@ -205,10 +207,8 @@ class Boundaries:
         if self._collector.at_first_boundary is not None:
             self._collector.leave_head()
         hidden = self.hidden
-        if hidden.sample is not None or position.step >= hidden.next_look:
+        if closely or hidden.sample is not None:
             self.gate.unguarded |= hidden.at_boundary(position.step)
-            if hidden.sample is not None:
-                self.gate.look_closely()
 
     def _refuse_new_structure(self) -> None:
         """The program has changed what it has built. Flags, masks and groups are made again from the checkpoint; the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.agent_link import AgentLink, between_steps
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.memory.boundaries import StepCounter
 from mindx_elastic.memory.memory import open_memory
 from mindx_elastic.memory.snapshots import NO_SNAPSHOTS
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
@@ -126,7 +127,7 @@ class Connections:
         update_gate: UpdateGate,
         *,
         replicas: list[nn.Module],
-        next_step: Callable[[], int],
+        counter: StepCounter,
         begins_again: bool = False,
     ) -> None:
         """Training begins with the restored state. `replicas`: the modules that other ranks hold, too.
@@ -140,7 +141,7 @@ class Connections:
                 saver.events,
                 replicas=replicas,
                 all_alike=saver.replicated,
-                next_step=next_step,
+                counter=counter,
                 describe=lambda: saver.describe("snapshot"),
                 resumed=None if resumed is None else resumed.checkpoint.info,
                 donates=self._member is not None,

@@ -273,7 +273,7 @@ class Guard(LayeredGuard):
             start.run_id,
             self._update_gate,
             replicas=opening.shared_modules(),
-            next_step=lambda: self._loops.step + 1,
+            counter=self._loops,
             begins_again=self._place is not None and self._place.entry is not None,
         )
         self._overlap = observers().open_overlap(
@@ -426,7 +426,7 @@ class Guard(LayeredGuard):
         (gradients, but no update since the last call) it counts a step; the job stops at the window's end. `prove`
         names any of the `scalars` that differs; a resumed run compares the `loss`.
         """
-        self.boundary()
+        self._end_step()
         if self._overlap.looks:
             self._overlap.scalars = scalars
         if not self._fewer.has_left_out:  # as `finish_step`, with a call less in each step
@@ -436,6 +436,10 @@ class Guard(LayeredGuard):
     def boundary(self, *, retake: bool = False) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state. `retake`: also into memory, since
         ``finish_step(retake=True)`` comes late: a kill in the code between the two loses no boundary."""
+        self._end_step(retake=retake)
+        self._update_gate.leave_boundary()
+
+    def _end_step(self, *, retake: bool = False) -> None:
         if self not in entered:  # no call in a step
             require_entered(self, "step_end()")
         if self._evaluations.depth:
@@ -508,7 +512,10 @@ class Guard(LayeredGuard):
         collector = self._collector
         if collector.devices.is_used:
             collector.devices.end_step()
-        collector.leave_boundary()
+        collector.is_at_boundary = False
+        if collector.adapted:
+            collector.leave_boundary()
+        self._update_gate.leave_boundary()
 
     def _late_boundary(self) -> None:
         """The loop has gone on, so the step counted last is a boundary that a run can resume from."""

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -45,6 +45,7 @@ __all__ = [
     "BoundaryRecord",
     "BoundaryRing",
     "OwnState",
+    "StepCounter",
     "read_ring",
 ]
 
@@ -239,6 +240,13 @@ _SPARE = 2.0  # room for a state that grows (lists of numbers in a scheduler or 
 _LEAST = 1 << 16
 
 
+class StepCounter(Protocol):
+    """Who counts the steps, also those that end without a boundary."""
+
+    step: int
+    """The last one that has ended."""
+
+
 class BoundaryLog:
     """Writes the ring: at each boundary, and at the end of each forward. One per guard of a replicated job.
 
@@ -250,10 +258,10 @@ class BoundaryLog:
         arena: RankArena,
         collector: Collector,
         modules: Iterable[nn.Module],
-        next_step: Callable[[], int],
+        counter: StepCounter,
     ) -> None:
-        """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one."""
-        self._arena, self._collector, self._next_step = arena, collector, next_step
+        """`modules`: the wrapped ones (their forward ends before gradients are reduced)."""
+        self._arena, self._collector, self._counter = arena, collector, counter
         self._ring: BoundaryRing | None = None
         self._packers = {forecast: StatePacker(split="plain", frozen="rng") for forecast in (False, True)}
         self._run_id, self._attempt = "", 0
@@ -315,9 +323,10 @@ class BoundaryLog:
     def _forward_ended(self) -> None:
         # Without gradients this is an evaluation: what it draws shows at the boundary, as a forecast that failed.
         if self._run_id and not self._broken and not self._doubted and torch.is_grad_enabled():
-            self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
-        if self._collector.devices.waits_in_forward:
-            self._collector.devices.end_forward()
+            self._write(self._counter.step + 1, self._collector.copy_ahead, forecast=True)
+        devices = self._collector.devices
+        if devices.keeps_older:
+            devices.end_forward()
 
     def _write(
         self, step: int, collect: Callable[[], dict[str, Any]], *, forecast: bool = False, pinned: bool = False

@@ -20,7 +20,7 @@ from mindx_elastic.config import MemorySettings, RankInfo
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory.arena import STEPS_FILE, RankArena
-from mindx_elastic.memory.boundaries import BoundaryLog
+from mindx_elastic.memory.boundaries import BoundaryLog, StepCounter
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import RING_COPY
@@ -74,7 +74,7 @@ class Memory:
         events: EventLog,
         *,
         replicas: Iterable[nn.Module],
-        next_step: Callable[[], int],
+        counter: StepCounter,
         describe: Callable[[], CheckpointInfo],
         resumed: CheckpointInfo | None = None,
         all_alike: bool = True,
@@ -100,7 +100,7 @@ class Memory:
             )
         modules = list(replicas)
         if modules:
-            self._log = BoundaryLog(self._arena, collector, modules, next_step)
+            self._log = BoundaryLog(self._arena, collector, modules, counter)
             if begins_again and resumed is not None:
                 self._log.begin_again(events.run_id, events.attempt, resumed.moment)
             else:

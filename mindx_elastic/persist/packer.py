@@ -74,7 +74,10 @@ class StatePacker:
                     if self._last[0] is not part:
                         self._last = part, b"".join(packer.pack(part))
                     pieces.append(self._last[1])
-                else:
+                    continue
+                try:  # as `packer.pack`, in one call for what has its shape
+                    pieces += packer.pack(own) if packer.shape is None else packer.shape.pack(own)
+                except (_OtherShape, struct.error):
                     pieces += packer.pack(own)
         return b"".join(pieces)
 
@@ -84,20 +87,19 @@ class SectionPacker:
 
     def __init__(self, *at: str) -> None:
         self._at = list(at)
-        self._shape: _Shape | None = None  # that of the last state, where it had one
+        self.shape: _Shape | None = None
+        """That of the last state, where it had one."""
         self._misses = 0
 
     def pack(self, state: Any) -> Sequence[Piece]:
         """Raises UnsupportedStateError as `flatten` does. The pieces may be views of the tensors of `state`."""
-        if self._shape is not None:
+        if self.shape is not None:
             try:
-                pieces = self._shape.pack(state)
+                return self.shape.pack(state)
             except (_OtherShape, struct.error):  # another shape, or a number beyond 64 bits
-                pass
-            else:
-                self._misses = 0
-                return pieces
-        self._shape = None
+                if self.shape.num_packed > 1:
+                    self._misses = 0
+        self.shape = None
         if self._misses < _MOST_MISSES:
             self._misses += 1
             try:
@@ -106,7 +108,7 @@ class SectionPacker:
             except (_OtherShape, struct.error):
                 pass
             else:
-                self._shape = shape
+                self.shape = shape
                 return pieces
         return _unshaped(self._at, state)
 
@@ -129,6 +131,8 @@ class _Shape:
         self._blobs: list[Any] = []
         self._containers: list[Any] = []
         self._num_outer = 0  # of them that have others in them
+        self.num_packed = 0
+        """States that were of this shape."""
         (tree,) = self._look([state], 0, 0, -1)
         formats = "".join(self._formats)
         text = json.dumps(
@@ -153,9 +157,11 @@ class _Shape:
             if numbers_of is not None:
                 numbers += numbers_of(value)
             for item, of in blobs:
-                found.append(_bytes_of(value[item], of))
+                blob = value[item]
+                found.append(blob if type(of) is int and len(blob) == of else _bytes_of(blob, of))
             if has_inner:
                 outer.append(value)
+        self.num_packed += 1
         return self._head, self._pack_numbers(*numbers), *found
 
     def _look(self, value: Any, parent: int, index: int, depth: int) -> list[Any] | dict[str, Any]:

@@ -186,7 +186,7 @@ class Rank:
         )
         self.arena = RankArena(folder, folder / "ckpt", number)
         stack.callback(self.arena.close)
-        self.log = BoundaryLog(self.arena, self.collector, [self.network], lambda: self.step + 1)
+        self.log = BoundaryLog(self.arena, self.collector, [self.network], self)
         stack.callback(self.log.close)
         self.log.begin(RUN, ATTEMPT)
         self.step, self.number = 0, number

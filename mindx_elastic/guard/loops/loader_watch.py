@@ -47,22 +47,24 @@ class LoaderWatch:
     def __init__(
         self,
         unmanaged: Unmanaged,
-        now: Callable[[], int | None],
+        is_right_after_boundary: Callable[[], bool],
         *,
         adopted: dict[str, DataLoader[Any]],
         kept: Sequence[SelfPositionedLoader],
         has_named: bool,
     ) -> None:
-        """`now`: how many batches the first named loader has handed out, or None between its epochs and without one.
-        `adopted`: DataLoaders that are named, by name. `kept`: those that the guard keeps by their own state."""
-        self._unmanaged, self._now, self._adopted, self._kept = unmanaged, now, adopted, kept
+        """`is_right_after_boundary`: whether the first named loader, in mid-epoch, has given no batch since. `adopted`:
+        DataLoaders that are named, by name. `kept`: those that the guard keeps by their own state."""
+        self._unmanaged, self._adopted, self._kept = unmanaged, adopted, kept
+        self._is_right_after_boundary = is_right_after_boundary
         self._has_named = has_named
         self.at_evaluation: Callable[[], None] = lambda: None
         """Called in the training thread when an evaluation begins right after a boundary, in mid-epoch."""
         self._thread = threading.get_ident()
-        self._boundaries = 0
-        self._fetched = 0  # by the first named loader up to the last boundary
-        self._crossing = ""
+        self.num_boundaries = 0
+        """Counted by the loaders, without a call."""
+        self.crossing = ""
+        """Steps use batches of a loader that is not kept, in words."""
         self.is_outside = self.ends_epoch = False
         """`ends_epoch`: the last boundary ends an epoch that is a number of steps, whatever the loaders say."""
         self._active = False
@@ -118,14 +120,14 @@ class LoaderWatch:
                 state = loader.__dict__
         by, began = state.get(_BEGAN, (None, 0))
         if by is not self:
-            state[_BEGAN] = self, self._boundaries
+            state[_BEGAN] = self, self.num_boundaries
             if is_ours or state.get(_MADE) is self:
                 self._see_first()
             else:
                 self._see_older(iterator)
-        elif began != self._boundaries and state.get(_KEPT) is None and not self._crossing:
+        elif began != self.num_boundaries and state.get(_KEPT) is None and not self.crossing:
             already = "next to the named ones" if self._has_named else "and no loader is named"
-            self._crossing = f"steps use batches of {_describe(iterator)}, {already}: its position is not kept"
+            self.crossing = f"steps use batches of {_describe(iterator)}, {already}: its position is not kept"
 
     def _see_ours(self, iteration: Iteration) -> None:
         """A loader of ours that no guard follows is asked for a batch."""
@@ -142,18 +144,14 @@ class LoaderWatch:
                 )
 
     def _see_first(self) -> None:
-        is_between = bool(self._boundaries) and not self.ends_epoch and threading.get_ident() == self._thread
-        if is_between and self._now() == self._fetched:
+        is_between = bool(self.num_boundaries) and not self.ends_epoch and threading.get_ident() == self._thread
+        if is_between and self._is_right_after_boundary():
             self.at_evaluation()
 
-    def at_boundary(self) -> None:
-        """A step has ended."""
-        crossing, self._crossing = self._crossing, ""
-        self._boundaries += 1
-        now = self._now()
-        self._fetched = -1 if now is None else now
-        if crossing:
-            self._unmanaged.certain(crossing, _NAME_IT)
+    def tell_crossing(self) -> None:
+        """A step has ended, and there is `crossing`."""
+        crossing, self.crossing = self.crossing, ""
+        self._unmanaged.certain(crossing, _NAME_IT)
 
 
 def _describe(iterator: Any) -> str:

@@ -115,7 +115,13 @@ class Loaders:
                 loader.worker_grace_s = worker_grace_s
         adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
         self._unmanaged = unmanaged
-        self.watch = LoaderWatch(unmanaged, self._now, adopted=adopted, kept=self.own, has_named=bool(self.named))
+        self.watch = LoaderWatch(
+            unmanaged,
+            self._is_right_after_boundary,
+            adopted=adopted,
+            kept=self.own,
+            has_named=bool(self.named),
+        )
         """Sees batches of loaders that are not named."""
         self.watch.enter(stack)
         self._has_ended = self._are_drained = False
@@ -129,10 +135,12 @@ class Loaders:
                 followed.has_told = True
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
 
-    def _now(self) -> int | None:
-        """Batches handed out by the first loader, while there is an iteration."""
+    def _is_right_after_boundary(self) -> bool:
+        """Whether there is an iteration of the first loader that has given no batch since the last boundary."""
         first = self.counting
-        return None if first is None or not first.cursor.live or first.look_ahead.ahead else first.handed
+        if first is None or not first.cursor.live or first.look_ahead.ahead:
+            return False
+        return first.handed == first.handed_before
 
     def by_name(self) -> list[tuple[str, Any]]:
         """All loaders, the resumable one in place of an adopted one, and their names."""
@@ -235,7 +243,10 @@ class Loaders:
             ):
                 followed.tell(self._unmanaged)
         self._are_drained = would_do and not known
-        self.watch.at_boundary()
+        watch = self.watch
+        watch.num_boundaries += 1
+        if watch.crossing:
+            watch.tell_crossing()
         is_idle = known and first is not None and not first.has_used and first.is_in_mid_epoch()
         if first is not None and is_idle and not any(followed.has_used for followed in self._followed):
             self._unmanaged.risk(
