@@ -241,7 +241,7 @@ def test_every_event_and_its_fields_are_on_the_page() -> None:
     expanded: dict[str, set[str]] = {
         "attempt_end": attempt | {"pid", "host"},
         "attempt": set(),  # "as above"
-        "summary": {field.name for field in fields(Totals)} | {"exit_code", "pid", "host"},
+        "agent_end": {field.name for field in fields(Totals)} | {"directories"},
         "rejoin": {*as_event(RecoveryRecord(generation=1, outcome=""))} - common,
         "mirror": {"path", "partner"},
     }

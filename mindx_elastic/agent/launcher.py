@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,7 @@ def run_job(
     supervisor = None
     lines = LastLines(folder.path, options.run_dir, config.nproc_per_node)
     code, cause, early = 1, None, "failed"
+    account: dict[str, Any] = {}
     event_log = getattr(config, "event_log_handler", "null")  # torch 2.6 has no choice
     try:
         try:
@@ -169,7 +170,7 @@ def run_job(
         if membership is not None:
             _leave_nodes(membership, host, None if supervisor is None else supervisor.ending)
         if supervisor is not None:
-            _say_end(supervisor)
+            account = _say_end(supervisor)
             cause = supervisor.ending.cause or None
         _write_result(result, supervisor, early, code, cause)
         events.emit(
@@ -179,6 +180,7 @@ def run_job(
             host=socket.gethostname(),
             outcome=f"{'failed' if supervisor is None else supervisor.ending.outcome}, exit code {code}",
             exit_code=code,
+            **account,
         )
     return code
 
@@ -329,11 +331,11 @@ def _conclude(supervisor: Supervisor) -> None:
             logger.info("from memory to disk: %s", line)
 
 
-def _say_end(supervisor: Supervisor) -> None:
-    """The account is printed."""
+def _say_end(supervisor: Supervisor) -> dict[str, Any]:
+    """The account is printed; what an event says of it."""
     ending, ledger = supervisor.ending, supervisor.ledger
     ledger.note_last_loss(ending)
-    ledger.close(ending.outcome, exit_code=ending.code, directories=sorted(map(str, supervisor.directories)))
+    totals = ledger.close()
     if ledger.is_eventful:
         print_block(render(ledger.records, ledger.recoveries))
     if supervisor.error_file:
@@ -341,6 +343,7 @@ def _say_end(supervisor: Supervisor) -> None:
     said = f": {ending.cause}" if ending.cause else ""
     what = {"finished": "has finished", "stopped": "has stopped"}.get(ending.outcome, "has failed")
     logger.log(_LEVELS.get(ending.outcome, logging.ERROR), "the job %s%s; exit code %d", what, said, ending.code)
+    return {**asdict(totals), "directories": sorted(map(str, supervisor.directories))}
 
 
 def _write_result(result: ResultFile, supervisor: Supervisor | None, early: str, code: int, cause: str | None) -> None:

@@ -10,7 +10,6 @@ event          when
 `attempt`      once for each attempt, when its record is as complete as it will be: the seconds to the first step
                after a failure are known only in the attempt that follows
 `rejoin`       for each recovery in place; see `rejoin.record`
-`summary`      once, at the end: the totals
 =============  ============================================================================================
 
 Their fields are those of `AttemptRecord` (`cause` is the event's `reason`, `step_reached` its `step`), and `pid` and
@@ -171,7 +170,6 @@ class Ledger:
         """In place, and those that came to nothing; the oldest first."""
         self._ended: set[int] = set()
         self._settled: set[int] = set()
-        self._closed = False
         self._number, self._num_workers = -1, 0
         self._pause: _Pause | None = None
         self._resumed = False
@@ -359,19 +357,11 @@ class Ledger:
             setattr(self._records[attempt], name, value)
         self._note_progress()
 
-    def close(self, outcome: str = "", **more: Any) -> None:
-        """The end of the agent: record what is still open, and the totals. Called again it does nothing.
-
-        outcome: how the job ended. more: further fields of the event.
-        """
-        if self._closed:
-            return
-        self._closed = True
+    def close(self) -> Totals:
+        """The end of the agent: record what is still open."""
         for record in self.records:
             self._settle(record)
-        totals = add_up(self.records)
-        more = {**asdict(totals), **more, **_identity()}
-        self._events.emit("summary", reason=totals_line(totals), outcome=outcome or None, **more)
+        return add_up(self.records)
 
     def _note_progress(self) -> None:
         for record in self.records:

@@ -34,7 +34,7 @@ NOTABLE = ("signal", "fault", "hang", "crash_loop", "shrink", "hold", "membershi
 _START, _END = "agent_start", "agent_end"
 _ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
 _MOST_LAST_BYTES = 1 << 20
-_OURS = (_START, _END, "summary", REJOIN, *_ATTEMPTS, *NOTABLE)
+_OURS = (_START, _END, REJOIN, *_ATTEMPTS, *NOTABLE)
 
 
 @dataclass
@@ -55,17 +55,19 @@ class AgentRun:
     """Why, at its end; empty: not known."""
     command: str = ""
     """That started it, as a line for a shell; empty: not known."""
-    summary: dict[str, Any] | None = None
     directories: list[str] = field(default_factory=list)
     """Of checkpoints, as its end tells them."""
-    records: list[AttemptRecord] = field(default_factory=list)
-    """The oldest first."""
     recoveries: list[RecoveryRecord] = field(default_factory=list)
     """In the order in which they ended."""
     notable: list[dict[str, Any]] = field(default_factory=list)
     """Its events that a person wants to see, the oldest first."""
-    by_number: dict[int, AttemptRecord] = field(default_factory=dict, repr=False, compare=False)
-    """The records once more."""
+    by_number: dict[int, AttemptRecord] = field(default_factory=dict)
+    """Its attempts."""
+
+    @property
+    def records(self) -> list[AttemptRecord]:
+        """The oldest first."""
+        return [self.by_number[number] for number in sorted(self.by_number)]
 
 
 def load_runs(path: Path) -> list[AgentRun]:
@@ -83,8 +85,6 @@ def _runs_of(lines: list[dict[str, Any]]) -> list[AgentRun]:
         if run is None:
             runs.append(run := _begin(line))
         _add(run, line)
-    for run in runs:
-        run.records.sort(key=lambda record: record.attempt)
     return runs
 
 
@@ -149,20 +149,17 @@ def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
 def _is_new_life(run: AgentRun, line: dict[str, Any]) -> bool:
     """Whether an attempt begins that cannot be this run's: its own `agent_start` was cut off."""
     number = whole(line.get("attempt"))
-    return run.ended is not None or run.summary is not None or number in run.by_number
+    return run.ended is not None or number in run.by_number
 
 
 def _add(run: AgentRun, line: dict[str, Any]) -> None:
     event = line["event"]
     run.host = run.host or text(line.get("host"))
-    if event == "summary":
-        run.summary = line
-        told = line.get("directories")
-        run.directories = [each for each in told if isinstance(each, str)] if isinstance(told, list) else []
-        run.outcome = text(line.get("outcome")) or run.outcome
-    elif event == _END:
+    if event == _END:
         run.ended, run.reason = real(line.get("time")), text(line.get("reason"))
         run.outcome = text(line.get("outcome")) or run.outcome
+        told = line.get("directories")
+        run.directories = [each for each in told if isinstance(each, str)] if isinstance(told, list) else []
     elif event in NOTABLE:
         run.notable.append(line)
     elif event == REJOIN:
@@ -179,11 +176,7 @@ def _add_recovery(run: AgentRun, line: dict[str, Any]) -> None:
 
 
 def _record_of(run: AgentRun, number: int) -> AttemptRecord:
-    record = run.by_number.get(number)
-    if record is None:
-        record = run.by_number[number] = AttemptRecord(attempt=number)
-        run.records.append(record)
-    return record
+    return run.by_number.setdefault(number, AttemptRecord(attempt=number))
 
 
 def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:

@@ -82,12 +82,10 @@ def test_an_attempt_is_recorded_when_the_first_step_after_it_is_known(ledger: Le
     assert (line["first_step_s"], line["cause_rank"], line["run_id"]) == (1.8, 1, "run-a")
     assert line["pid"] and line["host"] and "step_reached" not in line
     ledger.update(1, outcome=FINISHED, step_reached=20)
-    ledger.close("finished")
-    ledger.close("finished")
-    assert emitted(path)[2:] == [("attempt_end", 1), ("attempt", 1), ("summary", 0)]
-    summary = json.loads(path.read_text().splitlines()[-1])
-    assert (summary["failures"], summary["steps_lost"], summary["not_training_s"]) == (1, 0, 1.8)
-    assert (summary["reason"], summary["outcome"]) == ("1 failure, 0 steps lost, 1.8 s not training", "finished")
+    totals = ledger.close()
+    assert emitted(path)[2:] == [("attempt_end", 1), ("attempt", 1)]
+    assert (totals.failures, totals.steps_lost, totals.not_training_s) == (1, 0, 1.8)
+    assert totals_line(totals) == "1 failure, 0 steps lost, 1.8 s not training"
 
 
 def test_the_screen() -> None:
@@ -129,7 +127,7 @@ def run_once(path: Path) -> list[AttemptRecord]:
     ledger.add(AttemptRecord(attempt=1, world_size=2, node=0, started=3.5, resumed_step=4, resumed_path="a/4"))
     ledger.update(0, saved_step=4, steps_lost=0, save_s=0.25, restart_s=0.75, first_step_s=1.25)
     ledger.update(1, outcome=FINISHED, step_reached=9)
-    ledger.close("finished")
+    ledger.close()
     log.emit("agent_end", outcome="0")
     return ledger.records
 
@@ -152,7 +150,7 @@ def test_a_killed_agent(path: Path) -> None:
     append(path, "attempt_end", pid=7, attempt=0, outcome="failed", reason="killed by SIGKILL", step=3)
     append(path, "attempt_start", attempt=1, world_size=2, time=9.0)
     (run,) = load_runs(path)
-    assert run.ended is None and run.summary is None
+    assert run.ended is None
     assert [(each.attempt, each.outcome, each.started) for each in run.records] == [(0, "failed", 5.0), (1, None, 9.0)]
 
 
@@ -203,14 +201,13 @@ def test_recoveries_are_part_of_the_account(account: Ledger, tmp_path: Path) -> 
     text = render(account.records, account.recoveries, width=200)
     assert "rank 1: killed by SIGKILL; 2 recovered in place" in text
     assert "0.3  rank 1: killed by SIGKILL; not in place: why" in text
-    account.close("failed")
+    assert (account.close().in_place, account.close().failures) == (2, 3)
     (run,) = load_runs(tmp_path / "events.jsonl")
     assert [replace(each, time=None) for each in run.recoveries] == [
         replace(each, time=None) for each in account.recoveries
     ]
     assert [each.attempt for each in run.recoveries] == [0, 0, 0]
     assert run.records == account.records, "counted once, not again with the attempt's end"
-    assert run.summary is not None and (run.summary["in_place"], run.summary["failures"]) == (2, 3)
 
 
 # --- what the agent sees, as records ---

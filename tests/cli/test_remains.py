@@ -59,8 +59,8 @@ def test_commands_that_look_at_a_job(run: Run, directory: Path, tmp_path: Path) 
     ledger = Ledger(log)
     ledger.add(AttemptRecord(attempt=0, world_size=1, resumed_step=-1))
     ledger.update(0, outcome=STOPPED, cause="SIGTERM", step_reached=14)
-    ledger.close("stopped", exit_code=143, directories=[str(directory)])
-    log.emit("agent_end", outcome="stopped, exit code 143", pid=os.getpid())
+    ledger.close()
+    log.emit("agent_end", outcome="stopped, exit code 143", pid=os.getpid(), directories=[str(directory)])
     shown = run("status", run_dir).stdout
     assert f"{directory}: the save of step 14 has failed: {WHY}" in shown and "shared memory" in shown
     assert len(json.loads(run("status", run_dir, "--json").stdout)["remarks"]) == 3

@@ -40,7 +40,7 @@ def record_job(run_dir: Path, *, finished: bool = True) -> None:
     ledger.update(0, detect_s=0.1, save_s=0.2, restart_s=1.0, first_step_s=2.5)
     if finished:
         ledger.update(1, outcome=FINISHED, step_reached=9)
-        ledger.close("finished")
+        ledger.close()
         log.emit("agent_end", outcome="finished", pid=os.getpid())
 
 
