@@ -268,32 +268,22 @@ def keep_as(path: Path, second: Path) -> None:
         publish(path, second)  # until the new file is there, the old one has its second name only
 
 
-def publish(temp: Path, final: Path, *, other: Path | None = None) -> Path:
-    """Give the finished file `temp` its final name in one step, and return the name. The caller flushes the directory.
+def publish(temp: Path, final: Path) -> None:
+    """Give the finished file `temp` its final name in one step. The caller flushes the directory.
 
-    A network or user-space file system may refuse that for a moment, or this name (another process has it open). So it
-    is tried again, for 0.75 s; then under the name `other`. Raises the OSError of the first try.
+    A network or user-space file system may refuse that for a moment (another process has the name open), so it is tried
+    again, for 0.75 s. Raises OSError.
     """
-    problem = _rename(temp, final)
-    if problem is None:
-        return final
-    if other is None or problem.errno in _NO_OTHER_WAY or _rename(temp, other) is not None:
-        raise problem
-    return other
-
-
-def _rename(temp: Path, name: Path) -> OSError | None:
-    """Returns why it could not be done."""
-    for pause_s in (*_PAUSES_S, None):
+    for pause_s in _PAUSES_S:
         try:
-            os.rename(temp, name)
+            os.rename(temp, final)
         except OSError as error:
-            if pause_s is None or error.errno not in _MOMENTARY:
-                return error
+            if error.errno not in _MOMENTARY:
+                raise
             time.sleep(pause_s)
         else:
-            return None
-    raise AssertionError("the last try has returned")
+            return
+    os.rename(temp, final)
 
 
 def publish_copy(source: Path, final: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 import sys
 import time
@@ -85,8 +84,6 @@ def write_checkpoint(
     replicas divide; None: all of it. flat: what `flatten` gives for `state`, where the caller knows it already.
     cached: write through the page cache, which is faster on some disks (`direct_io`).
 
-    Where the file system refuses the name `path`, the file gets another one next to it: see `SaveResult.path`.
-
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
     may be the only one that all ranks have. Any other file there that is not a checkpoint is moved to quarantine.
     Directories must exist (see `storage.prepare_owned_directory`).
@@ -117,9 +114,9 @@ def write_checkpoint(
             _flush(fd, nbytes)
             keep_older(path, info)
             before_publish(temp)
-            published = publish(temp, path, other=_other_name(path, info))
+            publish(temp, path)
             fsync_dir(path.parent)
-            saved = published
+            saved = path
         for target in dict.fromkeys(map(Path, also)):
             if target != path:
                 keep_older(target, info)
@@ -171,11 +168,6 @@ def previous_path(path: StrPath) -> Path:
     """The second name of an older file: ``a/resnet.safetensors`` -> ``a/resnet.prev.safetensors``."""
     path = Path(path)
     return path.with_name(f"{path.stem}.prev{path.suffix}")
-
-
-def _other_name(path: Path, info: CheckpointInfo) -> Path:
-    """A name for the same file where the file system refuses `path`: readers go by the header."""
-    return path.with_name(f"{path.stem}.step_{info.step}.{secrets.token_hex(3)}{path.suffix}")
 
 
 @contextmanager
