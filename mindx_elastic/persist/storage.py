@@ -15,8 +15,8 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mindx_elastic.core.events import logger
@@ -34,6 +34,7 @@ __all__ = [
     "fsync_dir",
     "keep_as",
     "make_directory_durable",
+    "new_file",
     "prepare_owned_directory",
     "publish",
     "publish_copy",
@@ -231,6 +232,21 @@ def create_temp(final: Path) -> tuple[int, Path]:
         os.close(fd)  # a cleaner took it for a left-over between its creation and the lock
 
 
+@contextmanager
+def new_file(final: Path, name_it: Callable[[Path, Path], object] | None = None) -> Iterator[tuple[int, Path]]:
+    """A temporary file next to `final`. When the block ends well it is flushed and gets its name, durably, by `name_it`
+    (`publish`); when not, it is deleted. Raises OSError."""
+    fd, temp = create_temp(final)
+    try:
+        yield fd, temp
+        os.fsync(fd)
+        (name_it or publish)(temp, final)
+        fsync_dir(final.parent)
+    finally:
+        temp.unlink(missing_ok=True)  # it does not exist any more when all went well
+        os.close(fd)
+
+
 def remove_stale_temps(directory: StrPath) -> list[Path]:
     """Delete the temporary files that killed writers have left in `directory`; returns them.
 
@@ -293,15 +309,12 @@ def publish_copy(source: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        fd, temp = create_temp(final)
-        try:
-            with open(source, "rb") as reader, open(fd, "wb", closefd=False) as writer:
-                shutil.copyfileobj(reader, writer, 8 << 20)
-            os.fsync(fd)
-            publish(temp, final)
-        finally:
-            temp.unlink(missing_ok=True)
-            os.close(fd)
+        with (
+            new_file(final) as (fd, _),
+            open(source, "rb") as reader,
+            open(fd, "wb", closefd=False) as writer,
+        ):
+            shutil.copyfileobj(reader, writer, 8 << 20)
 
 
 def _link_over(source: Path, target: Path) -> None:

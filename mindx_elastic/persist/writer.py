@@ -29,11 +29,11 @@ from mindx_elastic.persist.flatten import Tree, flatten
 from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, Held, read_header, seal_header
 from mindx_elastic.persist.storage import (
     check_free_space,
-    create_temp,
     free_space,
     fsync_dir,
     keep_as,
     make_directory_durable,
+    new_file,
     publish,
     publish_copy,
     quarantine,
@@ -105,18 +105,21 @@ def write_checkpoint(
         header = HeaderDraft(entries).header(info, tree, layout or {}, held)
     nbytes = len(header) + (entries[-1].end if entries else 0)
     target, saved = path, None  # the name that is being written; the file, once it is durable
+
+    def name_it(temp: Path, final: Path) -> None:
+        keep_older(final, info)
+        before_publish(temp)
+        publish(temp, final)
+
     try:
-        with _new_file(path, nbytes) as (fd, temp):
+        with new_file(path, name_it) as (fd, _):
+            _reserve(fd, path, nbytes)
             pinned = "cuda" in {tensor.device.type for tensor in tensors.values()}
             with closing(BlockWriter(fd, len(header), pinned=pinned, reserve=reserve, cached=cached)) as blocks:
                 digests = blocks.put_tensors((name, tensors[name], end - begin) for name, _, _, begin, end in entries)
                 blocks.finish(partial(seal_header, header, digests))
-            _flush(fd, nbytes)
-            keep_older(path, info)
-            before_publish(temp)
-            publish(temp, path)
-            fsync_dir(path.parent)
-            saved = path
+            os.ftruncate(fd, nbytes)  # direct I/O writes whole blocks
+        saved = path
         for target in dict.fromkeys(map(Path, also)):
             if target != path:
                 keep_older(target, info)
@@ -127,23 +130,10 @@ def write_checkpoint(
     return SaveResult(saved, nbytes, time.monotonic() - started, info)
 
 
-@contextmanager
-def _new_file(path: Path, nbytes: int) -> Iterator[tuple[int, Path]]:
-    """A temporary file with room for `nbytes`, until the end of the block: by then it has the name `path`, or there is
-    nothing. Raises OSError."""
-    fd, temp = create_temp(path)
-    try:
-        if not preallocate(fd, nbytes):
-            check_free_space(path.parent, nbytes)
-        yield fd, temp
-    finally:
-        temp.unlink(missing_ok=True)  # after a successful rename it does not exist
-        os.close(fd)
-
-
-def _flush(fd: int, nbytes: int) -> None:
-    os.ftruncate(fd, nbytes)  # direct I/O writes whole blocks
-    os.fsync(fd)
+def _reserve(fd: int, path: Path, nbytes: int) -> None:
+    """Find out whether the disk has room, before anything is written. Raises OSError."""
+    if not preallocate(fd, nbytes):
+        check_free_space(path.parent, nbytes)
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor], held: Held) -> dict[str, torch.Tensor]:
@@ -176,15 +166,18 @@ def copied_file(path: Path, size: int, look: Callable[[Path], CheckpointInfo | N
     whole and durable, or there is nothing. `look`: is called with the temporary file in the end, and returns its
     header; None: it is no checkpoint, and takes the place of what has its name. Raises OSError."""
     make_directory_durable(path.parent)
-    with _new_file(path, size) as (fd, temp):
+
+    def name_it(temp: Path, final: Path) -> None:
+        if (info := look(temp)) is not None:
+            keep_older(final, info)
+        publish(temp, final)
+
+    with new_file(path, name_it) as (fd, _):
+        _reserve(fd, path, size)
         with closing(BlockWriter(fd, 0)) as blocks:
             yield blocks
             blocks.finish()
-        _flush(fd, size)
-        if (info := look(temp)) is not None:
-            keep_older(path, info)
-        publish(temp, path)
-        fsync_dir(path.parent)
+        os.ftruncate(fd, size)  # direct I/O writes whole blocks
 
 
 def keep_older(path: Path, info: CheckpointInfo) -> None:

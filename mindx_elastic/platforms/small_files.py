@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import SaveError, StrPath, UsageError
-from mindx_elastic.persist.storage import create_temp, fsync_dir, make_directory_durable, publish
+from mindx_elastic.persist.storage import make_directory_durable, new_file
 
 __all__ = ["MAX_FILE_BYTES", "ArgumentTypeError", "named_errors", "read_bounded", "read_regular", "write_whole"]
 
@@ -58,21 +58,11 @@ def read_bounded(path: StrPath, what: str) -> bytes:
 def write_whole(path: StrPath, data: bytes) -> Path:
     """Make `path` hold `data`, in one step and durably; its folder is made. Raises SaveError."""
     final = Path(path)
-    temp = None
     try:
         make_directory_durable(final.parent)
-        fd, temp = create_temp(final)
-        try:
-            with open(fd, "wb", closefd=False) as file:
-                file.write(data)
-            os.fsync(fd)
-            publish(temp, final)
-        finally:
-            os.close(fd)
-        fsync_dir(final.parent)
+        with new_file(final) as (fd, _), open(fd, "wb", closefd=False) as file:
+            file.write(data)
     except (OSError, ValueError) as error:
-        if temp is not None:
-            temp.unlink(missing_ok=True)
         raise SaveError(f"{path}: cannot be written: {getattr(error, 'strerror', error)}", path=path) from error
     return final
 

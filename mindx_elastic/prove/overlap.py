@@ -13,12 +13,11 @@ looks at the same, and says whether both are equal. The file, one JSON object a 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +33,7 @@ from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard.checks.program_variables import program_frames
 from mindx_elastic.guard.unmanaged import NOW_AND_THEN
+from mindx_elastic.persist.storage import new_file
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
 from mindx_elastic.prove.loop_variables import carried, loops_around
@@ -119,13 +119,9 @@ class Played(_Notes):
         head = {"version": _VERSION, "run": self._seen.run_id, **ranks, "step": self._from, "software": _software()}
         text = "".join(json.dumps(line) + "\n" for line in (head, *map(vars, self.life.steps)))
         text += json.dumps({"digest": xxhash.xxh3_64_hexdigest(text.encode())}) + "\n"
-        temp = self._path.with_name(self._path.name + ".tmp")
         try:
-            with open(temp, "w", encoding="utf-8") as file:
+            with new_file(self._path) as (fd, _), open(fd, "w", encoding="utf-8", closefd=False) as file:
                 file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temp, self._path)
             _drop_orphans(self._path.parent)
         except OSError as error:
             logger.warning(
@@ -133,8 +129,6 @@ class Played(_Notes):
                 "nothing to compare itself with",
                 error,
             )
-            with suppress(OSError):
-                temp.unlink()
 
 
 class Comparison(_Notes):

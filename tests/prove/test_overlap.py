@@ -20,6 +20,7 @@ import xxhash
 from mindx_elastic import Guard
 from mindx_elastic.core.certificate import WITNESS_SUFFIX
 from mindx_elastic.errors import ResumeDiffersError
+from mindx_elastic.persist.storage import TEMP_SUFFIX
 from mindx_elastic.prove import overlap, play_on
 from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import wait_until
@@ -228,7 +229,7 @@ def test_a_witness_goes_with_its_checkpoint(tmp_path: Path) -> None:
     first = witness_in(tmp_path)
     first.with_name(first.name.removesuffix(WITNESS_SUFFIX)).unlink()
     stop(tmp_path, seed=2, resume="never")
-    assert witness_in(tmp_path).read_text() and not list(tmp_path.glob("*.tmp"))
+    assert witness_in(tmp_path).read_text() and not list(tmp_path.glob(f"*{TEMP_SUFFIX}"))
 
 
 def test_another_step_ends_the_job_if_it_is_to(tmp_path: Path) -> None:
@@ -313,7 +314,7 @@ def test_a_damaged_witness_is_named_and_nothing_else(
 def test_where_the_witness_cannot_be_written_the_checkpoint_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = tmp_path / f"job-2_2_breakpoint.safetensors{WITNESS_SUFFIX}.tmp"
+    place = tmp_path / f"job-2_2_breakpoint.safetensors{WITNESS_SUFFIX}"
     place.mkdir()
     stop(tmp_path)
     assert len(lines(caplog, "the witness of the next step cannot be written")) == 1
