@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from mindx_elastic.core.fields import read_text
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.printable import counted, printable
 
 __all__ = [
     "COMPARED",
@@ -109,8 +109,9 @@ def proof_of(chains: Sequence[Sequence[str]], against: Sequence[str]) -> ResumeP
     spans = ", ".join(entry.span for entry in joined[-4:])
     earlier = f" and {len(joined) - 4} before" if len(joined) > 4 else ""
     rest = f"; {open_ends[-1]}" if open_ends else ""
-    s = "s" * (newest.ranks != 1)
-    return ResumeProof(True, f"proved: {spans}{earlier} ({newest.ranks} rank{s}, {date_of(newest.date)}){rest}")
+    return ResumeProof(
+        True, f"proved: {spans}{earlier} ({counted(newest.ranks, 'rank')}, {date_of(newest.date)}){rest}"
+    )
 
 
 def said_of(entry: CertifiedResume) -> str:

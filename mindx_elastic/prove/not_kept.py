@@ -29,6 +29,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
+from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.program_variables import (
     is_library,
     kind_of,
@@ -167,11 +168,7 @@ class NotKept:
         now = self._uncleared()
         same = [place for place in now if place in before and before[place][0]() is now[place][0]()]
         added = [place for place in same if before[place][1] != now[place][1]]
-        if not added:
-            return []
-        if len(added) == 1:
-            return [f"gradient of {added[0]} (no optimizer clears it)"]
-        return [f"gradients of {added[0]} and {len(added) - 1} more parameters (no optimizer clears them)"]
+        return [f"gradients of {listed(added, 1)} (no optimizer clears them)"] if added else []
 
     def _carried(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
         found = [name for each in frames for name in self._carried_by(each, carried(each), is_ahead)]

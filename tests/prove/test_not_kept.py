@@ -296,7 +296,7 @@ def test_gradients_that_no_optimizer_clears_go_on(
                 assert before is None or before() is None, "its memory is free"
             train(guard, model, optimizer, fetch())
     (line,) = facts(caplog)
-    assert ("gradient of model.layer.weight (no optimizer clears it)" in line) is not clears_all
+    assert ("gradients of model.layer.weight (no optimizer clears them)" in line) is not clears_all
 
 
 def test_a_resumed_run_says_it_in_its_files_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
