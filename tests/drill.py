@@ -124,8 +124,7 @@ def write_lines(log: Path, name: str, seed: int, results: Sequence[DrillResult],
 
 
 def read_bad_rows(log: Path) -> list[tuple[str, int, Fault]]:
-    """Setting, seed and fault of each line of a `log` whose result was not good. What cannot happen is left out: a
-    death in a copy on a rank that makes none."""
+    """Setting, seed and fault of each line of a `log` whose result was not good."""
     rows = []
     for line in log.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -133,9 +132,7 @@ def read_bad_rows(log: Path) -> list[tuple[str, int, Fault]]:
         name, seed, text, *_, outcome = line.split(" ")
         if outcome in [good.replace(" ", "-") for good in GOOD] or text.partition(":")[0] not in KINDS:
             continue
-        fault = parse_fault(text)
-        if not (fault.at == "copy" and fault.rank):
-            rows.append((name, int(seed), fault))
+        rows.append((name, int(seed), parse_fault(text)))
     return rows
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich import box
@@ -53,6 +53,7 @@ __all__ = [
     "moment",
     "parse_size",
     "print_table",
+    "read_log",
     "say",
     "show",
     "tell_error",
@@ -88,6 +89,7 @@ RUN_DIR = Path("mindx-run")
 """Where `mindx-elastic run` writes if it is not told otherwise."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
+_T = TypeVar("_T")
 _UNITS = {"": 0, "ki": 10, "mi": 20, "gi": 30, "ti": 40}
 _LEAST_WRAPPED = 12  # columns of a table that may be wrapped get so much, or there is no table
 _PIPE_WIDTH = 1000  # output that goes to a file or to grep is not wrapped; a table is only as wide as its content
@@ -130,19 +132,25 @@ def is_folder(path: Path) -> bool:
     return False
 
 
-def find_runs(path: Path) -> list[AgentRun]:
-    """The runs of agents in a RUN_DIR, the oldest first; none where there is no log. Ends the command where the path
-    does not exist or cannot be read."""
-    from mindx_elastic.agent.run_log import load_runs
+def read_log(path: Path, read: Callable[[Path], _T]) -> _T | None:
+    """What `read` makes of the event log of a RUN_DIR, or of the log itself; None: there is no log. Ends the command
+    where the path does not exist or cannot be read."""
     from mindx_elastic.core.events import EVENTS_FILE
 
     file = path / EVENTS_FILE if is_folder(path) else path
     try:
-        return load_runs(file)
+        return read(file)
     except FileNotFoundError:
-        return []
+        return None
     except OSError as error:
         fail(f"{file} cannot be read: {error.strerror or error}")
+
+
+def find_runs(path: Path) -> list[AgentRun]:
+    """The runs of agents in a RUN_DIR, the oldest first; none where there is no log. See `read_log`."""
+    from mindx_elastic.agent.run_log import load_runs
+
+    return read_log(path, load_runs) or []
 
 
 def is_running(run: AgentRun) -> bool | None:

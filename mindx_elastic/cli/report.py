@@ -14,9 +14,9 @@ from mindx_elastic.cli.common import (
     RUN_DIR,
     RunDirArgument,
     fail,
-    is_folder,
+    read_log,
 )
-from mindx_elastic.core.printable import human_size, printable
+from mindx_elastic.core.printable import counted, human_size, printable
 
 __all__ = ["report_command"]
 
@@ -44,26 +44,17 @@ def report_command(
     mindx-elastic report mindx-run -o report.html
     mindx-elastic report ckpt                            without the agent: the checkpoint directory
     """
-    from mindx_elastic.core.events import EVENTS_FILE
     from mindx_elastic.report.page import make_page
     from mindx_elastic.report.run_history import tell
 
-    log = path / EVENTS_FILE if is_folder(path) else path
-    try:
-        story = tell(log)
-    except FileNotFoundError:
-        story = None
-    except OSError as error:
-        fail(f"{log} cannot be read: {error.strerror or error}")
+    story = read_log(path, tell)
     if story is None:
-        text = f"nothing has run in {path}: it has no events of an agent or of a guard"
-        typer.echo(printable(text))
+        typer.echo(printable(f"nothing has run in {path}: it has no events of an agent or of a guard"))
         raise typer.Exit(EXIT_NOTHING)
     data = make_page(story).encode("utf-8", "backslashreplace")
     _write(output, data, story.sources)
     torn = f"; {story.torn} torn or foreign lines were left out" if story.torn else ""
-    count = len(story.run.records)
-    attempts = "1 attempt" if count == 1 else f"{count} attempts"
+    attempts = counted(len(story.run.records), "attempt")
     typer.echo(printable(f"{output}: {human_size(len(data))}, {attempts}{torn}"))
 
 

@@ -80,7 +80,7 @@ class Drill:
 
 def draw_faults(places: Sequence[tuple[int, int]], *, ranks: int, agent: bool, seed: int) -> Iterator[Fault]:
     """Faults by `seed`, of all kinds that `--random` draws, without an end. `places`: guard and step of each boundary
-    but the last. A job may have no workers, no copy or no save just there: then the fault does not fire."""
+    but the last. A job may have no workers there: then the fault does not fire."""
     chance = random.Random(seed)
     kinds = [kind for kind in KINDS.values() if kind.by_chance and (agent or not kind.agent)]
     while True:
@@ -162,7 +162,7 @@ class Driller(Baseline):
         last = [number for series, number in self.reference.places(fault.rank) if series == fault.guard]
         if not last:
             raise UsageError(f"--fault {fault}: the script enters no guard number {fault.guard}; the first one is 0")
-        latest = last[-1] if fault.at not in ("boundary", "copy") else last[-1] - 1
+        latest = last[-1] - (fault.at == "boundary")
         latest -= fault.about.stops and len(ranks) > 1
         if fault.step > latest:
             raise UsageError(
@@ -218,9 +218,8 @@ class Driller(Baseline):
         fired = _fired(fault)
         result = DrillResult(fault=fault, outcome="exact", codes=codes)
         if fired is None:
-            other = "the rank has copied no state to shared memory there" if fault.at == "copy" else ""
             missed = (str(note["why"]) for note in notes if note["what"] == "missed")
-            why = next(missed, other or "the run has not come to its place")
+            why = next(missed, "the run has not come to its place")
             return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}"))
         lives = [life for run in chain.runs for life in run.lives]
         result = replace(result, compared=count_steps(lives), leftovers=[*self._leftovers.processes])

@@ -11,8 +11,8 @@ from mindx_elastic.errors import UsageError
 
 __all__ = ["KINDS", "PLACES", "Fault", "Kind", "describe_kinds", "parse_fault"]
 
-PLACES = ("boundary", "forward", "update", "copy")
-"""After the step; at its first forward; after an ``optimizer.step()`` of it; while a snapshot is copied."""
+PLACES = ("boundary", "forward", "update")
+"""After the step; at its first forward; after an ``optimizer.step()`` of it."""
 _KEYS = {"rank": "R", "step": "N", "at": "PLACE", "guard": "G"}
 
 
@@ -41,12 +41,11 @@ def _signal(number: int) -> int:
     return 128 + number
 
 
-_MOMENTS = ("boundary", "forward", "update")
 _ALL = (
     Kind(
         name="kill",
         says="SIGKILL to one rank",
-        places=(*_MOMENTS, "copy"),
+        places=PLACES,
         codes=(-9, _signal(9), 75),
     ),
     Kind(name="kill-all", says="SIGKILL to every rank, the drawn one last", codes=(-9, _signal(9), 75), agent=True),
@@ -59,7 +58,7 @@ _ALL = (
     Kind(
         name="terminate",
         says="the signal that the guard listens to (SIGTERM) to one rank",
-        places=_MOMENTS,
+        places=PLACES,
         codes=(_signal(2), _signal(10), _signal(15)),  # whichever the guard listens to
         stops=True,
     ),
@@ -120,12 +119,12 @@ class Fault:
     @property
     def boundaries_before(self) -> int:
         """How many boundaries have been passed when it happens."""
-        return self.step if self.at in ("boundary", "copy") else self.step - 1
+        return self.step if self.at == "boundary" else self.step - 1
 
     @property
     def needs_more(self) -> bool:
-        """Whether it needs something that not every job has at every step: a worker, a copy of the state, a stop."""
-        return self.about.workers or self.at == "copy" or self.about.stops
+        """Whether it needs something that not every job has at every step: a worker, a stop."""
+        return self.about.workers or self.about.stops
 
     def __str__(self) -> str:
         shown: list[str] = [f"rank={self.rank}", f"step={self.step}"]

@@ -1,8 +1,7 @@
 """Carries out a fault inside a rank of a run that `mindx-elastic drill` has started.
 
 The witness of the rank's guard (`prove.proof_witness`) makes an `Injector` where the control file names a fault, and
-tells it of boundaries and forwards. What a fault does is real: signals, exceptions, a process that is gone in the
-middle of a copy.
+tells it of boundaries and forwards. What a fault does is real: signals, exceptions, a process that is gone.
 
 Before anything happens it is noted in a file, so that a fault that never came about is seen, and so that a rank that an
 agent starts again does not do it again. Training thread.
@@ -24,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mindx_elastic.core.status_page import read_pages
 from mindx_elastic.drill.faults import Fault
-from mindx_elastic.memory import snapshots
 
 __all__ = ["NOTES", "DrillError", "Injector"]
 
@@ -49,8 +47,6 @@ class Injector:
         self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
         self._has_updated = False
         register_optimizer_step_post_hook(self._note_update)
-        if self._is_armed and self._fault.at == "copy":
-            snapshots.reach = self._in_copy
 
     # --- what the witness says ---
 
@@ -79,13 +75,6 @@ class Injector:
         """An optimizer has stepped: the weights are those of no boundary."""
         self._has_updated = True
         if self.is_due("update"):
-            self.fire()
-
-    def _in_copy(self, stage: str) -> None:
-        # The step may be passed, or not: a copy goes on during the next one.
-        if stage != "copying" or not self._is_armed:
-            return
-        if self._fault.guard == self._series and self._passed + 1 >= self._fault.step:
             self.fire()
 
     # --- what it does ---

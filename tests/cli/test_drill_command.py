@@ -67,8 +67,8 @@ def test_faults_of_one_process_with_all_reports(tmp_path: Path) -> None:
 @pytest.mark.drill
 @pytest.mark.slow
 def test_a_fault_that_does_not_come_about_is_a_failure(tmp_path: Path) -> None:
-    (found,) = drill("--fault", "kill:step=2,at=copy", "--steps", 4, cwd=tmp_path, code=1)
-    assert found["outcome"] == "not fired" and "has copied no state" in found["what"]
+    (found,) = drill("--fault", "kill-worker:step=2", "--steps", 4, cwd=tmp_path, code=1)
+    assert found["outcome"] == "not fired" and "has no loader workers" in found["what"]
 
 
 @pytest.mark.drill

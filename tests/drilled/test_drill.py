@@ -29,7 +29,7 @@ def test_all_kinds_and_places_are_drawn_and_those_of_an_agent_only_where_there_i
         faults = drawn(800, agent=agent)
         kinds = {kind.name for kind in KINDS.values() if kind.by_chance and (agent or not kind.agent)}
         assert {fault.kind for fault in faults} == kinds
-        assert {fault.at for fault in faults} == {"boundary", "forward", "update", "copy"}
+        assert {fault.at for fault in faults} == {"boundary", "forward", "update"}
         assert {(fault.guard, fault.step) for fault in faults} == set(PLACES)
         assert {fault.rank for fault in faults} == {0, 1}
 

@@ -33,7 +33,7 @@ def test_what_a_text_says(text: str, fault: Fault) -> None:
         ("kil", "no such fault (did you mean kill?)"),
         ("", "no such fault; mindx-elastic drill --list"),
         ("kill:rank", "'rank' is none of rank=R, step=N, guard=G, at=PLACE"),
-        ("kill:at=lunch", "at=lunch: give boundary, forward, update, copy"),
+        ("kill:at=lunch", "at=lunch: give boundary, forward, update"),
         ("kill:step=0", "step=0: give a whole number from 1"),
         ("kill:rank=-1", "rank=-1: give a whole number from 0"),
     ],
