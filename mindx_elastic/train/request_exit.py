@@ -21,7 +21,7 @@ from mindx_elastic.guard.policy import ExitPolicy, final_name
 from mindx_elastic.persist.storage import fsync_dir
 from mindx_elastic.train.callbacks import Callback, CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import checked_file_name, directory_path
-from mindx_elastic.train.step import evaluation_mode, move_batch, network_arguments
+from mindx_elastic.train.step import evaluation_mode, move_batch, split_batch
 
 __all__ = ["OnRequestExit", "export_network"]
 
@@ -139,7 +139,7 @@ def export_network(network: nn.Module, batch: Any, target: Path, *, takes_target
     module = unwrap_module(network)
     parameter = next(module.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
-    args, kwargs = network_arguments(move_batch(batch, device), takes_targets=takes_targets)
+    args, kwargs, _ = split_batch(move_batch(batch, device), takes_targets=takes_targets)
     temporary = target.with_name(f".{target.stem}.{os.getpid()}.tmp.pt2")
     try:
         with warnings.catch_warnings(), torch.no_grad(), evaluation_mode(module):

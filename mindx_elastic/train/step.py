@@ -39,7 +39,6 @@ __all__ = [
     "forward",
     "loss_of",
     "move_batch",
-    "network_arguments",
     "split_batch",
 ]
 
@@ -320,17 +319,15 @@ def loss_of(outputs: Any) -> Any:
 def forward(model: ModelParts, network: Any, batch: Any) -> tuple[Tensor, Any, Any]:
     """(loss, outputs, targets) of one batch, under autocast when `Model` was given ``amp``."""
     with model.autocast():
+        args, kwargs, targets = split_batch(batch, takes_targets=model.loss_fn is None)
+        outputs = network(*args, **kwargs)
         if model.loss_fn is None:
-            args, kwargs = network_arguments(batch, takes_targets=True)
-            outputs = network(*args, **kwargs)
             if not isinstance(loss := loss_of(outputs), Tensor):
                 raise UsageError(
                     f"loss_fn is None and the network returned a {type(outputs).__name__} without a loss; give Model "
                     "a loss_fn, let the network return its loss, or write a train_step"
                 )
             return loss, outputs, None
-        args, kwargs, targets = split_batch(batch)
-        outputs = network(*args, **kwargs)
         return model.loss_fn(outputs, targets), outputs, targets
 
 
@@ -382,30 +379,22 @@ def _rebuilt(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def split_batch(batch: Any, *, takes_targets: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """(positional inputs, named inputs, targets) for ``loss_fn(network(*inputs, **named), targets)``.
 
-    The last item of a tuple or list is the target; a dict goes in by name and is the target as a whole.
-    Raises UsageError for a batch without targets.
+    The last item of a tuple or list is the target; a dict goes in by name and is the target as a whole. With
+    `takes_targets` (loss_fn=None) the whole batch goes in. Raises UsageError for a batch without targets.
     """
     if isinstance(batch, Mapping):
         return (), dict(batch), batch
+    if takes_targets:
+        return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, None
     if isinstance(batch, (tuple, list)) and len(batch) >= 2:
         return tuple(batch[:-1]), {}, batch[-1]
     raise UsageError(
         f"a batch is a {type(batch).__name__} without targets; the default step needs (inputs, targets). Let the "
         "data set give both, use loss_fn=None and a network that returns its loss, or write a train_step"
     )
-
-
-def network_arguments(batch: Any, *, takes_targets: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of a call of the network; with `takes_targets` (loss_fn=None) the whole batch goes in."""
-    if takes_targets:
-        if isinstance(batch, Mapping):
-            return (), dict(batch)
-        return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
-    args, kwargs, _ = split_batch(batch)
-    return args, kwargs
 
 
 def batch_size(batch: Any) -> int:

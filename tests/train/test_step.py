@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.train.step import batch_size, detach, move_batch, network_arguments, split_batch
+from mindx_elastic.train.step import batch_size, detach, move_batch, split_batch
 
 
 class Pair(NamedTuple):
@@ -31,9 +31,8 @@ def test_batches_of_all_shapes_are_moved() -> None:
 def test_what_is_input_and_what_is_target() -> None:
     assert split_batch([1, 2, 3]) == ((1, 2), {}, 3)
     assert split_batch({"x": 1}) == ((), {"x": 1}, {"x": 1})
-    assert network_arguments((1, 2), takes_targets=True) == ((1, 2), {})
-    assert network_arguments((1, 2), takes_targets=False) == ((1,), {})
-    assert network_arguments("b", takes_targets=True) == (("b",), {})
+    assert split_batch((1, 2), takes_targets=True) == ((1, 2), {}, None)
+    assert split_batch("b", takes_targets=True) == (("b",), {}, None)
     for bad in (torch.ones(3), [torch.ones(3)]):
         with pytest.raises(UsageError, match="without targets"):
             split_batch(bad)
