@@ -12,8 +12,8 @@ from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.core.strategy import RECORD_VERSION, LayoutRecord, Strategy, TensorSpec, global_name
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
-from mindx_elastic.persist.format import CheckpointInfo, Header, Held
-from mindx_elastic.persist.places import Places, SharedPlaces, shape_of_node
+from mindx_elastic.persist.format import CheckpointInfo, Header
+from mindx_elastic.persist.places import Places, SharedPlaces, places_in, shape_of_node
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.start.assumptions import UNDESCRIBED, replica_digests_of
 from mindx_elastic.start.facts import FileFact, PartsHeld, Rejected, single_rank_strategy
@@ -36,10 +36,6 @@ class Strategies:
         self._same: dict[int, Strategy] = {}
         self._described: dict[tuple[object, ...], tuple[_Described, Header]] = {}
         self._checked: dict[int, Strategy] = {}
-
-    def places_of(self, header: Header) -> Places:
-        """The tensors whose layout matters."""
-        return {place: node for part, _ in self._places.parts_of(header.tree) for place, node in part.items()}
 
     def described(self, header: Header) -> _Described:
         """Worked out once for files that say the same, but for the rank. Raises UsageError for a record that
@@ -114,6 +110,7 @@ def facts_of(
 
 
 def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica_digests: dict[str, str]) -> FileFact:
+    held = None if entry.header is None else entry.header.held
     return FileFact(
         path=str(entry.path),
         rank=info.rank,
@@ -130,12 +127,8 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
         fault_report=info.coordinates.get("fault_report", 0),
         replica_digests=replica_digests,
         unmanaged=tuple(info.unmanaged),
-        held=None if entry.header is None or entry.header.held is None else _parts_of(entry.header.held),
+        held=None if held is None else PartsHeld(held.key, held.division.count, held.parts),
     )
-
-
-def _parts_of(held: Held) -> PartsHeld:
-    return PartsHeld(held.key, held.division.count, held.parts)
 
 
 def _base_of(info: CheckpointInfo) -> tuple[int, int] | None:
@@ -152,20 +145,21 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
     strategies = strategies or Strategies()
     info, record = header.info, header.layout
     if record.get("version") != RECORD_VERSION:
-        return _without_record(header, strategies), {}
+        return _without_record(header), {}
     if (record.get("rank"), record.get("world_size")) != (info.rank, info.world_size):
         raise UsageError(f"its layout record is of rank {record.get('rank')!r} of {record.get('world_size')!r}")
     described = strategies.described(header)
     return described.strategy, described.replica_digests(info.rank, header.digests)
 
 
-def _without_record(header: Header, strategies: Strategies) -> Strategy:
+def _without_record(header: Header) -> Strategy:
     """The strategy of a file that another program has made with our writer."""
     info = header.info
     if info.world_size > 1 and info.coordinates.get("replicas") != info.world_size:
         return single_rank_strategy(info.rank, info.world_size)
     layout = Layout((info.world_size,), (REPLICATE,))
-    shapes = _shapes(strategies.places_of(header), header)
+    places = {p: node for p, node in places_in(header.tree).items() if p.partition(".")[0] not in RESERVED_NAMES}
+    shapes = _shapes(places, header)
     specs = (TensorSpec(place, shape, layout, dtype) for place, (dtype, shape) in shapes.items())
     return Strategy(info.world_size, tuple(specs))
 
