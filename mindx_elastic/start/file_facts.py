@@ -35,7 +35,6 @@ class Strategies:
         self._known: dict[Strategy, Strategy] = {}
         self._same: dict[int, Strategy] = {}
         self._described: dict[tuple[object, ...], tuple[_Described, Header]] = {}
-        self._checked: dict[int, Strategy] = {}
 
     def described(self, header: Header) -> _Described:
         """Worked out once for files that say the same, but for the rank. Raises UsageError for a record that
@@ -56,16 +55,14 @@ class Strategies:
             found = self._described[key] = _Described(header, places, self), header
         return found[0]
 
-    def check(self, strategy: Strategy) -> None:
-        """Raises UsageError if the other ranks could not decode this strategy."""
-        if id(strategy) not in self._checked:
-            Strategy.from_json(strategy.to_json())
-            self._checked[id(strategy)] = strategy  # keep it, so that no other object gets its id
-
     def one(self, strategy: Strategy) -> Strategy:
+        """Raises UsageError if the other ranks could not decode it."""
         if self._same.get(id(strategy)) is strategy:  # the hash of a strategy goes through all its tensors
             return strategy
-        found = self._known.setdefault(strategy, strategy)
+        found = self._known.get(strategy)
+        if found is None:
+            Strategy.from_json(strategy.to_json())
+            found = self._known[strategy] = strategy
         self._same[id(found)] = found
         return found
 
@@ -96,7 +93,7 @@ def facts_of(
             continue
         try:
             strategy, replica_digests = strategy_of(header, strategies)
-            strategies.check(strategy)
+            strategy = strategies.one(strategy)
         except MemoryError:
             raise  # ours, not the file's
         except Exception as error:
@@ -104,8 +101,8 @@ def facts_of(
             # own rank, at the same world size.
             reason = f"it serves rank {info.rank} only, since its layout record is malformed: {error!s:.300}"
             rejected.append(Rejected(str(entry.path), reason))
-            strategy, replica_digests = single_rank_strategy(info.rank, info.world_size), {}
-        facts.append(_fact(entry, info, strategies.one(strategy), replica_digests))
+            strategy, replica_digests = strategies.one(single_rank_strategy(info.rank, info.world_size)), {}
+        facts.append(_fact(entry, info, strategy, replica_digests))
     return facts, rejected
 
 

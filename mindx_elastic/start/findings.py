@@ -240,10 +240,10 @@ def scan(
         snapshots = [] if listing.arenas is None else snapshot_files(listing.arenas)
     in_memory = [entry for path in snapshots[slice(*_slice(memory_share))] if (entry := _sound(path, shared))]
     for entry in (*on_disk, *in_memory):
+        found.entries[str(entry.path)] = entry
         info = entry.info
         if info is None:
             continue
-        found.entries[str(entry.path)] = entry
         found.attempts[info.run_id] = max(info.attempt, found.attempts.get(info.run_id, 0))
         foreseen = info.coordinates.get("foreseen")
         if foreseen == 0:
@@ -291,7 +291,6 @@ def _read_files(
         if entry is not None:
             entries.append(entry)
     for entry in entries:
-        found.entries[str(entry.path)] = entry
         # Ignore another program's file under its own name (pretrained weights).
         ours = entry.info is not None or entry.looks_ours or not entry.foreign
         found.anything |= ours
