@@ -297,6 +297,9 @@ class Supervisor(LocalElasticAgent):
             self._shrinking.prepare()
 
     def _end_without_nodes(self, error: Exception) -> Ending:
+        over = None if self._membership is None else self._membership.over
+        if over is not None and self._membership is not None and self._membership.was_stopped:
+            return Ending(outcome="stopped", code=over.code, cause=over.why, elsewhere=True)
         if isinstance(error, HostLostError):  # the last line of the job says it
             what = str(error)
         else:
@@ -305,9 +308,6 @@ class Supervisor(LocalElasticAgent):
         if self._number >= 0 and self.ending.outcome == "stopped":
             return self.ending
         cause = f"{self.ending.cause}; then {what}" if self._number >= 0 else what
-        over = None if self._membership is None else self._membership.over
-        if over is not None and self._membership is not None and self._membership.was_stopped:
-            return Ending(outcome="stopped", code=over.code, cause=cause, elsewhere=True)
         code = EXIT_USAGE if over is not None and over.code == EXIT_USAGE else EXIT_TEMPORARY
         return Ending(outcome="failed", code=code, cause=cause, elsewhere=True)
 
