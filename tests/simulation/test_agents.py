@@ -61,7 +61,7 @@ def test_a_stop_of_one_agent_stops_all_nodes_when_a_rank_fails_at_that_moment(ki
     codes = {
         agent.code
         for told in (0, 1)
-        for at in (3.0, 3.5, 3.99, 4.0, 4.01, 4.3, 4.6)
+        for at in (3.0, 3.5, 3.99, 4.0, 4.01, 4.1, 4.6)
         for agent in played(2, Fault(kind, fails, 0, at=4.0), Fault("sigterm agent", told, 0, at=at), steps=9).agents
     }
     assert codes == {143}
