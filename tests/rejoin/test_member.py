@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
 
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
+from mindx_elastic.errors import MismatchError
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.host import Host
 from mindx_elastic.rejoin.member import Member, UnfitSpareError
+from mindx_elastic.rejoin.own_member import join_job
 from mindx_elastic.rejoin.protocol import Report
 
 
@@ -121,3 +124,15 @@ def test_a_new_process_lays_its_ddp_out_as_the_others_have_unless_it_was_when_it
     monkeypatch.setattr(groups, "rebuild_buckets", lambda name, module, order: problem * (order == [1, 0]))
     with pytest.raises(type(error), match=str(error)):
         member.join([("model", None)], refuse)  # type: ignore[list-item]
+
+
+def test_a_new_process_that_cannot_join_says_so_to_all() -> None:
+    said: list[object] = []
+    member: Any = SimpleNamespace(
+        generation=1, join=lambda ddp, end_setup: "entry", refuse=lambda *why: said.append(why)
+    )
+    assert join_job(member, []) == "entry"  # type: ignore[comparison-overlap]
+    member.join = refuse
+    with pytest.raises(MismatchError, match="cannot take a dead rank's place: this far"):
+        join_job(member, [])
+    assert said == [(1, "this far")]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.data.position import at_place_of
 from mindx_elastic.start.loading import (
     MISSING,
     ChosenState,
@@ -88,7 +89,7 @@ def loader_at(batch: int, start: int, **others: Any) -> dict[str, Any]:
 def test_a_loader_that_begins_its_epochs_otherwise_on_each_rank_goes_on_from_its_own_beginning() -> None:
     mine, theirs = [loader_at(4, 1), loader_at(3, 1)], [loader_at(4, 0), loader_at(3, 0)]
     own_way = choose_of_loader(loader_at(5, 0), RingStates(mine, theirs, newest=mine[0]), MISSING)
-    assert same_tree(own_way, loader_at(5, 1))
+    assert same_tree(own_way, loader_at(5, 1)) and same_tree(own_way, at_place_of(mine[0], loader_at(5, 0)))
 
 
 def test_an_epoch_that_no_boundary_has_seen_begins_as_it_was_found_in_the_middle_of_its_first_step() -> None:
