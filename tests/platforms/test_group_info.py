@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from mindx_elastic.agreement.gather import Answer
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import SaveError, UsageError
+from mindx_elastic.platforms.at_start import GroupInfoPart
 from mindx_elastic.platforms.group_info import (
     get_ckpt_path_with_strategy,
     groups_of,
@@ -108,3 +111,19 @@ def test_the_file_of_another_rank_or_job_is_an_error(source: Path, tmp_path: Pat
         get_ckpt_path_with_strategy(tmp_path / "rank_9" / "x.safetensors", source)
     with pytest.raises(UsageError, match="there is no such file"):
         get_ckpt_path_with_strategy(tmp_path / "rank_1" / "x.safetensors", tmp_path / "none.pb")
+
+
+def test_ranks_of_one_path_write_a_file_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = []
+    for rank, path in enumerate(("group_info.pb", "group_info.pb", "own/group_info.pb", "")):
+        monkeypatch.setenv("GROUP_INFO_FILE", path)
+        parts.append(GroupInfoPart(RankInfo(rank=rank, world_size=4)))
+    merged = parts[0].merge([part.say() for part in parts])
+    assert parts[0].is_wanted_somewhere and merged.own is not None
+    for part, own in zip(parts, merged.own, strict=True):
+        part.hear(Answer(None, own, list))
+        if part.is_wanted:
+            part.write(dp_tp(2, 2))
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pb")}
+    assert written == {"rank_0/group_info.pb", "rank_1/group_info.pb", "own/group_info.pb"}

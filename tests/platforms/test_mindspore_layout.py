@@ -141,3 +141,11 @@ def test_the_stage_is_the_mesh_of_most_tensors() -> None:
     assert stage_size_of(Strategy(8, (*specs, everywhere))) == 4
     assert stage_size_of(Strategy(8, (everywhere,))) == 8
     assert stage_size_of(Strategy(3, ())) == 3
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_an_optimizer_is_shared_by_a_part_of_the_replicas_that_are_so_far_apart(step: int) -> None:
+    layout = layout_of(Fields((4, 2), ((0,),), opt_weight_shard_step=step, opt_weight_shard_size=2), 0)
+    boxes = dict(zip(layout.ranks, boxes_of(layout, (16,)), strict=True))
+    for first in (0, 6 - step):  # 0 and 4, where 2 are apart; 0 and 2, where 4 are
+        assert (boxes[first], boxes[first + step]) == (((0, 4),), ((4, 8),))
