@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import MemorySettings, RankInfo
 from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.position import Position
 from mindx_elastic.memory import memory as memory_module
+from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
 from mindx_elastic.memory.memory import Memory, open_memory
 from mindx_elastic.persist.reader import read_checkpoint
+from tests.checkpoint_files import info_of
 from tests.guarded import Job, no_traces, plain_environment
 from tests.start.arenas import Machine
 
@@ -59,6 +64,41 @@ def test_trouble_is_said_and_the_training_goes_on_without(
         machine.job.mkdir(mode=0o755)
     assert open_on(machine, 1) is None
     assert "nothing is kept in memory, checkpoints on disk are not affected" in caplog.text
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_the_boundary_that_a_rank_has_resumed_from_is_in_memory_before_the_next_one(
+    machine: Machine, is_resumed: bool
+) -> None:
+    """And another machine's first rank makes the snapshots: this one pins what is its own."""
+    settings = MemorySettings(base=machine.base, snapshot_every=2)
+    memory = open_memory(settings, machine.directory, RankInfo(local_rank=1), replicated=True)
+    assert memory is not None
+    model = torch.nn.Linear(2, 2)
+    collector = Collector({"model": model})
+    collector.copy(Position(step=5, epoch=1, step_in_epoch=5))
+    memory.start(
+        collector,
+        UpdateGate(),
+        Exchange(),
+        EventLog(machine.directory / "events.jsonl", run_id="run-a"),
+        replicas=[model],
+        next_step=lambda: 6,
+        describe=lambda: info_of(5),
+        resumed=info_of(5) if is_resumed else None,
+    )
+
+    def steps() -> list[int]:
+        return [record.step for ring in machine.job.rglob(BOUNDARIES_FILE) for record in read_ring(ring)]
+
+    assert steps() == [5] * is_resumed
+    for step in (6, 7):
+        collector.copy(Position(step=step, epoch=1, step_in_epoch=step))
+        memory.at_boundary(step)
+        assert steps().count(step) == 1 + (step == 6), "where a snapshot is due it is there for longer, too"
+    assert memory._snapshotter is not None and memory._snapshotter.take_last()
+    assert steps().count(7) == 2
+    memory.close(keep=False)
 
 
 # --- a whole guard ---
