@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_the_boundary_that_a_rank_has_resumed_from_is_in_memory_before_the_next_
         Exchange(),
         EventLog(machine.directory / "events.jsonl", run_id="run-a"),
         replicas=[model],
-        next_step=lambda: 6,
+        counter=SimpleNamespace(step=5),
         describe=lambda: info_of(5),
         resumed=info_of(5) if is_resumed else None,
     )
