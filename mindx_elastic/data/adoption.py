@@ -26,8 +26,6 @@ __all__ = ["Adoption"]
 
 _KEY = "_mindx_resumable"
 _MASK = (1 << 63) - 1
-_FOLLOWED = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "timeout", "worker_init_fn")
-"""What programs set on a DataLoader after they have made it."""
 
 
 class Adoption:
@@ -49,6 +47,7 @@ class Adoption:
         self._own_seed = True
         """The order follows from torch's seed, which may be another one in the next process."""
         if isinstance(self.resumable, ResumableLoader):
+            self.resumable._stands_for = loader  # what programs set on it after they have made it counts
             sampler = self.resumable._sampler
             sampler.source = loader.batch_sampler
             sampler.made_with = sampler.order()
@@ -131,8 +130,6 @@ def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoa
 
 
 def _take_over(loader: DataLoader[Any], resumable: ResumableLoader) -> None:
-    for name in _FOLLOWED:
-        setattr(resumable, name, getattr(loader, name))
     order = stock_order(loader)
     if order is None:
         raise UsageError(

@@ -129,6 +129,8 @@ class CursorLoader:
     """Called once an iteration, when the worker iterator exists and the first batch has not been fetched."""
     _has_ends = True
     """Whether its epochs end."""
+    worker_grace_s: float | None = None
+    """Seconds that a signalled worker may live on; None: the environment's grace period."""
     _takes_first_seed = False
     """Whether it takes over the seed of the run that it resumes, in place of a refusal: it was made for a program that
     has chosen none."""

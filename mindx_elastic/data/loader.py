@@ -25,7 +25,6 @@ from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.iteration import CursorLoader, Opened
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
-from mindx_elastic.data.random_streams import SeededDataset, as_collated
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock, keeps_state
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.workers import make_torch_loader
@@ -71,8 +70,6 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
     """
 
     _form = "resumable"
-    worker_grace_s: float | None
-    """Seconds that a signalled worker may live on; None: the environment's grace period."""
 
     def __init__(
         self,
@@ -90,7 +87,7 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
     ) -> None:
         _check_arguments(dataset, rank, world_size, dataloader_kwargs)
         self._set_up()
-        self.worker_grace_s = None
+        self._stands_for: DataLoader[Any] | None = None  # whose settings count then
         self._resplit_epoch = (0, 0)  # the epoch that goes on with another number of ranks, and its batches
         self._lengths: tuple[int, int] | None = None  # of the data set: at a checkpoint, and when that was loaded
         self.length_before: int | None = None  # of the data set, before a guard has put back what is set on it
@@ -141,7 +138,7 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
     def _begin(self) -> Opened:
         self._settings = self._current_settings()
         self._check_length(len(self._sampler.dataset))
-        batches = self._open(self._build, persistent=self.persistent_workers)
+        batches = self._open(self._build, persistent=self._with_settings.persistent_workers)
         plan = self._sampler.newest_plan
         assert plan is not None
         self._warn_of_padding(plan)
@@ -196,6 +193,10 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
         assert isinstance(self.batch_sampler, ResumableBatchSampler)
         return self.batch_sampler
 
+    @property
+    def _with_settings(self) -> DataLoader[Any]:
+        return self if self._stands_for is None else self._stands_for
+
     def _current_settings(self) -> dict[str, Any]:
         sampler = self._sampler
         return {
@@ -209,16 +210,12 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
 
     def _build(self) -> DataLoader[Any]:
         # Read at each epoch, so that attributes set after construction count, as they do in DataLoader.
-        dataset = SeededDataset(self.dataset, self.collate_fn)
-        generator = torch.Generator().manual_seed(mix(self.seed, self._cursor.epoch, _WORKERS))
         return make_torch_loader(
-            self,
-            dataset,
+            self._with_settings,
             {"batch_sampler": self._sampler},
-            as_collated,
-            generator=generator,
+            seed=mix(self.seed, self._cursor.epoch, _WORKERS),
             grace_s=self.worker_grace_s,
-            persistent=self.persistent_workers,
+            persistent=self._with_settings.persistent_workers,
         )
 
     def _warn_of_padding(self, plan: EpochPlan) -> None:

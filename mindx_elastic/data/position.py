@@ -221,13 +221,10 @@ def at_place_of(state: Any, other: Any) -> dict[str, Any] | None:
     """
     if not all(isinstance(each, dict) and {"kind", *_PLACE} <= each.keys() for each in (state, other)):
         return None
-    own = {name: state[name] for name in ("seed", SETTINGS) if name in state}
     if not state.keys() - {SETTINGS} <= other.keys() or "following" in other:
         return None
-    if state["kind"] == "resumable" and "start" not in other:
-        is_alike = all(state[name] == other[name] for name in state.keys() - {"seed", SETTINGS, *_PLACE})
-        return {**other, **own} if is_alike and "seed" in state else None
-    if "start" not in state or any(state[name] != other[name] for name in ("kind", "epoch")):
+    alike = {"kind", "epoch"} if "start" in state else state.keys() - {"seed", SETTINGS, *_PLACE}
+    if "seed" not in state or any(state[name] != other[name] for name in alike):
         return None
     return {**other, **{name: value for name, value in state.items() if name not in _PLACE}}
 

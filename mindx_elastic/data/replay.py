@@ -15,7 +15,6 @@ import xxhash
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from mindx_elastic.alarm.shield import WorkerShield
-from mindx_elastic.config import Settings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, attributes_of, has_method, length_of
 from mindx_elastic.core.tensor_memory import memory_of
@@ -24,15 +23,13 @@ from mindx_elastic.data.iteration import CursorLoader, Opened
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_order, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import (
-    SeededDataset,
     SeparateStreams,
     advance_streams,
-    as_collated,
     capture_streams,
 )
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import LoaderMark
-from mindx_elastic.data.workers import WorkerStart, make_torch_loader, open_iterator
+from mindx_elastic.data.workers import make_torch_loader, open_iterator, shielded
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock", "keeps_state", "parts_with_epoch"]
@@ -75,7 +72,6 @@ class ReplayLoader(CursorLoader):
         if isinstance(loader, Iterator):
             raise UsageError("an iterator can be gone through only once; pass a DataLoader or a list of batches")
         self._set_up()
-        self.worker_grace_s: float | None = None
         self.loader = loader
         self.seed = whole_number("seed", seed)
         self._kind = type(loader)  # the class may be exchanged, see `data.adoption`
@@ -199,34 +195,27 @@ class ReplayLoader(CursorLoader):
     def _open_foreign(self) -> Iterator[Any]:
         loader = self.loader
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, WorkerShield):
-            life_s = Settings.from_env().grace_s if self.worker_grace_s is None else self.worker_grace_s
-            loader.worker_init_fn = WorkerShield(WorkerStart(loader.worker_init_fn), grace_s=life_s)
+            loader.worker_init_fn = shielded(loader.worker_init_fn, self.worker_grace_s)
         return open_iterator(_AsItWas(loader, self._kind))
 
     def _build(self) -> DataLoader[Any]:
         stock = self._stock
         assert stock is not None
-        dataset: Any = stock.dataset
-        collate_fn: Any = stock.collate_fn
         if self._skipper is None:
             sampler: dict[str, Any] = {"batch_size": stock.batch_size, "drop_last": stock.drop_last}
         elif stock.batch_sampler is not None:
             sampler = {"batch_sampler": self._skipper}
         else:
             sampler = {"sampler": self._skipper, "batch_size": None}
-        if self._skipper is not None:
-            dataset, collate_fn = SeededDataset(dataset, collate_fn), as_collated
         # With persistent workers the base seed is drawn once for all epochs. From the user's stream, a resume, which
         # starts the workers again, would take one number more than the run without a stop did.
-        generator = torch.Generator().manual_seed(self._hash(_WORKERS))
         return make_torch_loader(
             stock,
-            dataset,
             sampler,
-            collate_fn,
-            generator=generator,
+            seed=self._hash(_WORKERS),
             grace_s=self.worker_grace_s,
             persistent=self._persistent,
+            is_seeded=self._skipper is not None,
         )
 
     def _parts(self) -> dict[str, Any]:

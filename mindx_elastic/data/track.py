@@ -65,8 +65,6 @@ class Track:
         """Called once, when the training thread asks for another batch of this iteration."""
         self.at_every_ask: Callable[[], None] | None = None
         """Called in the training thread whenever a batch is asked for."""
-        self.at_next_batch: Callable[[], None] | None = None
-        """Called once, when the training thread has got another batch of this iteration. It may raise."""
         self.at_exhaustion: Callable[[], None] | None = None
         """Called when the training thread has asked for a batch in vain, and has got none since the last boundary."""
 
@@ -103,7 +101,7 @@ class Track:
     def iteration_begins(self) -> None:
         """Its workers have no copy of the data set yet."""
         self.iterations += 1
-        self.at_next_ask = self.at_next_batch = None
+        self.at_next_ask = None
         self._handed_at_begin = self.handed
         self.left_early |= self._left_at_boundary
         self._left_at_boundary = False
@@ -151,9 +149,6 @@ class Track:
             self._marks.append(mark())
         self.handed += 1
         self._exhausted = False  # not sooner: until then batches of the epoch before may still be used
-        if self.at_next_batch is not None and threading.get_ident() == self._thread:
-            look, self.at_next_batch = self.at_next_batch, None
-            look()
 
     def has_ended(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted

@@ -29,10 +29,10 @@ from mindx_elastic.alarm.exit_codes import STOP_SIGNALS
 from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
 from mindx_elastic.core.looks import asked
-from mindx_elastic.data.random_streams import SeededDataset
+from mindx_elastic.data.random_streams import SeededDataset, as_collated
 from mindx_elastic.data.sampler import ResumableBatchSampler
 
-__all__ = ["WorkerStart", "end_workers", "make_torch_loader", "open_iterator"]
+__all__ = ["WorkerStart", "end_workers", "make_torch_loader", "open_iterator", "shielded"]
 
 _KILL_WAIT_S = 5.0
 
@@ -59,26 +59,34 @@ class WorkerStart:
             self.user_init(worker_id)
 
 
+def shielded(worker_init_fn: Callable[[int], None] | None, grace_s: float | None) -> WorkerShield:
+    """`grace_s`: how long a signalled worker may live on (None: the environment's)."""
+    life_s = Settings.from_env().grace_s if grace_s is None else grace_s
+    return WorkerShield(WorkerStart(worker_init_fn), grace_s=life_s)
+
+
 def make_torch_loader(
     template: DataLoader[Any],
-    dataset: Any,
     sampler: dict[str, Any],
-    collate_fn: Callable[[Any], Any] | None,
     *,
-    generator: torch.Generator,
+    seed: int,
     grace_s: float | None,
     persistent: bool,
+    is_seeded: bool = True,
 ) -> DataLoader[Any]:
     """A stock DataLoader with `template`'s settings as they are now, and shielded workers.
 
-    `generator` gives the workers' base seed, so that starting them does not draw from the global stream. `sampler`
-    holds the sampler arguments. `grace_s`: how long a signalled worker may live on (None: the environment's).
+    Their base seed follows from `seed`, so that starting them does not draw from the global stream. `sampler` holds the
+    sampler arguments; `is_seeded`: it gives a seed with each batch. `grace_s`: as for `shielded`.
     """
+    dataset: Any = template.dataset
+    collate_fn: Any = template.collate_fn
+    if is_seeded:
+        dataset, collate_fn = SeededDataset(dataset, collate_fn), as_collated
     workers: dict[str, Any] = {}
     if template.num_workers:
-        life_s = Settings.from_env().grace_s if grace_s is None else grace_s
         workers = {
-            "worker_init_fn": WorkerShield(WorkerStart(template.worker_init_fn), grace_s=life_s),
+            "worker_init_fn": shielded(template.worker_init_fn, grace_s),
             "multiprocessing_context": template.multiprocessing_context,
             "prefetch_factor": template.prefetch_factor,
             "persistent_workers": persistent,
@@ -92,7 +100,7 @@ def make_torch_loader(
         # Without an accelerator there is nothing to pin for; torch would warn at every epoch.
         pin_memory=template.pin_memory and torch.accelerator.is_available(),
         timeout=template.timeout,
-        generator=generator,
+        generator=torch.Generator().manual_seed(seed),
         **sampler,
         **workers,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -335,7 +334,6 @@ class Guard(LayeredGuard):
             self._collector,
             is_alone=self._ranks.world_size == 1,
             hidden=self._boundaries.hidden,
-            stop=partial(self._stop_between_steps, is_between=False),
             after=self._pass_tail,
             keep_again=self._keep_again,
         )
@@ -604,14 +602,11 @@ class Guard(LayeredGuard):
         if self._step_gate.enter_step():
             self._stop_between_steps()
 
-    def _stop_between_steps(self, *, is_between: bool = True) -> None:
-        """Stop at the last boundary, unless what has run since has changed the weights: then at the next one.
-
-        `is_between`: False where the next batch is here, so that the stop can play on with it.
-        """
+    def _stop_between_steps(self) -> None:
+        """Stop at the last boundary, unless what has run since has changed the weights: then at the next one."""
         with self._update_gate.hold(0.0) as problem:
             pass
-        self.stopper.at_limit(is_cut=problem is None, is_between=is_between)
+        self.stopper.at_limit(is_cut=problem is None, is_between=True)
 
     # --- saves and stops that the program asks for ---
 

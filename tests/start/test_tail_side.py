@@ -50,7 +50,6 @@ class Rank:
             self.collector,
             is_alone=False,
             hidden=HiddenChanges(WeightSamples(self.collector), lambda: None),
-            stop=lambda: None,
             after=lambda: self.collector.copy(END),
             keep_again=lambda is_foreseen: None,
         )

@@ -11,7 +11,7 @@ the last batch of an epoch is known         the stop
 ==========================================  ============================================================================
 with it (the loader knows its length, or    waits for the end of the tail
 the epoch is a loop over `guard.steps`)
-when the next one is asked for              waits for that; if there is a batch, the job stops at the boundary before it
+when the next one is asked for              comes at once: the boundary has the values that the tail may read
 ==========================================  ============================================================================
 
 A second pass within the epoch, or a break out of both loops, ends the wait as well: at the next boundary, or at the end
@@ -292,17 +292,15 @@ class EpochTail:
         *,
         is_alone: bool,
         hidden: HiddenChanges,
-        stop: Callable[[], None],
         after: Callable[[], None],
         keep_again: Callable[[bool], None],
     ) -> None:
-        """`is_alone`: there are no other ranks. `hidden`: watches the weights. `stop`: stops the job at the last
-        boundary, after code that has fetched a batch. `after`: the tail has run, copy its boundary again. `keep_again`:
-        the boundary was kept somewhere without what its tail reads; is told whether the end was foreseen, so that
-        snapshots and saves wait for the tail."""
+        """`is_alone`: there are no other ranks. `hidden`: watches the weights. `after`: the tail has run, copy its
+        boundary again. `keep_again`: the boundary was kept somewhere without what its tail reads; is told whether the
+        end was foreseen, so that snapshots and saves wait for the tail."""
         self._collector, self._samples = collector, WeightSamples(collector)
         self.is_alone, self._hidden = is_alone, hidden
-        self._stop, self._after, self._keep_again = stop, after, keep_again
+        self._after, self._keep_again = after, keep_again
         self.is_pending = False
         self._weights_in_front: Mapping[str, WeightSample] = {}
         collector.before_keeping = self.before_keeping
@@ -355,24 +353,14 @@ class EpochTail:
 
     def holds_stop(self) -> bool:
         """Call it at a boundary where the job is to stop. Whether it goes on for now."""
-        if not self.is_pending and self.may_go_on:
-            self.before_keeping()
-            self._wait()
-            if (first := self._loaders.of_epochs) is not None:
-                first.at_next_batch = self._at_batch
+        self.before_keeping()
         if self.is_pending and not self._has_told:
             self._has_told = True
             logger.info(
-                "at an epoch's end the job stops after the code that follows the loop over the batches, or, where the "
-                "data goes on, at the next batch, as far as the time allows"
+                "at an epoch's end the job stops after the code that follows the loop over the batches, as far as the "
+                "time allows"
             )
         return self.is_pending
-
-    def _at_batch(self) -> None:
-        """There is another batch: the boundary was not the last of its epoch."""
-        if self.is_pending:
-            self.is_pending = False
-            self._stop()
 
     def see_last_step(self, frame: FrameType) -> None:
         """A loop over ``guard.steps(n)`` that makes the epoch is over: code after `step_end` may have counted the last

@@ -110,9 +110,6 @@ class Loaders:
 
     def enter(self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float) -> None:
         """The state is back: follow the loaders from here."""
-        for loader in self.named:
-            if hasattr(loader, "worker_grace_s"):
-                loader.worker_grace_s = worker_grace_s
         adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
         self._unmanaged = unmanaged
         self.watch = LoaderWatch(
@@ -128,6 +125,7 @@ class Loaders:
         for followed in self._followed:
             if not self.may_fetch_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
+            followed.loader.worker_grace_s = worker_grace_s
             followed.follow(unmanaged)
             if followed is self.counting:
                 followed.others = [other for other in self._followed if other is not followed]
