@@ -196,7 +196,7 @@ class ReplayLoader(CursorLoader):
         loader = self.loader
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, WorkerShield):
             loader.worker_init_fn = shielded(loader.worker_init_fn, self.worker_grace_s)
-        return open_iterator(_AsItWas(loader, self._kind))
+        return open_iterator(loader, self._kind.__iter__)
 
     def _build(self) -> DataLoader[Any]:
         stock = self._stock
@@ -288,21 +288,6 @@ def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, (dict, list, tuple)):
         for item in batch.values() if isinstance(batch, dict) else batch:
             yield from _tensors_in(item)
-
-
-class _AsItWas:
-    """An iterable with the iterator of class `kind`, which its own class may hide."""
-
-    def __init__(self, loader: Any, kind: type) -> None:
-        self._loader = loader
-        self._kind: Any = kind
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator: Iterator[Any] = self._kind.__iter__(self._loader)
-        return iterator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 def iterates_as_stock(loader: DataLoader[Any]) -> bool:

@@ -106,8 +106,8 @@ def make_torch_loader(
     )
 
 
-def open_iterator(loader: Any) -> Iterator[Any]:
-    """``iter(loader)`` with the job's signals blocked in the calling thread while worker processes start."""
+def open_iterator(loader: Any, begin: Callable[[Any], Iterator[Any]] = iter) -> Iterator[Any]:
+    """``begin(loader)`` with the job's signals blocked in the calling thread while worker processes start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         _start_resource_tracker(loader)
@@ -121,7 +121,7 @@ def open_iterator(loader: Any) -> Iterator[Any]:
             is_ours = isinstance(asked(loader, "batch_sampler"), ResumableBatchSampler)
             on_cpu = is_ours and not asked(loader, "num_workers", 0)
             with torch.device("cpu") if on_cpu else nullcontext():
-                iterator: Any = iter(loader)
+                iterator: Any = begin(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if hasattr(iterator, "_worker_pids_set"):  # that of torch or torchdata, with workers
