@@ -143,8 +143,7 @@ class FollowedLoader(GivesCopies, GoesThroughData, Track):
         state = self._position_of_used() if ahead and not self._is_over else self.loader.state_at(self.cursor)
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
-        cursor = self.cursor
-        if self._is_over or not (cursor.live or cursor.pending or cursor.finished or ahead):  # next(iter(loader))
+        if self._is_over or (self.is_given_up and not ahead):
             state[_OVER] = True
         if self.settings is not None and (own := self.settings.state()) is not None:
             state[SETTINGS] = own
@@ -315,6 +314,11 @@ class FollowedLoader(GivesCopies, GoesThroughData, Track):
     def is_in_mid_epoch(self) -> bool:
         """Whether it is gone through, and has given a batch."""
         return self.cursor.live and self.handed > 0
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether its pass has more batches, and the program has no iterator of it any more: next(iter(loader))."""
+        return not (self.cursor.live or self.cursor.pending or self.cursor.finished)
 
     def is_at_rest(self) -> bool:
         """Whether its next iteration is another epoch than the one of its position."""

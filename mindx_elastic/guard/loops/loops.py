@@ -474,6 +474,9 @@ class Loops:
             self._own_loop.tell_of_epoch(self._unmanaged)
         if self._in_epoch:
             ends = self.step_in_epoch >= self._steps_of_epoch if self._steps_of_epoch else None
+            first = self._loaders.counting
+            if ends is None and self._cuts_in_epoch == 1 and first is not None and first.is_given_up:
+                ends = True  # one step an epoch, of some of its batches
             self._loaders.watch.ends_epoch = bool(ends)
             self.tail.at_boundary(sys._getframe(1), ends=ends)
         if self.step in self._tail_steps:
