@@ -143,7 +143,8 @@ class FollowedLoader(GivesCopies, GoesThroughData, Track):
         state = self._position_of_used() if ahead and not self._is_over else self.loader.state_at(self.cursor)
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
-        if self._is_over or (self.is_given_up and not ahead):
+        cursor = self.cursor
+        if self._is_over or not (cursor.live or cursor.pending or cursor.finished or ahead):  # as `is_given_up`
             state[_OVER] = True
         if self.settings is not None and (own := self.settings.state()) is not None:
             state[SETTINGS] = own
