@@ -47,10 +47,8 @@ class Adoption:
         self._own_seed = True
         """The order follows from torch's seed, which may be another one in the next process."""
         if isinstance(self.resumable, ResumableLoader):
-            self.resumable._stands_for = loader  # what programs set on it after they have made it counts
+            self.resumable._stand_for(loader)
             sampler = self.resumable._sampler
-            sampler.source = loader.batch_sampler
-            sampler.made_with = sampler.order()
             given = not is_torchdata(type(loader.sampler)) and asked(loader.sampler, "generator") is not None
             self._own_seed = not (given or asked(loader.sampler, "num_replicas") is not None)
             if asked(loader.sampler, "num_replicas") is None:

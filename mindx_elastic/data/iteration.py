@@ -30,8 +30,6 @@ class Opened(NamedTuple):
     """(samples consumed, no batch is left) after so many batches of this iteration."""
     announce: Callable[[], None] | None
     """Runs once, before the first batch is fetched."""
-    check: Callable[[], None] | None = None
-    """Runs before each batch is asked for, and may raise."""
 
 
 class Iteration(Iterator[Any]):
@@ -45,7 +43,7 @@ class Iteration(Iterator[Any]):
         self._cursor = loader._cursor
         self._token = self._cursor.token
         self._batches: Iterator[Any] | None = opened.batches
-        self._progress, self._announce, self._check = opened.progress, opened.announce, opened.check
+        self._progress, self._announce, self._check_order = opened.progress, opened.announce, loader._check_order
         self._is_shared = is_shared
         self._count = 0
         self._stopped = False
@@ -64,8 +62,7 @@ class Iteration(Iterator[Any]):
                 self._cursor.at_older()
             if self._is_shared:
                 raise UsageError("a newer iterator of this loader uses its persistent workers; this one has ended")
-        if self._check is not None:
-            self._check()
+        self._check_order()
         if self._announce is not None:
             announce, self._announce = self._announce, None
             announce()
@@ -140,6 +137,7 @@ class CursorLoader:
         self._cursor = Cursor()
         self._live: weakref.ref[Iteration] | None = None  # weak: dropping the iterator must end it at once
         self._settings: dict[str, Any] | None = None
+        self._made_with: tuple[Any, ...] = ()  # as `_order` was
         # For persistent workers only:
         self._torch_loader: Any = None
         self._torch_iterator: Any = None
@@ -185,6 +183,19 @@ class CursorLoader:
     def _begin(self) -> Opened:
         """What the cursor's epoch has left."""
         raise NotImplementedError
+
+    def _order(self) -> tuple[Any, ...]:
+        """What the program may set later, and no position covers: batch size, shuffle, drop_last."""
+        return ()
+
+    def _check_order(self) -> None:
+        """Raise UsageError where the program has set others than the loader was made with."""
+        if (now := self._order()) != self._made_with:
+            raise UsageError(
+                f"batch_size, shuffle and drop_last of the loader were set from {self._made_with} to {now} after it "
+                "was made; no position covers that. Go on with the first, several batches a step for a larger one, or "
+                "make a loader for each, Guard(loader=[first, second]): the saved steps go on"
+            )
 
     def _open(self, build: Callable[[], Any], *, persistent: bool) -> Iterator[Any]:
         """A torch iterator over `build()`.

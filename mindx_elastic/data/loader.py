@@ -110,6 +110,7 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
         )
         # DataLoader drops these two when it is given a batch sampler, and forbids setting them; people read them.
         self.__dict__.update(batch_size=sampler.batch_size, drop_last=sampler.drop_last)
+        self._made_with = self._order()
 
     def __len__(self) -> int:
         """Batches of a whole epoch for one rank; in an epoch that goes on with another number of ranks, those that were
@@ -142,7 +143,7 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
         plan = self._sampler.newest_plan
         assert plan is not None
         self._warn_of_padding(plan)
-        return Opened(batches, partial(_progress, plan), self._announce, self._sampler.check_order)
+        return Opened(batches, partial(_progress, plan), self._announce)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration starts at this position.
@@ -192,6 +193,18 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
     def _sampler(self) -> ResumableBatchSampler:
         assert isinstance(self.batch_sampler, ResumableBatchSampler)
         return self.batch_sampler
+
+    def _stand_for(self, loader: DataLoader[Any]) -> None:
+        """What the program sets on `loader` counts, from the next iteration on."""
+        self._stands_for = loader
+        self._made_with = self._order()
+
+    def _order(self) -> tuple[Any, ...]:
+        if self._stands_for is None:
+            return self._sampler.batch_size, self._sampler.shuffle, self._sampler.drop_last
+        batches: Any = self._stands_for.batch_sampler
+        is_shuffled = getattr(batches.sampler, "shuffle", isinstance(batches.sampler, RandomSampler))
+        return batches.batch_size, is_shuffled, batches.drop_last
 
     @property
     def _with_settings(self) -> DataLoader[Any]:

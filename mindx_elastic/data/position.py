@@ -20,7 +20,6 @@ __all__ = [
     "Cursor",
     "at_place_of",
     "check_numbers",
-    "check_order",
     "check_streams",
     "check_unchanged",
     "num_batches",
@@ -192,17 +191,6 @@ def check_streams(state: Mapping[str, Any]) -> None:
         logger.warning(
             "an earlier version of this package wrote the position: the order goes on, and where samples draw random "
             "numbers (augmentation), they draw others in the rest of the training than they would have"
-        )
-
-
-def check_order(made_with: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    """Raise UsageError where the program has set another batch size, shuffle or drop_last on a loader or its samplers
-    than it was made with."""
-    if now != made_with:
-        raise UsageError(
-            f"batch_size, shuffle and drop_last of the loader were set from {made_with} to {now} after it was made; "
-            "no position covers that. Go on with the first, several batches a step for a larger one, or make a loader "
-            "for each, Guard(loader=[first, second]): the saved steps go on"
         )
 
 

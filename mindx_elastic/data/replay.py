@@ -21,7 +21,7 @@ from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
 from mindx_elastic.data.iteration import CursorLoader, Opened
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import Cursor, check_order, check_unchanged, whole_number
+from mindx_elastic.data.position import Cursor, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import (
     SeparateStreams,
     advance_streams,
@@ -81,6 +81,7 @@ class ReplayLoader(CursorLoader):
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
             self._skipper = _SkippingSampler(self._stock)
+        self._made_with = self._order()
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader" or name.startswith("__"):  # not set yet (copy, failed __init__), or a protocol's probe
@@ -134,7 +135,7 @@ class ReplayLoader(CursorLoader):
         batches, walk = self._open(self._build, persistent=self._persistent), skipper.walk
         assert walk is not None
         walk.skip_now()  # where torch has not asked for an item yet: without workers it asks when the caller does
-        return Opened(batches, lambda count: (walk.order_after(skip + count), False), announce, skipper.check_size)
+        return Opened(batches, lambda count: (walk.order_after(skip + count), False), announce)
 
     def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         state = {**super().state_at(at), "start": at.start}
@@ -182,6 +183,10 @@ class ReplayLoader(CursorLoader):
 
     def _hash(self, purpose: int) -> int:
         return mix(self.seed, self._cursor.epoch, rank_and_world_size(None, None)[0], purpose)
+
+    def _order(self) -> tuple[Any, ...]:
+        inner = None if self._skipper is None else self._skipper.inner
+        return (inner.batch_size, inner.drop_last) if type(inner) is BatchSampler else ()  # others change theirs
 
     def _open_apart(self, start: dict[str, Any], streams: SeparateStreams, skip: int) -> Iterator[Any]:
         with streams.used():
@@ -329,7 +334,6 @@ class _SkippingSampler(Sampler[Any]):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self.batched = loader.batch_sampler is not None
-        self._made_with = self._size()
         self.walk: _Walk | None = None
         """The newest one."""
 
@@ -337,14 +341,6 @@ class _SkippingSampler(Sampler[Any]):
         """Where the next ``iter`` begins, and what the sampler draws from in place of the global streams. `order`: as
         `_Walk.order_after` has given it for what is skipped; 0: it is not known."""
         self.skip, self.order, self.prefix, self.streams = skip, order, prefix, streams
-
-    def _size(self) -> tuple[Any, ...]:
-        """Batch size and drop_last of torch's batch sampler, which may be set; others change theirs by themselves."""
-        return (self.inner.batch_size, self.inner.drop_last) if type(self.inner) is BatchSampler else ()
-
-    def check_size(self) -> None:
-        """Raise UsageError where the program has set others since the loader was made."""
-        check_order(self._made_with, self._size())
 
     def __len__(self) -> int:
         return len(self.inner)

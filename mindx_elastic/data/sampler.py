@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import Sampler
 
 from mindx_elastic.config import RankInfo, ShrinkSettings
 from mindx_elastic.data.permutation import Permutation, mix
-from mindx_elastic.data.position import Cursor, check_order
+from mindx_elastic.data.position import Cursor
 from mindx_elastic.errors import UsageError
 
 __all__ = ["BatchKey", "EpochPlan", "ResumableBatchSampler", "rank_and_world_size", "shares_of", "window_of"]
@@ -211,9 +211,6 @@ class ResumableBatchSampler(Sampler[Any]):
         self.ranks = ranks
         self.whole_rounds = whole_rounds
         self.filled_rounds = False
-        self.source: Any = None
-        """The batch sampler of the program that this one stands for."""
-        self.made_with = self.order()
         self.newest_plan: EpochPlan | None = None
         """Of the newest pass."""
         self._length: tuple[tuple[Any, ...], int] = ((), 0)  # what it was worked out from, and it
@@ -245,18 +242,6 @@ class ResumableBatchSampler(Sampler[Any]):
         cursor = self.cursor
         self.newest_plan = plan = self.plan(cursor.samples, finished=cursor.finished)
         return self._batches(plan, self.ranks()[0], cursor.epoch)
-
-    def order(self) -> tuple[Any, ...]:
-        """Batch size, shuffle and drop_last, as the program has set them."""
-        if (batches := self.source) is None:
-            return self.batch_size, self.shuffle, self.drop_last
-        sampler = batches.sampler
-        is_shuffled = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
-        return batches.batch_size, is_shuffled, batches.drop_last
-
-    def check_order(self) -> None:
-        """Raise UsageError where they are others than those that the loader was made with."""
-        check_order(self.made_with, self.order())
 
     def _batches(self, plan: EpochPlan, rank: int, epoch: int) -> Iterator[BatchKey]:
         size = len(self.dataset)
