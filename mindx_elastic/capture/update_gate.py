@@ -79,7 +79,7 @@ class UpdateGate:
         self._hopeless = False
         self.state = GateState.CLEAN
         self._running = 0
-        self._num_updates = 0  # since the boundary
+        self._updates = 0  # since the boundary; see `VersionCounters.look`
         self._is_there = False  # the program has not gone on since the boundary
         self._before = GateState.CLEAN  # what `perhaps_updating` goes back to
         self.waited_s = 0.0
@@ -149,7 +149,7 @@ class UpdateGate:
         if key not in self.expected and self.at_stranger is not None:
             self.at_stranger(optimizer)
         if self._is_ours(optimizer):
-            self.end_update()
+            self.end_update(id(optimizer))
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Not one of something else (a probe that is trained in an evaluation): its steps tear nothing."""
@@ -170,12 +170,12 @@ class UpdateGate:
             self._running += 1
             self.state = self._before = GateState.UPDATING
 
-    def end_update(self) -> None:
-        """An optimizer has stepped."""
+    def end_update(self, which: int = 1) -> None:
+        """An optimizer has stepped: `which`, by a number of its own."""
         with self._lock:
             # Several at once: optimizers in backward run on autograd's device threads.
             self._running = max(0, self._running - 1)
-            self._num_updates += 1
+            self._updates += which
             self._before = GateState.DIRTY
             if self._running == 0:
                 self.state = GateState.DIRTY
@@ -216,12 +216,12 @@ class UpdateGate:
             before, self.state = self.state, GateState.PASSING
         if before is GateState.CLEAN and not self.unguarded:
             self.unguarded = self._versions.num_changed() > 0
-        num_updates, self._num_updates = self._num_updates, 0
+        updates, self._updates = self._updates, 0
         for counters in (self._versions, *self._states):
-            if counters.is_regular and not closely and counters.num_updates == num_updates:
+            if counters.is_regular and not closely and counters.updates == updates:
                 counters.steps += 1  # without a call, as at each boundary
             else:
-                counters.look(num_updates)
+                counters.look(updates)
         if (count := sum(map(len, map(_state_of, self._optimizers)))) > self._num_states:
             self._num_states, self.has_more_state = count, True
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
@@ -240,7 +240,7 @@ class UpdateGate:
     def pass_unknown(self) -> None:
         """A step has ended, and its boundary cannot be told: what the steps up to the next one do is not compared."""
         with self._lock:
-            self._num_updates = 0
+            self._updates = 0
             for counters in (self._versions, *self._states):
                 counters.read()
 

@@ -2,7 +2,7 @@
 
 A counter moves by as much in each step: by one for an update of SGD, by two for a mean of Adam's. So once two steps in
 a row were alike, the counters are read at *close* boundaries only (`close_looks`), and what they are at the others is
-worked out. After a step with another number of updates they are read.
+worked out. After a step in which other optimizers have updated they are read.
 
 Where one is not as worked out (a layer is left out in some steps, weights are clipped now and then), all are read at
 every boundary from then on. Up to then, for 48 steps at most, such tensors look as if they had been changed since the
@@ -32,8 +32,8 @@ class VersionCounters:
     def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         self._tensors = tensors
         self._moves: list[int] | None = None  # by how much each one has moved in the last step that was looked at
-        self.num_updates = 0
-        """Of that step."""
+        self.updates = 0
+        """Of that step, as `look` is told them."""
         self.is_regular = False
         """In the step before they moved so, too: after a step like them no `look` is needed, but `steps` counts it."""
         self.steps = 0
@@ -53,18 +53,19 @@ class VersionCounters:
         if self.steps:
             self.read()
 
-    def look(self, num_updates: int) -> None:
-        """A step with so many updates has ended."""
+    def look(self, updates: int) -> None:
+        """A step has ended. `updates`: the sum of numbers of the optimizers that have updated in it, each as often as
+        it has, in whatever order; 0: none has."""
         ids, before, moves, was_regular = self._ids, self._read, self._moves, self.is_regular
         if self.steps:
             before = self.versions
         self.read()
-        if not num_updates or self._is_irregular or (was_regular and num_updates != self.num_updates):
+        if not updates or self._is_irregular or (was_regular and updates != self.updates):
             return
         self._moves = [*map(sub, self._read, before)] if ids == self._ids else None
-        self.is_regular = self._moves is not None and self._moves == moves and num_updates == self.num_updates
+        self.is_regular = self._moves is not None and self._moves == moves and updates == self.updates
         self._is_irregular = was_regular and not self.is_regular
-        self.num_updates = num_updates
+        self.updates = updates
 
     @property
     def versions(self) -> list[int]:
