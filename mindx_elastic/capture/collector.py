@@ -312,6 +312,8 @@ class Collector:
         self.before_keeping()
         for component in self.adapted:
             component.at_boundary = True
+        for module in self._modules.values():
+            module.read_flags()
 
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
@@ -622,6 +624,8 @@ class Collector:
     @contextmanager
     def kept_streams_and_flags(self) -> Iterator[None]:
         """Named generators and flags are afterwards as they were, whatever an evaluation does with them."""
+        for module in self._modules.values():
+            module.read_flags()
         streams, broadcasts = [component.look() for component in self._streams], self.broadcasts.look()
         flags = {name: module.flags.look() for name, module in self._modules.items()}
         try:

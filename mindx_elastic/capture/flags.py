@@ -4,7 +4,7 @@ parameter.
 Frozen batch norm, gradual unfreezing and an evaluation that does not restore the mode are states of the training. All
 are read at close boundaries (`close_looks`), and where the mode of the module itself has changed; names come in when a
 file is written. A save in the middle of a step that finds others than at the last look cannot tell whether they changed
-before the boundary or after it, and says so; of modes, unless that of the whole module shows an evaluation.
+before the boundary or after it, and says so.
 """
 
 from __future__ import annotations
@@ -61,12 +61,6 @@ class Flags:
         for tensor in self._tensors:
             _set_requires_grad(tensor, next(values))
         self._lead_wrappers()
-
-    def are_uncertain(self) -> bool:
-        """In the middle of a step, where they were not all read at the boundary: whether they may have been others."""
-        live, modes = self.look(), len(self._modules)
-        is_evaluation = live[0] is not self.seen[0]  # which switches the modes of all parts, and freezes none
-        return live[modes:] != self.seen[modes:] or (not is_evaluation and live[:modes] != self.seen[:modes])
 
     def state(self) -> dict[str, Any]:
         """The copied ones, by name: all of them, because a file may hold a part of the model. A frozen parameter that

@@ -149,7 +149,7 @@ class ModuleComponent:
             if type(child).get_extra_state is not nn.Module.get_extra_state and id(child) not in seen:
                 seen.add(id(child))
                 self._extras.append((f"{dot}_extra_state", child))
-        self._looked_closely = True  # at the last boundary
+        self._has_read_flags = True  # as of the last boundary
         self._replaces_buffers = False  # the program has done so, and torch's hook has not told
         self._has_found_buffers = True  # at the last boundary: the tensors in its tables were looked at
         self._reader = BufferReader(self._live_buffers())
@@ -160,9 +160,9 @@ class ModuleComponent:
 
     def copy(self, *, closely: bool = True) -> None:
         """This is a boundary. `closely`: see `close_looks`."""
-        self._looked_closely = closely or self.flags.root["training"] is not self.flags.seen[0]
+        self._has_read_flags = closely or self.flags.root["training"] is not self.flags.seen[0]
         if self._slot_names:
-            self._has_found_buffers = self._looked_closely or self._replaces_buffers or self.structure.has_new_buffers
+            self._has_found_buffers = self._has_read_flags or self._replaces_buffers or self.structure.has_new_buffers
             block = None if self._has_found_buffers else self._reader.read_again(self._block)
             if block is None:
                 self._find_buffers()
@@ -170,7 +170,7 @@ class ModuleComponent:
             self._block = block
         if self._extras:
             self.extras = self.look()
-        if self._looked_closely:
+        if self._has_read_flags:
             self.flags.copy()
         if self.keeps_attributes:
             self._own.copy()
@@ -297,8 +297,9 @@ class ModuleComponent:
         """Look more closely than `copy` did. The program has not gone on since."""
         self._loose.recheck()
         before = self._reader
-        if not self._looked_closely:
+        if not self._has_read_flags:
             self.flags.copy()
+        if not self._has_found_buffers:
             self._find_buffers()
         if not self._reader.means_the_same():
             self._reader = BufferReader(self._reader.tensors)
@@ -329,13 +330,21 @@ class ModuleComponent:
             state = {name: copies.get(name, value) for name, value in self.module.state_dict().items()}
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
 
+    def read_flags(self) -> None:
+        """The program is between two steps: the flags are still those of the boundary, unless the mode of the whole
+        module has changed since."""
+        if not self._has_read_flags and self.flags.root["training"] is self.flags.seen[0]:
+            self.flags.copy()
+            self._has_read_flags = True
+
     def tell_if_uncertain(self) -> None:
         """Its state is asked for in the middle of a step."""
-        if not self._looked_closely and self.flags.are_uncertain():
+        if not self._has_read_flags and self.flags.look() != self.flags.seen:
             logger.warning(
-                "%s: the mode or requires_grad of some of its parts has changed within the last 48 steps, before this "
-                "boundary or after it: the file has them as they were before. Where that is wrong, set them by the "
-                "position in the training, not at a step",
+                "%s: its mode or requires_grad, or that of some of its parts, has changed within the last 48 steps, "
+                "before this boundary or, as in an evaluation, after it: the file has them as they were before. Where "
+                "that is wrong, set them by the position in the training, not at a step, and evaluate in "
+                "guard.outside_step()",
                 self.name,
             )
 

@@ -338,7 +338,8 @@ class UpdateGate:
         """A text if parameters, or the state of optimizers, were changed outside of any optimizer, else None. Call it
         holding the gate."""
         if count := self._versions.num_changed():
-            return f"{count} parameters were changed in place since the boundary, outside any optimizer"
+            uneven = ", or updated otherwise than in the steps before" if self._versions.steps else ""
+            return f"{count} parameters were changed in place since the boundary, outside any optimizer{uneven}"
         if count := sum(states.num_changed() for states in self._states):
             return f"{count} values of the optimizers' state were changed since the boundary, outside their steps"
         return None

@@ -435,6 +435,7 @@ class Guard(LayeredGuard):
         """First half of `step_end`: everything has stepped; copy the volatile state. `retake`: also into memory, since
         ``finish_step(retake=True)`` comes late: a kill in the code between the two loses no boundary."""
         self._end_step(retake=retake)
+        self._collector.is_at_boundary = False
         self._update_gate.leave_boundary()
 
     def _end_step(self, *, retake: bool = False) -> None:

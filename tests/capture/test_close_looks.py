@@ -167,20 +167,38 @@ def test_a_forward_changes_buffers_and_the_boundarys_are_kept(job: Job) -> None:
     assert not torch.equal(before["1.running_mean"], job.module[1].get_buffer("running_mean"))
 
 
-@pytest.mark.parametrize("change", ["a part", "in an evaluation", "a part and then", "the whole before the boundary"])
+@pytest.mark.parametrize(
+    "change", ["a part", "in an evaluation", "a part before the boundary", "the whole before the boundary"]
+)
 def test_flags_that_differ_from_those_of_the_last_look(job: Job, change: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "mindx_elastic")
     job.steps_to(QUIET)
-    if change == "the whole before the boundary":
-        job.step(in_step=job.module.eval)
-    if change in ("in an evaluation", "a part and then"):
+    if change.endswith("before the boundary"):
+        job.step(in_step=(job.module[1] if change.startswith("a part") else job.module).eval)
+    if change in ("in an evaluation", "a part before the boundary"):
         job.module.eval()
-    if change.startswith("a part"):
+    if change == "a part":
         job.module[2].requires_grad_(False)
     extras = job.collector.state()["module_extras"]["model"]
     assert ("" in extras["eval"]) == (change == "the whole before the boundary")
     assert not extras["frozen"]
-    assert ("has changed within the last 48 steps" in caplog.text) == change.startswith("a part")
+    assert ("has changed within the last 48 steps" in caplog.text) == (change != "the whole before the boundary")
+
+
+@pytest.mark.parametrize("how", ["an evaluation in its block", "a save between two steps"])
+def test_between_two_steps_flags_are_read(job: Job, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "mindx_elastic")
+    job.steps_to(QUIET)
+    job.step(in_step=job.module[1].eval)
+    if how == "a save between two steps":
+        job.collector.return_to_boundary()
+        extras = job.collector.state()["module_extras"]["model"]
+    else:
+        with job.collector.kept_streams_and_flags():
+            job.module.eval()
+            extras = job.collector.state()["module_extras"]["model"]
+    assert extras["eval"] == ["1"]
+    assert not caplog.text
 
 
 def test_a_removed_layer_is_found_at_the_next_close_boundary(job: Job) -> None:
