@@ -289,7 +289,8 @@ def open_comparison(stack: ExitStack, seen: Observed, *, on_difference: str) -> 
                 continue
             if head["version"] == _VERSION and head["world_size"] == seen.ranks.world_size:
                 return Comparison(stack, seen, text, on_difference)
-            other = printable(f"version {head['version']}, {head['world_size']} ranks")
+            ranks = printable(f"{head['world_size']} ranks, not {seen.ranks.world_size}")
+            other = ranks if head["version"] == _VERSION else "another version of this package"
             logger.info("step %d is not compared: %s is of %s", seen.resumed + 1, path.name, other)
             why = f"what it left is of {other}"
             seen.unmanaged.certify(seen.resumed, NOT_COMPARED, ranks=seen.ranks.world_size, why=why)

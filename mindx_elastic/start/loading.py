@@ -352,8 +352,8 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
     step = found.checkpoint.info.step
     for doubt, theirs in doubts.items():
         risks.risk(
-            f"rank {rank} ended before it had kept all of its own state of step {step}, so from here the run may "
-            f"differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
+            f"rank {rank} has no file of step {step} and had not kept all of its own state elsewhere, so from here the "
+            f"run may differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
             "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill; "
             "the files of save_every and of stops have all of it",
         )

@@ -90,6 +90,21 @@ def test_an_exact_job_is_verified(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not lines(caplog, "not got back")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"), [("world_size", 3, "of 3 ranks, not 1"), ("version", 2, "of another version")]
+)
+def test_a_witness_of_other_ranks_is_not_compared_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, field: str, value: int, told: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    stop(tmp_path)
+    head, *steps = witness_in(tmp_path).read_text().splitlines()
+    witness_in(tmp_path).write_text("\n".join([json.dumps({**json.loads(head), field: value}), *steps]))
+    resume(tmp_path)
+    (line,) = lines(caplog, "is not compared")
+    assert told in line and ("version" in line) == (field == "version")
+
+
 def test_accumulation_is_played_to_the_windows_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     job = Quiet(tmp_path, accumulate=2)
