@@ -129,7 +129,7 @@ _USAGE = re.compile(
     r"(?<![\w.])(?:(?:UsageError|UnsafeDirectoryError|UnsupportedStateError): |SaveError: .*: cannot write there: )"
 )
 """Of this package: one of another has the name of its module in front of it. The last one is a start's in a directory
-where nothing can be written (`persist.storage.prepare_directory`): the disk is full, say."""
+where nothing can be written (`persist.storage.prepare_owned_directory`): the disk is full, say."""
 
 
 def _text(headline: str, **rows: str) -> str:
