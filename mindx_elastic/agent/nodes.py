@@ -81,7 +81,8 @@ def host_table(parameters: RendezvousParameters, key: bytes | None) -> NodeHost 
         logger.debug("the table is not served at %s:%d by this agent: %s", host, port, error)
         return None
     beat_s, most_beats = parameters.get("keep_alive_interval", 5), parameters.get("keep_alive_max_attempt", 3)
-    last_call_s = float(parameters.get("last_call_timeout", _LAST_CALL_S))
+    meet_s = float(parameters.get("join_timeout", _MEET_S))  # the last call is over before the members give up
+    last_call_s = min(float(parameters.get("last_call_timeout", _LAST_CALL_S)), meet_s / 2)
     limits = Limits(
         heartbeat_s=float(beat_s) * int(most_beats), formation_s=math.inf, reconnect_s=3.0, last_call_s=last_call_s
     )

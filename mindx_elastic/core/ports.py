@@ -6,6 +6,7 @@ The package's root says who answers (`provide`); the module is loaded when it is
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Protocol
 
@@ -31,3 +32,6 @@ class Risks(Protocol):
 
     def risk(self, what: str, remedy: str) -> None:
         """A resumed run may differ: warns once. `what`: a sentence without its full stop. `remedy`: what to do."""
+
+    def inherit(self, notes: Iterable[str]) -> None:
+        """The run goes on from a state with these notes."""

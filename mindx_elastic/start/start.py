@@ -10,7 +10,7 @@ here       the machine and disk of each rank; the fault report; settings that mu
 plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `start.restore`)
 read       each rank has read its share; once more for every damaged file
 tail       on which side of the code after an epoch each rank's state is
-loaded     the state is in the live objects, on every rank
+loaded     the state is in the live objects, on every rank; what that has shown against an exact resume
 =========  ===================================================================================================
 """
 
@@ -44,6 +44,7 @@ from mindx_elastic.start.tail_side import TailSide
 __all__ = ["STRATEGY_FILE", "PeersPart", "Start", "is_another_job", "start_job"]
 
 STRATEGY_FILE = "strategy.proto"
+_MOST_NOTES = 32  # as many as a file records
 _DEFAULT_NAMES = frozenset({"ckpt", "CKP", "Net"})  # of Guard and ExceptionCheckpoint, ModelCheckpoint, OnRequestExit
 
 
@@ -135,7 +136,8 @@ def start_job(
         tail = TailSide(found)
         meet(exchange, "tail", [tail])
         restore = load(found, collector, ranks, risks, tail=tail, with_flags=not around.evaluates)
-    meet(exchange, "loaded", platform.last_parts(() if found is None else found.checkpoint.info.flags))
+    flags = () if found is None else found.checkpoint.info.flags
+    meet(exchange, "loaded", [NotesPart(risks), *platform.last_parts(flags)])
     if found is not None:
         _tell(found, job, began, boundary, [note for note in risks.notes if note not in known])
     if not in_place and not around.evaluates:  # in a recovery in place the files are as the first start has left them
@@ -154,9 +156,28 @@ def start_job(
     )
 
 
+class NotesPart(Part):
+    """What is known against an exact resume on any rank is in the files of all: the one that knows it may be killed
+    before it saves."""
+
+    name = "notes"
+
+    def __init__(self, risks: Risks) -> None:
+        self._risks = risks
+
+    def say(self) -> Any:
+        return self._risks.notes
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        return Merged(list(dict.fromkeys(str(note) for notes in said for note in notes))[:_MOST_NOTES])
+
+    def hear(self, answer: Answer) -> None:
+        self._risks.inherit(map(str, answer.common))
+
+
 def _tell(found: Resumed, job: Job, began: float, boundary: Boundary | None, notes: Sequence[str]) -> None:
     """Write to the log and the event log from where the run continues. `notes`: what loading has shown against an exact
-    resume, on this rank."""
+    resume."""
     info = found.checkpoint.info
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     if boundary is None:

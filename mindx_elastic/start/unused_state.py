@@ -50,9 +50,10 @@ def remarks(remains: dict[str, Any], complete_step: int | None) -> list[str]:
 
 
 def proof_in_events(directory: Path) -> str:
-    """What comparisons of the newest run's resumes have shown, in words as `core.certificate.ResumeProof`; empty: the
-    event log says of no run. Raises nothing."""
+    """What is known of the newest run's resumes, and what comparisons have shown, in words as
+    `core.certificate.ResumeProof`; empty: the event log says of no run. Raises nothing."""
     run, found = None, dict[str, dict[str, Any]]()
+    resume: dict[str, Any] | None = None
     for line in lines_backwards(directory / EVENTS_FILE):
         event = parse_event(line)
         if event is None:
@@ -60,8 +61,13 @@ def proof_in_events(directory: Path) -> str:
         run = run if run is not None else text(event.get("run_id"))
         if event["event"] == "compared" and event.get("run_id") == run:
             found.setdefault(text(event.get("outcome")), event)
+        if event["event"] == "resume" and event.get("run_id") == run:
+            resume = resume or event  # the newest: it has what is known of those before
     if run is None:
         return ""
+    against = [] if resume is None else resume.get("unmanaged")
+    if isinstance(against, list) and against:
+        return f"no: {text(against[0])}"
     verified, lost, differs = (found.get(outcome) for outcome in COMPARED)
     if differs is not None:
         return f"no: since step {whole(differs.get('step'))}: {text(differs.get('reason'))}"

@@ -144,6 +144,15 @@ def test_nobody_at_the_endpoint_and_too_few_nodes() -> None:
     host.close(5.0)
 
 
+def test_enough_nodes_go_on_within_the_time_for_a_meeting() -> None:
+    asked = parameters(free_port(), join_timeout=2)
+    asked.min_nodes = 1
+    host, one = host_table(asked, None), Membership(asked, None, workers=1, role="x")
+    assert host is not None and meet(one, 1, 0, 1).nodes == 1
+    one.leave("done", 0, "")
+    host.close(5.0)
+
+
 def test_who_has_not_the_jobs_key_is_not_heard_and_told_once_however_often_it_comes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mindx_elastic.core.certificate import MOST, NOT_COMPARED, added, proof_of
+from mindx_elastic.core.events import EventLog
 from mindx_elastic.start.unused_state import proof_in_events
 from tests.cli.conftest import Run
 from tests.guarded import no_traces, plain_environment, stop_at, stopped
@@ -74,6 +75,12 @@ def test_a_resume_is_proved_and_a_kill_of_nothing_is_said(tmp_path: Path, run: R
     witness_in_newest.unlink()
     resume_until(tmp_path, 13)
     assert planned()["proof"].endswith("; after step 12: not compared: it left no step to compare with")
+
+
+def test_what_a_resume_says_against_itself_is_against_the_run(tmp_path: Path) -> None:
+    events = EventLog(tmp_path / "events.jsonl")
+    events.emit("resume", step=3, outcome="resumed", unmanaged=["random numbers are new"])
+    assert proof_in_events(tmp_path) == "no: random numbers are new"
 
 
 def test_a_difference_is_against_all_later_files(tmp_path: Path, run: Run) -> None:

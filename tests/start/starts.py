@@ -28,6 +28,7 @@ def start(
     collector: Collector | None = None,
     ranks: RankInfo | None = None,
     exchange: Exchange | None = None,
+    risks: Unmanaged | None = None,
 ) -> Start:
     """What `Guard` does between opening its connections and training."""
     collector = collector or Collector(targets)
@@ -44,7 +45,7 @@ def start(
             resume="auto",
             around=around,
             platform=PlatformAtStart(ranks, saver.flags),
-            risks=Unmanaged("error"),
+            risks=risks or Unmanaged("error"),
             ddp=ddp_modules(targets),
             look_in=[directory],
         )

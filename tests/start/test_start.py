@@ -14,6 +14,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.start.start import Start, is_another_job
 from tests.checkpoint_files import write
 from tests.harness import events
@@ -63,6 +64,19 @@ def test_all_ranks_of_a_fresh_start_have_one_run_id_of_their_own(tmp_path: Path)
         ids += {one.run_id for one in begun}
     assert len(set(ids)) == len(ids) == 2 and all(ids)
     assert {(e["event"], e["outcome"]) for e in events(tmp_path)} == {("start", "fresh")}
+
+
+def test_what_one_rank_knows_against_an_exact_resume_is_told_to_all(tmp_path: Path) -> None:
+    """That rank may be killed before it saves."""
+    risks = [Unmanaged("error"), Unmanaged("error")]
+    risks[1].inherit(["its random numbers are new"])
+
+    def begin(rank: int, exchange: Any) -> Start:
+        info = RankInfo(rank=rank, world_size=2)
+        return start_targets(tmp_path, targets(0), ranks=info, exchange=exchange, risks=risks[rank])
+
+    on_all_ranks(2, begin)
+    assert [each.notes for each in risks] == [("its random numbers are new",)] * 2
 
 
 def test_the_random_streams_come_last_and_can_be_put_back_again(tmp_path: Path) -> None:
