@@ -136,6 +136,8 @@ def start_job(
         tail = TailSide(found)
         meet(exchange, "tail", [tail])
         restore = load(found, collector, ranks, risks, tail=tail, with_flags=not around.evaluates)
+        if found.plan.resharded:
+            risks.inherit(found.plan.inexact)
     flags = () if found is None else found.checkpoint.info.flags
     meet(exchange, "loaded", [NotesPart(risks), *platform.last_parts(flags)])
     if found is not None:

@@ -289,6 +289,9 @@ def test_zero_in_one_world_after_the_other(
         steps.append(steps[-1] + 2)
     jobs.append(place.run("zero", worlds[-1], *ONE))
     assert_one_after_the_other(jobs, steps, whole("2d", 4))
+    change = f"{worlds[-2]} ranks become {worlds[-1]}: "
+    notes = [str(read_header(path).info.unmanaged) for path in place.directory.rglob("*_final.safetensors")]
+    assert notes and all(change in each for each in notes), "it is against all later files"
 
 
 # --- the position in the data ---
