@@ -139,7 +139,7 @@ def start_job(
         if found.plan.resharded:
             risks.inherit(found.plan.inexact)
     flags = () if found is None else found.checkpoint.info.flags
-    meet(exchange, "loaded", [NotesPart(risks), *platform.last_parts(flags)])
+    meet(exchange, "loaded", [_NotesPart(risks), *platform.last_parts(flags)])
     if found is not None:
         _tell(found, job, began, boundary, [note for note in risks.notes if note not in known])
     if not in_place and not around.evaluates:  # in a recovery in place the files are as the first start has left them
@@ -158,7 +158,7 @@ def start_job(
     )
 
 
-class NotesPart(Part):
+class _NotesPart(Part):
     """What is known against an exact resume on any rank is in the files of all: the one that knows it may be killed
     before it saves."""
 
