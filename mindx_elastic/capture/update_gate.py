@@ -217,13 +217,14 @@ class UpdateGate:
         if before is GateState.CLEAN and not self.unguarded:
             self.unguarded = self._versions.num_changed() > 0
         updates, self._updates = self._updates, 0
+        if (count := sum(map(len, map(_state_of, self._optimizers)))) > self._num_states:
+            # More is trained than before (a new group, a layer that is no longer frozen): no step like the others.
+            self._num_states, self.has_more_state, closely = count, True, True
         for counters in (self._versions, *self._states):
             if counters.is_regular and not closely and counters.updates == updates:
                 counters.steps += 1  # without a call, as at each boundary
             else:
                 counters.look(updates)
-        if (count := sum(map(len, map(_state_of, self._optimizers)))) > self._num_states:
-            self._num_states, self.has_more_state = count, True
         copy_volatile(*args)  # runs code of the program (`state_dict`), so not under the lock
         with self._lock:
             self._running = 0

@@ -287,6 +287,30 @@ def test_what_the_program_does_to_state_before_a_boundary_belongs_to_it(kind: An
         gate.unwatch()
 
 
+@pytest.mark.parametrize("change", ["a new group", "frozen"])
+def test_a_change_between_close_looks(change: str) -> None:
+    """What is trained from now on shows in the optimizer's state; what is no longer trained is not known, and said."""
+    network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    late = network[0].requires_grad_(change == "frozen")
+    optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=0.1)
+    gate = UpdateGate()
+    gate.watch(list(network.parameters()), [optimizer])
+    try:
+        for step in range(8):
+            if step == 6:
+                late.requires_grad_(change != "frozen")
+                if change == "a new group":
+                    optimizer.add_param_group({"params": late.parameters()})
+            optimizer.zero_grad()
+            network(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            gate.pass_boundary(lambda: None, closely=step < 4)
+        problem = gate.changed_since_boundary()
+        assert problem is None if change == "a new group" else "or updated otherwise than" in str(problem)
+    finally:
+        gate.unwatch()
+
+
 def test_states_of_all_parameters_are_looked_at_in_some_steps_and_once_one_was_changed_by_hand_in_all() -> None:
     """A program that clears the momentum of dead neurons, in one layer."""
     network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))

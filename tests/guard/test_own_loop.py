@@ -117,6 +117,7 @@ def test_an_iterator_that_is_made_where_next_fails_is_explained(
     with pytest.raises(StopIteration), p.guard:
         loop(p)
     assert "If it makes the iterator where next() has failed, make it before the loop" in caplog.text
+    assert "In place of itertools.cycle(loader) use a generator with `while True: yield from loader`" in caplog.text
     p = Program(tmp_path)
     with p.guard:
         loop(p, is_corrected=True)
