@@ -23,6 +23,7 @@ Private places of Lightning: `Precision._wrap_closure`, `_Loop._restarting`, ``_
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -312,9 +313,17 @@ class _Loops(Standing, GivesCopies):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
-        self._trainer = trainer
+        self._weak_trainer = weakref.ref(
+            trainer
+        )  # what is held otherwise is looked at: Lightning's own marks of a resume
         self._gathered = Gathered(trainer.lightning_module, but=LightningModule())
         self._max_steps = trainer.fit_loop.epoch_loop.max_steps
+
+    @property
+    def _trainer(self) -> Trainer:
+        trainer = self._weak_trainer()
+        assert trainer is not None, "its fit is under way"
+        return trainer
 
     def now(self) -> dict[str, Any]:
         return {**copy_tree(self._counters()), "gathered": self._gathered.state()}

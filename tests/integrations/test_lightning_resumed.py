@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -366,3 +369,25 @@ def test_stochastic_weight_averaging_goes_on_in_all_of_its_epochs(
     with pytest.raises(Fault):
         fit_in("failed", Module(fails_at=fails_at))
     assert fit_in("failed", Module()) == straight
+
+
+def test_a_second_resume_names_nothing_of_lightnings_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What Lightning notes of its own resume differs then, and is no variable of the program."""
+
+    class Stopped(Module):
+        def __init__(self, at: int | None) -> None:
+            super().__init__()
+            self.at = at
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            if self.trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, index)
+
+    caplog.set_level(logging.INFO)
+    for at in (2, 6):
+        with pytest.raises(SystemExit):
+            fit(tmp_path, Stopped(at))
+    caplog.clear()
+    fit(tmp_path, Stopped(None))
+    assert "not got back: model.at (6, now None);" in caplog.text, caplog.text
