@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType, GeneratorType
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
-from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.program_variables import (
     is_library,
     kind_of,
@@ -39,6 +37,7 @@ from mindx_elastic.guard.checks.program_variables import (
     variables_of,
 )
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
+from mindx_elastic.prove.carried_gradients import CarriedGradients
 from mindx_elastic.prove.compare import root_of, short_of
 from mindx_elastic.prove.digests import digest
 from mindx_elastic.prove.loop_variables import carried, loops_around
@@ -79,7 +78,7 @@ class NotKept:
         """Names of `itertools.cycle` over a loader: it keeps the batches of an epoch, and no loader after that."""
         self.num_looks = 0
         self._collector = collector
-        self._gradients: dict[str, tuple[ref[torch.Tensor], int]] = {}
+        self._gradients = CarriedGradients(collector)
         self._before: dict[str, str] = {}
         """Variables as at the guard's entry, then as at the first look."""
         self._objects: dict[str, int] = {}
@@ -112,7 +111,8 @@ class NotKept:
             ahead, after = is_ahead(), self._look(frames)
             if self.num_looks == 1:
                 self._later = self._named(self._made_first(frames, after), frames, after, ahead)
-                self._before, self._gradients = after, self._uncleared()
+                self._before = after
+                self._gradients.watch()
                 return ()
             changed = [key for key, value in after.items() if self._before.get(key, value) != value]
             changed = self._named(changed, frames, after, ahead)
@@ -120,7 +120,7 @@ class NotKept:
                 new = [name for name in changed if name not in {*self._in_steps, *self._later}]
                 self._later += new
                 return _shortened(new)
-            self._in_steps = list(dict.fromkeys([*self._carried(frames, ahead), *changed, *self._sums_of_gradients()]))
+            self._in_steps = list(dict.fromkeys([*self._carried(frames, ahead), *changed, *self._gradients.found()]))
             self._later = [name for name in self._later if name not in self._in_steps]
             return self.in_steps
         except Exception as error:  # no look ends a program
@@ -150,25 +150,6 @@ class NotKept:
         kept = self._data.union(but)
         look = Variables(kept, positions=True, quick=True, parameters=True, sources=self._sources, but=self._given)
         return look.of_program(frame)
-
-    def _uncleared(self) -> dict[str, tuple[ref[torch.Tensor], int]]:
-        """The gradients of parameters that no optimizer of the job updates, and so clears, and their versions. Their
-        memory is the program's to free: there may be none for a second set."""
-        updated = {
-            id(p) for each in self._collector.optimizers() for group in each.param_groups for p in group["params"]
-        }
-        places = self._collector.places() if updated else {}
-        others = {id(p): p for p in self._collector.parameters if p.requires_grad and id(p) not in updated}
-        named = [(place, others[key].grad) for key, place in places.items() if key in others]
-        return {place: (ref(grad), grad._version) for place, grad in named if grad is not None}
-
-    def _sums_of_gradients(self) -> list[str]:
-        """Gradients to which each step adds. The norm of all gradients, by which a clipping divides, has them, too."""
-        before, self._gradients = self._gradients, {}
-        now = self._uncleared()
-        same = [place for place in now if place in before and before[place][0]() is now[place][0]()]
-        added = [place for place in same if before[place][1] != now[place][1]]
-        return [f"gradients of {listed(added, 1)} (no optimizer clears them)"] if added else []
 
     def _carried(self, frames: Sequence[FrameType], is_ahead: bool) -> list[str]:
         found = [name for each in frames for name in self._carried_by(each, carried(each), is_ahead)]

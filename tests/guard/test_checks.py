@@ -95,8 +95,10 @@ def test_modules_of_the_program_are_those_that_have_a_file(monkeypatch: pytest.M
     assert "mine.py" in places and "made" not in places
 
 
-def test_the_line_to_write_is_python_for_a_part_of_a_sequential() -> None:
+def test_the_line_to_write_is_python_for_a_part_of_a_sequential_and_of_a_closure() -> None:
     assert Remedies({}).stateful_line(["model.0.gen"]) == 'Write Guard(stateful={"gen": model[0].gen}, ...)'
+    line = Remedies({}).stateful_line(["noise.<gen>"])
+    assert line == 'Write Guard(stateful={"gen": gen}, ...), made where the guard is, and give it to what makes noise'
     in_model = Remedies({"model"}, is_layered=True)
     assert in_model.argument_line("model", ["extra"]) == 'Write stateful={"extra": extra}'
 

@@ -296,7 +296,27 @@ def test_gradients_that_no_optimizer_clears_go_on(
                 assert before is None or before() is None, "its memory is free"
             train(guard, model, optimizer, fetch())
     (line,) = facts(caplog)
-    assert ("gradients of model.layer.weight (no optimizer clears them)" in line) is not clears_all
+    assert ("gradients of model.layer.weight (the next step adds to them: " in line) is not clears_all
+
+
+@pytest.mark.parametrize("clears_first", [False, True])
+def test_gradients_of_a_backward_after_their_update_go_on(
+    clears_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a discriminator, which the generator's backward goes through."""
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mx.Guard(model=model, optimizer=optimizer, directory=tmp_path) as guard:
+        for _step in guard.steps(6):
+            if clears_first:
+                optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=clears_first)
+            model(torch.ones(1, 2)).sum().backward()
+            guard.step_end()
+    assert ("gradients of model.bias and 1 more" in caplog.text) is not clears_first
 
 
 def test_a_resumed_run_says_it_in_its_files_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

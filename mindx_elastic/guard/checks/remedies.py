@@ -9,6 +9,8 @@ from mindx_elastic.core.reserved_names import RESERVED_NAMES
 
 __all__ = ["Remedies"]
 
+_CLOSURE = re.compile(r"(.+)\.<(\w+)>")
+
 
 class Remedies:
     """One per guard. Training thread."""
@@ -33,7 +35,7 @@ class Remedies:
         if len(set(keys)) < len(keys):
             keys = [re.sub(r"\W+", "_", name).strip("_") for name in names]
         content = ", ".join(f'"{key}": {_as_code(name)}' for key, name in zip(keys, names, strict=True))
-        return self.line(content)
+        return self.line(content) + _made_outside(names)
 
     def line(self, content: str) -> str:
         """The line that gives `stateful` these items, written as those of a dict."""
@@ -45,11 +47,17 @@ class Remedies:
         if self._is_layered:
             return self.stateful_line(known_as)
         others = ["..."] if any(re.fullmatch(rf"{argument}(_\d+)?", name) for name in self._named) else []
-        added = [*others, *known_as]
+        added = [*others, *map(_as_code, known_as)]
         given = added[0] if len(added) == 1 else f"[{', '.join(added)}]"
         return f"Write Guard({argument}={given}, ...), with one that is made before the guard"
 
 
 def _as_code(name: str) -> str:
-    """``model[0].gen`` of ``model.0.gen``: the parts of an `nn.Sequential` have numbers for names."""
-    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name)
+    """``model[0].gen`` of ``model.0.gen``: the parts of an `nn.Sequential` have numbers for names. ``gen`` of
+    ``noise.<gen>``: no code outside of a function can name a variable of its closure."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", _CLOSURE.sub(r"\2", name))
+
+
+def _made_outside(names: Sequence[str]) -> str:
+    owners = dict.fromkeys(found[1] for name in names if (found := _CLOSURE.match(name)))
+    return f", made where the guard is, and give it to what makes {', '.join(owners)}" if owners else ""
