@@ -311,7 +311,11 @@ def edit(path: Path, change: Callable[[list[str]], list[str]], *, seals: bool) -
     [
         (lambda text: text[:-2], False, "left out of the comparison"),
         (lambda text: [*text[:2], text[2].replace("0", "1"), *text[3:]], False, "it is torn, or was changed"),
-        (lambda text: [text[0].replace('"version": 3', '"version": 99'), *text[1:]], True, "version 99"),
+        (
+            lambda text: [text[0].replace('"version": 3', '"version": 99'), *text[1:]],
+            True,
+            "another version of this package",
+        ),
     ],
 )
 def test_a_damaged_witness_is_named_and_nothing_else(
