@@ -17,7 +17,7 @@ from tests.watchdog import finish
 
 
 def run(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return finish([sys.executable, "-m", MAIN, "drill", *map(str, words)], cwd=cwd, env=environment(**env), fresh=False)
+    return finish([sys.executable, "-m", MAIN, "drill", *map(str, words)], cwd=cwd, env=environment(**env))
 
 
 def drill(
