@@ -89,8 +89,7 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
         self._set_up()
         self._stands_for: DataLoader[Any] | None = None  # whose settings count then
         self._resplit_epoch = (0, 0)  # the epoch that goes on with another number of ranks, and its batches
-        self._lengths: tuple[int, int] | None = None  # of the data set: at a checkpoint, and when that was loaded
-        self.length_before: int | None = None  # of the data set, before a guard has put back what is set on it
+        self._length_then: int | None = None  # of the data set, at a checkpoint whose position is loaded
         self._warned_of_padding = False
         sampler = ResumableBatchSampler(
             dataset,
@@ -156,7 +155,8 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
 
     def _load(self, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         settings = dict(expected)
-        world_size, size = settings.pop("world_size"), settings.pop("num_samples")
+        world_size = settings.pop("world_size")
+        del settings["num_samples"]
         check_unchanged(self._form, state, settings)
         check_numbers(state, "epoch", "batch", "samples", "num_samples", "batch_size")
         batch, samples, then = state["batch"], state["samples"], state["num_samples"]
@@ -173,21 +173,21 @@ class ResumableLoader(CursorLoader, DataLoader[Any]):  # type: ignore[misc]  # i
             self._resplit_epoch = state["epoch"], batch + self._sampler.plan(samples, size=then).num_batches
         super()._load({**state, "batch": batch}, settings)
         self._settings = {**expected, "num_samples": then}
-        self._lengths = then, size if self.length_before is None else self.length_before
+        self._length_then = then
 
     def _check_length(self, now: int) -> None:
-        """At the first iteration after `load_state_dict`. Raises MismatchError."""
-        if self._lengths is None:
-            return
-        (then, at_load), cursor = self._lengths, self._cursor
-        in_epoch = bool(cursor.samples) and not cursor.finished
-        if now != then and (in_epoch or now == at_load):  # else the program gives each epoch its own length
+        """At the first iteration after `load_state_dict`. Raises MismatchError in the middle of an epoch. At an epoch's
+        end the program may be one that gives each epoch its own length."""
+        then = self._length_then
+        differs = f"the data set has {now} samples, and had {then} at the checkpoint"
+        if then not in (None, now) and self._cursor.samples and not self._cursor.finished:
             raise MismatchError(
-                f"the data set has {now} samples, and had {then} at the checkpoint. Use the data set of that run, or "
-                "start afresh; where the training changes it, name in stateful= the list that it is made of, or set it "
-                "at the head of each epoch"
+                f"{differs}. Use the data set of that run, or start afresh; where the training changes it, name in "
+                "stateful= the list that it is made of, or set it at the head of each epoch"
             )
-        self._lengths = self.length_before = None
+        if then not in (None, now):
+            logger.info("%s, at an epoch's end: right where the training gives each epoch its own length", differs)
+        self._length_then = None
 
     @property
     def _sampler(self) -> ResumableBatchSampler:

@@ -189,8 +189,8 @@ def _tell(found: Resumed, job: Job, began: float, boundary: Boundary | None, not
         logger.info("%s replaced, the others live on: going on from %s", dead, where)
     if job.ranks.rank == 0 and found.plan.resharded:
         logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
-    of_files = found.plan.unmanaged if job.ranks.rank == 0 else ()
-    if of_files:
+    of_files = found.plan.unmanaged if job.ranks.rank == 0 and boundary is None else ()
+    if of_files:  # in place, this log has them already: the rank that found one has warned
         logger.warning("not bit for bit the uninterrupted run, according to its files: %s", "; ".join(of_files))
     doubts = list(dict.fromkeys([*found.plan.unmanaged, *notes]))
     job.events.emit(

@@ -237,9 +237,20 @@ def test_while_a_save_is_written_beside_the_training(
 
 
 @drill
+def test_what_a_rank_killed_at_an_epochs_end_has_lost_is_told_once(runs: Runs) -> None:
+    """Its loop variables; a later recovery in place has nothing to add."""
+    job, _ = runs.run(2, *faults("1:12:backward", "1:15:start"))
+    assert len(job.matches(IN_PLACE)) == 2, job.report()
+    assert len(job.matches("the code after the epoch may read it")) == 1, job.report()
+
+
+@drill
 def test_fifty_recoveries_in_one_job_and_what_they_leave_behind(runs: Runs) -> None:
     """As docs/agent.md says: 3 threads and about 5 descriptors each, in the survivor. Then the cap is reached."""
-    orders = [f"1:{step}:{('start', 'forward', 'mid', 'backward', 'update')[step % 5]}" for step in range(3, 54)]
+    places = {step: ("start", "forward", "mid", "backward", "update")[step % 5] for step in range(3, 54)}
+    # Once the other rank is at an epoch's end, what this one's loop variables were then is lost, and that is told.
+    places |= dict.fromkeys((12, 24, 36, 48), "mid")
+    orders = [f"1:{step}:{place}" for step, place in places.items()]
     words = ["--epochs", 5, "--resources", *faults(*orders)]
     job, folder = runs.run(2, *words, env={"MINDX_REJOIN_MOST": "50"})
     assert len(job.matches(IN_PLACE)) == 50, job.report()

@@ -175,9 +175,6 @@ class FollowedLoader(GivesCopies, GoesThroughData, Track):
         if self.adoption is not None:
             self.adoption.take_seed(state)
         if self.settings is not None:
-            if isinstance(self.loader, ResumableLoader) and self.loader.length_before is None:
-                dataset: Any = self.loader.dataset
-                self.loader.length_before = len(dataset)
             self.settings.load(state.get(SETTINGS), state.get("epoch"))
             if self.adoption is not None:
                 self.adoption.take_over()
