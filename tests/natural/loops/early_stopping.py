@@ -14,7 +14,7 @@ class EarlyStopping:
         self.patience, self.best, self.bad = patience, float("inf"), 0
 
     def should_stop(self, loss):
-        if loss < self.best - 0.05:
+        if loss < self.best - 0.12:
             self.best, self.bad = loss, 0
         else:
             self.bad += 1
