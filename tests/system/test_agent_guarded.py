@@ -102,14 +102,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
+def fill(disk: Path) -> None:
+    with suppress(OSError), open(disk / "fill", "wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    assert os.statvfs(disk).f_bavail == 0, "the fault has fired"
+
+
 @drill
 def test_a_stop_on_a_full_disk_says_that_its_step_is_in_memory_and_why(small_disk: Path) -> None:
     with agent(SMALL, small_disk / "ckpt", "--steps", 1000, "--step-s", 0.2) as job:
         job.wait_for("READY")
-        with suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
-        assert os.statvfs(small_disk).f_bavail == 0, "the fault has fired"
+        fill(small_disk)
         job.process.terminate()
         job.expect(143)
     result = json.loads((RUN / "result.json").read_text())
@@ -129,9 +133,7 @@ def test_a_rank_that_is_killed_on_a_full_disk_goes_on_from_memory(small_disk: Pa
     """Each restart refused the directory, until none was left."""
     with agent(SMALL, small_disk / "ckpt", "--steps", 150, "--step-s", 0.1) as job:
         job.wait_for("a snapshot in memory every")
-        with suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
+        fill(small_disk)
         job.signal_rank(0, signal.SIGKILL)
         job.wait_for("READY", 2)
         (small_disk / "fill").unlink()

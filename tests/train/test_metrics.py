@@ -105,3 +105,8 @@ def test_reduced_over_ranks_by_one_sum(caplog: pytest.LogCaptureFixture) -> None
 def test_what_is_not_a_metric_is_refused(metrics: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         MetricSet(metrics)
+
+
+def test_a_set_of_names_has_one_order_whatever_the_hashes_are() -> None:
+    names = {"accuracy", "acc", "loss", "top1", "top5", "top_1_accuracy", "top_5_accuracy", "mae", "mse"}
+    assert list(MetricSet(names).metrics) == sorted(names)

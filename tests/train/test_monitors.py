@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from mindx_elastic.train import LossMonitor, TimeMonitor
+from mindx_elastic.train import LossMonitor, TimeMonitor, monitors
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
 from tests.train.small_job import make_loader, make_model
 
@@ -25,3 +27,26 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     monitor.on_train_step_end(context)
     monitor.on_train_epoch_end(context)
     assert capsys.readouterr().out == ""
+
+
+def test_each_epoch_has_its_own_time_and_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 1.0, 5.0, 5.3))
+    monkeypatch.setattr(monitors, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monitor, context = TimeMonitor(), RunContext(CallbackParams(rank=0))
+    for begin, steps in ((monitor.on_train_begin, 2), (monitor.on_train_epoch_begin, 1)):
+        begin(context)
+        for _ in range(steps):
+            monitor.on_train_step_end(context)
+        monitor.on_train_epoch_end(context)
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch time: 1000.0 ms, per step time: 500.0 ms",
+        "epoch time: 300.0 ms, per step time: 300.0 ms",
+    ]
+
+
+def test_the_loss_may_be_a_number_none_or_one_of_each_sample() -> None:
+    assert monitors.loss_value(torch.tensor([1.0, 2.0])) == 1.5
+    assert monitors.loss_value(2) == 2.0
+    assert monitors.loss_value(None) != monitors.loss_value(None), "nan"
