@@ -123,7 +123,7 @@ def measure(directory: Path, rounds: int) -> dict[str, list[float]]:
 def measure_log(directory: Path, rounds: int) -> dict[str, list[float]]:
     """Microseconds of each round, by row: what a replica keeps of each boundary in shared memory."""
     from mindx_elastic.capture.collector import Collector
-    from mindx_elastic.capture.object_names import name_targets
+    from mindx_elastic.capture.names import name_targets
     from mindx_elastic.core.position import Position
     from mindx_elastic.memory.arena import RankArena
     from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, BoundaryLog, BoundaryRing

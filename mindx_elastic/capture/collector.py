@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.compilations import Compilations
 from mindx_elastic.capture.components import (
     AdaptedComponent,
@@ -20,11 +19,12 @@ from mindx_elastic.capture.components import (
     component_for,
 )
 from mindx_elastic.capture.copying import copy_tree, equal_tensors, same_tree, tensors_in
+from mindx_elastic.capture.ddp import BufferBroadcasts
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
 from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.given_settings import GivenSettings
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters, places_of
-from mindx_elastic.capture.parameter_names import arrange_groups, grouped
+from mindx_elastic.capture.names import arrange_groups, grouped
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, raw_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on

@@ -25,18 +25,19 @@ from torch import nn
 
 from mindx_elastic.capture.adapters import NO_STATE, adapted
 from mindx_elastic.capture.copying import tensors_in
+from mindx_elastic.capture.extra_state import OwnAttributes
 from mindx_elastic.capture.module_component import ModuleComponent, unwrap_module
+from mindx_elastic.capture.names import optimizers_inside
 from mindx_elastic.capture.optimizer_component import OptimizerComponent, has_state_of_torch
-from mindx_elastic.capture.own_attributes import OwnAttributes
-from mindx_elastic.capture.parameter_names import optimizers_inside
 from mindx_elastic.capture.plain_component import (
     AdaptedComponent,
     PlainComponent,
+    ScalerComponent,
     Stateful,
     WrapperComponent,
+    is_plain_scaler,
     is_stateful,
 )
-from mindx_elastic.capture.scaler_component import ScalerComponent, is_plain_scaler
 from mindx_elastic.core.looks import attributes_of, defines, has_attributes, has_method, items_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError

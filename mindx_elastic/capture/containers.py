@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.capture.dtensors import filled
 from mindx_elastic.capture.generators import GENERATORS, generator_adapter, with_state
 from mindx_elastic.capture.nested import ATOMS
 from mindx_elastic.capture.stand_ins import MARK, class_of, fields_of, originals, stand_in
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["put_back", "snapshot"]
+__all__ = ["GENERATOR", "put_back", "snapshot"]
 
 _DEEPEST = 60
-_GENERATOR = "generator"
+GENERATOR = "generator"
 """The class that a stand-in names for a random generator."""
 
 
@@ -56,7 +57,7 @@ def snapshot(value: Any, place: str, depth: int = 0) -> Any:
     if kind.__module__ == "numpy":
         return value.copy() if hasattr(value, "dtype") else value  # arrays and scalars
     if issubclass(kind, GENERATORS) and (generator := generator_adapter(place, value)) is not None:
-        return {MARK: _GENERATOR, "state": snapshot(generator.state_dict(), place, depth + 1)}
+        return {MARK: GENERATOR, "state": snapshot(generator.state_dict(), place, depth + 1)}
     known = stand_in(value, lambda part: snapshot(part, place, depth + 1), also=GENERATORS)
     if known is not value:
         return known
@@ -103,7 +104,7 @@ def put_back(live: Any, saved: Any, place: str) -> Any:
     if kind in (list, tuple, set, frozenset):
         return kind(_items(live if kind is tuple else None, saved, place))
     if isinstance(saved, torch.Tensor):
-        return _filled(live, saved, saved.device)
+        return filled(live, saved)
     if hasattr(saved, "dtype") and kind.__module__ == "numpy":
         alike = type(live) is kind and live.ndim > 0 and (live.shape, live.dtype) == (saved.shape, saved.dtype)
         if alike and live.flags.writeable:
@@ -132,23 +133,15 @@ def _tensor(value: torch.Tensor) -> Any:
     return {**mark, "parameter": isinstance(value, torch.nn.Parameter)}
 
 
-@torch.no_grad()
-def _filled(live: Any, saved: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype == saved.dtype:
-        live.copy_(saved)
-        return live
-    return saved.to(live.device if isinstance(live, torch.Tensor) else device, copy=True)
-
-
 def _unmarked(live: Any, saved: Mapping[str, Any], place: str) -> Any:
     if saved[MARK] == "torch.Tensor":
-        filled = _filled(live, saved["value"], torch.device(saved["device"]))
-        if filled is live:
+        tensor = filled(live, saved["value"], torch.device(saved["device"]))
+        if tensor is live:
             return live
         if saved["parameter"]:
-            return torch.nn.Parameter(filled, requires_grad=saved["grad"])
-        return filled.requires_grad_(saved["grad"])
-    if saved[MARK] == _GENERATOR:
+            return torch.nn.Parameter(tensor, requires_grad=saved["grad"])
+        return tensor.requires_grad_(saved["grad"])
+    if saved[MARK] == GENERATOR:
         return with_state(live, saved["state"], place)
     kind = class_of(saved[MARK], place)
     if issubclass(kind, tuple) and "values" in saved:

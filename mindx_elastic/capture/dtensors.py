@@ -1,4 +1,4 @@
-"""Local parts of DTensors, and DTensors from them."""
+"""Local parts of DTensors, and DTensors from them; values that go into a tensor that is there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["local_part", "with_layout_of"]
+__all__ = ["filled", "local_part", "with_layout_of"]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,3 +27,13 @@ def with_layout_of(template: Any, part: torch.Tensor) -> torch.Tensor:
         shape=template.shape,
         stride=template.stride(),
     )
+
+
+@torch.no_grad()
+def filled(live: Any, saved: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """`live` with the values of `saved`, in place where it can be; else a copy on its device, or on `device`."""
+    if isinstance(live, torch.Tensor) and (live.shape, live.dtype) == (saved.shape, saved.dtype):
+        is_expanded = any(step == 0 and size > 1 for step, size in zip(live.stride(), live.shape, strict=True))
+        if not is_expanded:  # else several elements share one place
+            return live.copy_(saved)
+    return saved.to(live.device if isinstance(live, torch.Tensor) else device or saved.device, copy=True)

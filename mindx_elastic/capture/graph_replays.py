@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.tensor_copy import sums_of
+from mindx_elastic.capture.extra_state import sums_of
 from mindx_elastic.capture.update_gate import UpdateGate
 
 __all__ = ["GraphReplays", "is_capturing"]

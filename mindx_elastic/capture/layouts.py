@@ -28,7 +28,7 @@ from mindx_elastic.capture.components import (
     PlainComponent,
 )
 from mindx_elastic.capture.dtensors import local_part
-from mindx_elastic.capture.parameter_names import Groups, group_lists, names_in_groups, places_in_states
+from mindx_elastic.capture.names import Groups, group_lists, names_in_groups, places_in_states
 from mindx_elastic.capture.plain_component import GoesThroughData
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, parse_placement
@@ -63,7 +63,7 @@ class Blueprint(NamedTuple):
 
 
 def named_parameters(components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
-    """The parameters by their names, tied ones under each; see `capture.parameter_names`."""
+    """The parameters by their names, tied ones under each; see `capture.names`."""
     found: dict[str, torch.Tensor] = {}
     for name, c in components.items():
         if isinstance(c, ModuleComponent):

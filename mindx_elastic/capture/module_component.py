@@ -19,13 +19,9 @@ from torch.nn.parameter import is_lazy
 from mindx_elastic.capture.buffer_block import BufferReader, is_plain, view_of
 from mindx_elastic.capture.copying import copy_state
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
-from mindx_elastic.capture.flags import Flags
-from mindx_elastic.capture.loose_buffers import LooseBuffers
-from mindx_elastic.capture.module_tables import buffers_of, parameters_of
-from mindx_elastic.capture.own_attributes import OwnAttributes
-from mindx_elastic.capture.pruning import Masks, original_names
+from mindx_elastic.capture.extra_state import ExtraTensors, Flags, OwnAttributes, original_names, prune_as, pruned_in
 from mindx_elastic.capture.stand_ins import originals
-from mindx_elastic.capture.structure import Structure
+from mindx_elastic.capture.structure import Structure, buffers_of, parameters_of
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
@@ -84,8 +80,8 @@ class ModuleComponent:
         self._own = OwnAttributes(is_stable=False)
         self._own.set_owners(parts if self.keeps_attributes else {})
         self._is_broadcast = any(getattr(each, "broadcast_buffers", False) for each in _wrappers_of(module))
-        self._masks, self._loose = Masks(self.module), LooseBuffers(self.module)
-        self.structure = Structure(self.module, original_names(named, self._masks.places))
+        self._loose = ExtraTensors(self.module)
+        self.structure = Structure(self.module, original_names(named, self._loose.pruned))
         self._described: object = None
         self._description = ""
         self._find_slots()
@@ -113,20 +109,19 @@ class ModuleComponent:
         _reshard(self.module)
         named = self._named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if self._sharded else {}
-        self._masks.follow()
         self._loose.follow()
         self.flags.follow(named)
         self._find_slots()
         self.structure.follow()
         self._order = list(self._sharded or self.module.state_dict())
-        return self.structure.problems(original_names(named, self._masks.places))
+        return self.structure.problems(original_names(named, self._loose.pruned))
 
     def is_other_model(self) -> bool:
         """Whether the module has become what a start cannot make again, according to `follow`, which is not done."""
         if not self.structure.has_changed():
             return False
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        return bool(self.structure.problems(original_names(named, Masks(self.module).places)))
+        return bool(self.structure.problems(original_names(named, pruned_in(self.module))))
 
     def _find_slots(self) -> None:
         # Tables and keys, not tensors: a forward that assigns `self.buf = new` replaces the object.
@@ -174,8 +169,6 @@ class ModuleComponent:
             self.flags.copy()
         if self.keeps_attributes:
             self._own.copy()
-        if self._masks.are_used:
-            self._masks.copy()
         if self._loose.are_used:
             self._loose.copy()
 
@@ -196,15 +189,15 @@ class ModuleComponent:
 
     def kept(self) -> Any:
         places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
-        copies = self._masks.copies, self._loose.kept(), self._own.seen
+        copies = self._loose.kept(), self._own.seen
         return places, self._slot_names, self._block, self.extras, self.flags.seen, *copies
 
     def go_back(self, kept: Any) -> None:
-        places, self._slot_names, self._block, self.extras, seen, masks, loose, self._own.seen = kept
+        places, self._slot_names, self._block, self.extras, self.flags.seen, loose, seen = kept
         if places != [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]:
             problem = "parameters have got other memory since the boundary, which the device has not filled yet"
             raise UnsupportedStateError(self.name, problem)
-        self.flags.seen, self._masks.copies = seen, masks
+        self._own.seen = seen
         self._loose.go_back(loose)
 
     def copy_ahead(self) -> dict[str, Any] | None:
@@ -364,9 +357,9 @@ class ModuleComponent:
         ]
         return {
             **self.flags.state(),
-            "pruned": self._masks.state(),
+            "pruned": list(self._loose.pruned),
             "buffers": self._loose.state(),
-            "added_buffers": [name for name in added if name.removesuffix("_mask") not in self._masks.places],
+            "added_buffers": [name for name in added if name.removesuffix("_mask") not in self._loose.pruned],
             "resized_buffers": self._resized(),
             "frozen_gradients": self._frozen_gradients(),
             "attributes": self._own.state(),
@@ -395,7 +388,7 @@ class ModuleComponent:
     def prepare(self, module_extras: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Before `load`: prune what was pruned, register the buffers that the module had got in mid-run, and give those
         that were resized the shape of then."""
-        changed = "pruned" in module_extras and self._masks.apply(module_extras["pruned"])
+        changed = "pruned" in module_extras and prune_as(self.module, module_extras["pruned"])
         for name in module_extras.get("added_buffers", ()):
             prefix, _, key = name.rpartition(".")
             child = dict(self.module.named_modules()).get(prefix)
@@ -430,24 +423,22 @@ class ModuleComponent:
     def without_parts(self, module_extras: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """`module_extras` of a file of another world, and the names of what had to be left out: what this world holds
         in parts, for which no layout is kept."""
-        kept, left_out = dict(module_extras), []
-        live: dict[str, Mapping[str, torch.Tensor]] = {
-            "frozen_gradients": self._named,
-            "buffers": self._loose.live(),
-            "pruned": original_names(self._named, (n.removesuffix("_orig") for n in self._named)),
+        live = {**original_names(self._named, (n.removesuffix("_orig") for n in self._named)), **self._loose.live()}
+        gradients, extras = module_extras.get("frozen_gradients", {}), _extra_tensors(module_extras)
+        no_gradients = [name for name, value in gradients.items() if _is_part(value, self._named.get(name))]
+        no_extras = [name for name, value in extras.items() if _is_part(value, live.get(name))]
+        left_out = [*(f"the gradient of {name}" for name in no_gradients), *no_extras]
+        kept = {
+            **module_extras,
+            "pruned": list(module_extras.get("pruned", ())),
+            "frozen_gradients": {name: value for name, value in gradients.items() if name not in no_gradients},
+            "buffers": {name: value for name, value in extras.items() if name not in no_extras},
         }
-        for key in live.keys() & module_extras.keys():
-            parts = [name for name, value in module_extras[key].items() if _is_part(value, live[key].get(name))]
-            left_out += [f"the gradient of {name}" if key == "frozen_gradients" else name for name in parts]
-            kept[key] = {name: value for name, value in module_extras[key].items() if name not in parts}
-            if key == "pruned":  # the next forward makes it
-                kept[key] |= dict.fromkeys(parts)
         return kept, left_out
 
     def load_module_extras(self, module_extras: Mapping[str, Any]) -> None:
         """After `load`: the rest of what `module_extras` gives, without the flags."""
-        self._masks.load(module_extras.get("pruned", {}))
-        self._loose.load(module_extras.get("buffers", {}))
+        self._loose.load(_extra_tensors(module_extras))
         self._own.load(module_extras.get("attributes", {}))
         for name, gradient in module_extras.get("frozen_gradients", {}).items():
             if (parameter := self._named.get(name)) is not None:
@@ -500,6 +491,13 @@ class ModuleComponent:
         self.module.load_state_dict(laid_out, strict=strict)
         self._find_slots()
         self.copy()
+
+
+def _extra_tensors(module_extras: Mapping[str, Any]) -> dict[str, Any]:
+    """In files of version 0.2 the products of pruning stand by themselves."""
+    pruned = module_extras.get("pruned", ())
+    products = {place: value for place, value in pruned.items() if value is not None} if type(pruned) is dict else {}
+    return {**module_extras.get("buffers", {}), **products}
 
 
 def _is_part(saved: object, live: torch.Tensor | None) -> bool:

@@ -16,9 +16,9 @@ from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
 from mindx_elastic.capture.copying import copy_items, copy_tree, map_containers, map_tensors, tensors_in
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.exact_load import exact_loads, keep_objects, restore_types
+from mindx_elastic.capture.extra_state import OwnAttributes
+from mindx_elastic.capture.names import arrange_groups, optimizers_inside
 from mindx_elastic.capture.nested import rebuilt
-from mindx_elastic.capture.own_attributes import OwnAttributes
-from mindx_elastic.capture.parameter_names import arrange_groups, optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, original_keys, originals
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError

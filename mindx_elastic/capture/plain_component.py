@@ -1,5 +1,9 @@
 """Any object with ``state_dict`` and ``load_state_dict``, its own or an adapter's: the whole state is copied at every
-boundary. A container that takes too long for that (a replay buffer) is read only when a boundary is saved."""
+boundary. A container that takes too long for that (a replay buffer) is read only when a boundary is saved.
+
+The scale of a gradient scaler and its counter of good steps are tensors on the device, and its `state_dict` waits for
+the device to read them: at a boundary they are copied on the device, and read when a file is written.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ from mindx_elastic.capture.adapters import TensorAdapter
 from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.exact_load import exact_loads, other_types
 from mindx_elastic.capture.generators import Adapter
+from mindx_elastic.capture.names import optimizers_inside
 from mindx_elastic.capture.nested_states import NestedStates
-from mindx_elastic.capture.parameter_names import optimizers_inside
 from mindx_elastic.capture.stand_ins import check_objects, named_keys, originals
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import has_method
@@ -29,8 +33,10 @@ __all__ = [
     "GoesThroughData",
     "InParts",
     "PlainComponent",
+    "ScalerComponent",
     "Stateful",
     "WrapperComponent",
+    "is_plain_scaler",
     "is_stateful",
 ]
 
@@ -88,7 +94,7 @@ class GoesThroughData(ABC):
 
     @abstractmethod
     def listing(self) -> Mapping[str, Any]:
-        """Some of what it goes through: see `data_listing`."""
+        """Some of what it goes through: see `given_settings`."""
 
     @abstractmethod
     def state_dict(self) -> Any: ...
@@ -213,6 +219,42 @@ def _is_stock_scheduler(target: Any) -> bool:
     variables, state = vars(target), target.state_dict()
     expected = [key for key in variables if key != "optimizer"]
     return list(state) == expected and all(state[key] is variables[key] for key in expected)
+
+
+def is_plain_scaler(target: object) -> bool:
+    """Whether it is torch's gradient scaler, with torch's own state."""
+    return isinstance(target, torch.amp.GradScaler) and (
+        type(target).state_dict is torch.amp.GradScaler.state_dict
+        and isinstance(getattr(target, "_scale", None), torch.Tensor | None)
+        and isinstance(getattr(target, "_growth_tracker", None), torch.Tensor | None)
+    )
+
+
+class ScalerComponent(PlainComponent):
+    """The component of torch's `GradScaler`."""
+
+    def copy(self) -> None:
+        self._copy = self.look()
+        # Every replica's is the same, as the gradients are.
+        self.is_on_device = any(isinstance(v, torch.Tensor) and not v.is_cpu for v in self._copy.values())
+
+    @torch.no_grad()
+    def look(self) -> dict[str, Any]:
+        """As its `state_dict`, with copies of the tensors in place of what is in them."""
+        scaler = self.target
+        scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
+        if scale is None or tracker is None or not scaler.is_enabled():
+            return dict(scaler.state_dict())  # nothing is on a device, or not yet
+        return {
+            "scale": scale.detach().clone(),
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            "_growth_tracker": tracker.detach().clone(),
+        }
+
+    def state(self) -> dict[str, Any]:
+        return {key: v.cpu().item() if isinstance(v, torch.Tensor) else v for key, v in self._copy.items()}
 
 
 class AdaptedComponent(PlainComponent):

@@ -23,7 +23,20 @@ from torch.nn.modules.module import (
 from mindx_elastic.core.looks import text_of
 from mindx_elastic.core.printable import listed
 
-__all__ = ["Structure", "Watch"]
+__all__ = ["Structure", "Watch", "buffers_of", "parameters_of"]
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """The dict itself, so that a buffer that the module puts in another's place is seen. TorchScript has its buffers in
+    C++, where none is replaced: a copy."""
+    table: Any = module._buffers
+    return dict(table.items()) if isinstance(module, torch.jit.ScriptModule) else table
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """As `buffers_of`."""
+    table: Any = module._parameters
+    return dict(table.items()) if isinstance(module, torch.jit.ScriptModule) else table
 
 
 class Structure:

@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.close_looks import is_close
 from mindx_elastic.capture.components import OptimizerComponent, PlainComponent
+from mindx_elastic.capture.ddp import GradientOrders
 from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.graph_replays import GraphReplays
-from mindx_elastic.capture.hidden_changes import HiddenChanges
-from mindx_elastic.capture.replicas import GradientOrders
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
-from mindx_elastic.capture.weight_samples import WeightSamples
+from mindx_elastic.capture.weight_samples import HiddenChanges, WeightSamples
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position

@@ -19,7 +19,7 @@ from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
-from mindx_elastic.capture.object_names import name_targets
+from mindx_elastic.capture.names import name_targets
 from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger

@@ -18,9 +18,8 @@ from torch import nn
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
-from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.replicas import ddp_modules, outermost_replicas, parallel_setup_of
+from mindx_elastic.capture.ddp import BufferBroadcasts, ddp_modules, outermost_replicas, parallel_setup_of
 from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, RejoinSettings, SavingSettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.active import check_that_one_may_enter

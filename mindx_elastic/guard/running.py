@@ -23,7 +23,7 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.signals import release_signals
-from mindx_elastic.capture.replicas import ddp_modules
+from mindx_elastic.capture.ddp import ddp_modules
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger

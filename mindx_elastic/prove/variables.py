@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mindx_elastic.capture.own_attributes import set_by_torch
+from mindx_elastic.capture.extra_state import set_by_torch
 from mindx_elastic.core.looks import attributes_of, is_comparable
 from mindx_elastic.guard.checks.program_variables import is_library, kind_of, locals_of, program_frames, variables_of
 from mindx_elastic.prove.digests import digest

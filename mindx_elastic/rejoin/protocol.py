@@ -45,7 +45,7 @@ class Report:
     groups: str
     """A digest of its process groups: names, members, backends."""
     orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """The order of gradients of each DDP module; see `capture.ddp_order`."""
+    """The order of gradients of each DDP module; see `capture.ddp`."""
     problem: Annotated[str, Words(2000)] = ""
     """Why this rank cannot take part; empty: it can."""
 

@@ -198,7 +198,7 @@ def _replace_default_group() -> None:
     from torch.distributed import distributed_c10d as c10d
     from torch.nn.parallel import DistributedDataParallel
 
-    from mindx_elastic.capture.find_objects import find_objects
+    from mindx_elastic.capture.ddp import find_objects
     from mindx_elastic.rejoin import groups
 
     provisional = c10d._get_default_group()

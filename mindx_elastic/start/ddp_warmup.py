@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.ddp_order import DdpModules, GradientOrder
+from mindx_elastic.capture.ddp import DdpModules, GradientOrder
 from mindx_elastic.core.ports import Risks
 
 __all__ = ["replay_gradient_order", "replay_orders"]

@@ -26,8 +26,7 @@ import xxhash
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
 from mindx_elastic.capture.copying import copy_tree, map_tensors, same_tree
-from mindx_elastic.capture.loop_head import LoopHead
-from mindx_elastic.capture.loop_tail import front_of, names_of_tail_values, tail_values_in, with_tail_values
+from mindx_elastic.capture.loop_ends import LoopHead, front_of, names_of_tail_values, tail_values_in, with_tail_values
 from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
@@ -64,7 +63,7 @@ def load(
     with_flags: bool,
 ) -> Callable[[], None]:
     """Load the state, and copy the boundary. Returns what puts everything back as it was at the boundary, before the
-    first batch (see `capture.loop_head`).
+    first batch (see `capture.loop_ends`).
 
     with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
     """

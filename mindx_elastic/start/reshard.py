@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.layouts import Blueprint
-from mindx_elastic.capture.parameter_names import grouped
+from mindx_elastic.capture.names import grouped
 from mindx_elastic.core.division import Divided, RowPiece, piece_name
 from mindx_elastic.core.layout import REPLICATE, Box, Layout, overlap
 from mindx_elastic.core.owners import Trust

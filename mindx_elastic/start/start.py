@@ -26,7 +26,7 @@ import torch
 from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.ddp_order import DdpModules
+from mindx_elastic.capture.ddp import DdpModules
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ports import Risks

@@ -1,6 +1,6 @@
 """All ranks go on from the same side of the code after an epoch.
 
-That code belongs to the epoch's last boundary, which is copied once more after it (`capture.loop_tail`). Ranks do not
+That code belongs to the epoch's last boundary, which is copied once more after it (`capture.loop_ends`). Ranks do not
 finish it together: one is killed in it when the others are in the next epoch already. What is there of it then is
 in front of that code, so it runs that code again; if it has collectives (a sum over the ranks, an evaluation through
 DDP), it would wait in them alone, or take part in those of the next step. So where the sides differ, all go back.
@@ -16,7 +16,7 @@ from typing import Any
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.loop_tail import changes_weights, front_of
+from mindx_elastic.capture.loop_ends import changes_weights, front_of
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.printable import listed

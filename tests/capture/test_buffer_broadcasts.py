@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.buffer_broadcasts import BufferBroadcasts
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.ddp import BufferBroadcasts
 from mindx_elastic.core.position import Position
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.object_names import name_targets
+from mindx_elastic.capture.names import name_targets
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
 from tests.capture.round_trip import assert_same, through_format

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.utils import prune
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import (
@@ -108,7 +109,7 @@ def test_a_buffer_whose_memory_means_something_else_is_followed(
     component.recheck()
     expected, held = module.get_buffer("seen").clone(), second.get_buffer("seen")
     module.get_buffer("seen").zero_()
-    resumed(component, second).load_module_extras(through_format(component.module_extras()))
+    resumed(component, second)
     assert_same(second.get_buffer("seen").resolve_conj(), expected.resolve_conj())
     assert not persistent or second.get_buffer("seen") is held
 
@@ -215,7 +216,6 @@ def test_buffers_that_no_record_of_a_rank_has_are_named() -> None:
     component.copy()
     assert component.buffers_of_this_rank(leads=True) == ["apart", "mean", "seen"]
     again = resumed(component, second)
-    again.load_module_extras(through_format(component.module_extras()))
     assert again.buffers_of_this_rank(leads=True) == ["apart", "mean", "seen"]
 
 
@@ -227,6 +227,27 @@ def test_tied_weights_are_stored_once_and_stay_tied() -> None:
     boundary(module).load(through_format(saved))
     assert module.head.weight is module.embedding.weight
     assert_same(dict(module.state_dict()), saved)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_pruned_parameter_comes_back_with_its_product_and_its_mask_goes_again(is_older: bool) -> None:
+    """The product is older than the last update, and the next pruning ranks by it. Version 0.2 kept it by itself."""
+    first, second = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    untouched, component = boundary(nn.Sequential(nn.Linear(4, 4))), boundary(first)
+    prune.l1_unstructured(first[0], "weight", 0.5)
+    with torch.no_grad():
+        first.get_parameter("0.weight_orig").mul_(2)
+    component.follow()
+    component.copy()
+    extras = component.module_extras()
+    if is_older:
+        extras |= {"pruned": extras["buffers"], "buffers": {}}
+    again = resumed(component, second, extras)
+    assert_same(second[0].weight, first[0].weight)
+    assert_same(dict(second.state_dict()), dict(first.state_dict()))
+    assert again.buffers_of_this_rank(leads=True) == []
+    resumed(untouched, second)
+    assert_same(dict(sorted(second.state_dict().items())), dict(sorted(untouched.module.state_dict().items())))
 
 
 def test_names_do_not_depend_on_wrappers() -> None:
@@ -254,12 +275,13 @@ def test_a_changed_model_is_refused_with_names_and_shapes_and_left_alone() -> No
     assert_same(through_format(boundary(module).state()), before)
 
 
-def resumed(trained: ModuleComponent, module: nn.Module) -> ModuleComponent:
+def resumed(trained: ModuleComponent, module: nn.Module, extras: Any = None) -> ModuleComponent:
     """`module`, as a start builds it, with the state of `trained`."""
-    state, module_extras = through_format(trained.state()), through_format(trained.module_extras())
+    state, module_extras = through_format(trained.state()), through_format(extras or trained.module_extras())
     component = ModuleComponent("model", module)
     component.prepare(module_extras, state)
     component.load(state)
+    component.load_module_extras(module_extras)
     return component
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from mindx_elastic.capture.data_listing import difference, listing_of
+from mindx_elastic.capture.given_settings import difference, listing_of
 
 
 class Rows:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.ddp import GradientOrder
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

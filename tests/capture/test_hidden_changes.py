@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.hidden_changes import HiddenChanges
-from mindx_elastic.capture.weight_samples import WeightSamples
+from mindx_elastic.capture.weight_samples import HiddenChanges, WeightSamples
 
 
 def samples_of(parameters: list[nn.Parameter]) -> WeightSamples:

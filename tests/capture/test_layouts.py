@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.ddp import ddp_modules, parallel_setup_of
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
-from mindx_elastic.capture.replicas import ddp_modules, parallel_setup_of
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import LayoutRecord, Strategy, TensorSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mindx_elastic.capture.parameter_names import places_in_states
+from mindx_elastic.capture.names import places_in_states
 
 
 def test_the_places_of_parameters_in_the_states_of_others() -> None:

@@ -15,8 +15,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.ddp_order import DdpModules
-from mindx_elastic.capture.replicas import (
+from mindx_elastic.capture.ddp import (
+    DdpModules,
     GradientOrders,
     ddp_modules,
     outermost_replicas,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.components import component_for
-from mindx_elastic.capture.scaler_component import ScalerComponent
+from mindx_elastic.capture.plain_component import ScalerComponent
 
 
 def used_scaler(**options: Any) -> torch.amp.GradScaler:

@@ -17,8 +17,8 @@ from mindx_elastic.prove.digests import digest
 PACKAGE = Path(__file__).parents[2] / "mindx_elastic"
 OWN = {
     *("persist/unflatten.py", "persist/direct_io.py", "persist/packer.py", "persist/reader.py"),
-    *("capture/rng.py", "capture/own_attributes.py", "core/mersenne.py"),  # states of generators
-    *("guard/checks/movements.py", "prove/digests.py", "capture/data_listing.py"),
+    *("capture/rng.py", "capture/extra_state.py", "core/mersenne.py"),  # states of generators
+    *("guard/checks/movements.py", "prove/digests.py", "capture/given_settings.py"),
     *("rejoin/copies.py", "mirror/wire.py"),
 }
 """Files that call `Tensor.numpy()` on tensors of our own only."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindx_elastic.capture.loop_tail import names_of_tail_values, tail_values_in
+from mindx_elastic.capture.loop_ends import names_of_tail_values, tail_values_in
 from mindx_elastic.guard.loops.epoch_tail import EpochValues, put_back_values
 from tests.capture.round_trip import assert_same
 from tests.guard.program import BATCHES, EPOCHS, Loop, Program, check, run

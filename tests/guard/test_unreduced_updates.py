@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.replicas import ddp_modules
+from mindx_elastic.capture.ddp import ddp_modules
 from mindx_elastic.guard.checks.ddp import UnreducedUpdates
 from mindx_elastic.guard.unmanaged import Unmanaged
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.ddp import GradientOrder
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.rejoin import spare_warmup
 

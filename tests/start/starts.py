@@ -9,7 +9,7 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.replicas import ddp_modules
+from mindx_elastic.capture.ddp import ddp_modules
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections

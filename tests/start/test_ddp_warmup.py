@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.ddp import GradientOrder
 from mindx_elastic.start.ddp_warmup import replay_gradient_order
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.ddp import GradientOrder
 from mindx_elastic.core.position import Position
 from tests.capture.round_trip import assert_same, through_format
 from tests.checkpoint_files import write

@@ -13,9 +13,8 @@ from torch import nn
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import copy_tree, same_tree
-from mindx_elastic.capture.hidden_changes import HiddenChanges
-from mindx_elastic.capture.loop_tail import front_of
-from mindx_elastic.capture.weight_samples import WeightSamples
+from mindx_elastic.capture.loop_ends import front_of
+from mindx_elastic.capture.weight_samples import HiddenChanges, WeightSamples
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.guard.loops.epoch_tail import EpochTail

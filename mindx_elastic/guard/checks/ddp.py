@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.capture.ddp_order import DdpModules
+from mindx_elastic.capture.ddp import DdpModules
 from mindx_elastic.core.looks import has_method
 from mindx_elastic.errors import MindxError
 from mindx_elastic.guard.unmanaged import Unmanaged

@@ -12,7 +12,7 @@ from mindx_elastic.capture.adapters import Attributes
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.generators import GENERATORS
-from mindx_elastic.capture.module_tables import buffers_of, parameters_of
+from mindx_elastic.capture.structure import buffers_of, parameters_of
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.guard.checks.program_variables import inner_schedulers, kind_of, reachable
 from mindx_elastic.guard.checks.unnamed_optimizers import storage_of

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
-from mindx_elastic.capture.data_listing import Listing, listing_of
+from mindx_elastic.capture.given_settings import Listing, listing_of
 from mindx_elastic.capture.plain_component import GivesCopies, GoesThroughData
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import length_of

@@ -27,7 +27,7 @@ from mindx_elastic.capture.adapters import Attributes
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.copying import same_tree
-from mindx_elastic.capture.loop_tail import without_end, without_step
+from mindx_elastic.capture.loop_ends import without_end, without_step
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
 from mindx_elastic.capture.weight_samples import WeightSample, WeightSamples
 from mindx_elastic.core.events import logger

@@ -1,8 +1,11 @@
-"""Undoes what the head of the loop does a second time.
+"""The code around the steps of an epoch.
 
 A run that is resumed in mid-epoch enters the loop at that epoch, so the code at its head runs once more: ``if epoch ==
 30: group["lr"] *= 0.1``, ``prune(...)``, ``add_param_group(...)``, ``meter.reset()``. The boundary has all of that
-already. When the first batch is fetched, whatever has been touched since the state was loaded is loaded once more.
+already. When the first batch is fetched, whatever has been touched since the state was loaded is loaded once more
+(`LoopHead`).
+
+The rest is what `Collector.loop` says of the code after an epoch (the *tail*); `guard.loops.epoch_tail` writes it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,25 @@ from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.capture.plain_component import GoesThroughData
 from mindx_elastic.core.looks import asked
 
-__all__ = ["LoopHead"]
+__all__ = [
+    "CHANGES_WEIGHTS",
+    "FRONT",
+    "OVER",
+    "VALUES",
+    "LoopHead",
+    "changes_weights",
+    "front_of",
+    "names_of_tail_values",
+    "tail_values_in",
+    "with_tail_values",
+    "without_end",
+    "without_step",
+]
+
+OVER, VALUES, FRONT = "epoch_is_over", "tail_values", "in_front_of_tail"
+"""The keys in `Collector.loop`."""
+CHANGES_WEIGHTS = "changes_weights"
+"""A key in what `FRONT` has."""
 
 _Marks = list[tuple[torch.Tensor, int]]
 
@@ -99,3 +120,48 @@ def _marks_of(component: Component) -> _Marks:
 
 def _versions(tensors: Iterable[torch.Tensor]) -> _Marks:
     return [(t, -1 if t.is_inference() else t._version) for t in tensors]
+
+
+def without_end(loop: Mapping[str, Any]) -> dict[str, Any]:
+    """`Collector.loop` as a new epoch begins."""
+    return {key: value for key, value in loop.items() if key not in (OVER, VALUES, FRONT)}
+
+
+def without_step(loop: dict[str, Any]) -> dict[str, Any]:
+    """The same as another step has ended."""
+    if VALUES not in loop and FRONT not in loop:
+        return loop
+    return {key: value for key, value in loop.items() if key not in (VALUES, FRONT)}
+
+
+def front_of(loop: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Of a boundary that was copied again after the tail, where there are other ranks: the small state in front of it
+    (`Collector.copy_of_small`). None: any other boundary."""
+    found = loop.get(FRONT)
+    return found if isinstance(found, Mapping) else None
+
+
+def tail_values_in(loop: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What `loop` has for a tail that comes without a batch, see `epoch_tail.EpochValues`."""
+    found = loop.get(VALUES)
+    return dict(found) if isinstance(found, Mapping) and OVER not in loop else {}
+
+
+def names_of_tail_values(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of what `tail_values_in` has found: variables, and attributes of objects."""
+    return [
+        f"{owner}.{name}" if owner else name
+        for owners in values.values()
+        for owner, names in owners.items()
+        for name in names
+    ]
+
+
+def with_tail_values(loop: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`loop` with those."""
+    return {**loop, VALUES: dict(values)}
+
+
+def changes_weights(front: Mapping[str, Any] | None) -> bool:
+    """Whether the tail has, so that the weights in front of it are lost."""
+    return front is not None and bool(front.get(CHANGES_WEIGHTS))

@@ -1,10 +1,22 @@
-"""Reads from DDP which modules it wraps, which ranks hold the same weights, and in which order gradients arrive."""
+"""DDP modules: which ones there are, which ranks they keep equal, and what of theirs no `state_dict` has.
+
+* `GradientOrders`: DDP lays out its buckets again after the first backward, in the order in which gradients arrived. A
+  resumed process would do its first step with the initial layout, sum in another order, and diverge at three and more
+  ranks. The order is recorded during the first backward of a fresh run and travels in the checkpoint; see
+  `start.ddp_warmup`. Not with ``static_graph=True``, which counts in the first backward and lays out its buckets in the
+  order of the second.
+* `BufferBroadcasts`: whether DDP broadcasts a module's buffers from rank 0 in its next forward. It does so by default,
+  but not after a forward whose gradients it does not reduce: one under ``no_sync()``, or without gradients, as in an
+  evaluation. In a loop that is all in ``no_sync()``, because the program averages the gradients itself, each rank so
+  keeps its own batch norm statistics; a new process would broadcast rank 0's once.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,10 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import unwrap_module
-from mindx_elastic.capture.ddp_order import DdpModules, GradientOrder
-from mindx_elastic.capture.find_objects import find_objects
 from mindx_elastic.capture.layouts import ByHand, ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
@@ -23,12 +32,32 @@ from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.ports import Risks
 
 __all__ = [
+    "BufferBroadcasts",
+    "DdpModules",
+    "GradientOrder",
     "GradientOrders",
     "ddp_modules",
+    "find_objects",
     "outermost_replicas",
     "parallel_setup_of",
     "replica_ranks",
 ]
+
+DdpModules = Sequence[tuple[str, DistributedDataParallel]]
+"""DDP modules and their paths."""
+
+
+def find_objects(kind: type[Any]) -> list[Any]:
+    """Every object of a type or of one derived from it. Looks at all objects of the process: 30 ms for a million.
+
+    Objects that were frozen (`gc.freeze`) are not found.
+    """
+    kinds = {kind}
+    new = [kind]
+    while new:
+        new = [derived for each in new for derived in each.__subclasses__() if derived not in kinds]
+        kinds.update(new)
+    return [each for each in gc.get_objects() if type(each) in kinds]  # isinstance would run code of proxies
 
 
 def ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
@@ -139,13 +168,55 @@ def parallel_setup_of(
     )
 
 
+class GradientOrder:
+    """Records, once, the order of gradient arrival for one DDP module. Indices count the parameters with gradients."""
+
+    def __init__(self, module: DistributedDataParallel, known: Sequence[int] = ()) -> None:
+        """`known`: what has been recorded before."""
+        self.module = module
+        self.order = list(known)
+        """What has been recorded so far."""
+        self._handles: list[Any] = []
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.module.module.parameters() if p.requires_grad]
+
+    def record(self) -> None:
+        """Listen to the next backward. Call `finish` at the boundary after it."""
+        for index, parameter in enumerate(self.parameters):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._note(index)))
+
+    def finish(self) -> bool:
+        """At a boundary: stop listening once all has been seen. True when there is nothing left to record."""
+        if self._handles and self.order:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        return not self._handles
+
+    def _note(self, index: int) -> None:
+        # Only the first arrival counts, as in DDP: an accumulation window brings each gradient several times.
+        if index not in self.order:
+            self.order.append(index)
+
+
+class _KeepsOrders(Protocol):
+    """The collector."""
+
+    gradient_order: dict[str, list[int]]
+
+    @property
+    def is_sharded(self) -> bool: ...
+
+
 class GradientOrders:
     """Records the gradient order of every DDP module that does not have one yet, during the first backward."""
 
     def __init__(
         self,
         ddp: DdpModules,
-        collector: Collector,
+        collector: _KeepsOrders,
         risks: Risks,
         *,
         world_size: int,
@@ -183,3 +254,36 @@ class GradientOrders:
             if is_complete:
                 del self._recording[name]
                 self.are_complete = not self._recording
+
+
+class BufferBroadcasts:
+    """The broadcast flags of the DDP modules of a job, by their paths. All ranks have the same state here, for a
+    broadcast takes all."""
+
+    def __init__(self, modules: Sequence[tuple[str, DistributedDataParallel]] = ()) -> None:
+        self._modules = [(name, module) for name, module in modules if module.broadcast_buffers]
+        self.are_used = bool(self._modules)
+        self.seen = self.look()
+        """As at the last boundary."""
+
+    def look(self) -> list[bool]:
+        """As it is now."""
+        return [module.require_forward_param_sync for _, module in self._modules]
+
+    def copy(self) -> None:
+        """This is a boundary. Only where they `are_used`."""
+        self.seen = self.look()
+
+    def put_back(self, seen: Sequence[bool]) -> None:
+        """Let it be as `look` has given it."""
+        for (_, module), flag in zip(self._modules, seen, strict=True):
+            module.require_forward_param_sync = flag
+
+    def state(self) -> dict[str, bool]:
+        """As at the last boundary: the modules of which the next forward broadcasts nothing."""
+        return {name: False for (name, _), flag in zip(self._modules, self.seen, strict=True) if not flag}
+
+    def load(self, state: Mapping[str, bool]) -> None:
+        for name, module in self._modules:
+            module.require_forward_param_sync = state.get(name, True)
+        self.copy()

@@ -1,4 +1,5 @@
-"""The names of the parameters that optimizers update, and the order in which a checkpoint has them.
+"""The names of the objects that a guard keeps, and of the parameters that optimizers update; the order in which a
+checkpoint has these.
 
 An optimizer's state, and that of a wrapper around one, is numbered: it says 3, and not ``model.fc.weight``. What 3 is
 follows from the order of the program's lists, which may be another one at the next start (layers registered otherwise,
@@ -23,13 +24,15 @@ from torch import nn
 from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.core.looks import attributes_of, items_of
 from mindx_elastic.core.printable import listed
-from mindx_elastic.errors import MismatchError
+from mindx_elastic.core.reserved_names import RESERVED_NAMES
+from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
     "Groups",
     "arrange_groups",
     "group_lists",
     "grouped",
+    "name_targets",
     "names_in_groups",
     "optimizers_inside",
     "places_in_states",
@@ -40,6 +43,30 @@ Groups = list[dict[str, Any]]
 _DEEPEST, _MANY = 4, 4096
 _PLAIN = frozenset((type(None), bool, int, float, str))
 _SAME_OBJECTS = 'use the same objects as the run that wrote it, or start over with resume="never" in another directory'
+
+
+def name_targets(
+    *, model: Any, optimizer: Any, lr_scheduler: Any, scaler: Any, loader: Any, stateful: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """One entry an object: ``model``, or ``model_0``, ``model_1`` for a list.
+
+    Raises UsageError for a name given twice.
+    """
+    if stateful is not None and not isinstance(stateful, Mapping):
+        raise UsageError(f"stateful={stateful!r}: give a dict of names and objects, for example {{'ema': ema}}")
+    named: dict[str, Any] = {}
+    objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "scaler": scaler, "loader": loader}
+    for name, value in objects.items():
+        if isinstance(value, (list, tuple)):
+            named.update({f"{name}_{index}": one for index, one in enumerate(value)})
+        elif value is not None:
+            named[name] = value
+    for name, value in (stateful or {}).items():
+        key = f"stateful.{name}" if name in RESERVED_NAMES else name  # "rng" is what people call theirs
+        if not isinstance(name, str) or key in named:
+            raise UsageError(f"stateful[{name!r}]: that name is taken or not a string; choose another")
+        named[key] = value
+    return named
 
 
 def names_in_groups(name: str, groups: Groups, names: Mapping[int, str]) -> list[list[str]]:
