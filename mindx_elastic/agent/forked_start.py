@@ -1,4 +1,4 @@
-"""How the agent uses its zygote: when it starts one, what it lets it import, and which workers are forked from it.
+"""How the agent uses its zygote: when it starts one, and which workers are forked from it.
 
 The workers of the first attempt are fresh interpreters, unless MINDX_ZYGOTE=first; those of later attempts are forks
 where that is possible. A worker that cannot be forked is started as ever. Torch's handlers keep their part (log files,
@@ -11,8 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api as torch_processes
@@ -20,9 +19,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from mindx_elastic.agent.zygote import WORKER_DEFAULTS, ForkedWorker, Zygote, ZygoteError
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.status_page import Status
-from mindx_elastic.memory.agent_folder import modules_path
 
 __all__ = ["ForkedStart"]
 
@@ -33,9 +30,6 @@ _WAIT_S = 30.0
 _FIRST_WAIT_S = 600.0
 """Of the first attempt's workers, where that was asked for: a fresh interpreter would import the same."""
 _LOOK_S = 0.1
-_MOST_ZYGOTES = 3
-"""Who kills it more often has a reason."""
-_MOST_BYTES = 1 << 20
 
 
 class ForkedStart:
@@ -45,23 +39,19 @@ class ForkedStart:
         self,
         shim: Sequence[str],
         command: Sequence[str],
-        folder: Path,
         *,
         num_workers: int,
         is_on: bool,
         also_first: bool = False,
     ) -> None:
-        """`shim`: what stands before the workers' own command line, `command`. `folder`: where the workers tell what
-        they have imported. `is_on`: whether there is to be a zygote. `also_first`: the first attempt waits for it."""
-        self.shim, self._command, self._folder = tuple(shim), tuple(command), folder
+        """`shim`: what stands before the workers' own command line, `command`. `is_on`: whether there is to be a
+        zygote. `also_first`: the first attempt waits for it."""
+        self.shim, self._command = tuple(shim), tuple(command)
         self.num_workers = num_workers
         """Of this node, of the present attempt or the next."""
-        self._zygotes_left = _MOST_ZYGOTES if is_on else 0
-        self._also_first = is_on and also_first
+        self._is_on, self._also_first = is_on, also_first
         self._zygote: Zygote | None = None
         self._began = 0.0
-        self._modules: list[str] = []
-        self._may_preload = True
         self._said = ""
 
     def prepare(self, number: int, check: Callable[[], None]) -> None:
@@ -69,9 +59,9 @@ class ForkedStart:
         first attempt only where that was asked for. `check`: called meanwhile; what it raises ends the wait."""
         if number == 0 and self._also_first:
             self._start_zygote()
-        if self._zygote is not None:
+        if (zygote := self._zygote) is not None:
             end = time.monotonic() + (_WAIT_S if number else _FIRST_WAIT_S)
-            while not self._zygote.wait(_LOOK_S) and not self._zygote.problem and time.monotonic() < end:
+            while not zygote.wait(_LOOK_S) and not zygote.problem and time.monotonic() < end:
                 check()
 
     @contextmanager
@@ -79,9 +69,7 @@ class ForkedStart:
         """Within it, torch's start of workers forks them where that is possible."""
         self._began = time.monotonic()
         original: Any = getattr(torch_processes, "get_subprocess_handler", None)
-        if original is None:  # this torch does it otherwise
-            self._zygotes_left = 0
-        if not self._zygotes_left:
+        if original is None or not self._is_on:  # None: this torch does it otherwise
             yield
             return
 
@@ -95,37 +83,20 @@ class ForkedStart:
             torch_processes.get_subprocess_handler = original
 
     def look(self, statuses: Mapping[int, Status]) -> None:
-        """Twice a second while an attempt runs, with the pages: start the zygote once the workers are up, and let it
-        import what they have imported."""
-        if not self._zygotes_left:
-            return
+        """Twice a second while an attempt runs, with the pages: start the zygote once the workers are up, since their
+        own imports go first."""
         all_up = len(statuses) >= self.num_workers
-        if self._zygote is None:
-            # The workers' own imports go first.
-            if all_up or time.monotonic() - self._began > _ENTER_S:
-                self._start_zygote()
-            return
-        if problem := self._zygote.problem:
-            may_help = self._zygote.has_died or bool(self._modules)  # which may have been the cause
-            self._zygote.close()
-            self._zygote = None
-            self._zygotes_left = self._zygotes_left - 1 if may_help else 0
-            if self._modules:
-                self._may_preload, self._modules = False, []
-            self._say(problem if self._zygotes_left == 0 else f"{problem}; another one is started")
-            return
-        all_in = all_up and all(status.entered_ns for status in statuses.values())
-        if all_in and self._may_preload and not self._modules:
-            self._modules = self._imported(min(statuses))
-            if self._modules:
-                self._zygote.preload(self._modules)
+        if self._is_on and self._zygote is None and (all_up or time.monotonic() - self._began > _ENTER_S):
+            self._start_zygote()
+        elif self._zygote is not None and not self._zygote.wait() and self._zygote.problem:
+            self._say(self._zygote.problem)
 
     def fork(
         self, command: Sequence[str], env: Mapping[str, str], stdout: str | int, stderr: str | int, *, hook: str = ""
     ) -> ForkedWorker | None:
         """The worker, whose whole command line with the shim is given; None: it is to be a fresh process. `hook`: see
         `Zygote.fork`."""
-        if self._zygote is None or not self._zygote.is_ready():
+        if self._zygote is None or not self._zygote.wait():
             return None
         if tuple(command[: len(self.shim)]) != self.shim:
             self._say("another program (numactl) starts the worker's own")
@@ -142,17 +113,11 @@ class ForkedStart:
         """At the agent's end."""
         if self._zygote is not None:
             self._zygote.close()
-            self._zygote = None
-        self._zygotes_left = 0
+        self._is_on = False
 
     def _start_zygote(self) -> None:
         self._zygote = Zygote(self._command, {**WORKER_DEFAULTS, **os.environ})
         self._zygote.start()
-
-    def _imported(self, rank: int) -> list[str]:
-        with suppress(OSError, UnicodeDecodeError):
-            return read_small(modules_path(self._folder, rank), _MOST_BYTES).decode().splitlines()
-        return []
 
     def _say(self, problem: str) -> None:
         if problem != self._said:

@@ -293,7 +293,6 @@ def _make_supervisor(
     forks = ForkedStart(
         shim,
         plan.command,
-        folder.path,
         num_workers=config.nproc_per_node,
         is_on=zygote == "first"
         or (zygote == "1" and (plan.options.in_place or config.max_restarts > 0 or config.max_nodes > 1)),

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.recovery import NewProcess
-from mindx_elastic.agent.zygote import ForkedWorker, ZygoteError
+from mindx_elastic.agent.zygote import ForkedWorker
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import Status
 from mindx_elastic.rejoin.record import FORKED, SPARE
@@ -25,58 +25,6 @@ __all__ = ["Replacements"]
 _JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
 _MOST_LOST = 5
 """Spares that end by themselves before the agent gives them up."""
-
-
-class Replacements:
-    """Of one attempt."""
-
-    def __init__(
-        self,
-        forks: ForkedStart,
-        context: Any,
-        local_ranks: Mapping[int, int],
-        *,
-        folder: Path,
-        num_spares: int,
-    ) -> None:
-        """`context`: torch's, with what it has started. `local_ranks`: by rank. `folder`: private."""
-        self._forks, self._context, self._local = forks, context, dict(local_ranks)
-        self._spares: _Spares | None = None
-        if num_spares:
-            env = environment_of_spare(os.environ, context.envs[0])
-            self._spares = _Spares(num_spares, folder, self._fork, env)
-
-    def start(self, rank: int, generation: int) -> NewProcess:
-        """The new process of `rank` in the recovery `generation`. Raises OSError, RuntimeError."""
-        context, local = self._context, self._local[rank]
-        own = {**context.envs[local], "MINDX_REJOIN": str(generation)}
-        outputs = (context.stdouts[local] or "", context.stderrs[local] or "")
-        found: Any = None if self._spares is None else self._spares.take(own, *outputs)
-        by = SPARE
-        if found is None:
-            by, found = FORKED, self._fork({**os.environ, **own}, *outputs, local=local, hook=_JOINER)
-        if found is None:
-            raise RuntimeError("its new process cannot be forked (MINDX_ZYGOTE=0, or the log says why)")
-        context.subprocess_handlers[local].proc = found
-        return NewProcess(found, by)
-
-    def look(self, statuses: Mapping[int, Status]) -> None:
-        """Twice a second: fork the spares that are missing, once all ranks train: in a recovery they need the
-        processors."""
-        trains = len(statuses) == len(self._local) and all(status.boundaries for status in statuses.values())
-        if self._spares is not None and trains:
-            self._spares.fill()
-
-    def close(self) -> None:
-        """End the spares."""
-        if self._spares is not None:
-            self._spares.close()
-
-    def _fork(
-        self, env: Mapping[str, str], stdout: str = "", stderr: str = "", *, local: int = 0, hook: str = _SPARE
-    ) -> ForkedWorker | None:
-        command = [str(each) for each in (self._context.entrypoint, *self._context.args[local])]
-        return self._forks.fork(command, env, stdout, stderr, hook=hook)
 
 
 @dataclass
@@ -96,21 +44,61 @@ class _Spare:
         self.pipe.unlink(missing_ok=True)
         Path(f"{self.pipe}{WAITS}").unlink(missing_ok=True)
 
+    def end(self) -> None:
+        self.worker.kill()
+        self.forget()
+        end = time.monotonic() + 2.0
+        while self.worker.poll() is None and time.monotonic() < end:
+            time.sleep(0.001)
 
-class _Spares:
-    """The spares of one attempt."""
+
+class Replacements:
+    """Of one attempt."""
 
     def __init__(
-        self, count: int, folder: Path, fork: Callable[[Mapping[str, str]], ForkedWorker | None], env: Mapping[str, str]
+        self,
+        forks: ForkedStart,
+        context: Any,
+        local_ranks: Mapping[int, int],
+        *,
+        folder: Path,
+        num_spares: int,
     ) -> None:
-        """`count`: how many to keep. `folder`: private, for their pipes. `fork`: forks one with these variables next to
-        its environment `env`, or None while that is not possible; raises ZygoteError where it never will be."""
-        self._count, self._folder, self._fork, self._env = count, folder, fork, dict(env)
+        """`context`: torch's, with what it has started. `local_ranks`: by rank. `folder`: private, for the spares'
+        pipes."""
+        self._forks, self._context, self._local = forks, context, dict(local_ranks)
+        self._folder, self._num_spares = folder, num_spares
+        self._environment = environment_of_spare(os.environ, context.envs[0]) if num_spares else {}
         self._spares: list[_Spare] = []
         self._number = self._lost = 0
 
-    def fill(self) -> None:
-        """Fork what is missing. Cheap when there is nothing to do."""
+    def start(self, rank: int, generation: int) -> NewProcess:
+        """The new process of `rank` in the recovery `generation`. Raises OSError, RuntimeError."""
+        context, local = self._context, self._local[rank]
+        own = {**context.envs[local], "MINDX_REJOIN": str(generation)}
+        outputs = (context.stdouts[local] or "", context.stderrs[local] or "")
+        by, found = SPARE, self._take_spare(own, *outputs)
+        if found is None:
+            by, found = FORKED, self._fork({**os.environ, **own}, *outputs, local=local, hook=_JOINER)
+        if found is None:
+            raise RuntimeError("its new process cannot be forked (MINDX_ZYGOTE=0, or the log says why)")
+        context.subprocess_handlers[local].proc = found
+        return NewProcess(found, by)
+
+    def look(self, statuses: Mapping[int, Status]) -> None:
+        """Twice a second: fork the spares that are missing, once all ranks train: in a recovery they need the
+        processors."""
+        if self._num_spares and len(statuses) == len(self._local) and all(s.boundaries for s in statuses.values()):
+            self._look_at_spares()
+            while len(self._spares) < self._num_spares and self._lost < _MOST_LOST and self._add_spare():
+                pass
+
+    def close(self) -> None:
+        """End the spares."""
+        while self._spares:
+            self._spares.pop().end()
+
+    def _look_at_spares(self) -> None:
         for spare in list(self._spares):
             if spare.worker.poll() is not None:
                 self._spares.remove(spare)
@@ -122,23 +110,25 @@ class _Spares:
             elif spare.waits and not spare.told:
                 spare.told = True
                 logger.info("a spare (pid %d) waits", spare.worker.pid)
-        while len(self._spares) < self._count and self._lost < _MOST_LOST:
-            self._number += 1
-            pipe = self._folder / f"spare_{self._number}"
-            try:
-                os.mkfifo(pipe, 0o600)  # before the fork: the spare waits on it
-                worker = self._fork({**self._env, PIPE_VARIABLE: str(pipe)})
-                if worker is None:
-                    pipe.unlink()
-                    self._number -= 1
-                    return
-            except (ZygoteError, OSError) as error:
-                logger.warning("no spares: %s", error)
-                self._lost = _MOST_LOST
-                return
-            self._spares.append(_Spare(worker, pipe))
 
-    def take(self, variables: Mapping[str, str], stdout: str, stderr: str) -> ForkedWorker | None:
+    def _add_spare(self) -> bool:
+        """Whether one could be forked; it may be too early."""
+        pipe = self._folder / f"spare_{self._number}"
+        try:
+            os.mkfifo(pipe, 0o600)  # before the fork: the spare waits on it
+        except OSError as error:
+            logger.warning("no spares: %s", error)
+            self._lost = _MOST_LOST
+            return False
+        worker = self._fork({**self._environment, PIPE_VARIABLE: str(pipe)}, hook=_SPARE)
+        if worker is None:
+            pipe.unlink()
+            return False
+        self._number += 1
+        self._spares.append(_Spare(worker, pipe))
+        return True
+
+    def _take_spare(self, variables: Mapping[str, str], stdout: str, stderr: str) -> ForkedWorker | None:
         """A spare that now knows that it is the rank of `variables`, and writes to these files (see `promotion`); None:
         there is none that waits."""
         spare = next((each for each in self._spares if each.waits), None)
@@ -152,19 +142,13 @@ class _Spares:
             finally:
                 os.close(fd)
         except OSError:
-            self._end(spare)
+            spare.end()
             return None
         spare.forget()
         return spare.worker
 
-    def close(self) -> None:
-        """End all of them."""
-        while self._spares:
-            self._end(self._spares.pop())
-
-    def _end(self, spare: _Spare) -> None:
-        spare.worker.kill()
-        spare.forget()
-        end = time.monotonic() + 2.0
-        while spare.worker.poll() is None and time.monotonic() < end:
-            time.sleep(0.001)
+    def _fork(
+        self, env: Mapping[str, str], stdout: str = "", stderr: str = "", *, local: int = 0, hook: str
+    ) -> ForkedWorker | None:
+        command = [str(each) for each in (self._context.entrypoint, *self._context.args[local])]
+        return self._forks.fork(command, env, stdout, stderr, hook=hook)

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["BASE_MODULES", "freeze", "import_all", "num_threads", "seed_at_random", "spoilt"]
+__all__ = ["BASE_MODULES", "freeze", "import_all", "seed_at_random"]
 
 BASE_MODULES = (
     "torch._dynamo",  # the first step of an optimizer imports it
@@ -38,23 +38,18 @@ def import_all(names: Iterable[str]) -> str:
     import numpy  # noqa: F401
 
     # OpenBLAS starts its threads here. It ends them before a fork and starts them again where they are needed.
-    count = num_threads()
+    count = _num_threads()
     for name in names:
         importlib.import_module(name)
-    return spoilt(count, "torch")
-
-
-def spoilt(count: int, what: str) -> str:
-    """Why this process must not be forked any more; empty: it may. `count`: the threads that it may have."""
-    if num_threads() > count:
-        return f"importing {what} has started threads"
+    if _num_threads() > count:
+        return "importing torch has started threads"
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return f"importing {what} has initialised CUDA"
+        return "importing torch has initialised CUDA"
     return ""
 
 
-def num_threads() -> int:
+def _num_threads() -> int:
     """The threads of this process, also those that Python does not know."""
     return len(os.listdir("/proc/self/task"))
 

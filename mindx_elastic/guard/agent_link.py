@@ -10,7 +10,6 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import ProcessStat, open_pidfd, read_json_object, read_stat
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
-from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE, STACK_SIGNAL, modules_path
+from mindx_elastic.memory.agent_folder import CONTROL_FILE, PAUSE_FILE, STACK_SIGNAL
 from mindx_elastic.memory.folders import MAKER_FILE
 
 __all__ = ["AgentLink", "between_steps"]
@@ -117,8 +116,6 @@ class AgentLink:
 
     def enter(self, step: int | None, run_id: str, arena: Path | None, directory: Path) -> None:
         """The state is back and training begins. `directory`: where it saves."""
-        with suppress(OSError):  # 0.3 ms; what is forked from the agent's zygote later need not import them
-            modules_path(self._folder, self._rank).write_text("\n".join(list(sys.modules)), errors="replace")
         self.page.set_text("run_id", run_id)
         self.page.set_text("arena", "" if arena is None else str(arena))
         self.page.set_text("directory", str(directory))

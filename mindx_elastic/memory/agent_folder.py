@@ -7,7 +7,6 @@
         control.json                                     the newest order, see `agent_link`
         pause.json                                       the order of a command, see `agent.pausing`
         rank_{r}.page                                    see `status_page`
-        rank_{r}.modules                                 what the worker had imported when its training began
         job.key                                          of a job of one node, see `agreement.job_key`
 
 Removed at the agent's end. The next agent of the same user removes what a killed one has left, at its start, and again
@@ -42,7 +41,6 @@ __all__ = [
     "STACK_SIGNAL",
     "AgentFolder",
     "LostFolderError",
-    "modules_path",
 ]
 
 CONTROL_FILE, PAUSE_FILE = "control.json", "pause.json"
@@ -51,11 +49,6 @@ STACK_SIGNAL = signal.SIGRTMAX - 2  # a worker writes the stacks of its threads
 PAUSE, RESUME = "pause", "resume"
 """Kinds of orders; all others are kinds of alarms."""
 _KEY = "job.key"
-
-
-def modules_path(agent_dir: Path, rank: int) -> Path:
-    """The file in which rank `rank` tells which modules it has imported, one a line, in the order of their imports."""
-    return agent_dir / f"rank_{rank}.modules"
 
 
 class LostFolderError(OSError):
@@ -103,8 +96,7 @@ class AgentFolder:
         once more, because somebody has emptied the shared memory (systemd's RemoveIPC at a log-out). Raises
         LostFolderError, which names what is in the way."""
         is_new = self._make_again()
-        of_ranks = [*self.path.glob("rank_*.page"), *self.path.glob("rank_*.modules")]
-        for path in [*of_ranks, self.path / CONTROL_FILE, self.path / PAUSE_FILE]:
+        for path in [*self.path.glob("rank_*.page"), self.path / CONTROL_FILE, self.path / PAUSE_FILE]:
             path.unlink(missing_ok=True)
         return is_new
 

@@ -112,6 +112,8 @@ class Runs:
         self.why_fresh = "" if not fresh else "--fresh"
         self._number = self._chains = 0
         self._zygotes: list[Zygote] = []
+        self.environment = {name: value for name, value in os.environ.items() if name not in _UNSET} | _PYTHON
+        """Of each run."""
 
     def __enter__(self) -> Runs:
         self._stack = ExitStack()
@@ -152,12 +154,9 @@ class Runs:
         folder = self.folder / f"run_{self._number:03d}"
         folder.mkdir(mode=0o700)
         control = Control(folder=folder, directories=chain.directories, **told)
-        variables = dict(os.environ)
-        variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), **_PYTHON}
+        variables = {**self.environment, "MINDX_PROVE": str(control.write(folder / "control.json"))}
         if self.memory is not None:
             variables["MINDX_ARENA_DIR"] = str(self.memory)
-        for name in _UNSET:
-            variables.pop(name, None)
         log, command = folder / "output.log", self.command.script
         if self.command.agent is not None:
             command = ("-m", "mindx_elastic", "run", *self.command.agent, "--run-dir", str(folder / "agent"), *command)
@@ -195,9 +194,8 @@ class Runs:
             )
 
     def _open_zygotes(self, stack: ExitStack) -> None:
-        env = {**os.environ, **_PYTHON}
-        for _ in range(1 if env.get("PYTHONHASHSEED", "random") != "random" else 2):
-            zygote = Zygote([sys.executable, "-m", "mindx_elastic"], env)
+        for _ in range(1 if self.environment.get("PYTHONHASHSEED", "random") != "random" else 2):
+            zygote = Zygote([sys.executable, "-m", "mindx_elastic"], self.environment)
             stack.callback(zygote.close)
             zygote.start()
             self._zygotes.append(zygote)

@@ -24,7 +24,8 @@ READY_S = 120.0
 
 def ready(zygote: Zygote) -> Zygote:
     zygote.start()
-    wait_until(lambda: zygote.is_ready() or bool(zygote.problem), "imports of the zygote", timeout_s=READY_S)
+    while not zygote.wait(READY_S) and not zygote.problem:
+        pass
     return zygote
 
 
@@ -91,7 +92,7 @@ SELF = """
         print(type(s.buffer), s.buffer.mode, s.buffer.name, s.isatty(), s.closed)
     print(sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__)
     print(threading.current_thread() is threading.main_thread(), threading.main_thread().ident == threading.get_ident())
-    print(hash('a'), len(open('/proc/self/cmdline').read().rstrip(chr(0)).split(chr(0))))
+    print(hash('a'))
     print(sorted(os.listdir('/proc/self/fd'))[:3], open('/proc/self/comm').read())
     import torch
     print(torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.backends.cudnn.benchmark)
@@ -104,7 +105,7 @@ def test_it_is_as_a_fresh_interpreter(
 ) -> None:
     write(tmp_path, SELF)
     monkeypatch.chdir(tmp_path)
-    env = {"RANK": "3", "SPECIAL": "ü", "TZ": "Asia/Tokyo"}
+    env = {"RANK": "3", "MINDX_ATTEMPT": "ü"}
     fresh = run_fresh("train.py", *arguments, env=env)
     assert fresh[0] == 0
     forked = run(zygote, tmp_path, "train.py", *arguments, env=env)
@@ -185,9 +186,8 @@ AGENT = """
     env = dict(os.environ)
     zygote = Zygote([sys.executable, "-u", sys.argv[1]], env)
     zygote.start()
-    while not zygote.is_ready():
+    while not zygote.wait(1.0):
         assert not zygote.problem, zygote.problem
-        time.sleep(0.01)
     print(zygote.pid, zygote.fork(env).pid, flush=True)
     time.sleep(3600)
 """
@@ -235,10 +235,8 @@ def test_the_zygote_holds_nothing_open(tmp_path: Path) -> None:
 # --- what cannot be forked ---
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("OMP_NUM_THREADS", "3"), ("PYTHONHASHSEED", "1"), ("LANG", "C"), ("PYTORCH_X", "")]
-)
-def test_variables_that_imports_have_read(zygote: Zygote, name: str, value: str) -> None:
+@pytest.mark.parametrize(("name", "value"), [("OMP_NUM_THREADS", "3"), ("NEW", "")])
+def test_variables_that_imports_may_have_read(zygote: Zygote, name: str, value: str) -> None:
     with pytest.raises(ZygoteError, match=name):
         zygote.fork({**ENV, name: value})
 
@@ -264,7 +262,7 @@ def test_a_script_that_has_gone_or_cannot_be_read(zygote: Zygote, tmp_path: Path
 def test_commands_that_no_fork_can_run(command: list[str]) -> None:
     zygote = Zygote(command, ENV)
     zygote.start()
-    assert zygote.problem and not zygote.is_ready() and zygote.pid == 0
+    assert zygote.problem and not zygote.wait() and zygote.pid == 0
     with pytest.raises(ZygoteError):
         zygote.fork(ENV)
     zygote.close()
@@ -278,68 +276,3 @@ def test_an_import_that_fails_is_said(tmp_path: Path) -> None:
     with pytest.raises(ZygoteError, match="broken here"):
         found.fork({**ENV, "PYTHONPATH": str(tmp_path)})
     found.close()
-
-
-# --- what it imports beside torch ---
-
-SPOILERS = {
-    "reads": "import os; RANK = os.environ.get('RANK')",
-    "copies": "import os; ALL = dict(os.environ)",
-    "thread": "import threading, time; threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()",
-    "opens": "import os; FILE = open(os.devnull)",
-    "fails": "raise OSError('not yet')",
-}
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for packages that count as installed, and are on the path."""
-    monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path / "base"))
-    folder = Path(
-        subprocess.check_output(
-            [sys.executable, "-c", "import site; print(site.getusersitepackages())"], text=True
-        ).strip()
-    )
-    folder.mkdir(parents=True)
-    return folder
-
-
-@pytest.mark.drill
-def test_it_imports_what_workers_have_imported(tmp_path: Path, installed: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    write(installed, "import os; PID = os.getpid()", "packaged.py")
-    write(own, "import os; PID = os.getpid()", "mine.py")
-    env = {**ENV, "PYTHONUSERBASE": os.environ["PYTHONUSERBASE"], "PYTHONPATH": f"{installed}:{own}"}
-    code = "import os, sys; print('packaged' in sys.modules, 'mine' in sys.modules); import mine, packaged\n"
-    script = write(tmp_path, code + "print(packaged.PID == os.getpid(), mine.PID == os.getpid())")
-    found = ready(Zygote([sys.executable, "-u", str(script)], env))
-    try:
-        assert run(found, tmp_path, script, env=env)[1] == "False False\nTrue True\n"
-        found.preload(["__main__", "sys", "no_such_module", "mine", "mine.deeper", "packaged", "torch._C._x"])
-        wait_until(lambda: run(found, tmp_path, script, env=env)[1].startswith("True"), "the import", READY_S)
-        assert run(found, tmp_path, script, env=env) == (0, "True False\nFalse True\n")
-        assert found.is_ready()
-    finally:
-        found.close()
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", SPOILERS)
-def test_an_import_that_cannot_be_shared_is_a_problem(tmp_path: Path, installed: Path, name: str) -> None:
-    write(installed, SPOILERS[name], "spoiler.py")
-    write(installed, "", "before.py")
-    write(installed, "", "behind.py")
-    env = {**ENV, "PYTHONUSERBASE": os.environ["PYTHONUSERBASE"], "PYTHONPATH": str(installed)}
-    script = write(tmp_path, "import sys; print(*(n in sys.modules for n in ('before', 'spoiler', 'behind')))")
-    found = ready(Zygote([sys.executable, "-u", str(script)], env))
-    try:
-        found.preload(["before", "spoiler", "behind"])
-        if name == "fails":  # that has done no harm
-            want = "True False True\n"
-            wait_until(lambda: run(found, tmp_path, script, env=env)[1] == want, "the imports", READY_S)
-        else:
-            wait_until(lambda: bool(found.problem), "the import", READY_S)
-            assert "importing spoiler" in found.problem
-    finally:
-        found.close()

@@ -114,7 +114,7 @@ def test_a_fault_is_named(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, what: str, cause: str, remedy: str
 ) -> None:
     if fault in REFUSED:
-        monkeypatch.setenv("MINDX_UNMANAGED", "warn")
+        monkeypatch.setitem(runs.environment, "MINDX_UNMANAGED", "warn")
     proof = prove_fault(runs, tmp_path, fault)
     assert proof.exit_code == 1, proof.rows
     text = text_of(proof)
