@@ -14,7 +14,7 @@ agent-*/agent.json    the agent, at its start                        workers; th
 agent-*/job.key       the agent of a one-node job                    workers
 agent-*/control.json  the agent: its orders                          workers
 agent-*/rank_*.page   the worker, at each step: `core.status_page`   the agent, ``status``
-job/owner.json        each rank, at its start: `memory`              a start (`known_runs`), the holder, ``clean``
+job/owner.json        each rank, at its start: `memory`              a start (`memory_files`), the holder, ``clean``
 rank_*/slot_*         the rank, at some boundaries: `snapshots`      a start (`memory_files`), the holder
 rank_*/commit         the same: what is true of the slots            the same
 rank_*/boundaries     the rank, at each boundary: `boundaries`       the same

@@ -22,8 +22,7 @@ from mindx_elastic.errors import ArenaError
 from mindx_elastic.memory.arena import STEPS_FILE, RankArena
 from mindx_elastic.memory.boundaries import BoundaryLog, StepCounter
 from mindx_elastic.memory.folders import job_folder
-from mindx_elastic.memory.known_runs import known_runs
-from mindx_elastic.memory.memory_files import RING_COPY
+from mindx_elastic.memory.memory_files import RING_COPY, known_runs
 from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.memory.snapshots import Snapshotter, adopt_slots
 from mindx_elastic.persist.format import CheckpointInfo

@@ -1,19 +1,25 @@
-"""What the arenas of a job hold for a start: snapshots, and each rank's own small state of its last boundaries."""
+"""What the arenas of a job hold for a start: snapshots, and each rank's own small state of its last boundaries.
+
+A start may use those of the runs that the checkpoint directory knows, by its event log or by a checkpoint file.
+Memory outlives a directory that a user has emptied to start over, and a machine that had no part in the last runs still
+holds an older one's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from mindx_elastic.core.events import logger
+from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, logger, older_generation
 from mindx_elastic.core.moment import Moment
-from mindx_elastic.core.owners import Owners, find_owners
+from mindx_elastic.core.owners import Owners, Trust, find_owners
 from mindx_elastic.errors import UntrustedFileError
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, BoundaryRecord, OwnState, read_ring
 from mindx_elastic.memory.folders import rank_folders
 
 __all__ = [
     "RING_COPY",
+    "known_runs",
     "own_rings",
     "own_states",
     "small_records",
@@ -22,6 +28,7 @@ __all__ = [
 
 RING_COPY = "boundaries.mindx"
 """Name of a ring's copy in the rank's folder on disk (see `agent.holder`)."""
+_RUN_ID = b'"run_id": "'
 
 
 def snapshot_files(arenas: Path) -> list[Path]:
@@ -62,3 +69,27 @@ def _all_records(ring: Path, owners: Owners | None) -> list[BoundaryRecord]:
         if not isinstance(error, FileNotFoundError):
             logger.warning("%s cannot be read: %s", ring, error)
     return []
+
+
+def known_runs(
+    directories: Sequence[Path], wanted: Collection[str] | None = None, trust: Trust | None = None
+) -> set[str]:
+    """The runs in the event logs of the directories.
+
+    `wanted`: stop looking when these are found; the run with the newest line is always there. `trust`: whose files
+    count. Reads bounded parts of the logs. Any thread; blocks on the disk.
+    """
+    found: set[str] = set()
+    trust = trust or Trust()
+    logs = [directory / EVENTS_FILE for directory in directories]
+    for path in (each for log in logs for each in (log, older_generation(log))):
+        for line in lines_backwards(path, owners=trust.of(path.parent)):
+            start = line.rfind(_RUN_ID)  # of a line behind half of another one
+            if start < 0:
+                continue
+            run = line[start + len(_RUN_ID) :].partition(b'"')[0].decode("utf-8", "replace")
+            if run and run not in found:
+                found.add(run)
+                if wanted is not None and found >= set(wanted):
+                    return found
+    return found

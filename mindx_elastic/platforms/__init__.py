@@ -5,7 +5,6 @@ file                     what it reads or writes                           sourc
 =======================  ================================================  =========================================
 ``faults.py``            fault reports, once, for a plan                   MindCluster: Volcano, NodeD, ClusterD
 ``fault_watch.py``       the same while the job runs                       MindCluster
-``config_map.py``        files of ConfigMaps, and their values             Kubernetes
 ``launchers.py``         the rank of this process; launchers not read      MindSpore, Slurm, MPI, Horovod
 ``flag_file.py``         ``{"GracefulExit": 1}``                           MindSpore, ``OnRequestExit``
 ``tft_tree.py``          the tree of TTP checkpoints                       MindSpore and MindIO, ``TFTRegister``
@@ -13,8 +12,7 @@ file                     what it reads or writes                           sourc
 ``mindspore_layout.py``  a layout in the terms of such a file (pure)       MindSpore, auto-parallel
 ``group_info.py``        ``GROUP_INFO_FILE``, and a replica's checkpoint   MindSpore, ``ParallelGroupMap``
 ``plan_files.py``        a plan for others, ``RESTORE_RANKS``              ours; ModelArts' start scripts
-``protobuf.py``          messages of ``strategy.proto``, checked           Protocol Buffers
-``small_files.py``       bounded reading, atomic writing                   POSIX
+``small_files.py``       bounded reading, JSON objects, atomic writing     POSIX
 =======================  ================================================  =========================================
 
 A further platform (Slurm, Kubernetes without MindCluster, notices of a spot instance's end) is a file here that tells

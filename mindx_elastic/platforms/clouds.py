@@ -23,7 +23,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from mindx_elastic.platforms.config_map import parse_json_object
+from mindx_elastic.platforms.small_files import parse_json_object
 
 __all__ = ["CLOUDS", "METADATA", "Cloud"]
 

@@ -18,6 +18,7 @@ could be wrong.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Collection
@@ -29,8 +30,7 @@ from typing import Any, NamedTuple
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.config_map import parse_json_object, read_text, time_stamp, whole_number
-from mindx_elastic.platforms.small_files import named_errors
+from mindx_elastic.platforms.small_files import named_errors, parse_json_object, read_text
 
 __all__ = [
     "FAULT_KEY",
@@ -52,6 +52,8 @@ _RESET_KEYS = ("RankList", "FaultFlushing", "GracefulExit", "RetryTime", "Restar
 _HARMLESS_POLICIES = ("", "empty", "ignore")
 _RANKS = re.compile(r" *([0-9]{1,9})(?: *- *([0-9]{1,9}))? *")
 _MAX_LISTED = 1 << 20
+_MAX_RANK = 1 << 24
+_MILLISECONDS_FROM = 1e11  # in seconds that would be the year 5138
 _MAX_PROBLEMS = 8  # in a line for a person
 _MAX_KEYS = 64
 
@@ -132,7 +134,7 @@ def _fault_npus(content: dict[str, Any], world_size: int | None) -> Faults:
         ranks |= _rank_list(key, _list_in_text(content[key]), world_size, problems)
     created, remarks = None, _misspelt(content, (*_RANK_KEYS, *_TIME_KEYS, "status"))
     for key in (key for key in _TIME_KEYS if listed and key in content):
-        stamp = time_stamp(content[key])
+        stamp = _time_stamp(content[key])
         if stamp is None:
             remarks.append(f"has a {key} that is not a time: {content[key]!r:.60}")
         else:
@@ -155,7 +157,7 @@ def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
     for entry in entries:
         if not isinstance(entry, dict):
             problems.append(f'has {entry!r:.40} in RankList, expected {{"RankId": ..., "Status": ...}}')
-            asked["unrecovered"] += [entry] if whole_number(entry) is not None else []
+            asked["unrecovered"] += [entry] if _whole_number(entry) is not None else []
             continue
         policy, status = entry.get("Policy", entry.get("InitialPolicy", "")), entry.get("Status")
         is_harmless = str(policy).strip().lower() in _HARMLESS_POLICIES
@@ -167,7 +169,7 @@ def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
     unrecovered = frozenset(_rank_list("RankList", asked["unrecovered"], world_size, problems))
     return Faults(
         ranks=unrecovered | _rank_list("RankList", asked["failed"], world_size, problems),
-        created=time_stamp(content.get("UpdateTime")),
+        created=_time_stamp(content.get("UpdateTime")),
         initializing=_switch("FaultFlushing", content, problems),
         unrecovered=unrecovered,
         exit_requested=_switch("GracefulExit", content, problems),
@@ -201,7 +203,7 @@ def _rank_list(key: str, value: Any, world_size: int | None, problems: list[str]
         raise ValueError(f"has a {key} that is not a list but {value!r:.60}")
     ranks = set()
     for item in value:
-        rank = whole_number(item)
+        rank = _whole_number(item)
         if rank is None:
             problems.append(f"names {item!r:.60} in {key}, which is not a rank")
         elif world_size is not None and rank >= world_size:
@@ -219,6 +221,28 @@ def _switch(key: str, content: dict[str, Any], problems: list[str]) -> bool:
         return bool(value)
     problems.append(f'has "{key}": {value!r:.60}, expected true or false')
     return False
+
+
+def _whole_number(value: object) -> int | None:
+    """A rank, as a number or as text ("3"), from 0; None for anything else."""
+    if isinstance(value, str) and len(value) <= 20 and value.strip().isascii() and value.strip().isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_RANK:
+        return None
+    return value
+
+
+def _time_stamp(value: object) -> float | None:
+    """Unix seconds, from seconds or milliseconds as a number or as text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        seconds = float(value)
+    except (ValueError, OverflowError):
+        return None
+    if not math.isfinite(seconds) or seconds <= 0:
+        return None
+    return seconds / 1000 if seconds >= _MILLISECONDS_FROM else seconds
 
 
 # --- read once, strictly, for a plan ----------------------------------------------------------------------------------

@@ -13,16 +13,16 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.fields import load_json
 from mindx_elastic.core.posix import start_ticks
-from mindx_elastic.platforms.small_files import read_regular
+from mindx_elastic.platforms.small_files import parse_json_object, read_regular
 
 __all__ = ["AnsweredFlags", "FlagFile", "process_started_at"]
 
@@ -97,7 +97,6 @@ class FlagFile:
         self._started_at = process_started_at() if started_at is None else started_at
         self._seen: tuple[int, int, int] | None = None
         self._warned: str | None = None
-        self._mtime_ns = 0
 
     def poll(self) -> bool:
         """Whether the file now asks for a graceful exit. A bad file warns once and is tried again; never raises."""
@@ -115,16 +114,19 @@ class FlagFile:
         if not stat.S_ISREG(status.st_mode):
             self._seen = identity
             return self._warn('is not a regular file; put a JSON file {"GracefulExit": 0} there')
-        content = self._read()
-        wanted = None if content is None else self._wanted(content)
-        if content is None or wanted is None:
-            return False  # half-written: not marked as seen, so it is read again next time
+        try:
+            content, status = read_regular(self.path, _MAX_BYTES, follow_links=True)
+            wanted = _wanted(parse_json_object(content.decode()))
+        except OSError as error:
+            return self._warn(f"cannot be read ({error.strerror})")
+        except ValueError as error:
+            return self._warn(str(error))  # half-written: not marked as seen, so it is read again next time
         self._warned = None
         # A file that was just written may change again without a new time stamp (they are as coarse as 2 s).
         if wanted or abs(time.time() - status.st_mtime) > _COARSEST_MTIME_S:
             self._seen = identity
         if self._answered is not None:
-            if self._note(self._identity(content) if wanted else None):
+            if self._note(self._identity(content, status) if wanted else None):
                 logger.warning(
                     "flag file %s has stopped this run before; it is taken as done until it changes", self.path
                 )
@@ -137,7 +139,7 @@ class FlagFile:
     def _note(self, identity: str | None) -> bool:
         return self._answered is not None and self._answered.note(self.path, identity)
 
-    def _identity(self, content: bytes) -> str:
+    def _identity(self, content: bytes, status: os.stat_result) -> str:
         """What makes this setting of the flag another one than the last.
 
         Content and modification time: setting a flag again writes the file again. Not the inode: a copy that keeps
@@ -148,34 +150,20 @@ class FlagFile:
         with suppress(OSError):  # no link, or swapped at this moment
             if _CONFIG_MAP_FOLDER in Path(os.readlink(self.path)).parts:
                 return f"{digest}/{xxhash.xxh3_64_hexdigest(os.fsencode(os.path.abspath(self.path)))}"
-        return f"{digest}@{self._mtime_ns}"
-
-    def _read(self) -> bytes | None:
-        try:
-            content, status = read_regular(self.path, _MAX_BYTES, follow_links=True)
-        except (OSError, ValueError) as error:
-            self._warn(f"is not readable JSON yet ({error})")
-            return None
-        self._mtime_ns = status.st_mtime_ns
-        return content
-
-    def _wanted(self, text: bytes) -> bool | None:
-        try:
-            content = load_json(text.decode())
-        except (ValueError, RecursionError) as error:
-            self._warn(f"is not readable JSON yet ({error})")
-            return None
-        if not isinstance(content, dict) or "GracefulExit" not in content:
-            self._warn('has no key "GracefulExit"; expected {"GracefulExit": 1}')
-            return None
-        value = content["GracefulExit"]
-        if value not in (0, 1, True, False, "0", "1"):
-            self._warn(f'has "GracefulExit": {value!r:.60}; expected 0 or 1')
-            return None
-        return value in (1, True, "1")
+        return f"{digest}@{status.st_mtime_ns}"
 
     def _warn(self, problem: str) -> bool:
         if problem != self._warned:
             self._warned = problem
             logger.warning("flag file %s %s; it will be read again", self.path, problem)
         return False
+
+
+def _wanted(content: Mapping[str, Any]) -> bool:
+    """Whether the flag is set. Raises ValueError."""
+    if "GracefulExit" not in content:
+        raise ValueError('has no key "GracefulExit"; expected {"GracefulExit": 1}')
+    value = content["GracefulExit"]
+    if value not in (0, 1, True, False, "0", "1"):
+        raise ValueError(f'has "GracefulExit": {value!r:.60}; expected 0 or 1')
+    return value in (1, True, "1")

@@ -17,9 +17,8 @@ from pathlib import Path
 from mindx_elastic.core.layout import MAX_RANKS, Layout
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UsageError
-from mindx_elastic.platforms.protobuf import messages, parse_message
 from mindx_elastic.platforms.small_files import ArgumentTypeError, read_bounded, write_whole
-from mindx_elastic.platforms.strategy_file import load_strategy
+from mindx_elastic.platforms.strategy_file import load_strategy, messages, parse_message
 
 __all__ = [
     "get_ckpt_path_with_strategy",

@@ -28,8 +28,8 @@ from mindx_elastic.core.printable import printable
 from mindx_elastic.core.values import real
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.clouds import CLOUDS, METADATA, Cloud
-from mindx_elastic.platforms.config_map import parse_json_object, read_text
 from mindx_elastic.platforms.flag_file import process_started_at
+from mindx_elastic.platforms.small_files import parse_json_object, read_text
 
 __all__ = ["NoticeWatch", "StopNotice", "check_notice"]
 

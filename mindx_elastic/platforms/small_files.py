@@ -1,4 +1,8 @@
-"""Small files that this process shares with others: bounded reading, and writing whole or not at all."""
+"""Small files that this process shares with others: bounded reading, and writing whole or not at all.
+
+Those of a platform may be of any quality (half-written, too large); Kubernetes mounts them as links into a dated
+folder. Reading never blocks, and every defect is a ValueError or an OSError.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,27 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from mindx_elastic.core.fields import load_json
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import SaveError, StrPath, UsageError
 from mindx_elastic.persist.storage import make_directory_durable, new_file
 
-__all__ = ["MAX_FILE_BYTES", "ArgumentTypeError", "named_errors", "read_bounded", "read_regular", "write_whole"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "ArgumentTypeError",
+    "named_errors",
+    "parse_json_object",
+    "read_bounded",
+    "read_regular",
+    "read_text",
+    "write_whole",
+]
 
 MAX_FILE_BYTES = 64 << 20
+_MAX_TEXT_BYTES = 1 << 20
+"""What a ConfigMap can hold in all."""
 
 
 class ArgumentTypeError(UsageError, TypeError):
@@ -39,6 +56,27 @@ def read_regular(path: StrPath, limit: int, *, follow_links: bool) -> tuple[byte
         size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit >> 10} KiB"
         raise ValueError(f"is larger than {size}")
     return data, status
+
+
+def read_text(path: Path) -> tuple[str, float]:
+    """Text and modification time (unix seconds) of a platform's file. Raises OSError, or ValueError with what is
+    wrong."""
+    data, status = read_regular(path, _MAX_TEXT_BYTES, follow_links=True)
+    try:
+        return data.decode("utf-8-sig"), status.st_mtime
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """The object in `text`. Raises ValueError, with what is wrong, for anything else."""
+    try:
+        content = load_json(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not readable JSON yet ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"holds {content!r:.60} where an object {{...}} is expected")
+    return content
 
 
 def read_bounded(path: StrPath, what: str) -> bytes:

@@ -13,6 +13,7 @@ that.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -27,13 +28,40 @@ from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, Layout
 from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 from mindx_elastic.errors import StrPath, UsageError
 from mindx_elastic.platforms.mindspore_layout import Fields, fields_of, layout_of, stage_size_of
-from mindx_elastic.platforms.protobuf import messages, parse_message
 from mindx_elastic.platforms.small_files import read_bounded, write_whole
 
-__all__ = ["Content", "load_strategy", "merge_strategies", "read_strategy", "save_strategy"]
+__all__ = [
+    "Content",
+    "load_strategy",
+    "merge_strategies",
+    "messages",
+    "parse_message",
+    "read_strategy",
+    "save_strategy",
+]
 
 _SUFFIXES = (".ckpt", ".json", ".pb", ".strategy")
 _STAGED = re.compile(r"(\d{1,8})-(.+)", re.DOTALL)
+
+
+def messages() -> Any:
+    """The generated module of ``strategy.proto``, imported when it is needed: ``import mindx_elastic`` needs no
+    protobuf."""
+    return importlib.import_module("mindx_elastic.platforms.strategy_pb2")
+
+
+def parse_message(kind: str, data: bytes, where: str) -> Any:
+    """A message of ``strategy.proto`` from bytes of unknown quality. Raises UsageError."""
+    message = getattr(messages(), kind)()
+    decode_error = importlib.import_module("google.protobuf.message").DecodeError
+    try:
+        message.MergeFromString(data)
+    except (decode_error, ValueError, RecursionError, MemoryError) as error:
+        raise UsageError(f"{where}: damaged, or no protobuf file of this kind: {error!s:.200}") from None
+    missing = message.FindInitializationErrors() if not message.IsInitialized() else ()
+    if missing:
+        raise UsageError(f"{where}: damaged, or no protobuf file of this kind: {missing[0]:.200} is missing")
+    return message
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from mindx_elastic.core.posix import boot_id
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.memory.folders import rank_folders
-from mindx_elastic.memory.known_runs import known_runs
-from mindx_elastic.memory.memory_files import RING_COPY, own_rings, own_states, snapshot_files
+from mindx_elastic.memory.memory_files import RING_COPY, known_runs, own_rings, own_states, snapshot_files
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.storage import quarantine, quarantined

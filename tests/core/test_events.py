@@ -23,7 +23,7 @@ from mindx_elastic.core.events import (
     read_events,
 )
 from mindx_elastic.core.log_once import LogOnce
-from mindx_elastic.memory.known_runs import known_runs
+from mindx_elastic.memory.memory_files import known_runs
 from tests.harness import events
 
 

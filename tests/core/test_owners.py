@@ -18,7 +18,7 @@ from mindx_elastic.cli.app import app
 from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.owners import Trust, check_place, find_owners, user_ids
 from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UsageError
-from mindx_elastic.memory.known_runs import known_runs
+from mindx_elastic.memory.memory_files import known_runs
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.start import reader as reading_module
 from mindx_elastic.start.directories import prepare_directories

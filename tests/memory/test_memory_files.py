@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mindx_elastic.core.events import EventLog, older_generation
 from mindx_elastic.errors import NoUsableCheckpointError
-from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import (
     RING_COPY,
+    known_runs,
     own_states,
     small_records,
     snapshot_files,
@@ -61,6 +63,28 @@ def test_runs_of_the_event_logs(machine: Machine, tmp_path: Path) -> None:
         file.write(json.dumps({"event": "x", "reason": 'a "run_id": "quoted" in a text'}).encode() + b"\n")
         file.write(b'{"half a line\n\xff\xfe\n{"run_id": "run-c", "cut of')
     assert known_runs([tmp_path / "nothing", machine.directory]) == {"run-a", "run-b", "run-c"}
+
+
+def test_memory_counts_as_long_as_the_directory_knows_its_run(machine: Machine) -> None:
+    machine.snapshot(9)
+    assert find(machine) == [None] * WORLD, "nobody knows the run"
+    machine.know(RUN)
+    assert taken(find(machine)) == [(9, None, None)] * WORLD
+    shutil.rmtree(machine.directory)
+    machine.directory.mkdir()
+    assert find(machine) == [None] * WORLD, "made again"
+
+
+def test_a_rotated_log_and_only_as_much_of_it_as_is_needed(machine: Machine) -> None:
+    log = machine.directory / "events.jsonl"
+    machine.know("older")
+    os.rename(log, older_generation(log))
+    for run in ("run-b", RUN):
+        machine.know(run)
+        for _ in range(3000):
+            EventLog(log, run_id=run).emit("save", reason="x" * 100)
+    assert known_runs([machine.directory]) == {"older", "run-b", RUN}
+    assert known_runs([machine.directory], {RUN}) == {RUN}, "no more is read than it takes"
 
 
 def test_what_others_have_planted_is_not_looked_at(machine: Machine, tmp_path: Path) -> None:

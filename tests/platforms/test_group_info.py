@@ -19,8 +19,7 @@ from mindx_elastic.platforms.group_info import (
     save_group_info,
     write_group_info_file,
 )
-from mindx_elastic.platforms.protobuf import messages
-from mindx_elastic.platforms.strategy_file import save_strategy
+from mindx_elastic.platforms.strategy_file import messages, save_strategy
 from tests import checkpoint_files
 from tests.platforms.wire import layout_item, strategy_map
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindx_elastic.platforms.protobuf import messages
+from mindx_elastic.platforms.strategy_file import messages
 
 __all__ = ["layout_item", "strategy_map"]
 
