@@ -54,17 +54,6 @@ def test_one_line_an_event_with_all_documented_keys(path: Path) -> None:
     assert list(second) == ["time", *(key for key in first if key != "path")]
 
 
-@pytest.mark.parametrize("make", [lambda p: p.mkdir(), lambda p: p.symlink_to(p.with_name("elsewhere"))])
-def test_a_log_that_cannot_be_written_warns_once(path: Path, make: object, caplog: pytest.LogCaptureFixture) -> None:
-    assert callable(make)
-    make(path)
-    log = EventLog(path)
-    for _ in range(3):
-        log.emit("save")
-    assert [str(path) in record.getMessage() for record in caplog.records] == [True]
-    assert not path.with_name("elsewhere").exists(), "a link is not followed"
-
-
 class FullDisk:
     """Lets every write to the log fail, or end after some bytes, while `room` says so. Counts what it has refused."""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from mindx_elastic import Guard
 from mindx_elastic.cli.main import main
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import listed, printable, printable_block
 from mindx_elastic.errors import MindxError, SaveError, UsageError
 from tests.checkpoint_files import flip_bit_in_data, write
-from tests.guarded import no_traces
 
 # Colour, a link, the title, another line, the line's beginning, a direction mark, C1, rich's markup.
 HOSTILE = "x\x1b[31m\x1b]8;;http://e\x1b\\y\x1b]0;t\x07\nFORGED line\r\u202e\x9b2J[red]m[/red]:smile:"
@@ -150,31 +145,3 @@ def test_what_a_run_has_recorded(tmp_path: Path, command: Callable[..., str]) ->
     log.emit("agent_end", pid=1, host=HOSTILE, outcome=HOSTILE, exit_code=1)
     for columns in (0, 40):
         assert_harmless(command("status", tmp_path, columns=columns))
-
-
-def train_until_stopped(guard: Guard) -> None:
-    with guard:
-        guard.request_stop(HOSTILE)
-        while guard.step >= 0:  # the loop asks where it stands
-            guard.step_end()
-
-
-def test_a_start_and_a_stop(hostile: Path, handler: io.StringIO, capfd: pytest.CaptureFixture[str]) -> None:
-    """The files are sound but of another model; then a request whose reason is hostile."""
-    with no_traces():
-        with pytest.raises(MindxError) as caught, Guard(model=nn.Linear(2, 2), directory=hostile):
-            pass
-        assert_harmless(str(caught.value))
-        assert SHOWN.split("[red]")[0] in str(caught.value) + handler.getvalue()
-        fresh = hostile.parent / "fresh"
-        guard = Guard(model=nn.Linear(2, 2), directory=fresh)
-        with pytest.raises(SystemExit):
-            train_until_stopped(guard)
-    assert "FORGED" in handler.getvalue()
-    assert_harmless(handler.getvalue())
-    assert_harmless("".join(capfd.readouterr()))
-    (saved,) = fresh.glob("*.safetensors")
-    lines = (fresh / "events.jsonl").read_text().splitlines()
-    assert {json.loads(line)["reason"] for line in lines if '"durable"' in line} == {printable(HOSTILE)}
-    shutil.rmtree(fresh)
-    assert saved.name

@@ -345,36 +345,6 @@ def test_a_program_that_goes_on_after_the_forward_is_never_trusted_again(
         assert not rank.own()[step].forecast, "boundaries themselves are as good as ever"
 
 
-def _change(rank: Rank) -> None:
-    """All that is worked out once and then only moved: other types, shapes, values and generators."""
-    rank.network.seen.data = rank.network.seen.data.view(torch.float64)
-    rank.scheduler.note = {"a": [1, 2.5, None, True], "b": torch.ones(2)}  # type: ignore[attr-defined]
-    layer = nn.Linear(1, 1)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    rank.network.register_module("late", layer)
-    rank.optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.5})
-    rank.scheduler.base_lrs.append(0.5)
-    random.seed(77)
-    np.random.seed(78)
-    torch.manual_seed(79)
-
-
-def test_what_changes_its_kind_in_mid_run_is_in_the_next_record(ranks: Ranks) -> None:
-    train(ranks, 3)
-    for rank in ranks:
-        rank.between = lambda rank=rank: _change(rank)  # type: ignore[misc]
-    train(ranks, 1)
-    for rank in ranks:
-        rank.between = lambda: None
-    train(ranks, 2)
-    kept = [rank.state() for rank in ranks]
-    for mine, other in ((0, 1), (1, 0)):
-        own = ranks[mine].own()
-        assert not own[6].forecast
-        assert_same(ranks[mine].collector.compose(copy_tree(kept[other]), own[6].unpack()), kept[mine])
-
-
 # --- troubles ---
 
 

@@ -211,16 +211,6 @@ def test_only_the_very_same_moment_is_its_own(machine: Machine, record: dict[str
     assert taken(find(machine))[1] == (5, None, None)
 
 
-@pytest.mark.parametrize(("older", "step"), [(4, 7), (5, 5), (6, 6)])
-def test_without_its_own_state_an_exact_step_up_to_two_older_is_better(machine: Machine, older: int, step: int) -> None:
-    """In memory or on disk, all the same."""
-    machine.know(RUN)
-    machine.snapshot(older, **REPLICAS)
-    write_step(machine.directory, 7, **REPLICAS)
-    lose(machine, 7, 1)
-    assert {one[0] for one in taken(find(machine))} == {step}
-
-
 def test_the_next_attempt_is_above_all_that_memory_has_seen(machine: Machine) -> None:
     machine.know(RUN)
     write_step(machine.directory, 7, world_size=WORLD)

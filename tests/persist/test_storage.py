@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,18 +22,6 @@ from mindx_elastic.persist.storage import (
 
 
 # ------------------------------------------------------------------------------------------------ directories
-def test_missing_directories_are_created_for_the_owner_only(tmp_path: Path) -> None:
-    old = os.umask(0)
-    try:
-        directory = prepare_owned_directory(tmp_path / "a" / "b")[0]
-    finally:
-        os.umask(old)
-    assert directory == tmp_path.resolve() / "a" / "b"
-    for made in (directory, directory.parent):
-        assert stat.S_IMODE(made.stat().st_mode) & 0o022 == 0
-    assert list(directory.iterdir()) == []
-
-
 def test_link_to_a_directory_is_resolved_once(tmp_path: Path) -> None:
     (tmp_path / "disk1").mkdir()
     (tmp_path / "disk2").mkdir()
@@ -107,7 +94,6 @@ def test_cleaner_between_creation_and_lock(tmp_path: Path, monkeypatch: pytest.M
     assert temp.exists() and temp != removed[0]
 
 
-# ------------------------------------------------------------------------------------------------ names
 # ------------------------------------------------------------------------------------------------ quarantine
 def test_quarantine_never_overwrites_and_lists_what_is_there(tmp_path: Path) -> None:
     assert quarantined(tmp_path) == quarantined(tmp_path / "not there") == []

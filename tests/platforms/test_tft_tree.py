@@ -40,15 +40,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tft_tree, "_QUIET_S", 3600.0)
 
 
-@pytest.mark.usefixtures("patient")
-def test_the_last_rank_renames_for_all_at_once(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        write(tmp_path, rank)
-    settle_tft_file(write(tmp_path, 2), world_size=3, timeout_s=3600)
-    assert files(tmp_path) == final(0, 1, 2)
-    assert [entry.name for entry in tmp_path.iterdir()] == [FINAL]
-
-
 def test_all_ranks_at_once(tmp_path: Path) -> None:
     """Whoever is first: every rank finds its own file under the final name."""
     paths = [write(tmp_path, rank, world_size=6) for rank in range(6)]

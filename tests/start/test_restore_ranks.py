@@ -22,7 +22,6 @@ from mindx_elastic.start import findings as looking
 from mindx_elastic.start import reader as reading
 from mindx_elastic.start import reshard as resharding
 from mindx_elastic.start import restore
-from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.loading import _how_to_restore_rng
 from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import write_step
@@ -67,18 +66,6 @@ def test_an_error_that_nobody_foresaw_ends_the_start_of_all(
     failed, other = sorted(found, key=lambda one: isinstance(one, PeerStartError))
     assert isinstance(failed, MemoryError) and isinstance(other, PeerStartError)
     assert other.cause == "MemoryError: no room for w" and found[other.rank] is failed
-
-
-def test_an_error_of_the_planner_is_raised_and_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ValueError, which a stranger's message gives, too."""
-    error = ValueError("an odd layout")
-
-    def plan(*_: object, **__: object) -> Any:
-        raise error
-
-    monkeypatch.setattr(Inventory, "plan", plan)
-    own, other = start(saved, 2)
-    assert own is error and isinstance(other, PeerStartError) and other.cause == "ValueError: an odd layout"
 
 
 def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
