@@ -30,7 +30,6 @@ from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import HangWatch
-from mindx_elastic.agent.held_sockets import HeldSockets
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.ledger import Ledger, print_block, render
@@ -108,7 +107,6 @@ class Supervisor(LocalElasticAgent):
         self._number = -1
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
-        self._held = HeldSockets(folder.path) if options.in_place else None
         self._handler: Any = spec.rdzv_handler
         self._address = spec.local_addr or socket.getfqdn()
         self._hosted: Any = None
@@ -148,8 +146,6 @@ class Supervisor(LocalElasticAgent):
             self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause)
         finally:
             self._forks.close()
-            if self._held is not None:
-                self._held.close()
         return self._result(attempt)
 
     def _hold_start(self) -> None:
@@ -372,9 +368,7 @@ class Supervisor(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self._folder.forget_workers() and self._held is not None:
-            self._held.close()
-            self._held = HeldSockets(self._folder.path)
+        self._folder.forget_workers()
         self._number += 1
         os.environ["MINDX_JOB_ID"] = "" if self._membership is None else self._membership.job
         os.environ["MINDX_ATTEMPT"] = str(self._number)

@@ -91,29 +91,27 @@ class AgentFolder:
         write_key_file(path)
         return path
 
-    def forget_workers(self) -> bool:
-        """Remove the pages and orders of the old workers, before new ones start. Whether this folder had to be made
-        once more, because somebody has emptied the shared memory (systemd's RemoveIPC at a log-out). Raises
-        LostFolderError, which names what is in the way."""
-        is_new = self._make_again()
+    def forget_workers(self) -> None:
+        """Remove the pages and orders of the old workers, before new ones start. Make the folder once more where
+        somebody has emptied the shared memory (systemd's RemoveIPC at a log-out). Raises LostFolderError, which names
+        what is in the way."""
+        self._make_again()
         for path in [*self.path.glob("rank_*.page"), self.path / CONTROL_FILE, self.path / PAUSE_FILE]:
             path.unlink(missing_ok=True)
-        return is_new
 
-    def _make_again(self) -> bool:
+    def _make_again(self) -> None:
         try:
             for folder in (self.path.parent, self.path):
                 make_private(folder)
             has_key = not self._has_key or (self.path / _KEY).exists()
             if has_key and (self.path / MAKER_FILE).exists():
-                return False
+                return
             (self.path / MAKER_FILE).write_text(own_identity())
             if not has_key:
                 self.make_key()
         except OSError as error:
             raise LostFolderError(f"the agent's folder was removed, and cannot be made again ({error})") from error
         logger.warning("%s was emptied while the job ran: the restart makes what it needs there again", self.path)
-        return True
 
     def remove(self) -> None:
         """Never raises: the next agent removes what is left."""

@@ -106,8 +106,6 @@ class Member:
     def opened(self, host: Host) -> None:
         """Training thread: the guard is open, and deaths will be heard."""
         self._connection()  # a new one may take the store seconds, when it looks up the name of the other end
-        if self.sockets is not None:
-            self.sockets.lend(self._folder)
         self._is_out.clear()
         self._failures = Failures([module for _, module in host.ddp])
         with self._lock:

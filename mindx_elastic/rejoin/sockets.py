@@ -7,7 +7,8 @@ sockets below it have come to their end.
 They are ended for reading only, and kept open until every rank is out. For gloo forgets a send that it could not
 write: a thread that waits for that one alone is not told of the error, and waits for the time-out. So a write must not
 fail as long as another rank is still on its way out, neither here nor at the other end. The other end of a killed rank
-would be closed by the kernel: the agent holds a copy of it (`agent.held_sockets`).
+is closed by the kernel all the same. Should a survivor wait for a send to it, there is a restart after
+`--rejoin-timeout`; none of 900 kills amid collectives of 2 and 3 ranks came to that.
 
 Which of the process's sockets they are, the ranks find out together: a connection between two of them is seen from both
 ends. So a connection to the store, to a data base or of a web server of the program's is not touched. A socket is known
@@ -20,22 +21,15 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import xxhash
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part
-from mindx_elastic.core.events import logger
 
-__all__ = ["LENDING_FILE", "MOST_AT_ONCE", "SocketsPart", "short_path"]
-
-LENDING_FILE = "sockets"
-"""In the agent's folder: the Unix socket that descriptors are sent to, with a byte for each message."""
-MOST_AT_ONCE = 128
-"""Descriptors in one message; the kernel takes 253."""
+__all__ = ["SocketsPart"]
 
 
 class SocketsPart(Part):
@@ -50,7 +44,6 @@ class SocketsPart(Part):
         self._lock = threading.Lock()
         self._held: dict[int, socket.socket] | None = {}
         """Copies of the cut ones, by inode; None: nothing is cut any more."""
-        self._lent: socket.socket | None = None
 
     def say(self) -> Any:
         return sorted(self._found)
@@ -79,49 +72,12 @@ class SocketsPart(Part):
                     copy.shutdown(socket.SHUT_RD)
             return len(self._held)
 
-    def lend(self, folder: Path) -> None:
-        """Let the agent hold them; `folder`: its private one. Without an agent that does,
-        nothing happens. Never raises."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        copies: list[socket.socket] = []
-        try:
-            with short_path(folder / LENDING_FILE) as path:
-                connection.connect(path)
-            for fd in _socket_fds():
-                with suppress(OSError):
-                    copy = socket.socket(fileno=os.dup(fd))
-                    copies.append(copy)
-                    if os.fstat(copy.fileno()).st_ino not in self.inodes:
-                        copies.pop().close()
-            for begin in range(0, len(copies), MOST_AT_ONCE):
-                part = copies[begin : begin + MOST_AT_ONCE]
-                socket.send_fds(connection, [b"."], [each.fileno() for each in part])
-            self._lent = connection
-        except OSError as error:
-            logger.debug("the agent does not hold this rank's connections: %s", error)
-            connection.close()
-        finally:
-            for copy in copies:
-                copy.close()
-
     def release(self) -> None:
         """Every rank is out, or none waits for another any more: close what is held."""
-        if self._lent is not None:
-            self._lent.close()
         with self._lock:
             for copy in (self._held or {}).values():
                 copy.close()
             self._held = None
-
-
-@contextmanager
-def short_path(path: Path) -> Iterator[str]:
-    """A name of this file for `bind` and `connect`, which take 107 bytes; the folder may be deep. Raises OSError."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
 
 
 def _connections() -> dict[str, int]:

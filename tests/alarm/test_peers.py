@@ -92,23 +92,16 @@ def changed(identity: str, **fields: object) -> str:
     return json.dumps({**json.loads(identity), **fields})
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        signal.SIGKILL,
-        "exit",
-    ],
-)
-def test_a_death_is_heard_whatever_its_cause(start: Callable[[], Peer], watcher: Watcher, how: Any) -> None:
+def test_a_death_is_heard_whatever_its_cause(start: Callable[[], Peer], watcher: Watcher) -> None:
     peers = [start(), start()]
     watch = PeerWatch(dict(enumerate([own_identity(), *(peer.identity for peer in peers)])), rank=0)
     assert (watch.gone, watch.look()) == ([], [])
     heard: queue.Queue[int] = queue.Queue()
     watch.start(watcher, heard.put)
-    peers[1].end(how)
+    peers[1].end(signal.SIGKILL)
     assert heard.get(timeout=WAIT_S) == 2
     assert (watch.gone, watch.look()) == ([2], [2])
-    peers[0].end(how)
+    peers[0].end("exit")
     assert heard.get(timeout=WAIT_S) == 1
     assert (watch.gone, watch.look()) == ([2, 1], [2, 1])
     assert heard.empty(), "once each"
@@ -116,26 +109,20 @@ def test_a_death_is_heard_whatever_its_cause(start: Callable[[], Peer], watcher:
     watch.close()
 
 
-def test_a_dead_process_that_nobody_has_waited_for_yet(start: Callable[[], Peer]) -> None:
+@pytest.mark.parametrize("reap", [True, False])
+def test_dead_before_the_watch_began(start: Callable[[], Peer], watcher: Watcher, reap: bool) -> None:
     """The launcher collects its children a moment later."""
     peer = start()
+    before = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
+    peer.end(signal.SIGKILL, reap=reap)
+    assert (before.gone, before.look()) == ([], [1])
     watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
-    peer.end(signal.SIGKILL, reap=False)
-    assert watch.look() == [1] and watch.gone == []
-    watch.close()
-    late = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
-    assert late.look() == [1]
-    late.close()
-
-
-def test_dead_before_the_watch_began(start: Callable[[], Peer], watcher: Watcher) -> None:
-    peer = start()
-    peer.end()
-    watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
-    assert (watch.gone, watch.look()) == ([1], [1])
+    assert watch.look() == [1]
     heard: queue.Queue[int] = queue.Queue()
     watch.start(watcher, heard.put)
     assert heard.get(timeout=WAIT_S) == 1
+    watcher.stop()
+    before.close()
     watch.close()
 
 
@@ -176,10 +163,8 @@ def test_a_descriptor_that_somebody_has_closed_is_no_death(start: Callable[[], P
     assert watch.look() == []
     heard: queue.Queue[int] = queue.Queue()
     watch.start(watcher, heard.put)
-    turns: queue.Queue[int] = queue.Queue()
-    for turn in range(3):
-        watcher.post(lambda turn=turn: turns.put(turn))  # type: ignore[misc]
-        assert turns.get(timeout=WAIT_S) == turn
-    assert heard.empty()
+    for turn in (-1, -2, -3):
+        watcher.post(lambda turn=turn: heard.put(turn))  # type: ignore[misc]
+        assert heard.get(timeout=WAIT_S) == turn
     watcher.stop()
     watch.close()

@@ -6,10 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import IO
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,56 +17,42 @@ WORKER = """
 import sys
 from mindx_elastic.alarm.shield import WorkerShield
 
-WorkerShield(lambda worker_id: print("init", worker_id, flush=True), grace_s=float(sys.argv[1]))(3)
+WorkerShield(grace_s=0.1)(3)
+print("ready", flush=True)
 for line in sys.stdin:
     print("batch", line.strip(), flush=True)
 """
 
 
-@pytest.fixture
-def worker(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", WORKER, str(getattr(request, "param", 30.0))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
+def test_a_signalled_worker_is_gone_after_the_grace_period() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+        worker.send_signal(signal.SIGTERM)
+        print("last", file=worker.stdin, flush=True)
+        assert worker.stdout.readline() == "batch last\n"
+        assert worker.wait(30) == -signal.SIGALRM
 
 
-def pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    assert process.stdin is not None and process.stdout is not None
-    return process.stdin, process.stdout
-
-
-def test_a_worker_goes_on_after_every_shielded_signal(worker: subprocess.Popen[str]) -> None:
-    requests, answers = pipes(worker)
-    assert answers.readline() == "init 3\n", "the user's own function runs, after the shield"
-    for number in STOP_SIGNALS:
-        worker.send_signal(number)
-        print(int(number), file=requests, flush=True)
-        assert answers.readline() == f"batch {int(number)}\n"
-
-
-@pytest.mark.parametrize("worker", [0.1], indirect=True)
-def test_a_signalled_worker_is_gone_after_the_grace_period(worker: subprocess.Popen[str]) -> None:
-    requests, answers = pipes(worker)
-    answers.readline()
-    worker.send_signal(signal.SIGTERM)
-    print("last", file=requests, flush=True)
-    assert answers.readline() == "batch last\n"
-    assert worker.wait(30) == -signal.SIGALRM
-
-
-class Pids(Dataset[int]):
+class Pids(Dataset[tuple[int, int]]):
     def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return os.getpid(), int(os.environ["OF_THE_USER"])
 
 
-def test_a_real_loader_worker_survives_sigterm() -> None:
-    loader = DataLoader(Pids(), num_workers=1, prefetch_factor=1, worker_init_fn=WorkerShield())
-    batches = iter(loader)
-    pid = int(next(batches))
-    os.kill(pid, signal.SIGTERM)
-    rest = torch.cat(list(batches))
-    assert rest.tolist() == [pid] * 3
+def user_init(worker_id: int) -> None:
+    os.environ["OF_THE_USER"] = f"7{worker_id}"
+
+
+def test_a_real_loader_worker_survives_every_signal_that_ends_a_job() -> None:
+    """Torch's own loop installs a handler of SIGTERM. The user's own function runs as well."""
+    batches = iter(DataLoader(Pids(), num_workers=1, prefetch_factor=1, worker_init_fn=WorkerShield(user_init)))
+    pid = int(next(batches)[0])
+    for number in STOP_SIGNALS:
+        os.kill(pid, number)
+    rest = [torch.cat(column).tolist() for column in zip(*batches, strict=True)]
+    assert rest == [[pid] * 3, [70] * 3]

@@ -78,39 +78,28 @@ def send(signum: int) -> None:
     os.kill(os.getpid(), signum)
 
 
-def test_a_python_predecessor_is_called_on_leaving_and_put_back(ears: Ears) -> None:
+def test_a_python_predecessor_is_called_on_leaving_and_put_back_and_an_ignored_signal_stays_ignored(
+    ears: Ears,
+) -> None:
     """Not before: it may end the process."""
     called: list[int] = []
 
     def before(signum: int, frame: FrameType | None) -> None:
         called.append(signum)
 
-    original = signal.signal(ONE, before)
-    try:
-        with ears.handle(ONE):
-            send(ONE)
-            assert ears.next() == ONE
-            assert called == []
-        assert called == [ONE]
-        assert signal.getsignal(ONE) is before
-        send(ONE)
-        assert called == [ONE, ONE]
-    finally:
-        signal.signal(ONE, original)
-
-
-def test_an_ignored_signal_stays_ignored(ears: Ears) -> None:
-    original = signal.signal(ONE, signal.SIG_IGN)
+    original, other = signal.signal(ONE, before), signal.signal(TWO, signal.SIG_IGN)
     try:
         with ears.handle(ONE, TWO):
-            assert signal.getsignal(ONE) is signal.SIG_IGN
-            send(ONE)
+            assert signal.getsignal(TWO) is signal.SIG_IGN
             send(TWO)
-            assert ears.next() == TWO
-            assert ears.nothing_more()
-        assert signal.getsignal(ONE) is signal.SIG_IGN
+            send(ONE)
+            assert ears.next() == ONE and ears.nothing_more()
+            assert called == []
+        assert called == [ONE]
+        assert (signal.getsignal(ONE), signal.getsignal(TWO)) == (before, signal.SIG_IGN)
     finally:
         signal.signal(ONE, original)
+        signal.signal(TWO, other)
 
 
 @pytest.fixture
@@ -185,7 +174,7 @@ def test_a_signal_that_nobody_heard_is_delivered_again_on_leaving() -> None:
     watcher.stop()
 
 
-def test_in_another_thread_than_the_main_one_nothing_is_installed(ears: Ears) -> None:
+def test_what_cannot_be_caught_is_refused_and_another_thread_installs_nothing(ears: Ears) -> None:
     def enter() -> None:
         with ears.handle(ONE):
             found.append(signal.getsignal(ONE))
@@ -195,19 +184,9 @@ def test_in_another_thread_than_the_main_one_nothing_is_installed(ears: Ears) ->
     thread.start()
     thread.join(WAIT_S)
     assert found == [signal.SIG_DFL]
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        999,
-        "SIGTERM",
-    ],
-)
-def test_signals_that_cannot_be_caught_are_refused(ears: Ears, number: Any) -> None:
-    with pytest.raises(UsageError, match="cannot be caught"):
-        SignalHandlers([number], ears.watcher)
+    for number in (signal.SIGKILL, 999, "SIGTERM"):
+        with pytest.raises(UsageError, match="cannot be caught"):
+            SignalHandlers([number], ears.watcher)  # type: ignore[list-item]
 
 
 def test_after_a_graceful_stop_a_late_signal_does_nothing_until_the_deadline(ears: Ears) -> None:
@@ -280,27 +259,21 @@ def told() -> Iterator[list[int]]:
 
 
 def test_what_comes_between_two_guards_is_held_for_the_second(ears: Ears, told: list[int]) -> None:
+    """Also what the first one has not heard any more."""
     before = signal.getsignal(ONE)
     with ears.handle(ONE, TWO) as first:
-        first.hold([ONE], told.append)
-    assert signal.getsignal(TWO) is signal.SIG_DFL
-    signal.raise_signal(ONE)
-    assert told == [ONE]
-    with ears.handle(ONE, TWO) as second:
-        assert second.held == [ONE] and ears.nothing_more()
-        signal.raise_signal(ONE)
-        assert ears.next() == ONE and told == [ONE]
-    assert signal.getsignal(ONE) is before
-
-
-def test_a_signal_that_the_first_guard_has_not_heard_any_more_is_held(ears: Ears, told: list[int]) -> None:
-    with ears.handle(ONE) as first:
         first.hold([ONE], told.append)
         first.hear = lambda signum: False  # type: ignore[method-assign]
         signal.raise_signal(ONE)
         ears.settle()
-    with ears.handle(ONE) as second:
-        assert second.held == [ONE]
+    assert signal.getsignal(TWO) is signal.SIG_DFL
+    signal.raise_signal(ONE)
+    assert told == [ONE]
+    with ears.handle(ONE, TWO) as second:
+        assert second.held == [ONE, ONE] and ears.nothing_more()
+        signal.raise_signal(ONE)
+        assert ears.next() == ONE and told == [ONE]
+    assert signal.getsignal(ONE) is before
 
 
 @pytest.mark.parametrize("follows", [True, False])

@@ -282,9 +282,8 @@ class Node:
     def give_order(self, kind: str, reason: str, *, grace_s: float, exit_code: int, extends: bool = False) -> None:
         self.order = {"kind": kind, "reason": reason, "exit_code": exit_code}
 
-    def forget_workers(self) -> bool:
+    def forget_workers(self) -> None:
         self.order = None
-        return False
 
 
 class Forks:

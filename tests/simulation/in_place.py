@@ -292,9 +292,6 @@ class _Sockets:
         self._rank.is_cut = True
         return 1
 
-    def lend(self, folder: Path) -> None:
-        pass
-
     def release(self) -> None:
         pass
 
@@ -820,7 +817,6 @@ class InPlaceJob(Job):
                 supervisor: {
                     "host_store": self._host_store,
                     "PrefixStore": PrefixStore,
-                    "HeldSockets": agents.Forks,
                     "board_key": lambda: _KEY,
                 },
                 replacements: {"os": _Os(self.files)},
