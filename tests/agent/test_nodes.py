@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -21,17 +19,12 @@ from torch.distributed.elastic.rendezvous import (
 
 from mindx_elastic.agent import launcher
 from mindx_elastic.agent import nodes as module
-from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.nodes import HostLostError, Membership, NodeHost, host_table
 from mindx_elastic.agent.options import parse
 from mindx_elastic.cluster.messages import Beat, Group
 from mindx_elastic.cluster.scheduler import is_own_address
 from mindx_elastic.cluster.wire import Line
 from tests.harness import free_port, wait_until
-
-FINISHED = Ending(outcome="finished", code=0, cause="")
-FAILED = Ending(outcome="failed", code=1, cause="why")
 
 
 def meet(member: Membership, workers: int, restarts: int, port: int) -> Group:
@@ -82,42 +75,6 @@ class Agents:
 def agents() -> Iterator[Agents]:
     with ExitStack() as stack:
         yield Agents(stack)
-
-
-@pytest.fixture
-def inbox() -> Iterator[SignalInbox]:
-    with SignalInbox([signal.SIGUSR1]) as found:
-        yield found
-
-
-def test_an_agent_hears_that_another_one_wants_to_meet_again(agents: Agents) -> None:
-    agents.meet()
-    one, two = agents.members
-    one.note_end(FAILED)
-    thread = threading.Thread(target=lambda: meet(one, 2, 1, 1))
-    thread.start()
-    wait_until(lambda: two.news.waiting, "the news")
-    assert two.ask().waiting == 1 and two.lost.endswith("has left the group: why")
-    meet(two, 2, 0, 1)
-    thread.join(100)
-
-
-def test_agents_that_have_finished_end_together(agents: Agents, inbox: SignalInbox) -> None:
-    agents.meet()
-    one, two = agents.members
-    two.leave("left", 143, "SIGTERM")
-    end = one.end_together(FINISHED, inbox)
-    assert (end.outcome, end.code, end.elsewhere) == ("stopped", 143, True)
-
-
-def test_a_signal_makes_the_wait_for_the_others_short(
-    agents: Agents, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_HURRY_S", 0.1)
-    agents.meet()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    end = agents.members[0].end_together(FINISHED, inbox)
-    assert (end.outcome, end.code) == ("stopped", 128 + signal.SIGUSR1)
 
 
 def test_a_host_that_is_gone_is_named(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:

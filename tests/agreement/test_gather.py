@@ -60,13 +60,7 @@ def test_a_false_bell_does_not_end_the_wait() -> None:
     assert found == [[["a of 0", "a of 1"]]]
 
 
-@pytest.mark.parametrize(
-    "at",
-    [
-        0,
-        1,
-    ],
-)
+@pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [
@@ -159,13 +153,9 @@ def test_a_rank_that_leaves_in_its_wait_when_the_answer_is_there_takes_the_next_
             ranks[rank].gather("b", rank, Merged, timeout_s=60.0)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyError("odd"),
-    ],
-)
-def test_errors_of_the_work_of_a_part_are_not_taken_for_a_strangers_message(error: Exception) -> None:
+def test_errors_of_the_work_of_a_part_are_not_taken_for_a_strangers_message() -> None:
+    error = KeyError("odd")
+
     class Works(module.Part):
         name = "work"
         only_decodes = False
@@ -176,13 +166,13 @@ def test_errors_of_the_work_of_a_part_are_not_taken_for_a_strangers_message(erro
     class Decodes(Works):
         only_decodes = True
 
-    def work(rank: int, exchange: BoardExchange, part: module.Part) -> None:
-        module.meet(exchange, "plan", [part])
+    def met(part: module.Part) -> Any:
+        return on_all_ranks(2, lambda rank, exchange: module.meet(exchange, "plan", [part]))
 
-    own, other = on_all_ranks(2, lambda rank, exchange: work(rank, exchange, Works()))
+    own, other = met(Works())
     assert own is error
-    assert isinstance(other, PeerStartError) and other.cause.startswith(type(error).__name__)
-    for found in on_all_ranks(2, lambda rank, exchange: work(rank, exchange, Decodes())):
+    assert isinstance(other, PeerStartError) and other.cause.startswith("KeyError")
+    for found in met(Decodes()):
         assert isinstance(found, UntrustedMessageError), "what it decodes was written by somebody"
 
 

@@ -46,12 +46,6 @@ def test_where_torch_takes_no_socket_of_ours_ours_is_closed(monkeypatch: pytest.
         del store
 
 
-def test_two_stores_of_one_process_are_apart() -> None:
-    one, two = host_store("127.0.0.1"), host_store("127.0.0.1")
-    one.set("a", "1")
-    assert one.port != two.port and not two.check(["a"])
-
-
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_a_machine_with_another_address_is_reached_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one whose name this machine itself does not know; torch says then what is wrong, if anything is."""

@@ -79,6 +79,8 @@ def test_there_is_no_way_back_to_a_job_without_a_key() -> None:
         keyed.open("first", plain.close("first", ""))
     with pytest.raises(NotOursError, match="this rank has none"):
         plain.open("first", keyed.close("first", ""))
+    with pytest.raises(NotOursError, match="too many"):  # and it is not looked at
+        plain.open("request", b"9" * (7 << 20), limit=4096)
 
 
 def test_a_secret_is_derived_by_all_ranks_and_by_nobody_else() -> None:
@@ -86,8 +88,3 @@ def test_a_secret_is_derived_by_all_ranks_and_by_nobody_else() -> None:
     assert first.derive("public") == second.derive("public") != "public"
     assert joined()[0].derive("public") != first.derive("public")
     assert Seal(None, "", 0).derive("public") == "public"
-
-
-def test_what_is_far_too_long_is_not_looked_at() -> None:
-    with pytest.raises(NotOursError, match="too many"):
-        Seal(None, "", 0).open("request", b"9" * (7 << 20), limit=4096)

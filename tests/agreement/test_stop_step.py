@@ -98,7 +98,7 @@ def test_only_what_a_rank_writes_is_a_decision(step: object, reason: object) -> 
             parse_decision(text)
 
 
-@pytest.mark.parametrize("text", ["", "[]x", "[" * 8000, "null", '{"step": 1, "reason": "%s"}' % ("x" * 9000)])
-def test_what_is_no_decision_at_all(text: str) -> None:
-    with pytest.raises(ValueError, match="decision"):
-        parse_decision(text)
+def test_what_is_no_decision_at_all() -> None:
+    for text in ("", "[]x", "[" * 8000, "null", '{"step": 1, "reason": "%s"}' % ("x" * 9000)):
+        with pytest.raises(ValueError, match="decision"):
+            parse_decision(text)

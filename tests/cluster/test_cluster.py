@@ -113,19 +113,6 @@ def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
         assert scheduler.matches(reason) and jobs[0].matches(reason)
 
 
-# --- who is refused ---
-
-
-@pytest.mark.drill
-def test_a_worker_without_the_jobs_key_is_not_admitted() -> None:
-    with cluster(2, MINDX_JOB_KEY="0123456789abcdef-secret", MS_TOPO_TIMEOUT="300") as run:
-        scheduler = run.scheduler()
-        stranger = run.worker(1, fresh=False, MINDX_JOB_KEY="another key of that length", MS_TOPO_TIMEOUT="2")
-        stranger.expect(1)
-        assert scheduler.matches("its message is not of this job") or scheduler.wait_for("not of this job")
-        finish(run, scheduler, run.workers(fresh=False))
-
-
 # --- other starts ---
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.cluster.table_file import TABLE_FILE, TableFile
-from mindx_elastic.errors import SaveError, UsageError
+from mindx_elastic.errors import UsageError
 
 
 def test_what_was_written_is_read_by_the_next_scheduler(tmp_path: Path) -> None:
@@ -38,13 +38,3 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     shared.chmod(0o777)
     with pytest.raises(UsageError, match="MS_RECOVERY_PATH"):
         TableFile(shared)
-
-
-def test_a_write_that_fails_leaves_the_table_before(tmp_path: Path) -> None:
-    records = TableFile(tmp_path / "recovery")
-    records.write({"job": "a"})
-    (tmp_path / "recovery" / TABLE_FILE).unlink()
-    (tmp_path / "recovery" / TABLE_FILE).mkdir()  # what os.replace cannot replace
-    with pytest.raises(SaveError):
-        records.write({"job": "b"})
-    records.close()

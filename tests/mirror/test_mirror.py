@@ -19,7 +19,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
-from mindx_elastic.errors import NoUsableCheckpointError, UsageError
+from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.mirror.wire import Endpoint
@@ -211,13 +211,6 @@ def test_a_damaged_copy_is_put_aside_and_the_older_step_taken(start: Callable[..
     found = job.find()
     assert steps(found) == [7, 7]
     assert any(line.startswith("rank 1: resnet-1_17.safetensors is damaged") for line in found[0].rejected)
-
-
-def test_without_any_copy_it_is_refused(start: Callable[..., Job]) -> None:
-    job = start("ab")
-    job.write(0)
-    with pytest.raises(NoUsableCheckpointError, match="rank 1 has no file of it"):
-        steps(job.find())
 
 
 def test_ranks_that_disagree_are_told_so(start: Callable[..., Job]) -> None:

@@ -126,23 +126,6 @@ def test_methods_of_the_guards_objects_are_wrapped_once_however_often_the_functi
     assert steps == [1]
 
 
-@apart
-def test_another_function_that_is_wrapped_is_named() -> None:
-    global cost
-    objects, inner, forward = ObjectsBeforeCall({}), cost, Scaled.forward
-    part_of(objects, [], 0, is_new=False)
-    new = part_of(ObjectsBeforeCall({}), [], 1, is_new=True)
-    try:
-        cost = lambda value: 3 * inner(value)  # noqa: E731
-        setattr(Scaled, "forward", lambda _, x: 3 * x)  # noqa: B010
-        survivor = part_of(objects, [], 0, is_new=False)
-    finally:
-        cost = inner
-        setattr(Scaled, "forward", forward)  # noqa: B010
-    differ, _ = survivor.merge([survivor.say(), new.say()]).common
-    assert differ == ['"Scaled.forward" (test_before_call.py)', '"cost" (test_before_call.py)']
-
-
 def test_what_torch_has_hooked_to_a_module_stays() -> None:
     pruned: Any = nn.Linear(2, 2)
     model = nn.Sequential(pruned)
@@ -187,24 +170,29 @@ def test_process_groups_made_in_the_function_are_a_reason(monkeypatch: pytest.Mo
 
 @apart
 def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    global counted
+    """Also functions and methods that are wrapped."""
+    global counted, cost
     survivor, new = ObjectsBeforeCall({}), ObjectsBeforeCall({})
+    inner, forward = cost, Scaled.forward
     try:
         part_of(survivor, [], 0, is_new=False)  # the first entry
         fresh = part_of(new, [], 1, is_new=True)
         counted = 5
         history.append(1)
+        cost = lambda value: 3 * inner(value)  # noqa: E731
+        setattr(Scaled, "forward", lambda _, x: 3 * x)  # noqa: B010
         old = part_of(survivor, [], 0, is_new=False)
     finally:
-        counted = 0
+        counted, cost = 0, inner
         history.clear()
+        setattr(Scaled, "forward", forward)  # noqa: B010
     answer = old.merge([old.say(), fresh.say()]).common
-    assert answer == [['"counted" (test_before_call.py)', 'the length of "history" (test_before_call.py)'], []]
+    names = ['"Scaled.forward"', '"cost"', '"counted"', 'the length of "history"']
+    assert answer == [[f"{name} (test_before_call.py)" for name in names], []]
     with caplog.at_level(logging.WARNING):
         old.hear(Answer(answer, None, list))
         fresh.hear(Answer(answer, None, list))
     assert len(caplog.records) == 1 and '"counted" (test_before_call.py)' in caplog.text
-
     again = part_of(new, [], 1, is_new=False)  # nothing has changed here since its beginning
     assert again.say()["changed"] == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -71,22 +72,6 @@ def test_a_failed_collective(failures: Failures) -> None:
         dist.destroy_process_group()
 
 
-def test_a_wait_that_fails(failures: Failures) -> None:
-    """``work = dist.all_reduce(x, async_op=True)``, and ``work.wait()`` in ``suppress(RuntimeError)``."""
-    store = dist.HashStore()
-
-    def connect(rank: int) -> Any:
-        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
-
-    with ThreadPoolExecutor(2) as pool:
-        one, _ = pool.map(connect, range(2))
-    work = one.allreduce([torch.ones(1)])  # the other rank takes no part
-    assert not failures.seen
-    with pytest.raises(RuntimeError):
-        work.wait()
-    assert failures.seen
-
-
 def _made_of(first: BaseException, *more: type[Exception]) -> BaseException:
     error = first
     for kind in more:
@@ -137,10 +122,17 @@ def test_a_functional_collective_that_fails(
     assert failures.seen
 
 
-def test_a_collective_that_is_only_asked(failures: Failures, cut_off: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_collective_that_is_waited_for_or_only_asked(
+    failures: Failures, cut_off: dist.ProcessGroup, asks: bool
+) -> None:
+    """``work = dist.all_reduce(x, async_op=True)``, and ``work.wait()`` in ``suppress(RuntimeError)``."""
     work = cut_off.allreduce([torch.ones(1)])
-    while not work.is_completed():
+    assert not failures.seen
+    while asks and not work.is_completed():
         assert not failures.seen
+    with nullcontext() if asks else pytest.raises(RuntimeError):
+        _ = asks or work.wait()
     assert failures.seen
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
-from mindx_elastic.rejoin import groups, nccl
+from mindx_elastic.rejoin import nccl
 from mindx_elastic.rejoin.member import LeavesToRejoin
 
 
@@ -121,28 +120,23 @@ def test_an_abort_that_does_not_return_is_the_reason_of_a_restart() -> None:
     assert devices.wait_aborted(60.0) == ""
 
 
-def test_after_new_connections_it_begins_anew(cuda: SimpleNamespace) -> None:
-    backend = FakeNccl()
-    devices = devices_of(backend)
-    devices.wait_aborted()
-    assert not devices.fence()
-    devices.connected()
-    assert devices.fence()
-    devices.abort()
-    devices.wait_aborted()
-    assert backend.num_aborts == 2
-
-
 # --- no wrong result in the weights ---
 
 
 def test_an_abort_while_the_device_is_waited_for_is_seen(
     cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel ends because its communicator is aborted."""
-    devices = devices_of(FakeNccl())
-    monkeypatch.setattr(torch.cuda, "synchronize", devices.abort)
-    assert not devices.fence()
+    """The kernel ends because its communicator is aborted. With new connections it begins anew."""
+    backend = FakeNccl()
+    devices = devices_of(backend)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", devices.abort)
+        assert not devices.fence()
+    devices.connected()
+    assert devices.fence()
+    devices.abort()
+    devices.wait_aborted()
+    assert backend.num_aborts == 2
 
 
 def test_an_update_does_not_begin_and_its_gate_stays_clean() -> None:
@@ -171,71 +165,17 @@ def test_an_update_does_not_begin_and_its_gate_stays_clean() -> None:
         gate.unwatch()
 
 
-# --- a broken context ---
-
-
 # --- new connections ---
 
 
-class Handle:
-    """In place of a process group."""
-
-    def __init__(self, **backends: Any) -> None:
-        self.backends = backends
-        self.registered: list[tuple[str, int, Any]] = []
-        self.group_desc, self.named = "undefined", ""
-
-    def _get_backend(self, device: torch.device) -> Any:
-        if device.type not in self.backends:
-            raise RuntimeError(f"no backend for {device}")
-        return self.backends[device.type]
-
-    def _register_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
-        self.registered.append((device.type, int(kind), backend))
-        self.backends[device.type] = backend
-
-    def _set_group_name(self, name: str) -> None:
-        self.named = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self.group_desc = description
-
-
-@contextmanager
-def group_of(
-    monkeypatch: pytest.MonkeyPatch, handle: Handle, backends: tuple[tuple[str, str], ...], name: str = "0"
-) -> Iterator[None]:
-    group = groups._Group(handle, name, (4, 7), backends)
-    monkeypatch.setattr(groups, "my_groups", lambda: iter([group]))
-    monkeypatch.setattr(groups, "problem", lambda: "")
-    monkeypatch.setattr(groups, "_new_gloo", lambda *arguments: ("gloo", *arguments[1:2], arguments[4]))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    yield
-
-
-@pytest.mark.parametrize("name", ["0", "mesh_dp"])
+@pytest.mark.parametrize("is_world", [True, False])
 @pytest.mark.usefixtures("cuda")
-def test_a_group_of_both_gets_both(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    old = FakeNccl()
+def test_a_new_backend_is_connected_and_has_the_options_of_the_old_one(is_world: bool) -> None:
+    old, timeout = FakeNccl(), timedelta(seconds=77)
     old.options.is_high_priority_stream, old.options.config = True, "own"
-    old.options._timeout = timedelta(seconds=77)
-    handle = Handle(cpu=SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=77))), cuda=old)
-    with group_of(monkeypatch, handle, (("cpu", "gloo"), ("cuda", "nccl")), name):
-        groups.devices.look()
-        assert groups.connect(dist.HashStore(), 7, 30.0) == 1
-        assert groups.devices._threads is None and groups.devices.is_used
-    assert old.num_aborts == 1, "before the new ones are made"
-    (cpu, cpu_type, gloo), (device, cuda_type, new) = handle.registered
-    assert (cpu, device) == ("cpu", "cuda") and cpu_type != cuda_type
-    assert gloo == ("gloo", 1, timedelta(seconds=77))
+    new = nccl.new_backend(dist.HashStore(), 1, (4, 7), "mesh_dp", old, timeout, is_world=is_world)
     assert (new.position, new.size, new.connected) == (1, 2, [torch.device("cuda", 3)])
     options = new.options
     assert options is not old.options
-    assert (options.is_high_priority_stream, options.config, options._timeout) == (True, "own", timedelta(seconds=77))
-    assert (options.group_name, options.global_ranks_in_group) == (name, [] if name == "0" else [4, 7])
-
-
-@pytest.fixture(autouse=True)
-def clean_devices() -> Iterator[None]:
-    yield
-    groups.devices.connected()
+    assert (options.is_high_priority_stream, options.config, options._timeout) == (True, "own", timeout)
+    assert (options.group_name, options.global_ranks_in_group) == ("mesh_dp", [] if is_world else [4, 7])

@@ -187,22 +187,3 @@ def test_it_succeeds_where_nothing_more_happens(size: int, data: st.DataObject) 
         assert not machine.missing
         machine.note_refusal("too late")
         assert not machine.reason
-
-
-@given(st.integers(2, RANKS), st.data())
-def test_any_death_after_the_verdict_ends_it(size: int, data: st.DataObject) -> None:
-    """Also that of a new process, before and after it was ready."""
-    machine = Coordinator(size)
-    machine.begin([0])
-    for rank in range(1, size):
-        machine.note_report(report(rank))
-    has_state = data.draw(st.booleans())
-    if has_state:
-        machine.note_state()
-    for rank in data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1)):
-        machine.note_ready(rank)
-    victim = data.draw(st.integers(0, size - 1))
-    machine.note_death(victim)
-    assert machine.phase is Phase.FALLBACK
-    assert f"rank {victim} has died" in machine.reason
-    assert machine.fallback is (Fallback.KILL if has_state else Fallback.SAVE)
