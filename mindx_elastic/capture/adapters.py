@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.extra_state import TensorCopy
 from mindx_elastic.capture.generators import Adapter, check_kind, generator_adapter
+from mindx_elastic.capture.values import put_back, snapshot
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of, has_method
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError

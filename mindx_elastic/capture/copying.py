@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mindx_elastic.capture.nested import ATOMS, leaves_of, rebuilt
-from mindx_elastic.capture.stand_ins import stand_in
+from mindx_elastic.capture.values import stand_in
 from mindx_elastic.core.looks import are_equal
 
 __all__ = [
@@ -40,7 +40,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def copy_state(value: Any) -> Any:
-    """As `copy_tree`, with a stand-in for what a checkpoint has no word for: see `capture.stand_ins`."""
+    """As `copy_tree`, with a stand-in for what a checkpoint has no word for: see `capture.values`."""
     return copy_tree(value, _stand_in)
 
 

@@ -34,11 +34,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindx_elastic.capture.containers import GENERATOR, put_back, snapshot
 from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.capture.dtensors import filled, local_part, with_layout_of
-from mindx_elastic.capture.stand_ins import MARK
 from mindx_elastic.capture.structure import buffers_of
+from mindx_elastic.capture.values import GENERATOR, MARK, put_back, snapshot
 from mindx_elastic.core.looks import attributes_of, table_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError

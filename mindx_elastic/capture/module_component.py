@@ -20,8 +20,8 @@ from mindx_elastic.capture.buffer_block import BufferReader, is_plain, view_of
 from mindx_elastic.capture.copying import copy_state
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.extra_state import ExtraTensors, Flags, OwnAttributes, original_names, prune_as, pruned_in
-from mindx_elastic.capture.stand_ins import originals
 from mindx_elastic.capture.structure import Structure, buffers_of, parameters_of
+from mindx_elastic.capture.values import originals
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError

@@ -19,7 +19,7 @@ from mindx_elastic.capture.exact_load import exact_loads, keep_objects, restore_
 from mindx_elastic.capture.extra_state import OwnAttributes
 from mindx_elastic.capture.names import arrange_groups, optimizers_inside
 from mindx_elastic.capture.nested import rebuilt
-from mindx_elastic.capture.stand_ins import check_objects, named_keys, original_keys, originals
+from mindx_elastic.capture.values import check_objects, named_keys, original_keys, originals
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 

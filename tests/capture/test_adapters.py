@@ -62,6 +62,7 @@ VALUES: list[tuple[Any, Any, Callable[[Any], object]]] = [
     ([Stats(1.5, Phase.MAIN, [4])], [], lambda v: v[0].seen.append(1)),
     (Stats(1.5, Phase.MAIN, [4]), Stats(), lambda v: v.seen.append(1)),
     ([np.float32(2), np.ones(2)], [], lambda v: v[1].fill(7)),
+    ([torch.zeros(3)], [torch.ones(1).expand(3)], lambda v: v[0].add_(1)),
     (torch.arange(3.0), torch.zeros(3), lambda v: v.add_(1)),
 ]
 

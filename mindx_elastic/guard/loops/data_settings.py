@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from mindx_elastic.capture.containers import put_back
 from mindx_elastic.capture.copying import copy_tree, same_tree
+from mindx_elastic.capture.values import put_back
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import asked, attributes_of, has_attributes, items_of, table_of
 from mindx_elastic.core.printable import listed

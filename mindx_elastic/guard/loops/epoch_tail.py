@@ -53,10 +53,9 @@ import numpy as np
 import torch
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.copying import map_tensors, same_tree
 from mindx_elastic.capture.loop_ends import CHANGES_WEIGHTS, FRONT, OVER, VALUES, without_end
-from mindx_elastic.capture.stand_ins import is_plain_class
+from mindx_elastic.capture.values import is_plain_class, put_back, snapshot
 from mindx_elastic.capture.weight_samples import HiddenChanges, WeightSample, WeightSamples
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import askable, attributes_of, is_comparable, table_of

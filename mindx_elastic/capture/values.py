@@ -1,4 +1,4 @@
-"""What stands in a checkpoint for values that it has no word for: plain data with the name of their class.
+"""Values that a checkpoint has no word for: what stands for them in it is plain data with the name of their class.
 
 * an enumeration, a named tuple, a dataclass
 * an object of any other class of Python code that has nothing but tensors and plain data (GaLore's projector): its
@@ -7,7 +7,12 @@
 * a parameter as a key: the parameter's name
 * a class (heavyball has its own in its groups): its name
 
-`original` makes the value again. A file names a class and never says what to run: the class is looked up among those
+`originals` makes the values again, as new ones. For what programs keep in a loop (lists, dicts, deques, counters,
+tensors, generators, and objects of them) `snapshot` copies a value into what a checkpoint can hold, and `put_back`
+makes the live value equal to it again, in place as far as that goes, because the program has other references to it.
+There a tensor on a device and a random generator have stand-ins, too.
+
+A file names a class and never says what to run: the class is looked up among those
 that are imported, its instance is made without a call of ``__init__``, and only the classes of the list above, which
 have their own way to be put together, are called.
 """
@@ -18,7 +23,7 @@ import dataclasses
 import sys
 import weakref
 from abc import ABC, ABCMeta
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from operator import is_
@@ -27,20 +32,23 @@ from typing import Any, Generic
 import numpy as np
 import torch
 
+from mindx_elastic.capture.dtensors import filled
+from mindx_elastic.capture.generators import GENERATORS, generator_adapter, with_state
 from mindx_elastic.capture.nested import ATOMS
 from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
 
 __all__ = [
+    "GENERATOR",
     "MARK",
     "check_objects",
-    "class_of",
-    "fields_of",
     "is_plain_class",
     "named_keys",
     "original_keys",
     "originals",
+    "put_back",
+    "snapshot",
     "stand_in",
 ]
 
@@ -57,7 +65,9 @@ _TENSORS = frozenset(
 )
 """Classes of tensors made of others, with ``__tensor_flatten__`` and ``__tensor_unflatten__``."""
 _TENSOR_DICT = "tensordict._td:TensorDict"
-_DEEPEST = 8
+_TENSOR, GENERATOR = "torch.Tensor", "generator"
+"""The classes that the stand-ins of `snapshot` name for a tensor on a device and for a random generator."""
+_DEEPEST, _DEEPEST_SNAPSHOT = 8, 60
 _HEAP_TYPE = 1 << 9  # of `type.__flags__`: made by Python code
 _OWN_WAYS = frozenset(
     """__reduce__ __reduce_ex__ __getstate__ __setstate__ __getnewargs__ __getnewargs_ex__ __setattr__ __getattribute__
@@ -147,7 +157,7 @@ def originals(
     """
     kind = type(value)
     if kind is dict and MARK in value:
-        return _original(value, parameters, device)
+        return _original(value, lambda _, part, name: originals(part, parameters, device), device)
     if issubclass(kind, dict):
         made = value.copy()
         made.clear()
@@ -172,26 +182,30 @@ def _parameter(key: Any, parameters: Mapping[str, torch.Tensor] | None) -> Any:
 
 
 def _original(
-    saved: Mapping[str, Any], parameters: Mapping[str, torch.Tensor] | None, device: torch.device | None
+    saved: Mapping[str, Any],
+    part: Callable[[Any, Any, str], Any],
+    device: torch.device | None,
+    live: Any = None,
+    place: str = "the state",
 ) -> Any:
-    kind = class_of(saved[MARK], "the state")
+    """`part`: makes a part of the value, of what there is now, what was saved, and its name."""
+    kind: Any = _class_of(saved[MARK], place)
     if "tensors" in saved and saved[MARK] in _TENSORS:
-        made: Any = kind
         stride = torch.empty(saved["shape"], device="meta").stride()
-        return made.__tensor_unflatten__(saved["tensors"], saved["context"], saved["shape"], stride)
+        return kind.__tensor_unflatten__(saved["tensors"], saved["context"], saved["shape"], stride)
     if saved[MARK] == _TENSOR_DICT and "state" in saved:
-        made = kind
-        return made({}, []).load_state_dict(originals(saved["state"], parameters, device), assign=True)
+        return kind({}, []).load_state_dict(part(None, saved["state"], "state"), assign=True)
     if kind is type and not _is_of_python(saved.get("path", "builtins")):
-        return class_of(saved["path"], "the state")
+        return _class_of(saved["path"], place)
     if issubclass(kind, Enum) and "name" in saved:
         return kind[saved["name"]]
     if issubclass(kind, tuple) and "values" in saved:
-        return tuple.__new__(kind, originals(saved["values"], parameters, device))
-    made = object.__new__(kind)
-    fields = put_on(fields_of(saved, kind, "the state"), _types(saved.get("devices", "")), device)
+        return tuple.__new__(kind, part(live if type(live) is kind else None, saved["values"], "values"))
+    fields = put_on(_fields_of(saved, kind, place), _types(saved.get("devices", "")), device)
+    made = live if type(live) is kind else object.__new__(kind)
+    now = attributes_of(made)
     for name, item in fields.items():
-        object.__setattr__(made, name, originals(item, parameters, device))
+        object.__setattr__(made, name, part(now.get(name), item, name))
     return made
 
 
@@ -200,7 +214,7 @@ def _types(devices: str | list[str]) -> str | list[str]:
     return devices.partition(":")[0] if isinstance(devices, str) else [name.partition(":")[0] for name in devices]
 
 
-def fields_of(saved: Mapping[str, Any], kind: type, place: str) -> dict[str, Any]:
+def _fields_of(saved: Mapping[str, Any], kind: type, place: str) -> dict[str, Any]:
     """The attributes of a stand-in for a `kind`. Raises MismatchError where a stand-in for such a class has none."""
     known = {"fields"} if dataclasses.is_dataclass(kind) else {"attributes"} if is_plain_class(kind) else set()
     for name in known & saved.keys():
@@ -208,7 +222,7 @@ def fields_of(saved: Mapping[str, Any], kind: type, place: str) -> dict[str, Any
     raise MismatchError(f"{place}: {saved[MARK]} is another kind of class than in the run that wrote the checkpoint")
 
 
-def class_of(path: str, place: str) -> type:
+def _class_of(path: str, place: str) -> type:
     """The class that a stand-in names. Raises MismatchError where the program has not imported it."""
     module, _, name = path.partition(":")
     found: Any = sys.modules.get(module)
@@ -316,3 +330,123 @@ def _is_storable(kind: type) -> bool:
 
 def _path(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+# --- what programs keep in a loop ---
+
+
+def snapshot(value: Any, place: str, depth: int = 0) -> Any:
+    """A copy of `value` that a checkpoint can hold and that shares nothing mutable with it.
+
+    Raises UnsupportedStateError, which names the `place`, for what could not be put back.
+    """
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if depth > _DEEPEST_SNAPSHOT:
+        raise UnsupportedStateError(place, f"nested deeper than {_DEEPEST_SNAPSHOT} levels, or it contains itself")
+    if kind in (list, tuple, deque, set, frozenset):
+        if ATOMS.issuperset(map(type, value)):  # numbers, in a tenth of the time
+            return value if kind in (tuple, frozenset) else value.copy()
+        items = [snapshot(item, f"{place}.{number}", depth + 1) for number, item in enumerate(value)]
+        return deque(items, value.maxlen) if kind is deque else items if kind is list else kind(items)
+    if kind in (dict, OrderedDict, defaultdict, Counter):
+        if MARK in value:
+            raise UnsupportedStateError(place, f"the key {MARK!r} is taken")
+        pairs = ((key, snapshot(item, f"{place}.{key}", depth + 1)) for key, item in value.items())
+        if kind is not OrderedDict:
+            return Counter(dict(pairs)) if kind is Counter else dict(pairs)
+        copied = OrderedDict(pairs)
+        if (metadata := vars(value).get("_metadata")) is not None:
+            copied._metadata = snapshot(metadata, f"{place}._metadata", depth + 1)  # type: ignore[attr-defined]
+        return copied
+    if kind.__module__ == "numpy":
+        return value.copy() if hasattr(value, "dtype") else value  # arrays and scalars
+    if issubclass(kind, GENERATORS) and (generator := generator_adapter(place, value)) is not None:
+        return {MARK: GENERATOR, "state": snapshot(generator.state_dict(), place, depth + 1)}
+    known = stand_in(value, lambda part: snapshot(part, place, depth + 1), also=GENERATORS)
+    if known is not value:
+        return known
+    if issubclass(kind, torch.Tensor):
+        return _tensor(value)
+    raise UnsupportedStateError(
+        place,
+        f"a {kind.__module__}.{kind.__qualname__} cannot be kept here; use numbers, strings, tensors, arrays, lists, "
+        "tuples, dicts, sets, deques, named tuples, dataclasses, random generators and objects that have only these, "
+        "or name the object itself in stateful=",
+    )
+
+
+def put_back(live: Any, saved: Any, place: str) -> Any:
+    """`saved` as the live value: `live` itself, changed in place, where it is of the same type; else a new value."""
+    if isinstance(saved, dict) and MARK in saved:
+        return _of_stand_in(live, saved, place)
+    kind = type(saved)
+    if kind is list and type(live) is list:
+        live[:] = _items(live, saved, place)
+        return live
+    if kind is deque:
+        items = _items(live, saved, place)
+        if type(live) is deque and live.maxlen == saved.maxlen:
+            live.clear()
+            live.extend(items)
+            return live
+        return deque(items, saved.maxlen)
+    if kind in (dict, OrderedDict, Counter):
+        pairs = {key: put_back(_get(live, key), item, f"{place}.{key}") for key, item in saved.items()}
+        if isinstance(live, dict):
+            live.clear()
+            live.update(pairs)  # in the saved order
+            made = live
+        else:
+            made = kind(pairs)
+        if kind is OrderedDict and isinstance(made, OrderedDict) and "_metadata" in vars(saved):
+            made._metadata = put_back(None, vars(saved)["_metadata"], place)  # type: ignore[attr-defined]
+        return made
+    if kind is set and type(live) is set:
+        live.clear()
+        live.update(_items(None, saved, place))
+        return live
+    if kind in (list, tuple, set, frozenset):
+        return kind(_items(live if kind is tuple else None, saved, place))
+    if isinstance(saved, torch.Tensor):
+        return filled(live, saved)
+    if hasattr(saved, "dtype") and kind.__module__ == "numpy":
+        alike = type(live) is kind and live.ndim > 0 and (live.shape, live.dtype) == (saved.shape, saved.dtype)
+        if alike and live.flags.writeable:
+            live[...] = saved
+            return live
+        return saved.copy()
+    return saved
+
+
+def _items(live: Any, saved: Any, place: str) -> list[Any]:
+    """The items, in place where both have the same number of them (a list of tensors)."""
+    alike = isinstance(live, (list, tuple, deque)) and len(live) == len(saved)
+    now = list(live) if alike else [None] * len(saved)
+    return [put_back(old, new, f"{place}.{number}") for number, (old, new) in enumerate(zip(now, saved, strict=True))]
+
+
+def _get(live: Any, key: Any) -> Any:
+    return live[key] if isinstance(live, dict) and key in live else None
+
+
+def _tensor(value: torch.Tensor) -> Any:
+    copy = value.detach().clone()
+    if value.device.type == "cpu" and not value.requires_grad:
+        return copy
+    mark = {MARK: _TENSOR, "value": copy, "device": str(value.device), "grad": value.requires_grad}
+    return {**mark, "parameter": isinstance(value, torch.nn.Parameter)}
+
+
+def _of_stand_in(live: Any, saved: Mapping[str, Any], place: str) -> Any:
+    if saved[MARK] == _TENSOR:
+        tensor = filled(live, saved["value"], torch.device(saved["device"]))
+        if tensor is live:
+            return live
+        if saved["parameter"]:
+            return torch.nn.Parameter(tensor, requires_grad=saved["grad"])
+        return tensor.requires_grad_(saved["grad"])
+    if saved[MARK] == GENERATOR:
+        return with_state(live, saved["state"], place)
+    return _original(saved, lambda now, part, name: put_back(now, part, f"{place}.{name}"), None, live, place)
