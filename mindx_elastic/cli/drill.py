@@ -81,9 +81,8 @@ def drill_command(
     for each in faults:
         if each.about.agent and not asked.agent:
             fail(f"--fault {each}: only under mindx-elastic run; give one of its options, such as --nproc-per-node 1")
-    from mindx_elastic.drill.drill import Drill, Driller
+    from mindx_elastic.drill.drill import Drill, Driller, to_json
     from mindx_elastic.drill.outside import DrillLeftovers
-    from mindx_elastic.drill.report import to_json
 
     drill, interrupted, leftovers = Drill(), None, DrillLeftovers()
     try:
@@ -114,8 +113,7 @@ def _print_kinds(as_json: bool) -> None:
 
 
 def _print(console: Console, drill: Drill, asked: ScriptOptions, seconds: float) -> None:
-    from mindx_elastic.drill.drill import GOOD
-    from mindx_elastic.drill.report import COLUMNS, cells, summary
+    from mindx_elastic.drill.drill import COLUMNS, GOOD, cells, summary
 
     if print_difference(console, drill.proof):
         return

@@ -21,7 +21,7 @@ from mindx_elastic.cli.scripts import (
 from mindx_elastic.core.printable import counted
 
 if TYPE_CHECKING:
-    from mindx_elastic.prove.baseline import ProofReport, Row
+    from mindx_elastic.prove.proof import ProofReport, Row
 
 __all__ = ["prove_command"]
 
@@ -69,8 +69,7 @@ def prove_command(
     number = _number_of(stops)
     asked = ScriptOptions.of("prove", ctx, fresh=fresh, timeout=timeout, keep=keep)
     began = time.monotonic()
-    from mindx_elastic.prove.proof import prove
-    from mindx_elastic.prove.report import to_json
+    from mindx_elastic.prove.proof import prove, to_json
 
     with asked.runs() as (runs, show_runs):
         proof = prove(runs, stops=number, steps=steps, seed=seed, show=show_runs)

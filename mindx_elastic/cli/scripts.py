@@ -23,7 +23,7 @@ from mindx_elastic.core.printable import counted
 from mindx_elastic.errors import UsageError
 
 if TYPE_CHECKING:
-    from mindx_elastic.prove.baseline import ProofReport
+    from mindx_elastic.prove.proof import ProofReport
     from mindx_elastic.prove.runs import Runs
 
 __all__ = [

@@ -7,9 +7,11 @@ or an orchestrator would give it. Every step of all its processes is compared wi
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,16 +19,31 @@ from typing import Any
 
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real
-from mindx_elastic.drill.faults import KINDS, Fault
-from mindx_elastic.drill.outside import DrillLeftovers, adopt_orphans, read_notes
+from mindx_elastic.drill.faults import KINDS, NOTE, Fault
+from mindx_elastic.drill.outside import DrillLeftovers, adopt_orphans
 from mindx_elastic.errors import UsageError
-from mindx_elastic.prove.baseline import Baseline, ProofReport, Show, count_steps, failure
 from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import earliest
+from mindx_elastic.prove.proof import Baseline, ProofReport, Show, count_steps, failure
+from mindx_elastic.prove.proof import to_json as proof_to_json
 from mindx_elastic.prove.records import ProcessRecord
 from mindx_elastic.prove.runs import RunChain, RunOutcome, Runs
 
-__all__ = ["GOOD", "Drill", "DrillResult", "Driller", "draw_faults", "trained_again"]
+__all__ = [
+    "COLUMNS",
+    "GOOD",
+    "Drill",
+    "DrillResult",
+    "Driller",
+    "cells",
+    "draw_faults",
+    "summary",
+    "to_json",
+    "trained_again",
+]
+
+SCHEMA = 4
+COLUMNS = ("fault", "exit codes", "reached", "resumed", "lost", "again s", "result")
 
 GOOD = ("exact", "inexact as said")
 """Outcomes after which the exit code is 0."""
@@ -112,7 +129,6 @@ class Driller(Baseline):
         super().__init__(runs, steps=steps, show=show, planned=2 + 2 * (len(faults) + number))
         self._command, self._leftovers = runs.command, leftovers
         self._faults, self._number, self._seed = list(faults), number, seed
-        self._made = 0
         self.result, into.proof = into, self.proof
 
     def drill(self) -> None:
@@ -174,15 +190,14 @@ class Driller(Baseline):
 
     def _job(self, fault: Fault) -> DrillResult:
         """One job with this fault, started again until it has ended."""
-        fault = replace(fault, folder=str(self._make_folder()))
         self._leftovers.processes.clear()
         chain, codes, offset = self.runs.chain(), list[int](), time.time() - time.monotonic()
         first, fruitless = 0, 0
         while fruitless < _MOST_STARTS - 1:
-            had_fired = _fired(fault) is not None
+            had_fired = bool(_note_of(chain))
             what = f"{fault}, until it fires" if not had_fired and not fruitless else f"{fault}, again"
             outcome = self.run(chain, what, fault=asdict(fault), last=self.last, hashes=len(codes))
-            has_just_fired = not had_fired and _fired(fault) is not None
+            has_just_fired = not had_fired and bool(_note_of(chain))
             first = len(codes) if has_just_fired else first
             codes.append(outcome.code)
             if outcome.hung_s or self._is_over(chain):
@@ -194,12 +209,6 @@ class Driller(Baseline):
         self.runs.drop(chain)
         self._clear_memory()
         return result
-
-    def _make_folder(self) -> Path:
-        self._made += 1
-        folder = self.runs.folder / f"fault_{self._made:04d}"
-        folder.mkdir(mode=0o700)
-        return folder
 
     def _is_over(self, chain: RunChain) -> bool:
         """The job has ended: no other start would do anything."""
@@ -214,12 +223,10 @@ class Driller(Baseline):
 
     def _judge(self, fault: Fault, chain: RunChain, codes: Sequence[int], offset: float) -> DrillResult:
         """`codes`: of all starts from the one in which it happened."""
-        notes = read_notes(Path(fault.folder))
-        fired = _fired(fault)
+        fired = _note_of(chain)
         result = DrillResult(fault=fault, outcome="exact", codes=codes)
-        if fired is None:
-            missed = (str(note["why"]) for note in notes if note["what"] == "missed")
-            why = next(missed, "the run has not come to its place")
+        if not fired or "missed" in fired:
+            why = fired.get("missed", "the run has not come to its place")
             return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}"))
         lives = [life for run in chain.runs for life in run.lives]
         result = replace(result, compared=count_steps(lives), leftovers=[*self._leftovers.processes])
@@ -289,8 +296,8 @@ class Driller(Baseline):
             result, outcome="differs", explained=explained, rank=found.life.rank, step=found.step, lines=lines
         )
 
-    def _lost(self, result: DrillResult, fired: Mapping[str, Any] | None) -> DrillResult | None:
-        allowed = self._may_lose(result.fault, updated=fired is not None and bool(fired.get("updated")))
+    def _lost(self, result: DrillResult, fired: Mapping[str, Any]) -> DrillResult | None:
+        allowed = self._may_lose(result.fault, updated=bool(fired.get("updated")))
         if allowed is None or result.lost is None or result.lost <= allowed:
             return None
         allowed += self._since_cut(result)
@@ -327,9 +334,13 @@ class Driller(Baseline):
         return replace(result, outcome="left behind", explained=explained, leftovers=found)
 
 
-def _fired(fault: Fault) -> Mapping[str, Any] | None:
-    """The note of it; None: it has not happened."""
-    return next((note for note in read_notes(Path(fault.folder)) if note["what"] == "fired"), None)
+def _note_of(chain: RunChain) -> dict[str, Any]:
+    """What a rank has noted of the fault; empty: no rank has come to its place."""
+    try:
+        note: dict[str, Any] = json.loads((chain.directories / NOTE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return note
 
 
 def trained_again(lives: Iterable[ProcessRecord], fired: float) -> float | None:
@@ -374,3 +385,67 @@ def _snapshot_option(words: Sequence[str]) -> str:
         if head.replace("_", "-") == "--snapshot-every":
             return value if equals else next(iter(words[index + 1 : index + 2]), "")
     return ""
+
+
+# --- the result as rows and as JSON ---
+
+
+def cells(result: DrillResult) -> Sequence[str]:
+    """One line of the table, as `COLUMNS`."""
+    outcome = result.outcome
+    if outcome == "differs" and result.step is not None:
+        outcome = f"differs at step {result.step}"
+    went_on = result.lost is not None
+    return (
+        str(result.fault),
+        " ".join(map(str, result.codes)),
+        "-" if result.reached is None else str(result.reached),
+        "-" if not went_on else "fresh" if result.resumed is None else str(result.resumed),
+        "-" if result.lost is None else str(result.lost),
+        "-" if result.again_s is None else f"{result.again_s:.2f}",
+        outcome,
+    )
+
+
+def summary(drill: Drill) -> str:
+    """One line: how many faults fired, and what became of them."""
+    counts = Counter(result.outcome for result in drill.results)
+    fired = sum(result.outcome != "not fired" for result in drill.results)
+    lost = [result.lost for result in drill.results if result.lost is not None]
+    parts = [f"{counts[name]} {name}" for name in (*GOOD, *sorted(set(counts) - set(GOOD))) if counts[name]]
+    return f"{fired} of {len(drill.results)} faults fired: {', '.join(parts) or 'none'}; {sum(lost)} steps done again"
+
+
+def to_json(drill: Drill, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """The document of ``--json``."""
+    return {
+        "schema": SCHEMA,
+        "command": list(command),
+        "exit_code": drill.exit_code,
+        "seconds": round(seconds, 1),
+        "summary": summary(drill),
+        "notes": list(drill.notes),
+        "uninterrupted": proof_to_json(drill.proof, command=command, seconds=seconds),
+        "faults": [_fault(result) for result in drill.results],
+    }
+
+
+def _fault(result: DrillResult) -> dict[str, Any]:
+    found = result.explained
+    return {
+        "fault": str(result.fault),
+        "outcome": result.outcome,
+        "exit_codes": list(result.codes),
+        "reached_step": result.reached,
+        "resumed_step": result.resumed,
+        "steps_lost": result.lost,
+        "steps_compared": result.compared,
+        "trained_again_s": result.again_s,
+        "rank": result.rank,
+        "step": result.step,
+        "what": None if found is None else found.what,
+        "cause": (found.cause or None) if found is not None else None,
+        "remedy": (found.remedy or None) if found is not None else None,
+        "left_behind": list(result.leftovers),
+        "last_lines": list(result.lines),
+    }

@@ -9,7 +9,10 @@ from typing import Any
 
 from mindx_elastic.errors import UsageError
 
-__all__ = ["KINDS", "PLACES", "Fault", "Kind", "describe_kinds", "parse_fault"]
+__all__ = ["KINDS", "NOTE", "PLACES", "Fault", "Kind", "describe_kinds", "parse_fault"]
+
+NOTE = "fault.json"
+"""The file in which a rank notes its fault before it happens: when, or why it was ``missed``."""
 
 PLACES = ("boundary", "forward", "update")
 """After the step; at its first forward; after an ``optimizer.step()`` of it."""
@@ -109,8 +112,6 @@ class Fault:
     """One of `PLACES`."""
     guard: int = 0
     """Which guard of the program, from 0."""
-    folder: str = ""
-    """Where it notes what it has done; empty: not known yet."""
 
     @property
     def about(self) -> Kind:

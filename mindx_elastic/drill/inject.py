@@ -3,8 +3,8 @@
 The witness of the rank's guard (`prove.proof_witness`) makes an `Injector` where the control file names a fault, and
 tells it of boundaries and forwards. What a fault does is real: signals, exceptions, a process that is gone.
 
-Before anything happens it is noted in a file, so that a fault that never came about is seen, and so that a rank that an
-agent starts again does not do it again. Training thread.
+Before anything happens it is noted in a file next to the job's checkpoint directories, so that a fault that never came
+about is seen, and so that a rank that is started again does not do it again. Training thread.
 """
 
 from __future__ import annotations
@@ -14,21 +14,16 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mindx_elastic.core.status_page import read_pages
-from mindx_elastic.drill.faults import Fault
+from mindx_elastic.drill.faults import NOTE, Fault
+from mindx_elastic.prove.control import Control
 
-__all__ = ["NOTES", "DrillError", "Injector"]
-
-NOTES = "fault.jsonl"
-"""The file in the fault's folder: ``fired``, or ``missed``."""
-_FIRED = "fired"
+__all__ = ["DrillError", "Injector"]
 
 
 class DrillError(RuntimeError):
@@ -38,12 +33,11 @@ class DrillError(RuntimeError):
 class Injector:
     """One per guard that is entered."""
 
-    def __init__(self, content: Mapping[str, Any], rank: int) -> None:
-        """`content`: of the control file."""
-        self._rank = rank
-        self._fault = Fault(**content)
-        self._mark = Path(self._fault.folder) / _FIRED
-        self._is_armed = self._fault.rank == rank and not self._mark.exists()
+    def __init__(self, control: Control, rank: int) -> None:
+        assert control.fault is not None
+        self._rank, self._fault = rank, Fault(**control.fault)
+        self._note = control.directories / NOTE
+        self._is_armed = self._fault.rank == rank and not self._note.exists()
         self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
         self._has_updated = False
         register_optimizer_step_post_hook(self._note_update)
@@ -81,18 +75,13 @@ class Injector:
 
     def fire(self) -> bool:
         """Returns whether a stop is on its way."""
-        self._is_armed = False
-        with suppress(FileExistsError):
-            os.close(os.open(self._mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            return self._act(self._fault)
-        return False
-
-    def _act(self, fault: Fault) -> bool:
-        kind = fault.kind
+        self._is_armed, kind = False, self._fault.kind
+        if self._note.exists():
+            return False
         if kind == "kill-worker":
             return self._kill_worker()
         # A script with several optimizers may be in the backward of a step that one of them has begun to update.
-        self.note("fired", passed=self._passed, updated=self._has_updated)
+        self.note(updated=self._has_updated)
         if kind == "kill":
             _kill(os.getpid())
         elif kind == "kill-all":
@@ -118,20 +107,16 @@ class Injector:
     def _kill_worker(self) -> bool:
         workers = [each for each in multiprocessing.active_children() if each.pid is not None]
         if not workers:
-            self.note("missed", why="the rank has no loader workers at this step")
+            self.note(missed="the rank has no loader workers at this step")
             return False
-        self.note("fired", passed=self._passed)
+        self.note()
         assert workers[0].pid is not None
         _kill(workers[0].pid)
         return False
 
-    def note(self, what: str, **content: object) -> None:
-        line = {"what": what, "rank": self._rank, "pid": os.getpid(), "clock": time.monotonic(), **content}
-        notes = os.open(Path(self._fault.folder) / NOTES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(notes, json.dumps(line).encode() + b"\n")
-        finally:
-            os.close(notes)
+    def note(self, **content: object) -> None:
+        with self._note.open("x", encoding="utf-8") as file:
+            json.dump({"clock": time.monotonic(), **content}, file)
 
 
 def _kill(pid: int, signum: int = signal.SIGKILL) -> None:

@@ -1,9 +1,8 @@
-"""What a drill sees from outside of the script: what a fault has noted and left behind."""
+"""What a drill sees from outside of the script: what a fault has left behind."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import time
@@ -14,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.posix import read_stat
-from mindx_elastic.drill.inject import NOTES
 from mindx_elastic.memory.folders import MAKER_FILE
 from mindx_elastic.persist.storage import TEMP_SUFFIX
 
-__all__ = ["DrillLeftovers", "adopt_orphans", "read_notes"]
+__all__ = ["DrillLeftovers", "adopt_orphans"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _GONE_S = 60.0
@@ -33,15 +31,6 @@ def adopt_orphans() -> bool:
         libc: Any = ctypes.CDLL(None, use_errno=True)
         return bool(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
     return False
-
-
-def read_notes(folder: Path) -> list[dict[str, Any]]:
-    """What the injectors of a fault have written, in order. A last line that was cut off is left out."""
-    try:
-        lines = (folder / NOTES).read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @dataclass

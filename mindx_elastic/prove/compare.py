@@ -28,6 +28,7 @@ __all__ = [
     "pair_of",
     "root_of",
     "short_of",
+    "unequal",
 ]
 
 _LENGTH = "the length of "
@@ -232,10 +233,15 @@ def _at_exit(reference: Reference, life: ProcessRecord) -> Iterator[DifferingPar
         yield from _unequal("exit", known[-1], life.exit, reference.varying)
 
 
+def unequal(one: Sample, other: Sample) -> list[str]:
+    """The keys of what differs."""
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
 def _unequal(where: str, one: Sample, other: Sample, varying: Collection[str]) -> Iterator[DifferingPart]:
     by_kind: dict[str, list[str]] = {}
-    for key in {**one, **other}:
-        if one.get(key) != other.get(key) and key not in varying:
+    for key in unequal(one, other):
+        if key not in varying:
             by_kind.setdefault(split_kind(key)[0], []).append(key)
     both = [key for key in by_kind.get("stream", ()) if key in one and key in other]  # one run may use no device
     by_kind["stream"] = sorted(both, key=lambda key: key != "stream|torch")

@@ -62,7 +62,7 @@ def _open_injector(control: Control, ranks: RankInfo) -> Injector | None:
         return None
     from mindx_elastic.drill.inject import Injector
 
-    return Injector(control.fault, ranks.rank)
+    return Injector(control, ranks.rank)
 
 
 class ProofWitness(Witness):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from mindx_elastic.drill.drill import Drill, DrillResult, _said, draw_faults, trained_again
+from mindx_elastic.drill.drill import Drill, DrillResult, _said, cells, draw_faults, summary, to_json, trained_again
 from mindx_elastic.drill.faults import KINDS, Fault
-from mindx_elastic.drill.report import cells, summary, to_json
-from mindx_elastic.prove.baseline import ProofReport, Row
 from mindx_elastic.prove.causes import Explained
+from mindx_elastic.prove.proof import ProofReport, Row
 from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
 
 PLACES = [(0, 1), (0, 2), (1, 1)]

@@ -1,4 +1,4 @@
-"""The notes of a fault, and what a run leaves behind."""
+"""What a run leaves behind."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from mindx_elastic.drill.inject import NOTES
-from mindx_elastic.drill.outside import DrillLeftovers, read_notes
+from mindx_elastic.drill.outside import DrillLeftovers
 from mindx_elastic.memory.folders import MAKER_FILE
 from tests.watchdog import finish
 
@@ -56,10 +55,3 @@ def test_files_that_a_finished_job_must_not_leave(tmp_path: Path) -> None:
         "rank_0/.a.012345.mindx-tmp",
         str(memory / "agent-1-x" / "slot_0"),
     ]
-
-
-def test_notes_that_were_cut_off(tmp_path: Path) -> None:
-    assert read_notes(tmp_path) == []
-    (tmp_path / NOTES).write_text('{"what": "missed", "why": "x"}\n{"what": "fi')
-    (note,) = read_notes(tmp_path)
-    assert (note["what"], note["why"]) == ("missed", "x")

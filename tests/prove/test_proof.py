@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindx_elastic.agent import zygote
-from mindx_elastic.prove.baseline import ProofReport
-from mindx_elastic.prove.proof import choose_stops, prove
+from mindx_elastic.prove.proof import ProofReport, choose_stops, prove
 from mindx_elastic.prove.records import WitnessedStep
 from mindx_elastic.prove.runs import Command, Runs
 from tests.fork_server import ForkedProcess

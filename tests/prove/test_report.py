@@ -2,9 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindx_elastic.prove.baseline import ProofReport, Row
 from mindx_elastic.prove.causes import Explained
-from mindx_elastic.prove.report import to_json
+from mindx_elastic.prove.proof import ProofReport, Row, to_json
 
 
 def proof_with(*rows: Row) -> ProofReport:
