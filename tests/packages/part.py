@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["Part"]
 
 _HEAD = """\
-import copy, hashlib, os, random, sys
+import copy, hashlib, logging, os, random, sys, types
 import numpy as np
 import torch
 from torch import nn
@@ -17,6 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mindx_elastic as mx
 
+logger = logging.getLogger("mindx_elastic")  # a library may give the root logger handlers that leave INFO out
+logger.addHandler(logging.StreamHandler(sys.stdout))
+logger.handlers[-1].setFormatter(logging.Formatter("SAID %(levelname)s %(message)s"))
+logger.setLevel(logging.INFO)
+# A torchvision that was built for CUDA fails where it describes its operators beside a torch for the CPU.
+sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations"))
 torch.manual_seed(0), random.seed(0), np.random.seed(0)
 torch.set_num_threads(1)
 data = TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
@@ -77,10 +83,6 @@ class Part:
     """``equal``; or ``refused`` or ``told``, with words of it behind a colon; or ``silent``: differs without a word."""
     note: str = ""
     """For the table."""
-
-    @property
-    def id(self) -> str:
-        return f"{self.package} {self.name} {self.named}".strip()
 
     def source(self) -> str:
         """The program, which takes its directory as its argument."""

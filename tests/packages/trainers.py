@@ -27,11 +27,7 @@ _KERAS = """
         model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(4)])
 """
 
-PARTS = (
-    _recipe(
-        "pytorch-ignite",
-        "Engine",
-        """
+_IGNITE = """
         from ignite.engine import Engine, Events
 
         opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -45,31 +41,16 @@ PARTS = (
             return loss.item()
 
         trainer = Engine(update)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, stateful={"trainer": trainer}, directory=sys.argv[1])
+        guard = mx.Guard(model=model, optimizer=opt, loader=loader, NAMEDdirectory=sys.argv[1])
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: guard.step_end(loss=engine.state.output))
         with guard:
             trainer.run(loader, max_epochs=3)
-        """,
-    ),
-    _recipe(
-        "pytorch-ignite",
-        "Engine, not named",
-        """
-        from ignite.engine import Engine, Events
+"""
 
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-        def update(engine, batch):
-            opt.zero_grad(); loss = F.cross_entropy(model(batch[0]), batch[1]); loss.backward(); opt.step()
-            return loss.item()
-
-        trainer = Engine(update)
-        guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: guard.step_end(loss=engine.state.output))
-        with guard:
-            trainer.run(loader, max_epochs=3)
-        """,
-        want="refused",
+PARTS = (
+    *(
+        _recipe("pytorch-ignite", f"Engine{', not named' * (not named)}", _IGNITE.replace("NAMED", named), want=want)
+        for named, want in (('stateful={"trainer": trainer}, ', "equal"), ("", "refused"))
     ),
     _recipe(
         "fastai",
