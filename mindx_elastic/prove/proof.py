@@ -214,7 +214,7 @@ def failure(outcome: RunOutcome, run: str, *, stopped: bool = False) -> Row | No
     return _fails(Explained(what=f"{run} fails {how}{said}"), outcome)
 
 
-def resumed_failure(outcome: RunOutcome, *, stopped: bool = False) -> Row | None:
+def _resumed_failure(outcome: RunOutcome, *, stopped: bool = False) -> Row | None:
     """As `_failure`. The uninterrupted run has passed there, so this is a difference."""
     failed = failure(outcome, "the resumed run", stopped=stopped)
     return None if failed is None else replace(failed, outcome="differs")
@@ -301,11 +301,11 @@ class _Prover(Baseline):
     def _row(self, name: str, stopped: RunOutcome, resumed: RunOutcome, *, is_stopped: bool = False) -> Row:
         verdict = self._never_resumed(stopped, resumed)
         if verdict is None and resumed.refusal:
-            verdict = resumed_failure(resumed)
+            verdict = _resumed_failure(resumed)
         if verdict is None and (found := earliest(self.reference, resumed.lives)) is not None:
             explained = explain(found)
             verdict = Row(outcome="differs", explained=explained, rank=found.life.rank, step=found.step)
-        verdict = verdict or resumed_failure(resumed, stopped=is_stopped) or self.length(resumed)
+        verdict = verdict or _resumed_failure(resumed, stopped=is_stopped) or self.length(resumed)
         lost = (each for life in resumed.lives for each in lost_variables(self.reference, life))
         return replace(
             verdict or Row(),
