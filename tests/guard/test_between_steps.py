@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -120,26 +119,4 @@ def test_numbers_that_no_step_draws_may_be_drawn_anywhere(tmp_path: Path) -> Non
             for batch in p.loader:
                 p.train(batch)
                 p.log.append(random.choice("which sample to print"))
-    assert p.guard._unmanaged.notes == ()
-
-
-def test_the_right_places_are_left_alone(tmp_path: Path) -> None:
-    counter: Any = Counter()
-    p = Program(tmp_path, stateful={"counter": counter})
-    with p.guard:
-        for _ in p.guard.epochs(2):
-            for batch in p.loader:
-                if p.guard.step % 2 == 1:
-                    with p.guard.outside_step():
-                        p.full_batch()
-                    counter.number += 1
-                p.full_batch()
-                p.train(batch)
-                with p.guard.outside_step():
-                    p.full_batch()
-            p.scheduler.step()
-            with p.guard.outside_step():
-                p.full_batch()
-            counter.number += 1
-            p.full_batch()
     assert p.guard._unmanaged.notes == ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -13,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from mindx_elastic import Guard
-from mindx_elastic.errors import GracefulExit, MismatchError, SaveError
+from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard import saver as saving
 from mindx_elastic.guard.ending import GuardEnding
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
 from tests.guarded import STEPS_PER_EPOCH, Job, stop_and_wait
-from tests.harness import events
 
 LAST = 3 * STEPS_PER_EPOCH
 
@@ -46,19 +43,6 @@ def test_the_end_is_kept_and_the_same_command_has_nothing_left_to_train(tmp_path
     assert_same(again.run(between=lambda job, epoch: ended.append(epoch)), expected)
     assert (again.steps, ended) == ([], []), "the code after the last epoch has run"
     assert names(tmp_path) == [f"job-3_{STEPS_PER_EPOCH}_final.safetensors"], "it is not written twice"
-
-
-def test_more_epochs_go_on_exactly_and_leave_a_second_final_file(tmp_path: Path) -> None:
-    def step_per_epoch(job: Job, epoch: int) -> None:
-        job.scheduler.step()
-        torch.rand(1)
-
-    expected = Job(tmp_path / "whole").run(4, between=step_per_epoch)
-    Job(tmp_path / "a").run(3, between=step_per_epoch)
-    longer = Job(tmp_path / "a", seed=99)
-    assert_same(longer.run(4, between=step_per_epoch), expected)
-    assert longer.steps == list(range(LAST + 1, LAST + STEPS_PER_EPOCH + 1))
-    assert names(tmp_path / "a") == [f"job-{epoch}_{STEPS_PER_EPOCH}_final.safetensors" for epoch in (3, 4)]
 
 
 def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,24 +85,6 @@ def test_weights_changed_behind_the_last_epoch_belong_to_its_boundary(tmp_path: 
     assert_same(Job(tmp_path, seed=99).run(between=average), expected)
 
 
-def test_a_save_that_fails_does_not_fail_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(path: Any, *args: Any, **options: Any) -> Any:
-        error = SaveError(f"{path}: cannot save: disk full", path=path)
-        error.errno = errno.ENOSPC
-        raise error
-
-    Job(tmp_path).run(3)
-    monkeypatch.setattr(saving, "write_checkpoint", fail)
-    assert Job(tmp_path).run(4)
-    assert names(tmp_path) == [f"job-3_{STEPS_PER_EPOCH}_final.safetensors"], "the older one stays"
-    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
-    assert "disk full" in line and "the training has ended well" in line
-    assert [e["outcome"][:6] for e in events(tmp_path, "save")] == ["saved", "failed"]
-    assert [e["outcome"] for e in events(tmp_path, "end")] == ["finished"] * 2
-
-
 def test_an_alarm_at_the_very_end_leaves_a_breakpoint_and_no_final_file(tmp_path: Path) -> None:
     expected = Job(tmp_path / "whole").run()
     with pytest.raises(GracefulExit):
@@ -146,21 +112,6 @@ def test_a_signal_during_the_last_save_comes_after_it(tmp_path: Path, monkeypatc
         signal.signal(signal.SIGUSR1, before)
     assert names(tmp_path) == ["job-1_5_final.safetensors"]
     assert heard == [signal.SIGUSR1]
-
-
-def test_a_model_alone_is_no_guest_in_a_trainings_directory(tmp_path: Path) -> None:
-    """The training's next start would take a file of it for its own newest one."""
-    training = Job(tmp_path / "job")
-    training.run(1)
-    path = tmp_path / "job" / f"job-1_{STEPS_PER_EPOCH}_final.safetensors"
-    before = (names(tmp_path / "job"), path.read_bytes())
-    network = Job(tmp_path / "unused").network
-    with pytest.raises(MismatchError, match=r"lacks loader, lr_scheduler, optimizer.* a separate directory"):
-        Guard(model=network, directory=tmp_path / "job", prefix="job").open()
-    with Guard(model=network, directory=tmp_path / "own", prefix="own", resume=path) as guard:
-        assert guard.resumed_from_step == STEPS_PER_EPOCH
-        assert torch.equal(next(network.parameters()), next(training.network.parameters()))
-    assert (names(tmp_path / "job"), path.read_bytes()) == before
 
 
 class Left(Exception):

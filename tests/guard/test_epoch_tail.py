@@ -32,32 +32,6 @@ def one_pass(p: Program) -> float:
     return total / count
 
 
-def in_a_function(p: Program) -> None:
-    for _ in p.guard.epochs(EPOCHS):
-        assert one_pass(p) >= 0
-
-
-def with_an_evaluation(p: Program) -> None:
-    for epoch in p.guard.epochs(EPOCHS):
-        losses = []
-        for x, y in p.loader:
-            losses.append(float(y.sum()))
-            size = len(x)
-            p.step(x, y)
-            p.guard.step_end()
-        with p.guard.outside_step():
-            p.network.eval()
-            p.network(torch.zeros(2, 4))
-            p.guard.poll()
-            p.network.train()
-        assert epoch and size == len(x) and sum(losses) / len(losses) >= 0
-
-
-@pytest.mark.parametrize("loop", [in_a_function, with_an_evaluation])
-def test_a_tail_that_needs_batches_never_comes_without(tmp_path: Path, loop: Loop) -> None:
-    check(loop, tmp_path)
-
-
 class Killed(Exception):
     """Leaves the tail as a kill does: nothing waits for it."""
 
@@ -234,18 +208,6 @@ def test_small_values_are_kept_and_long_lists_not_walked_through(value: Any, is_
     assert is_kept_of(sys._getframe()) is is_kept
 
 
-def test_what_is_kept_for_a_tail_has_names_that_a_message_can_say() -> None:
-    class Averages:
-        total = 0.0
-
-    averages = Averages()
-    loss = 1.0
-    values = EpochValues(sys._getframe(), ())
-    loss, averages.total = loss / 2, 2.0
-    found = tail_values_in({"tail_values": values.changed(sys._getframe())})
-    assert {"loss", "averages.total"} <= set(names_of_tail_values(found))
-
-
 class Job:
     """Its loop is over a generator of its own, and a method makes the steps."""
 
@@ -288,12 +250,6 @@ def test_a_view_of_the_data_is_not_written_into() -> None:
     put_back_values(sys._getframe(), found)
     assert x.sum() == pair[0].sum() == pair[1].sum() == 4 and same is pair
     assert not data.any() and not rows.any()
-
-
-def test_what_contains_itself_is_not_kept() -> None:
-    value = Board()
-    value.meters.append(value)  # type: ignore[arg-type]
-    assert not is_kept_of(sys._getframe())
 
 
 def test_what_is_too_big_for_a_boundary_is_left_to_the_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

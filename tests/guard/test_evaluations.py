@@ -17,12 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from mindx_elastic import Guard
-from mindx_elastic.data import ReplayLoader, ResumableLoader
 from mindx_elastic.errors import GracefulExit, UsageError
 from tests.capture.round_trip import assert_same
 from tests.guard import program
 from tests.guard.program import EPOCHS, Make, Program, draw
-from tests.guarded import Job, Points
+from tests.guarded import Job
 from tests.harness import wait_until
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -176,25 +175,6 @@ def test_weights_that_an_exception_in_an_evaluation_leaves_exchanged_are_not_sav
     assert_same(result["weights"], expected["weights"])
 
 
-def replayed() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(5)
-    return {"loader": ReplayLoader(DataLoader(Points(), batch_size=4, shuffle=True, generator=generator))}
-
-
-def adopted() -> dict[str, Any]:
-    return {"loader": DataLoader(Points(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))}
-
-
-def with_workers() -> dict[str, Any]:
-    return {"loader": ResumableLoader(Points(), 4, shuffle=True, num_workers=1, persistent_workers=True)}
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("make", [replayed, adopted, with_workers])
-def test_the_trainings_own_loader_of_any_kind(tmp_path: Path, make: Make) -> None:
-    check(tmp_path, "part of the same loader", [4, "head 4"], make)
-
-
 def test_a_step_inside_is_refused(tmp_path: Path) -> None:
     p = Program(tmp_path)
     with p.guard, p.guard.outside_step(), pytest.raises(UsageError, match="outside_step"):
@@ -225,19 +205,6 @@ def test_an_evaluation_in_training_mode_is_named(tmp_path: Path, caplog: pytest.
     Job(tmp_path).run(1, after=evaluate)
     (line,) = [r.getMessage() for r in caplog.records if "outside_step" in r.getMessage()]
     assert "num_batches_tracked" in line and "eval()" in line
-
-
-def test_a_broadcast_of_buffers_that_torch_does_not_count_is_no_change_of_the_programs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """DDP's forward in an evaluation gives a rank the first one's."""
-    job = Job(tmp_path)
-    with job.guard as guard:
-        for _ in guard.steps(1):
-            guard.step_end()
-        with guard.outside_step():
-            dict(job.network.named_buffers())["1.running_mean"].data.add_(1.0)
-    assert "changed inside guard.outside_step()" not in caplog.text
 
 
 def test_a_buffer_that_is_too_large_to_copy_is_told_of_once_it_was_written(

@@ -255,22 +255,6 @@ def test_an_exception_on_the_way_to_the_stop_is_still_a_graceful_stop(tmp_path: 
     assert isinstance(leaving.__cause__, ConnectionError)
 
 
-def test_a_torn_update_is_refused_and_the_error_is_raised(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-
-    def tear(job: Job, step: int) -> None:
-        if step == 3:
-            job.optimizer.register_step_pre_hook(fail)  # after the gate's own hook: the update has begun
-
-    def fail(*args: Any) -> None:
-        raise ValueError("injected")
-
-    with pytest.raises(ValueError, match="injected"):
-        job.run(middle=tear)
-    assert not list(tmp_path.glob("*.safetensors"))
-    assert [e["outcome"] for e in events(tmp_path, "save")] == ["refused: state is not at a boundary"]
-
-
 # --- saving by hand ---
 
 

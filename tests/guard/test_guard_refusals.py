@@ -15,7 +15,6 @@ from mindx_elastic.errors import (
     GracefulExit,
     MismatchError,
     NoUsableCheckpointError,
-    UnsupportedStateError,
     UsageError,
 )
 from tests.guarded import Job, stop_at, stopped, weights_of_uninterrupted
@@ -100,21 +99,6 @@ def test_a_thread_whose_host_answers_signals_trains_stops_and_resumes(tmp_path: 
     assert (resumed.guard.resumed_from_step, codes) == (7, [])
     found, expected = resumed.weights(), weights_of_uninterrupted(tmp_path)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-class Holding:
-    def state_dict(self) -> dict[str, object]:
-        return {"inner": [object()]}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        pass
-
-
-def test_unsupported_state_is_named_before_training(tmp_path: Path) -> None:
-    job = Job(tmp_path, stateful={"mine": Holding()})
-    with pytest.raises(UnsupportedStateError, match=r"^mine\.inner\.0: "):
-        job.run()
-    assert job.steps == []
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,3 @@ def test_an_order_of_the_agent(listen: Listen) -> None:
     heard = listen(Link(order=order), alarms=frozenset({"fault"}))
     alarm = heard.hear(CONTROL_SIGNAL)
     assert alarm is not None and (alarm.kind, alarm.reason) == ("fault", "npu 3 is broken")
-
-
-def test_after_the_end_of_the_training_no_signal_is_heard(listen: Listen) -> None:
-    heard = listen(signals=(signal.SIGTERM,))
-    heard.parts.stopper.dismiss()
-    assert heard.hear(signal.SIGTERM) is None

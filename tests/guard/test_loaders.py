@@ -338,47 +338,11 @@ def test_a_position_that_torchdata_wrote_is_refused() -> None:
             loaders.argument.load_state_dict({"_num_yielded": 3})
 
 
-class _Stream(IterableDataset[Any]):
-    """As Hugging Face's: the order follows from seed and epoch; the state is the place behind the shuffle buffer."""
-
-    def __init__(self) -> None:
-        self._epoch = self._place = 0
-        self._starting: dict[str, Any] | None = None
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self._place, "epoch": self._epoch}
-
-    def load_state_dict(self, state: Any) -> None:
-        self._starting = dict(state)
-
-    def __iter__(self) -> Iterator[Any]:
-        starting, draw, held = self._starting, random.Random(100 + self._epoch), []
-        self._place = starting["place"] if starting is not None and starting["epoch"] == self._epoch else 0
-        pictures = Pictures()
-        for index in range(self._place, len(pictures)):
-            self._place = index + 1
-            held.append(index)
-            if len(held) == 6:
-                yield pictures[held.pop(draw.randrange(6))]
-        draw.shuffle(held)
-        yield from (pictures[index] for index in held)
+class _Stream(DrawingStream):
+    pass
 
 
 _Stream.__name__, _Stream.__module__ = "IterableDataset", "datasets.iterable_dataset"
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_with_a_shuffle_buffer(workers: int, tmp_path: Path) -> None:
-    make = of(lambda: DataLoader(_Stream(), batch_size=2, num_workers=workers))
-    check(nano, tmp_path, [3, BATCHES, BATCHES + 2], make=make)
 
 
 def test_a_stream_by_itself_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindx_elastic.data import ReplayLoader
+from mindx_elastic.data import ReplayLoader, ResumableLoader
 from mindx_elastic.errors import UnmanagedStateError, UsageError
 from tests.capture.round_trip import assert_same
 from tests.guard.program import BATCHES, EPOCHS, LAST, Loop, Make, Program, check, draw, no_loader, run, stopped
@@ -189,6 +189,38 @@ def test_numbered_batches_have_the_length_of_the_loader(tmp_path: Path) -> None:
                 assert i == p.guard.step
                 p.train(batch)
             assert p.guard.step == len(p.guard.enumerate(p.loader))  # type: ignore[arg-type]
+
+
+# --- the head of the loop comes a second time in a resumed epoch ---
+
+
+class Trainer:
+    """An object of the program that has a loader."""
+
+    def __init__(self, loader: object) -> None:
+        self.loader, self.scale = loader, 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+def test_what_a_head_sets_on_an_object_with_a_loader_is_undone(tmp_path: Path) -> None:
+    def options() -> dict[str, Any]:
+        loader = ResumableLoader(Points(), 4, seed=0)
+        return {"loader": loader, "stateful": {"trainer": Trainer(loader)}}
+
+    def loop(p: Program) -> None:
+        trainer = p.guard._targets["trainer"]
+        for _ in p.guard.epochs(2):
+            trainer.scale *= 0.5
+            for x, y in p.loader:
+                p.log.append(trainer.scale)
+                p.train((trainer.scale * x, y))
+
+    assert check(loop, tmp_path, (BATCHES + 3,), make=options).log[-1] == 0.25
 
 
 # --- every form, stopped at every boundary ---

@@ -14,6 +14,7 @@ from mindx_elastic import Guard
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.periodic import PeriodicSave, SaveEvery
+from mindx_elastic.guard.policy import ExitPolicy
 from tests.guarded import Job
 
 
@@ -45,6 +46,12 @@ def test_the_guards_arguments_are_these_and_the_state() -> None:
 def test_wrong_arguments_are_named(tmp_path: Path, wrong: dict[str, Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):
         GuardOptions(**{"directory": tmp_path, **wrong})
+
+
+@pytest.mark.parametrize("alarms", [frozenset(), frozenset({"signal", "earthquake"})])
+def test_the_alarms_of_a_policy_are_named(alarms: frozenset[str]) -> None:
+    with pytest.raises(UsageError, match="alarm kinds"):
+        ExitPolicy(kind="breakpoint", alarms=alarms, name=str, directory=Path())
 
 
 def test_options_come_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,12 +69,3 @@ def test_a_pipe_that_is_not_read_costs_one_short_wait(relay: LogRelay, lines: Li
         logger.warning("%d", number)
     lines.go.set()
     wait_until(lambda: len(lines.written) == 3001, "the lines come once they are read")
-
-
-def test_after_it_is_closed_lines_go_their_usual_way(lines: Lines) -> None:
-    relay = LogRelay()
-    relay.open()
-    relay.hurry = True
-    relay.close()
-    logger.warning("late")
-    assert lines.written == [("late", threading.current_thread().name)]

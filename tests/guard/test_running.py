@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +14,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard import running
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.guard.running import InPlaceGuard, tell_of_block
+from mindx_elastic.guard.running import InPlaceGuard, _end_frames, tell_of_block
 from mindx_elastic.rejoin import own_member
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall
 from mindx_elastic.rejoin.member import GuardEntry, Member
@@ -79,3 +81,28 @@ def test_what_is_told_of_a_guard_that_cannot_recover_in_place_fits_its_program(
     monkeypatch.setattr("mindx_elastic.guard.running.AgentInfo.from_env", object)
     tell_of_block(RankInfo(rank=0, world_size=2), is_layered=is_layered)
     assert [told in each.message for each in caplog.records] == [True]
+
+
+def closing(closed: list[str]) -> Iterator[int]:
+    try:
+        yield 1
+    finally:
+        closed.append("closed")
+
+
+def train(closed: list[str], *, looks: bool) -> None:
+    batches = closing(closed)
+    for _ in batches:
+        if looks:
+            assert "batches" in sys._getframe().f_locals
+        raise RuntimeError("a rank has died")
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_generator_ends_before_the_connections_are_new(looks: bool) -> None:
+    closed: list[str] = []
+    with pytest.raises(RuntimeError, match="died") as caught:
+        train(closed, looks=looks)
+    assert not closed
+    _end_frames(caught.value)
+    assert closed == ["closed"]

@@ -74,20 +74,6 @@ def test_a_refusal_that_the_program_catches_is_none_the_less_one(
 # --- when ---
 
 
-def test_what_an_evaluation_does_counts_nowhere(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    target, rng = Target(job, 1), np.random.default_rng(0)
-
-    def after(job: Job, step: int) -> None:
-        with job.guard.outside_step():
-            target.after(job, step)
-            rng.normal()
-
-    job.run(after=after)
-    (file,) = files(tmp_path)
-    assert read_header(file).info.unmanaged == ()
-
-
 def test_what_changes_before_an_evaluation_counts(tmp_path: Path) -> None:
     job = Job(tmp_path)
     target = Target(job, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -46,36 +47,46 @@ def job(one_rank_group: None) -> Job:
     return Job()
 
 
-@pytest.mark.parametrize(("forwards", "is_told"), [((False, False), True), ((False, True), False), ((True,), False)])
-def test_the_last_forward_in_front_of_an_update_counts(job: Job, forwards: tuple[bool, ...], is_told: bool) -> None:
-    for reduces in forwards:
-        job.forward(job.first, reduces=reduces).backward()
-    job.update(job.first)
-    assert job.end_step() == is_told
-    assert all("DDP has not reduced (under no_sync())" in note for note in job.unmanaged.notes)
+def under_no_sync(job: Job) -> None:
+    job.forward(job.first, reduces=False).backward()
 
 
-def test_gradients_that_the_program_averages_are_not_meant(job: Job) -> None:
-    for _ in range(2):
-        job.forward(job.first, reduces=False).backward()
-        for parameter in job.first.parameters():
-            dist.all_reduce(parameter.grad)
-        job.update(job.first)
-        assert job.end_step() == 0
+def reduced_in_the_end(job: Job) -> None:
+    under_no_sync(job)
+    job.forward(job.first, reduces=True).backward()
 
 
-def test_a_forward_without_gradients_says_nothing_of_the_next_update(job: Job) -> None:
+def averaged_by_hand(job: Job) -> None:
+    under_no_sync(job)
+    for parameter in job.first.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def with_a_forward_without_gradients(job: Job) -> None:
     job.forward(job.first, reduces=True).backward()
     with torch.no_grad():
         job.forward(job.first, reduces=False)
-    job.update(job.first)
-    assert job.end_step() == 0
+
+
+@pytest.mark.parametrize(
+    ("backward", "is_told"),
+    [
+        (under_no_sync, True),
+        (reduced_in_the_end, False),
+        (averaged_by_hand, False),
+        (with_a_forward_without_gradients, False),
+    ],
+)
+def test_updates_that_nothing_has_reduced_are_told(job: Job, backward: Callable[[Job], None], is_told: bool) -> None:
+    for _ in range(2):
+        backward(job)
+        job.update(job.first)
+        assert job.end_step() == is_told
+    assert all("DDP has not reduced (under no_sync())" in note for note in job.unmanaged.notes)
 
 
 def test_the_update_of_another_model_is_not_meant(job: Job) -> None:
     """A GAN whose generator's loss goes through the critic, which is under no_sync() there."""
-    job.forward(job.first, reduces=True).backward()
-    job.update(job.first)
     job.forward(job.second, reduces=True).backward()
     job.forward(job.first, reduces=False).backward()
     job.update(job.second)
@@ -102,15 +113,3 @@ def test_a_forward_that_reduces_by_itself_is_not_meant(one_rank_group: None) -> 
         ddp.require_backward_grad_sync = True
         updates.at_boundary()
     assert not unmanaged.notes
-
-
-def test_under_compile() -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 2))
-    model = torch.compile(ddp, backend="eager")
-    unmanaged = Unmanaged("error")
-    updates = UnreducedUpdates(ddp_modules({"model": model}), unmanaged)
-    with ddp.no_sync():
-        model(torch.ones(1, 2)).sum().backward()
-    updates.at_update(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    updates.at_boundary()
-    assert len(unmanaged.notes) == 1
