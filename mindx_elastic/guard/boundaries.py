@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -55,7 +55,6 @@ class Boundaries:
         opening: Opening,
         checks: Checks,
     ) -> None:
-        """`checks`: is told the names of what goes on from step to step and is not kept."""
         targets, ddp, world_size = opening.targets, opening.ddp, opening.saver.ranks.world_size
         collector, unmanaged = self._collector, self._unmanaged = opening.collector, opening.unmanaged
         self.has_passed = False
@@ -99,9 +98,9 @@ class Boundaries:
         self._num_without_update = 0  # steps since the last boundary
         self._weights: TensorsLook | None = None  # as the last but one of those that are waited for has left them
         self._num_functions = [(name, t, count) for name, t in targets.items() if (count := _num_functions_of(t))]
-        self.look_for_not_kept: Callable[[], Sequence[str]] = lambda: ()
-        """Called at boundary `not_kept_at`, which it moves on; gives the names that are new of what changes in the
-        training and is not kept."""
+        self.look_for_not_kept: Callable[[], None] = lambda: None
+        """Called at boundary `not_kept_at`, which it moves on: looks for what changes in the training and is not
+        kept."""
         self.not_kept_at = math.inf
         self._checks = checks
 
@@ -156,12 +155,7 @@ class Boundaries:
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
         if number >= self.not_kept_at:
-            self.tell_not_kept()
-
-    def tell_not_kept(self) -> None:
-        """Look for what changes in the training and is not kept."""
-        if names := self.look_for_not_kept():
-            self._checks.hear_not_kept(names)
+            self.look_for_not_kept()
 
     def _pack_for_trial(self, *, refuses: bool) -> None:
         """Make all of a file but its bytes: what no checkpoint can hold is found here, and not at the stop. `refuses`:

@@ -120,13 +120,13 @@ class Overlap:
             self._observer.begin_step()
         if boundaries.number >= SECOND_LOOK and self._epochs_looked_at < _MOST_EPOCHS:
             self._epochs_looked_at += 1
-            boundaries.tell_not_kept()
+            boundaries.look_for_not_kept()
 
     def _look_again(self) -> None:
         is_idle = self._observer is None and self._kept_steps is None and self._not_compared is None
         self.looks = not (is_idle and self._rehearsal.is_over)
 
-    def _look_for_not_kept(self) -> Sequence[str]:
+    def _look_for_not_kept(self) -> None:
         """See `Boundaries.look_for_not_kept`. After the first two looks there is one before each of the next epochs,
         and whenever the number of steps has doubled."""
         number, found, unmanaged = self._boundaries.number, self._not_kept, self._unmanaged
@@ -139,7 +139,6 @@ class Overlap:
             unmanaged.say_not_kept(names, how, is_resumed=self._is_resumed)
             if is_second:
                 unmanaged.say_not_kept(found.later, "were set in the first step", is_resumed=self._is_resumed)
-        return names
 
     def _tell_not_compared(
         self, info: CheckpointInfo, what: str, counts: Sequence[str] = (), level: int = logging.INFO

@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import logging
-from multiprocessing import active_children
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from mindx_elastic.data import ResumableLoader
-from mindx_elastic.data.random_streams import capture_streams, restore_streams
 from mindx_elastic.errors import MismatchError, UsageError
-from tests.data.datasets import Noisy, NoisyStream, draw, noisy_collate, same
+from tests.data.datasets import Noisy, NoisyStream, noisy_collate, same
 
 
 def loader(size: int = 30, batch_size: int = 4, **options: Any) -> ResumableLoader:
@@ -66,21 +64,6 @@ def test_the_number_of_workers_may_change(before: int, after: int, done: int) ->
     assert same(first + list(resumed), EPOCH)
 
 
-def test_persistent_workers_go_on_at_a_position_and_after_a_shutdown() -> None:
-    source = loader(num_workers=1, persistent_workers=True)
-    list(source)
-    (worker,) = active_children()
-    place = {"epoch": 4, "batch": 2, "samples": 8, "finished": False}
-    source.load_state_dict({**source.state_dict(), **place})
-    assert same(list(source), list(_at_epoch(4))[2:])
-    assert same(list(source), list(_at_epoch(5)))
-    assert active_children() == [worker]
-    source.shutdown()
-    source.set_epoch(2)
-    assert same(list(source), list(_at_epoch(2))) and active_children() != [worker]
-    source.shutdown()
-
-
 def test_an_older_iterator_cannot_take_from_persistent_workers() -> None:
     source = loader(num_workers=1, persistent_workers=True)
     old = iter(source)
@@ -92,26 +75,11 @@ def test_an_older_iterator_cannot_take_from_persistent_workers() -> None:
     source.shutdown()
 
 
-def _at_epoch(epoch: int, **options: Any) -> ResumableLoader:
-    source = loader(**options)
-    source.set_epoch(epoch)
-    return source
-
-
 def test_padding_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     source = loader(5, 1, rank=0, world_size=3)
     list(source), list(source)
     (message,) = caplog.messages
     assert "the last step of each epoch repeats 1 of them" in message
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_global_streams_are_not_touched(workers: int) -> None:
-    kept = capture_streams()
-    expected = draw()
-    restore_streams(kept)
-    list(loader(num_workers=workers))
-    assert draw() == expected
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -129,13 +97,6 @@ def test_the_hook_comes_before_the_first_fetch(workers: int) -> None:
     assert calls == [0, 0, 3]
     source.load_state_dict(source.state_dict())
     assert list(source) == [] and calls == [0, 0, 3, 8], "also where no batch is left"
-
-
-def test_it_looks_like_a_dataloader() -> None:
-    dataset = Noisy(30)
-    source = ResumableLoader(dataset, 4, True, drop_last=True)
-    assert isinstance(source, DataLoader)
-    assert (source.dataset, source.batch_size, source.drop_last, len(source)) == (dataset, 4, True, 7)
 
 
 class Failing(Noisy):
@@ -242,15 +203,6 @@ class Growing(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-def test_a_data_set_may_grow_between_epochs() -> None:
-    dataset = Growing()
-    source = ResumableLoader(dataset, 2)
-    assert len(list(source)) == 2
-    dataset.size = 6
-    assert [batch.tolist() for batch in source] == [[0, 1], [2, 3], [4, 5]]
-    assert source.state_dict()["num_samples"] == 6
 
 
 @pytest.mark.parametrize(("done", "sizes"), [(1, [6]), (3, [6, 8])], ids=["in mid-epoch", "at an epoch's end"])

@@ -91,20 +91,3 @@ def test_what_batches_draw_is_part_of_the_format() -> None:
     """Where these numbers change, `VERSION` does."""
     batch = SeededDataset(Noisy(12), default_collate).__getitems__((7919 << 20, [4, 8]))
     assert batch[0, 1:].tolist() == [0.4140646543380324, 0.8262472634824459, 0.7576315999031067]
-
-
-def test_streams_are_put_back_when_loading_is_broken_off() -> None:
-    """By what is no error of the data set's: Ctrl-C, in the middle of a sample."""
-
-    class Interrupted(Noisy):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            drawn = super().__getitem__(index)
-            if index == 7:
-                raise KeyboardInterrupt
-            return drawn
-
-    dataset = SeededDataset(Interrupted(12), default_collate)
-    before = capture_streams()
-    with pytest.raises(KeyboardInterrupt):
-        dataset.__getitems__((6, [6, 7, 8]))
-    assert_same_streams(before)

@@ -86,25 +86,6 @@ def test_ranks_come_from_torch_when_it_is_initialised(monkeypatch: pytest.Monkey
     assert rank_and_world_size(2, 5) == (2, 5)
 
 
-def test_cursor_applies_a_request_made_during_an_iteration_to_the_next_one() -> None:
-    cursor = Cursor()
-    cursor.begin()
-    cursor.advance(cursor.token, 4, False)
-    cursor.set_epoch(1)
-    assert (cursor.epoch, cursor.batch) == (1, 1)
-    cursor.begin()
-    assert (cursor.epoch, cursor.batch) == (1, 0)
-
-
-def test_cursor_can_take_back_a_beginning() -> None:
-    cursor = Cursor()
-    cursor.move_to(2, batch=3, samples=12)
-    cursor.begin()
-    cursor.abandon()
-    cursor.begin()
-    assert (cursor.epoch, cursor.batch) == (2, 3)
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @settings(deadline=None)
 @given(size=st.integers(1, 90), batch_size=st.integers(1, 9), world_size=st.integers(1, 5))

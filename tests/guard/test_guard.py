@@ -110,20 +110,6 @@ def test_a_program_that_swallows_the_exit_is_told_again(tmp_path: Path) -> None:
 # --- other ways to end ---
 
 
-def test_request_stop_from_any_thread(tmp_path: Path) -> None:
-    def ask(job: Job, step: int) -> None:
-        if step == 3:
-            thread = threading.Thread(target=job.guard.request_stop, args=("budget is used up", 7))
-            thread.start()
-            thread.join()
-            done = threading.Event()
-            job.guard.stopper.watcher.post(done.set)
-            assert done.wait(30)
-
-    leaving = stopped(Job(tmp_path), middle=ask)
-    assert (leaving.code, leaving.reason, leaving.step) == (7, "budget is used up", 3)
-
-
 def test_the_flag_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flag = tmp_path / "graceful_exit.json"
 

@@ -77,24 +77,6 @@ def test_what_a_killed_training_left_in_memory_stays(tmp_path: Path) -> None:
     assert {m[1] for m in resumed.matches(r"READY \d+ \d+ (\w+)")} == {"5"}, resumed.report()
 
 
-def test_a_training_without_an_optimizer_of_its_own_writes_its_files(tmp_path: Path) -> None:
-    """Updates by hand: the guard knows of nothing to train."""
-
-    def train_and_stop() -> None:
-        with mx.Guard(model=torch.nn.Linear(2, 2), directory=tmp_path, resume="auto") as guard:
-            for _ in guard.epochs(1):
-                while guard.step >= 0:
-                    guard.step_end()
-                    guard.request_stop("enough", 3)  # heard a moment later, at whatever step that is
-
-    texts = []
-    for _ in range(2):
-        with pytest.raises(GracefulExit):
-            train_and_stop()
-        texts.append({name: (tmp_path / name).read_bytes() for name in START_FILES if (tmp_path / name).exists()})
-    assert set(texts[0]) == {"strategy.proto"} and set(texts[1]) == set(START_FILES)
-
-
 @pytest.mark.slow
 def test_an_evaluation_of_two_ranks_of_which_one_may_be_asked_to_exit(tmp_path: Path) -> None:
     """Nobody waits for the rank without the callback, nobody is told to wrap in DDP what is only evaluated."""

@@ -39,13 +39,7 @@ def results(metrics: Any, **kwargs: Any) -> dict[str, Any]:
     return made.results(None)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "accuracy",
-        "top_1_accuracy",
-    ],
-)
+@pytest.mark.parametrize("name", ["accuracy", "top_1_accuracy"])
 def test_accuracy_by_name(name: str) -> None:
     assert results({name}) == {name: pytest.approx(2 / 3)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import OptTFTWrapper, TFTRegister
 from mindx_elastic.train.policies import check_alike
 from tests.start.shared_store import on_all_ranks
-from tests.train.small_job import make_loader, make_model, same, weights
+from tests.train.small_job import same, weights
 from tests.train.test_resume import At, Broken, explode, sigterm, train
 
 
@@ -41,13 +40,7 @@ def tree(root: Path = Path("ttp")) -> list[str]:
 # --- arguments, as MindSpore checks them ---
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "{TTP:0}",
-    ],
-)
+@pytest.mark.parametrize("text", [None, "{TTP:0}"])
 def test_both_must_be_switched_on(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
     if text is None:
         monkeypatch.delenv("MS_ENABLE_TFT")
@@ -186,30 +179,3 @@ def optimizer() -> torch.optim.Optimizer:
 def test_it_is_the_optimizer() -> None:
     inner = optimizer()
     assert OptTFTWrapper(inner) is inner
-
-
-def wrapped_model() -> mx.Model:
-    bare = make_model()
-    used = OptTFTWrapper(torch.optim.SGD(bare.network.parameters(), lr=0.1, momentum=0.9))
-    scheduler = torch.optim.lr_scheduler.StepLR(used, step_size=5, gamma=0.9)
-    return make_model(network=bare.network, optimizer=used, lr_scheduler=scheduler)
-
-
-@pytest.mark.parametrize(
-    "first_wrapped",
-    [
-        True,
-    ],
-)
-def test_a_checkpoint_with_the_wrapper_fits_a_job_without_it_and_back(first_wrapped: bool) -> None:
-    def run(wrap: bool, callbacks: list[mx.Callback]) -> mx.Model:
-        model = wrapped_model() if wrap else make_model()
-        torch.manual_seed(5)
-        model.train(3, make_loader(), callbacks)
-        return model
-
-    with pytest.raises(GracefulExit) as caught:
-        run(first_wrapped, [register(), At(8, lambda: sigterm(signal.SIGTERM))])
-    assert caught.value.code == 143 and caught.value.path is not None and caught.value.path.exists()
-    resumed, reference = run(not first_wrapped, [register()]), run(False, [])
-    assert resumed.resumed_from_step == 8 and same(weights(resumed), weights(reference))

@@ -15,7 +15,6 @@ a `GradScaler`, not named                                        it is enabled a
 a module, not named                                              its parameters change between two boundaries of an
                                                                  epoch; buffers, or between epochs: a risk
 a generator                                                      it moves twice between boundaries of an epoch
-a variable of a named tensor or container, bound again           a risk: it may be made new in each step
 ===============================================================  ==================================================
 
 What an evaluation inside ``guard.outside_step()`` does counts nowhere.
@@ -48,7 +47,6 @@ from mindx_elastic.guard.checks.program_variables import (
     kind_of,
     look,
 )
-from mindx_elastic.guard.checks.rebound_state import ReboundState
 from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.guard.checks.unnamed_optimizers import UnnamedOptimizers
 from mindx_elastic.guard.opening import Opening
@@ -95,10 +93,10 @@ class Checks:
         """`loaders`: the named ones. `more`: objects to look into that no variable
         may have, `kept`: those whose state is kept all the same, but for that of `own`. `epoch`:
         gives the epoch of the last boundary."""
-        unmanaged, targets = self._unmanaged, self._targets = opening.unmanaged, opening.targets
+        self._unmanaged, self._targets = opening.unmanaged, opening.targets
         self._collector, self._ddp, self._epoch = opening.collector, opening.ddp, epoch
         self._loaders, self._also_kept, self._own = tuple(loaders), tuple(kept), dict(own or {})
-        self._roots = {**(more or {}), **targets}
+        self._roots = {**(more or {}), **self._targets}
         self._boundaries, self._evaluations = 0, 0
         self._is_on = False
         self._watched: dict[str, dict[int, _Watched]] = {kind: {} for kind in ("scheduler", *_MOVING)}
@@ -107,7 +105,7 @@ class Checks:
         self._is_outside, self._is_stale = False, True
         self.has_news = False
         """`at_boundary` has something to do though it is not a look."""
-        self._remedies, self._rebound = Remedies(targets, self._own, is_layered=bool(more)), ReboundState(unmanaged)
+        self._remedies = Remedies(self._targets, self._own, is_layered=bool(more))
         self._kept_anyway = kept_anyway()
 
     def watch(self, gate: UpdateGate) -> None:
@@ -149,10 +147,6 @@ class Checks:
         if self._is_on and self._strangers.waiting:
             self._check_strangers(sys._getframe(1))
 
-    def hear_not_kept(self, names: Sequence[str]) -> None:
-        """What goes on from step to step and is not kept: see `prove.not_kept`."""
-        self._rebound.tell(names, sys._getframe(1))
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around an evaluation: whatever moves inside is none of the training's."""
@@ -181,9 +175,7 @@ class Checks:
         """Look through the program's variables. Raises UnmanagedStateError."""
         kept = self._kept()
         loose = self._loose_parameters(kept)
-        seen = look(frame, self._roots, map(id, (*(p for _, p in loose), *self._targets.values())))
-        if self._boundaries == 0:
-            self._rebound.at_entry(self._targets, seen)
+        seen = look(frame, self._roots, (id(parameter) for _, parameter in loose))
         self._check_parameters(loose, seen)
         self._check_schedulers(seen, kept)
         self._watch_found(seen, kept)
@@ -225,7 +217,7 @@ class Checks:
                 owners.setdefault(id(owner.value), owner)
                 names.append(f'"{owner.name}.{place}"')
             elif id(parameter) in seen.asked:
-                variables.append(seen.asked[id(parameter)][0])
+                variables.append(seen.asked[id(parameter)])
                 names.append(str(variables[-1]))
             else:
                 names.append(f"one of shape {list(parameter.shape)}")

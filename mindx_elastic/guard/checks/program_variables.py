@@ -112,12 +112,12 @@ class Seen:
         self.of: dict[str, dict[int, Found]] = {kind: {} for kind in _SEARCHED}
         """Found objects by kind and `id`, the nearest first; of modules those that are found by a variable or an
         attribute, and not only inside another module."""
-        self.asked: dict[int, list[Found]] = {}
-        """All variables, attributes and items that hold one of those that were asked for."""
+        self.asked: dict[int, Found] = {}
+        """The nearest variables, attributes and items that hold those that were asked for."""
 
 
 def look(frame: FrameType | None, roots: Mapping[str, object], asked: Iterable[int] = ()) -> Seen:
-    """Look from `frame` and its callers, and from `roots`. `asked`: ids of objects of which all names are wanted."""
+    """Look from `frame` and its callers, and from `roots`. `asked`: ids of objects whose names are wanted."""
     walk = _Walk(set(asked))
     for place, variables in variables_of(frame):
         walk.add_variables(variables, place)
@@ -211,7 +211,7 @@ class _Walk:
                 kind = kinds[type(value)] = kind_of(type(value))
             key = id(value)
             if key in self._asked:
-                self.seen.asked.setdefault(key, []).append(Found(f"{name}{suffix}", place, value))
+                self.seen.asked.setdefault(key, Found(f"{name}{suffix}", place, value))
             if kind in self._left_out or key in known:
                 continue
             if kind == "tensor":

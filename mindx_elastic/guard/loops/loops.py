@@ -174,14 +174,10 @@ class Loops:
     def why_it_failed(self, error: BaseException) -> str:
         """What an exception that leaves the block most likely comes from, where that is known here; else empty."""
         if isinstance(error, StopIteration) and self._first and self.epoch == self._resumed_epoch:
-            made_late = (
-                "If it makes the iterator where next() has failed, make it before the loop. In place of "
-                "itertools.cycle(loader) use a generator with `while True: yield from loader`. "
-            )
             return (
-                f"epoch {self.epoch} was resumed, and its loop has asked for more batches than are left. "
-                f"{made_late * (self.step == self._first)}If it counts by itself, write for step in "
-                "guard.steps(len(loader), start=0): there"
+                f"epoch {self.epoch} was resumed, and its loop has asked for more batches than are left. If it counts "
+                "by itself, write for step in guard.steps(len(loader), start=0): there. If it makes the iterator where "
+                "next() has failed, make it before the loop"
             )
         if not self._empty_epoch or self.step != self._first or not isinstance(error, Exception):
             return ""
