@@ -16,15 +16,13 @@ from mindx_elastic.cli.clean import clean_command
 from mindx_elastic.cli.common import EXIT_CODES_HELP, unwrapped
 from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.doctor import doctor_command
-from mindx_elastic.cli.drill import drill_command
 from mindx_elastic.cli.inspect import inspect_command
 from mindx_elastic.cli.logs import logs_command
 from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
-from mindx_elastic.cli.prove import prove_command
+from mindx_elastic.cli.prove import SCRIPT_SETTINGS, ScriptCommand, drill_command, prove_command
 from mindx_elastic.cli.report import report_command
 from mindx_elastic.cli.run import LAUNCHERS
-from mindx_elastic.cli.scripts import SCRIPT_SETTINGS, ScriptCommand
 from mindx_elastic.cli.status import status_command
 from mindx_elastic.cli.verify import verify_command
 

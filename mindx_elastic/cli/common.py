@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich import box
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -91,7 +91,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 _T = TypeVar("_T")
 _UNITS = {"": 0, "ki": 10, "mi": 20, "gi": 30, "ti": 40}
-_LEAST_WRAPPED = 12  # columns of a table that may be wrapped get so much, or there is no table
 _PIPE_WIDTH = 1000  # output that goes to a file or to grep is not wrapped; a table is only as wide as its content
 
 
@@ -203,29 +202,15 @@ def show(document: dict[str, Any], as_json: bool, draw: Callable[[Console, dict[
         draw(make_console(), document)
 
 
-def print_table(
-    console: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, left: str, wraps: str = ""
-) -> None:
-    """A table in the style of all commands; in a terminal too narrow for it a line for each row.
-
-    left, wraps: names of columns, with | between, that are not aligned to the right, and that may take several lines.
-    Cells that are no `Text` come from others and are escaped.
-    """
-    cells = [[cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row] for row in rows]
+def print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, left: str) -> None:
+    """A table in the style of all commands. `left`: names of columns, with | between, that are not aligned to the
+    right. Cells that are no `Text` come from others and are escaped."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    width = -1
-    for number, name in enumerate(columns):
-        justify: JustifyMethod = "left" if name in left.split("|") else "right"
-        is_wrapped = name in wraps.split("|")
-        table.add_column(name, justify=justify, no_wrap=not is_wrapped, overflow="fold")
-        longest = max([len(name), *(row[number].cell_len for row in cells)])
-        width += 2 + (min(longest, _LEAST_WRAPPED) if is_wrapped else longest)
-    if width <= console.width:
-        for row in cells:
-            table.add_row(*row)
-        console.print(table)
-        return
-    say(console, *("  ".join(f"{name} {cell}" for name, cell in zip(columns, row, strict=True)) for row in cells))
+    for name in columns:
+        table.add_column(name, justify="left" if name in left.split("|") else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
+    console.print(table)
 
 
 def parse_size(text: str) -> int:

@@ -162,7 +162,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     for run_id, steps in runs.items():
         say(console, f"run {run_id}", style="bold")
         rows = map(_cells, steps)
-        print_table(console, _COLUMNS, rows, left="reason|ranks|complete?", wraps="reason")
+        print_table(console, _COLUMNS, rows, left="reason|ranks|complete?")
     _print_remarks(console, report)
 
 

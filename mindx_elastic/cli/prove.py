@@ -1,45 +1,204 @@
-"""``mindx-elastic prove``: does a stopped and resumed run do what the uninterrupted one does? If not, since when?"""
+"""``mindx-elastic prove`` and ``drill``: run the user's script many times, stopped or broken, and compare the runs."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
+from typer.core import TyperCommand
 
-from mindx_elastic.cli.common import JsonOption, fail, print_table, say, show
-from mindx_elastic.cli.scripts import (
-    FreshOption,
-    KeepOption,
-    ScriptOptions,
-    StepsOption,
-    TimeoutOption,
-    print_difference,
-    proof_in_words,
-)
+from mindx_elastic.cli.common import JsonOption, fail, make_console, print_table, say, show
+from mindx_elastic.core.posix import answered_by
 from mindx_elastic.core.printable import counted
+from mindx_elastic.drill.faults import describe_kinds, parse_fault
+from mindx_elastic.errors import UsageError
 
 if TYPE_CHECKING:
+    from mindx_elastic.drill.drill import Drill
     from mindx_elastic.prove.proof import ProofReport, Row
+    from mindx_elastic.prove.runs import Runs
 
-__all__ = ["prove_command"]
+__all__ = ["SCRIPT_SETTINGS", "ScriptCommand", "drill_command", "prove_command", "split_line"]
+
+_Steps = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="M",
+        help="Length of the runs; 0: until the end, at most 30 steps, or a little over an epoch of up to 95 batches.",
+    ),
+]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="A new interpreter for each run, in place of a forked process.")]
+_Timeout = Annotated[
+    float, typer.Option(min=1, metavar="SECONDS", help="A run without a step and without output for so long hangs.")
+]
+_Keep = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
+]
+
+SCRIPT_SETTINGS: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
+_MARK = "--mindx-script--"  # stands between the agent's options and the script
+
+
+class ScriptCommand(TyperCommand):
+    """Leaves alone what comes after ``--``: the script, its options and its own ``--``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own, script = split_line(args)
+        ctx.meta[_MARK] = script
+        return super().parse_args(ctx, own)
+
+
+def split_line(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options and the agent's; the script and its arguments. Without ``--`` the script is the first word that names
+    a Python file."""
+    if "--" in args:
+        at = list(args).index("--")
+        return list(args[:at]), list(args[at + 1 :])
+    for at, word in enumerate(args):
+        if word.endswith(".py") and not word.startswith("-"):
+            return list(args[:at]), list(args[at:])
+    return list(args), []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScriptOptions:
+    """What the command line says besides the command's own options; checked."""
+
+    script: list[str]
+    agent: list[str]
+    """Options of ``mindx-elastic run``; empty: without the agent."""
+    fresh: bool
+    timeout: float
+    keep: Path | None
+
+    @staticmethod
+    def of(name: str, ctx: Any, **options: Any) -> _ScriptOptions:
+        """The options of a `ScriptCommand`. Ends the command for what would be found out by each run, or after the last
+        one."""
+        asked = _ScriptOptions(script=list(ctx.meta[_MARK]), agent=list(ctx.args), **options)
+        _check(name, asked.script, asked.agent)
+        return asked
+
+    @property
+    def words(self) -> list[str]:
+        """As a report names it."""
+        return [*self.agent, *(["--"] if self.agent else []), *self.script]
+
+    @contextmanager
+    def runs(self, **more: Any) -> Iterator[tuple[Runs, Callable[[int, int, str], None]]]:
+        """What makes the runs, with `more` options of it; and what shows how far they are. SIGTERM ends them and
+        removes their folders, as Ctrl-C does."""
+        from mindx_elastic.prove.runs import Command, Runs
+
+        command = Command(script=tuple(self.script), agent=tuple(self.agent) or None)
+        made = Runs(command, fresh=self.fresh, keep=self.keep, timeout_s=self.timeout, **more)
+        with answered_by(_leave, (signal.SIGTERM, signal.SIGHUP)), _progress_of_runs() as show, made as runs:
+            yield runs, show
+
+    def print_notes(self, console: Console, notes: Sequence[str]) -> None:
+        lines = [f"note: {note}" for note in notes]
+        lines += [f"logs and witnesses: {self.keep}"] if self.keep is not None else []
+        say(console, *lines)
+
+
+def _leave(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def _print_difference(console: Console, proof: ProofReport) -> bool:
+    """What is wrong with the first run that is not equal. False: all are."""
+    from mindx_elastic.prove.causes import in_words
+
+    row = next((row for row in proof.rows if row.outcome != "equal"), None)
+    if row is None:
+        return False
+    assert row.explained is not None
+    what, *others = row.explained.lines
+    if not row.explained.variables and (lost := in_words(proof.lost)):
+        what += f"; not got back in other runs: {lost}"
+    rank = f" (rank {row.rank})" if proof.num_ranks > 1 and row.rank is not None else ""
+    stopped = f"{row.name}: " if row.resumed is not None else ""
+    say(console, f"{stopped}{what}{rank}", style="bold red")
+    say(console, *(f"  {line}" for line in others))
+    say(console, *(f"  | {line}" for line in row.lines), style="dim")
+    return True
+
+
+def _proof_in_words(proof: ProofReport) -> str:
+    """``12 steps of 2 ranks, the whole training``."""
+    ranks = f" of {counted(proof.num_ranks, 'rank')}" if proof.num_ranks > 1 else ""
+    return f"{counted(proof.steps, 'step')}{ranks}{', the whole training' if proof.has_ended else ''}"
+
+
+def _check(command: str, script: Sequence[str], agent: Sequence[str]) -> None:
+    if not script:
+        fail(f'name the script after "--": mindx-elastic {command} -- train.py')
+    if script[0] == "-m" and len(script) < 2:
+        fail("-m needs the name of a module")
+    if script[0] == "-m" and PathFinder.find_spec(script[1].partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        fail(f"-m {script[1]}: no such module")
+    if script[0] != "-m" and not os.path.isfile(script[0]):
+        fail(f"{script[0]}: no such file")
+    if agent and not agent[0].startswith("-"):
+        fail(f'{agent[0]} is not an option; the script comes after "--"')
+    if agent:
+        from mindx_elastic.agent.options import check_options
+
+        try:
+            check_options(agent)
+        except UsageError as error:
+            more = f"; neither of {command} nor of mindx-elastic run" if "no such" in str(error) else ""
+            fail(f"{error}{more}")
+
+
+@contextmanager
+def _progress_of_runs() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, gone when the work is done. Gives the function that is told how many runs are done, how many
+    there will be, and which one is under way."""
+    # Only on a terminal, of which the system is asked: rich takes variables like FORCE_COLOR, which CI services set,
+    # for one.
+    is_hidden = not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown")
+    columns = ("{task.description}", BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=make_console(stderr=True), transient=True, disable=is_hidden) as progress:
+        task = progress.add_task("begins", total=None)
+
+        def show(done: int, planned: int, what: str) -> None:
+            total = max(planned, done)
+            progress.update(task, completed=done, total=total, description=f"{what}: run {done} of {total}")
+
+        yield show
+
+
+# --- prove ---
 
 _STOPS = 5
-_COLUMNS = ("run", "resumed from", "steps compared", "result")
+_PROOF_COLUMNS = ("run", "resumed from", "steps compared", "result")
 
 _Stops = Annotated[str, typer.Option(metavar="N|all", help="At how many boundaries the run is stopped and resumed.")]
-_Seed = Annotated[int, typer.Option(help="Chooses the boundaries, and the rank that hears of a stop.")]
+_ProofSeed = Annotated[int, typer.Option(help="Chooses the boundaries, and the rank that hears of a stop.")]
 
 
 def prove_command(
     ctx: typer.Context,
     stops: _Stops = str(_STOPS),
-    steps: StepsOption = 0,
-    seed: _Seed = 0,
-    fresh: FreshOption = False,
-    timeout: TimeoutOption = 300.0,
-    keep: KeepOption = None,
+    steps: _Steps = 0,
+    seed: _ProofSeed = 0,
+    fresh: _Fresh = False,
+    timeout: _Timeout = 300.0,
+    keep: _Keep = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run your script without a stop, then stopped and resumed; compare every step and name the first difference.
@@ -67,7 +226,7 @@ def prove_command(
     mindx-elastic prove --json -- -m project.train
     """
     number = _number_of(stops)
-    asked = ScriptOptions.of("prove", ctx, fresh=fresh, timeout=timeout, keep=keep)
+    asked = _ScriptOptions.of("prove", ctx, fresh=fresh, timeout=timeout, keep=keep)
     began = time.monotonic()
     from mindx_elastic.prove.proof import prove, to_json
 
@@ -75,7 +234,7 @@ def prove_command(
         proof = prove(runs, stops=number, steps=steps, seed=seed, show=show_runs)
     seconds = time.monotonic() - began
     document = to_json(proof, command=asked.words, seconds=seconds)
-    show(document, as_json, lambda console, _: _print(console, proof, asked, seconds))
+    show(document, as_json, lambda console, _: _print_proof(console, proof, asked, seconds))
     raise typer.Exit(proof.exit_code)
 
 
@@ -87,11 +246,11 @@ def _number_of(stops: str) -> int | None:
     return int(stops)
 
 
-def _print(console: Console, proof: ProofReport, asked: ScriptOptions, seconds: float) -> None:
-    rows = [_cells(row, proof) for row in proof.rows]
-    print_table(console, _COLUMNS, rows, left="run|result", wraps="run|result")
+def _print_proof(console: Console, proof: ProofReport, asked: _ScriptOptions, seconds: float) -> None:
+    rows = [_proof_cells(row, proof) for row in proof.rows]
+    print_table(console, _PROOF_COLUMNS, rows, left="run|result")
     console.print()
-    if not print_difference(console, proof):
+    if not _print_difference(console, proof):
         _print_equal(console, proof, seconds)
     asked.print_notes(console, proof.notes)
 
@@ -99,7 +258,7 @@ def _print(console: Console, proof: ProofReport, asked: ScriptOptions, seconds: 
 def _print_equal(console: Console, proof: ProofReport, seconds: float) -> None:
     from mindx_elastic.prove.causes import NOT_GOT_BACK, in_words
 
-    made = f"{proof_in_words(proof)}, in {seconds:.0f} s"
+    made = f"{_proof_in_words(proof)}, in {seconds:.0f} s"
     if lost := in_words(proof.lost):
         say(console, f"every step equal: {made}; not got back: {lost}", style="bold")
         say(console, f"  {NOT_GOT_BACK}")
@@ -109,7 +268,7 @@ def _print_equal(console: Console, proof: ProofReport, seconds: float) -> None:
         say(console, f"note: the training goes on after step {proof.steps}: --steps M proves more of it")
 
 
-def _cells(row: Row, proof: ProofReport) -> tuple[str, str, str, str]:
+def _proof_cells(row: Row, proof: ProofReport) -> tuple[str, str, str, str]:
     is_first, result = row is proof.rows[0], row.outcome
     if row.lost:
         result = f"equal; {counted(len(row.lost), 'variable')} not got back"
@@ -119,3 +278,110 @@ def _cells(row: Row, proof: ProofReport) -> tuple[str, str, str, str]:
         result = f"differs at step {row.step}"
     resumed = "" if row.resumed is None else f"step {row.resumed}"
     return row.name, resumed, "" if is_first else str(row.compared), result
+
+
+# --- drill ---
+
+_Faults = Annotated[
+    list[str] | None,
+    typer.Option("--fault", metavar="KIND:KEY=VALUE,...", help="A fault, as often as wanted; --list names all."),
+]
+_Random = Annotated[int, typer.Option("--random", min=0, metavar="N", help="N faults, drawn by --seed.")]
+_DrillSeed = Annotated[int, typer.Option(help="Draws the faults of --random: kind, rank, step and place.")]
+_List = Annotated[bool, typer.Option("--list", help="List the faults, with one line each, and exit.")]
+
+
+def drill_command(
+    ctx: typer.Context,
+    fault: _Faults = None,
+    random: _Random = 0,
+    seed: _DrillSeed = 0,
+    steps: _Steps = 0,
+    fresh: _Fresh = False,
+    timeout: _Timeout = 300.0,
+    keep: _Keep = None,
+    list_faults: _List = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Break your script in named ways; say what was lost, how long it took to go on, and whether it is still the same.
+
+    Usage: mindx-elastic drill [OPTIONS] [OPTIONS OF mindx-elastic run] -- SCRIPT [ARGUMENTS]
+
+    Each fault is a separate job, started again with the same command until it has ended. Every step of all
+    its processes is compared with the uninterrupted run, as by `mindx-elastic prove`. With options of
+    `mindx-elastic run` (--nproc-per-node 2 --recover in-place) the script runs under the agent.
+
+    \b
+    [bold]Exit code[/bold]
+    0  every fault has happened, and every job was exact, or inexact as its own resume said
+    1  a fault did not happen; a job differs, failed, lost steps that can be kept, or left something after
+    2  wrong usage: no such fault, rank or step
+    3  the script itself is not deterministic: two runs without a fault differ
+    4  nothing could be compared: the script fails without a fault, is refused, or has no guard
+    130, 143  interrupted
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic drill --list
+    mindx-elastic drill --fault kill:step=7,at=update --fault exception:step=3 -- train.py
+    mindx-elastic drill --random 50 --seed 1 --nproc-per-node 2 --recover in-place -- train.py
+    """
+    if list_faults:
+        _print_kinds(as_json)
+        return
+    began = time.monotonic()
+    faults = [parse_fault(text) for text in fault or []]
+    asked = _ScriptOptions.of("drill", ctx, fresh=fresh, timeout=timeout, keep=keep)
+    if not faults and not random:
+        fail("name a fault (--fault kill:step=7), or a number of them (--random 20); --list names all")
+    for each in faults:
+        if each.about.agent and not asked.agent:
+            fail(f"--fault {each}: only under mindx-elastic run; give one of its options, such as --nproc-per-node 1")
+    from mindx_elastic.drill.drill import Drill, Driller, to_json
+    from mindx_elastic.drill.outside import DrillLeftovers
+
+    drill, interrupted, leftovers = Drill(), None, DrillLeftovers()
+    try:
+        with asked.runs(on_end=leftovers.after_run) as (runs, show_runs):
+            leftovers.known |= runs.own_processes
+            drawn: dict[str, Any] = {"number": random, "seed": seed, "steps": steps}
+            Driller(runs, leftovers, faults=faults, show=show_runs, into=drill, **drawn).drill()
+    except (KeyboardInterrupt, SystemExit) as error:
+        if not drill.results:
+            raise
+        interrupted = error
+        drill.notes.append(f"interrupted: {len(drill.results)} faults were made, and no others")
+    seconds = time.monotonic() - began
+    document = to_json(drill, command=asked.words, seconds=seconds)
+    show(document, as_json, lambda console, _: _print_drill(console, drill, asked, seconds))
+    if interrupted is not None:
+        raise interrupted
+    raise typer.Exit(drill.exit_code)
+
+
+def _print_kinds(as_json: bool) -> None:
+    rows = describe_kinds()
+    if as_json:
+        typer.echo(json.dumps([{"fault": name, "says": says} for name, says in rows], indent=2))
+        return
+    for name, says in rows:
+        typer.echo(f"{name}\n    {says}")
+
+
+def _print_drill(console: Console, drill: Drill, asked: _ScriptOptions, seconds: float) -> None:
+    from mindx_elastic.drill.drill import COLUMNS, GOOD, cells, summary
+
+    if _print_difference(console, drill.proof):
+        return
+    rows = [cells(result) for result in drill.results]
+    print_table(console, COLUMNS, rows, left="fault|result")
+    console.print()
+    for result in drill.results:
+        if result.explained is not None:
+            said = result.explained.lines
+            is_good = result.outcome in GOOD
+            say(console, f"{result.fault}: {said[0]}", style="" if is_good else "bold red")
+            say(console, *(f"  {line}" for line in said[1:]), *(f"  | {line}" for line in result.lines))
+    style = "bold green" if drill.exit_code == 0 else "bold red"
+    say(console, f"{summary(drill)}; {_proof_in_words(drill.proof)}, in {seconds:.0f} s", style=style)
+    asked.print_notes(console, [*drill.proof.notes, *drill.notes])

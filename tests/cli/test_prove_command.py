@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.cli.scripts import split_line
+from mindx_elastic.cli.prove import split_line
 from tests.harness import JOBS, Job, children, run_command, wait_until
 from tests.prove.test_runs import is_gone
 from tests.watchdog import Watchdog, finish

@@ -151,11 +151,48 @@ def one_ahead(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimize
             batch = following
 
 
-@pytest.mark.parametrize("loop", [supervised, one_ahead])
-def test_what_is_kept_or_bound_anew_is_not_named(loop: Loop, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mindx_elastic")
-    run(tmp_path, loop, num_samples=20)
-    assert facts(caplog) in ([], ["model.forwards"])
+def repeated(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
+    for _step in guard.steps(7):
+        train(guard, model, optimizer, (torch.ones(2, 4), torch.ones(2, 2)))
+
+
+def generated(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    def batches() -> Any:
+        number = 0
+        for epoch in itertools.count():
+            if loader is not None:
+                for x, y in loader:
+                    yield x * epoch, y
+            number = number + 1
+            yield torch.full((2, 4), float(number)), torch.ones(2, 2)
+
+    source = batches()
+    for _ in guard.steps(7):
+        train(guard, model, optimizer, next(source))
+
+
+def cycled(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    batches = itertools.cycle(loader)
+    for _ in guard.steps(7):
+        train(guard, model, optimizer, next(batches))
+
+
+def another_optimizer(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
+    decayed, centers = [*model.parameters()], nn.Parameter(torch.zeros(2))
+    own = torch.optim.SGD([centers], lr=0.1)  # without a state, so it is not refused
+    for _step in guard.steps(6):
+        inputs, labels = fetch()
+        train(guard, model, optimizer, (inputs, labels + centers))
+        own.step()
+    assert decayed
+
+
+def metered(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
+    meters = [Meter()]
+    for _step in guard.steps(6):
+        loss = train(guard, model, optimizer, fetch()).item()
+        for meter in meters:
+            meter.update(loss)
 
 
 class Queue(Model):
@@ -169,16 +206,34 @@ class Queue(Model):
         return output + queue.clone()
 
 
-def test_the_module_inside_of_a_wrapper_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("loop", "num_samples", "names"),
+    [
+        (supervised, 20, "model.forwards"),
+        (one_ahead, 20, "model.forwards"),
+        (generated, 0, "source, model.forwards"),
+        (generated, 30, "number of batches(), epoch of batches(), model.forwards"),
+        (cycled, 6, "batches, model.forwards"),
+        (cycled, 30, "batches, model.forwards"),
+        (another_optimizer, 0, "centers, calls, model.forwards"),
+        (metered, 0, "calls, meters, model.forwards"),
+    ],
+)
+def test_what_a_loop_leaves_for_its_next_step_is_named_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loop: Loop, num_samples: int, names: str
+) -> None:
     caplog.set_level(logging.INFO, "mindx_elastic")
-    network = Queue()
+    run(tmp_path, loop, num_samples)
+    assert facts(caplog) == [names]
 
-    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
-        for _step in guard.steps(7):
-            train(guard, model, optimizer, (torch.ones(2, 4), torch.ones(2, 2)))
-        assert network.get_buffer("queue").any()
 
-    run(tmp_path, loop, model=nn.Sequential(network))
+def test_what_the_guard_keeps_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A buffer of the module inside of a wrapper; an attribute of the model that is named."""
+    caplog.set_level(logging.INFO, "mindx_elastic")
+    network, model = Queue(), Model()
+    run(tmp_path / "wrapped", repeated, model=nn.Sequential(network))
+    assert network.get_buffer("queue").any() and facts(caplog) == []
+    run(tmp_path / "named", supervised, 20, model=model, counts=mx.attributes(model, "forwards"))
     assert facts(caplog) == []
 
 
@@ -201,84 +256,6 @@ def test_what_a_loader_keeps_of_its_data_and_samplers_is_not_named(
                 weights[0] += 1
                 train(guard, model, optimizer, batch)
     assert "weights" not in caplog.text and "level" not in caplog.text
-
-
-def test_an_attribute_of_the_model_that_is_named_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mindx_elastic")
-    model = Model()
-    run(tmp_path, supervised, num_samples=20, model=model, counts=mx.attributes(model, "forwards"))
-    assert facts(caplog) == []
-
-
-@pytest.mark.parametrize("num_samples", [0, 30])
-def test_a_generator_goes_on_and_of_one_over_a_loader_what_it_carries(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_samples: int
-) -> None:
-    caplog.set_level(logging.INFO)
-
-    def batches(loader: Any) -> Any:
-        number = 0
-        for epoch in itertools.count():
-            if loader is not None:
-                for x, y in loader:
-                    yield x * epoch, y
-            number = number + 1
-            yield torch.full((2, 4), float(number)), torch.ones(2, 2)
-
-    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
-        source = batches(loader)
-        for _ in guard.steps(7):
-            train(guard, model, optimizer, next(source))
-
-    run(tmp_path, loop, num_samples)
-    assert facts(caplog) == [
-        "number of batches(), epoch of batches(), model.forwards" if num_samples else "source, model.forwards"
-    ]
-
-
-@pytest.mark.parametrize("num_samples", [6, 30])
-def test_batches_that_are_cycled_are_not_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_samples: int
-) -> None:
-    caplog.set_level(logging.INFO)
-
-    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
-        batches = itertools.cycle(loader)
-        for _ in guard.steps(7):
-            train(guard, model, optimizer, next(batches))
-
-    run(tmp_path, loop, num_samples)
-    assert facts(caplog) == ["batches, model.forwards"]
-
-
-def test_a_parameter_that_an_unnamed_optimizer_trains_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-
-    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
-        decayed, centers = [*model.parameters()], nn.Parameter(torch.zeros(2))
-        own = torch.optim.SGD([centers], lr=0.1)  # without a state, so it is not refused
-        for _step in guard.steps(6):
-            inputs, labels = fetch()
-            train(guard, model, optimizer, (inputs, labels + centers))
-            own.step()
-        assert decayed
-
-    run(tmp_path, loop)
-    assert facts(caplog) == ["centers, calls, model.forwards"]
-
-
-def test_what_a_loop_calls_one_after_the_other_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-
-    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
-        meters = [Meter()]
-        for _step in guard.steps(6):
-            loss = train(guard, model, optimizer, fetch()).item()
-            for meter in meters:
-                meter.update(loss)
-
-    run(tmp_path, loop)
-    assert facts(caplog) == ["calls, meters, model.forwards"]
 
 
 @pytest.mark.parametrize("clears_all", [False, True])
