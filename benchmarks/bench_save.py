@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def choose_way(setting: str, directory: Path) -> str:
-    from mindx_elastic.doctor.disk import measure
+    from mindx_elastic.doctor.places import measure
 
     if setting != "auto":
         return setting

@@ -53,7 +53,7 @@ PURE = [
         "core/values.py",
     ),
     *("start/assumptions.py", "start/candidate.py", "start/facts.py", "start/planner.py", "start/new_layouts.py"),
-    *("doctor/finding.py", "doctor/saving.py", "drill/faults.py", "prove/causes.py", "prove/compare.py"),
+    *("doctor/saving.py", "drill/faults.py", "prove/causes.py", "prove/compare.py"),
 ]
 """Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""
 IMPURE_MODULES = {

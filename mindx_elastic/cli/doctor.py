@@ -61,9 +61,8 @@ def doctor_command(
     mindx-elastic doctor ckpt --state 4GiB --nproc-per-node 8
     """
     from mindx_elastic.config import MemorySettings, SavingSettings, Settings
-    from mindx_elastic.doctor.finding import Level
     from mindx_elastic.doctor.places import look_at_directory, look_at_first_process, look_at_memory
-    from mindx_elastic.doctor.saving import HeldState
+    from mindx_elastic.doctor.saving import HeldState, Level
     from mindx_elastic.doctor.variables import judge_variables
 
     settings = Settings.from_env() if grace is None else Settings.from_env().with_grace(grace)

@@ -7,22 +7,25 @@ without ``--force`` nothing is replaced.
 from __future__ import annotations
 
 import os
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mindx_elastic.convert.ours import read_source
-from mindx_elastic.convert.state import MODEL, flat_tensors, num_tensors, plain_values
 from mindx_elastic.errors import SaveError, UnsupportedStateError, UsageError
-from mindx_elastic.persist.storage import fsync_dir, publish, temp_name
+from mindx_elastic.persist.storage import new_file
 
 __all__ = ["ConversionRequest", "Converted", "convert"]
 
+MODEL = "model"
 _KINDS = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
 """The format by the destination's suffix."""
 
@@ -78,16 +81,16 @@ def convert(request: ConversionRequest) -> Converted:
     )
     model = state.pop(request.component)
     if request.kind == "safetensors":
-        tensors, others = flat_tensors(model)
+        tensors, others = _flat_tensors(model)
         if others:
             notes.append(f"left out, no tensors: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
         with _new_file(request) as temp:
             _write_plain(temp, tensors)
-        return Converted(*num_tensors(tensors), step, notes)
-    content = plain_values({**state, MODEL: model} if request.everything else model)
+        return Converted(*_num_tensors(tensors), step, notes)
+    content = _plain_values({**state, MODEL: model} if request.everything else model)
     with _new_file(request) as temp:
         torch.save(content, temp)
-    return Converted(*num_tensors(content), step, notes)
+    return Converted(*_num_tensors(content), step, notes)
 
 
 def _write_plain(temp: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -119,31 +122,93 @@ def _check_destination(request: ConversionRequest) -> None:
 
 @contextmanager
 def _new_file(request: ConversionRequest) -> Iterator[Path]:
-    """A name to write to; it becomes the destination when the block ends well, and is deleted when not. Raises
+    """A file to write to; it becomes the destination when the block ends well, and is deleted when not. Raises
     SaveError, and UsageError where a file has appeared there."""
     path = request.destination
-    temp = temp_name(path)
     try:
-        yield temp
-        fd = os.open(temp, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        (publish if request.force else _publish_new)(temp, path)
-        fsync_dir(path.parent)
+        with new_file(path) as (_, temp):
+            yield temp
+            _check_destination(request)
     except (OSError, RuntimeError, SafetensorError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         raise SaveError(f"{path}: cannot be written: {text}; what was there before is untouched", path=path) from error
-    finally:
-        temp.unlink(missing_ok=True)
 
 
-def _publish_new(temp: Path, path: Path) -> None:
-    """Another process may have made `path` since the check."""
-    try:
-        os.link(temp, path, follow_symlinks=False)
-    except FileExistsError:
-        raise UsageError(f"{path} has appeared meanwhile; nothing was overwritten") from None
-    except OSError:  # no hard links there
-        publish(temp, path)
+# --- the state in the forms that other programs read ---
+
+
+def _plain_values(value: Any, where: str = "state") -> Any:
+    """`value` of types that ``torch.load(weights_only=True)`` reads: arrays become tensors, their scalars numbers.
+
+    Raises UnsupportedStateError for a value that has no such form.
+    """
+
+    def inner(item: Any, key: object) -> Any:
+        return _plain_values(item, f"{where}.{key}"[:300])
+
+    if isinstance(value, Counter):
+        return Counter(dict(value))
+    if isinstance(value, OrderedDict):
+        ordered = OrderedDict((key, inner(item, key)) for key, item in value.items())
+        if hasattr(value, "_metadata"):  # a module's version numbers
+            ordered._metadata = value._metadata  # type: ignore[attr-defined]
+        return ordered
+    if isinstance(value, dict):
+        return {key: inner(item, key) for key, item in value.items()}
+    if isinstance(value, list | deque):
+        return [inner(item, index) for index, item in enumerate(value)]
+    if type(value) is tuple:
+        return tuple(inner(item, index) for index, item in enumerate(value))
+    if isinstance(value, frozenset):
+        return set(value)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(np.array(value, order="C"))
+        except TypeError:
+            return value.tolist()
+    if type(value) in _KNOWN or value is None:
+        return value
+    raise UnsupportedStateError(where, f"a value of type {type(value).__qualname__} has no form there")
+
+
+_KNOWN = (
+    *(bool, int, float, complex, str, bytes, set, torch.Tensor, torch.nn.Parameter),
+    *(torch.Size, torch.dtype, torch.device),
+)
+
+
+def _flat_tensors(model: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Every tensor of `model` by its dotted name, and the names of other values.
+
+    Raises UsageError where two tensors would have one name.
+    """
+    found: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            if name in found:
+                raise UsageError(f"two tensors would be called {name}")
+            found[name] = value
+        elif isinstance(value, Mapping) and value:
+            for key, item in value.items():
+                walk(item, f"{name}.{key}" if name else str(key))
+        elif isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor | Mapping) for item in value):
+            for index, item in enumerate(value):
+                walk(item, f"{name}.{index}")
+        else:
+            others.append(name)
+
+    walk(model, "")
+    return found, [name for name in others if name]
+
+
+def _num_tensors(value: Any) -> tuple[int, int]:
+    """How many tensors, and their bytes."""
+    if isinstance(value, torch.Tensor):
+        return 1, value.numel() * value.element_size()
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    found = [_num_tensors(each) for each in inner]
+    return sum(count for count, _ in found), sum(nbytes for _, nbytes in found)

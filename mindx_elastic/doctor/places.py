@@ -1,24 +1,41 @@
-"""The checkpoint directory, shared memory and the container: whether they can be written to, and how much room is."""
+"""The checkpoint directory, shared memory and the container: whether they can be written to, how fast, and how much
+room there is."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from mindx_elastic.core.printable import printable
-from mindx_elastic.doctor.disk import existing_part, measure
-from mindx_elastic.doctor.finding import Finding, Level
-from mindx_elastic.doctor.machine import available_memory, memory_of_container
-from mindx_elastic.doctor.saving import HeldState, judge_memory, judge_room, judge_time
+from mindx_elastic.doctor.saving import Disk, Finding, HeldState, Level, judge_memory, judge_room, judge_time
+from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.storage import free_space
 
-__all__ = ["file_system", "look_at_directory", "look_at_first_process", "look_at_memory"]
+__all__ = [
+    "available_memory",
+    "file_system",
+    "look_at_directory",
+    "look_at_first_process",
+    "look_at_memory",
+    "measure",
+    "memory_of_container",
+]
 
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 _NETWORK_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "afs")
 _SHELLS = ("ash", "bash", "dash", "sh", "zsh")
 _MEASURE_S = 1.0
+_PIECE_BYTES = 32 << 20
+_MOST_BYTES = 4 << 30
+_FREE_PART = 10
+_NO_LIMIT = 1 << 60  # what version 1 of cgroups says for none, and anything like it
 
 
 def file_system(path: Path) -> str:
@@ -39,7 +56,7 @@ def look_at_directory(
     directory: Path, state: HeldState | None, grace_s: float, *, page_cache: bool
 ) -> Iterator[Finding]:
     """All that can be said of `directory`, which need not exist. `page_cache`: as in `SavingSettings`."""
-    folder = existing_part(directory)
+    folder = _existing_part(directory)
     kind = file_system(folder)
     where = printable(f"{folder} ({kind})")
     if kind in _MEMORY_SYSTEMS:
@@ -87,3 +104,84 @@ def look_at_first_process() -> Iterator[Finding]:
         text = f"process 1 of this container is {name}, which hands no SIGTERM to the program that it runs"
         remedy = "start the program with exec in that script, or with docker run --init"
         yield Finding("platform", Level.WARNING, text, remedy)
+
+
+# --- measuring ---
+
+
+def _existing_part(directory: Path) -> Path:
+    """`directory`, or the nearest folder above it that exists."""
+    path = directory.absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def measure(folder: Path, for_s: float, *, page_cache: bool = False) -> Disk:
+    """Write to an existing folder for about `for_s` seconds, as saves do. `page_cache`: as in `SavingSettings`. Raises
+    OSError. Blocks.
+
+    At most a tenth of the free room is used, and 4 GiB. The file has no name, so nothing remains however this
+    process ends.
+    """
+    data = torch.frombuffer(bytearray(os.urandom(_PIECE_BYTES)), dtype=torch.uint8)  # file systems may compress
+    most = min(_MOST_BYTES, free_space(folder) // _FREE_PART)
+    with (
+        tempfile.TemporaryFile(dir=folder) as file,
+        contextlib.closing(BlockWriter(fd := file.fileno(), 0, cached=page_cache)) as writer,
+    ):
+        pieces = max(1, most // _PIECE_BYTES)
+        if most < _PIECE_BYTES:
+            data = data[: max(1, most // 4096) * 4096]
+        preallocate(fd, pieces * data.nbytes)  # as a save does
+        began = time.monotonic()
+        written = 0
+        for _ in range(pieces):
+            writer.put(data)
+            written += data.nbytes
+            if time.monotonic() - began > for_s:
+                break
+        writer.finish()
+        os.fsync(fd)
+        way = "direct I/O" if writer.direct else "the page cache"
+        return Disk(written / max(time.monotonic() - began, 1e-6), written, way)
+
+
+def memory_of_container(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process's cgroup, version 2 or 1, and those above it leave, as far as they can be seen; None: no
+    limit is seen."""
+    try:
+        lines = [line.split(":", 2) for line in proc.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return None
+    groups = {kind: path for _, kinds, path in (line for line in lines if len(line) == 3) for kind in kinds.split(",")}
+    if (root / "cgroup.controllers").exists():
+        path, most, used = groups.get("", "/"), "memory.max", "memory.current"
+    else:
+        path, most, used = groups.get("memory", "/"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+        root = root / "memory"
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    # From the group's own folder up to the root; inside a container only the root may be there.
+    folders = [root.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
+    limits = [(limit, _number(folder / used) or 0) for folder in folders if (limit := _number(folder / most))]
+    return min((max(0, limit - now) for limit, now in limits if limit < _NO_LIMIT), default=None)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def available_memory(left_by_container: int | None, path: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes of memory that this process may still take, by the machine and by its container; None: not visible."""
+    found = [] if left_by_container is None else [left_by_container]
+    try:
+        text = path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        text = ""
+    if match := re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE):
+        found.append(int(match[1]) << 10)
+    return min(found, default=None)

@@ -11,12 +11,12 @@ Ranks that hold different parts (FSDP) write S together in any case, S being the
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from mindx_elastic.core.printable import human_size
-from mindx_elastic.doctor.finding import Finding, Level
 
-__all__ = ["Disk", "HeldState", "judge_memory", "judge_room", "judge_time"]
+__all__ = ["Disk", "Finding", "HeldState", "Level", "judge_memory", "judge_room", "judge_time"]
 
 _AGREEMENT_S = 1.0
 """Time from the alarm to the agreed step, with room for a step that has begun, and for the file's name; steps take
@@ -24,6 +24,25 @@ longer in some jobs."""
 _KEPT_FREE = 2
 """A new checkpoint is written before the older one is deleted."""
 _NUM_SLOTS = 2
+
+
+class Level(Enum):
+    """How much a finding matters, the most harmless first."""
+
+    GOOD = "good"
+    WARNING = "warning"
+    """The job runs; time, steps or exactness may be lost in some case."""
+    PROBLEM = "problem"
+    """The job does not run, or loses what it need not lose."""
+
+
+class Finding(NamedTuple):
+    check: str
+    """What was looked at, in a word or two; several findings may have the same."""
+    level: Level
+    text: str
+    remedy: str = ""
+    """What to do; empty where there is nothing to do."""
 
 
 class HeldState(NamedTuple):

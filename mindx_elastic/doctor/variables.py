@@ -10,7 +10,7 @@ from typing import Any
 from mindx_elastic import config
 from mindx_elastic.cluster.settings import WORKER, ClusterSettings
 from mindx_elastic.core.printable import printable
-from mindx_elastic.doctor.finding import Finding, Level
+from mindx_elastic.doctor.saving import Finding, Level
 from mindx_elastic.errors import UsageError
 
 __all__ = ["judge_variables", "known_names"]

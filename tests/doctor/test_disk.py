@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.doctor.disk import measure
+from mindx_elastic.doctor.places import measure
 
 
 @pytest.mark.parametrize("page_cache", [False, True])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindx_elastic.doctor.machine import available_memory, memory_of_container
-from mindx_elastic.doctor.places import file_system
+from mindx_elastic.doctor.places import available_memory, file_system, memory_of_container
 
 
 def write(path: Path, text: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindx_elastic.doctor.finding import Level
-from mindx_elastic.doctor.saving import Disk, HeldState, judge_memory, judge_room, judge_time
+from mindx_elastic.doctor.saving import Disk, HeldState, Level, judge_memory, judge_room, judge_time
 
 GIB = 1 << 30
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.doctor.finding import Level
+from mindx_elastic.doctor.saving import Level
 from mindx_elastic.doctor.variables import judge_variables, known_names
 
 WRONG = [
