@@ -27,9 +27,9 @@ from mindx_elastic.memory.arena import ArenaFile
 from mindx_elastic.prove.causes import explain
 from mindx_elastic.prove.compare import Difference, compare_steps
 from mindx_elastic.prove.digests import stream_digest
-from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.overlap import note_comparison
 from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
+from mindx_elastic.prove.witness import Observed
 
 __all__ = ["KeptSteps", "open_kept_steps"]
 

@@ -37,10 +37,9 @@ from mindx_elastic.persist.storage import new_file
 from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
 from mindx_elastic.prove.loop_variables import carried, loops_around
-from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
 from mindx_elastic.prove.variables import KEPT
-from mindx_elastic.prove.witness import Witness
+from mindx_elastic.prove.witness import Observed, Witness
 
 __all__ = [
     "Comparison",

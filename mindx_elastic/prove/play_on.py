@@ -38,10 +38,10 @@ from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.prove.kept_steps import KeptSteps, open_kept_steps
 from mindx_elastic.prove.not_kept import FIRST_LOOK, SECOND_LOOK, NotKept, counts_from_the_start, has_begun_again
-from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.overlap import Comparison, Played, open_comparison
 from mindx_elastic.prove.proof_witness import ProofWitness
 from mindx_elastic.prove.rehearsal import Rehearsal
+from mindx_elastic.prove.witness import Observed
 
 __all__ = ["Overlap"]
 

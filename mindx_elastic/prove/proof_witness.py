@@ -25,9 +25,8 @@ import xxhash
 from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.prove.control import Control, read_control
-from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.records import of_kinds, split_kind
-from mindx_elastic.prove.witness import Witness
+from mindx_elastic.prove.witness import Observed, Witness
 
 if TYPE_CHECKING:
     from mindx_elastic.drill.inject import Injector

@@ -32,18 +32,42 @@ from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.data.iteration import CursorLoader
 from mindx_elastic.guard.checks.program_variables import program_frames
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
+from mindx_elastic.guard.loops.loops import Loops
+from mindx_elastic.guard.opening import Opening
+from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.prove.compare import root_of
 from mindx_elastic.prove.digests import digest, leaves, stream_digest
 from mindx_elastic.prove.loop_variables import rebound_in
-from mindx_elastic.prove.observed import Observed
 from mindx_elastic.prove.records import MOST_FORWARDS, WitnessedStep
 from mindx_elastic.prove.variables import Variables
 
-__all__ = ["Witness", "kept_of"]
+__all__ = ["Observed", "Witness", "kept_of"]
 
 _MOST_PARTS = 16  # of a batch
 _MOST_ITEMS = 256  # of a container in a state, each with its own digest
 _LOADER = re.compile(r"loader(_\d+)?")
+
+
+class Observed:
+    """An observer reads it, and changes nothing."""
+
+    def __init__(self, opening: Opening, stopper: Stopper, loops: Loops, is_outside: Callable[[], bool]) -> None:
+        """`is_outside`: what happens now belongs to no step."""
+        start = opening.start
+        self.directory, self.prefix = opening.options.folder, opening.options.prefix
+        self.run_id, self.ranks = start.run_id, stopper.ranks
+        self.targets, self.collector = opening.targets, opening.collector
+        self.position = loops.position
+        """The last boundary passed."""
+        self.resumed = start.step
+        """Step of the checkpoint that this run went on from."""
+        self.resumed_path = None if start.resumed is None else start.resumed.path
+        self.was_not_kept = "" if start.resumed is None else start.resumed.checkpoint.info.not_kept
+        """What `not_kept` had found in the stopped process: ``self.n, self.meter (4 attributes)``."""
+        self.policies, self.stopper = opening.policies, stopper
+        self.unmanaged = opening.unmanaged
+        """Where a comparison notes what it has shown."""
+        self.is_outside = is_outside
 
 
 class Witness:
