@@ -117,7 +117,7 @@ def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 @pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["index.md", "trainers.md"])
+@pytest.mark.parametrize("page", ["../README.md", "index.md", "trainers.md"])
 def test_the_program_of_a_page_stops_and_goes_on(tmp_path: Path, page: str) -> None:
     text, *_ = re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
     number, code = (signal.SIGINT, 130) if page == "index.md" else (signal.SIGTERM, 143)

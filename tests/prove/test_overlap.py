@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -90,21 +89,6 @@ def test_an_exact_job_is_verified(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not lines(caplog, "not got back")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "told"), [("world_size", 3, "of 3 ranks, not 1"), ("version", 2, "of another version")]
-)
-def test_a_witness_of_other_ranks_is_not_compared_and_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, field: str, value: int, told: str
-) -> None:
-    caplog.set_level(logging.INFO)
-    stop(tmp_path)
-    head, *steps = witness_in(tmp_path).read_text().splitlines()
-    witness_in(tmp_path).write_text("\n".join([json.dumps({**json.loads(head), field: value}), *steps]))
-    resume(tmp_path)
-    (line,) = lines(caplog, "is not compared")
-    assert told in line and ("version" in line) == (field == "version")
-
-
 def test_accumulation_is_played_to_the_windows_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     job = Quiet(tmp_path, accumulate=2)
@@ -171,35 +155,6 @@ def test_a_count_that_is_not_kept_is_told(
     train(Quiet(tmp_path, seed=1))  # it had finished
     assert not lines(caplog, "is not compared"), caplog.text
     assert lines(caplog, "no step was left after step 15, and code that follows may differ by what is not kept: count")
-
-
-def test_what_a_generator_over_the_loader_counts_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It begins again in a resumed run, and nothing may show that before its next epoch."""
-    caplog.set_level(logging.INFO)
-
-    def batches(loader: Any) -> Any:
-        for epoch in itertools.count():
-            for x, y in loader:
-                yield x, y, epoch
-
-    def train(job: Job) -> None:
-        with job.guard as guard:
-            source = batches(job.loader)
-            for _ in guard.steps(15):
-                x, y, epoch = next(source)
-                (torch.nn.functional.cross_entropy(job.network(x), y) + epoch).backward()
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-                if guard.step + 1 == STOP and guard.resumed_from_step is None:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    wait_until(lambda: guard.stopper.agreed_step == STOP, "the agreement")
-                guard.step_end()
-
-    with pytest.raises(SystemExit):
-        train(Quiet(tmp_path))
-    train(Quiet(tmp_path, seed=1))
-    told = "step 8 is equal to the one of the stopped process; not got back: epoch of batches() (1, now 0)"
-    assert lines(caplog, told), caplog.text
 
 
 def test_a_step_whose_forwards_are_in_a_transform_is_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -314,11 +269,16 @@ def edit(path: Path, change: Callable[[list[str]], list[str]], *, seals: bool) -
         (
             lambda text: [text[0].replace('"version": 3', '"version": 99'), *text[1:]],
             True,
-            "another version of this package",
+            "is not compared: {} is of another version of this package",
+        ),
+        (
+            lambda text: [text[0].replace('"world_size": 1', '"world_size": 3'), *text[1:]],
+            True,
+            "is not compared: {} is of 3 ranks, not 1",
         ),
     ],
 )
-def test_a_damaged_witness_is_named_and_nothing_else(
+def test_a_witness_that_is_damaged_or_of_another_job_is_named_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, seals: bool, told: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -326,7 +286,7 @@ def test_a_damaged_witness_is_named_and_nothing_else(
     edit(witness_in(tmp_path), change, seals=seals)
     job, _ = resume(tmp_path)
     assert job.guard.resumed_from_step == STOP
-    assert lines(caplog, told), caplog.text
+    assert lines(caplog, told.format(witness_in(tmp_path).name)), caplog.text
     assert not outcomes(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -126,6 +127,20 @@ def test_of_files_that_are_read_the_position_is_noted(tmp_path: Path) -> None:
         found = noted(text=text, lines=lines, data=data, log=log)
     stands = {name: place for name, place in found.items() if name.startswith('the position of "values[')}
     assert [*stands.values()] == ["3", "8", "2"]
+
+
+def test_a_generator_has_what_it_has_for_its_next_item() -> None:
+    """Over a loader it begins again in a resumed run, and nothing may show that before its next epoch."""
+
+    def batches() -> Any:
+        for epoch in itertools.count():
+            for x in (0.5, 1.5, 2.5):
+                yield x, epoch
+
+    source = batches()
+    number = [next(source) for _ in range(5)][-1][1]
+    found = {name: value for name, value in noted(source=source).items() if "batches()" in name}
+    assert (number, found) == (1, {'"epoch of batches()"': "1"})
 
 
 def test_what_the_guard_keeps_is_left_out() -> None:
