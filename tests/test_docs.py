@@ -34,7 +34,7 @@ from mindx_elastic.config import (
     TftSettings,
 )
 from mindx_elastic.guard.stop_save import StopPhase
-from mindx_elastic.persist import unflatten
+from mindx_elastic.persist import flatten
 from mindx_elastic.platforms.plan_files import env_lines, plan_to_json
 from mindx_elastic.rejoin.record import RecoveryRecord, as_event
 from mindx_elastic.start.facts import Refusal
@@ -244,7 +244,7 @@ def test_metadata_keys_and_tree_nodes_are_on_the_page() -> None:
     keys = set(re.findall(r'metadata\[?"(mindx\.\w+)"|"(mindx\.\w+)":', source))
     assert {a or b for a, b in keys} <= set(rows(section("reference.md", "The checkpoint file")))
     page = section("reference.md", "The tree")
-    tags = {*unflatten._PLAIN, *unflatten._CONTAINERS, "$tensor", "$ndarray", "$blob"}
+    tags = {*flatten._PLAIN, *flatten._CONTAINERS, "$tensor", "$ndarray", "$blob"}
     assert set(re.findall(r"\$[a-z]+", page)) - {"$"} == tags
 
 

@@ -1,4 +1,4 @@
-"""Turns nested Python state into a JSON tree plus named tensors; `unflatten` is the inverse.
+"""Turns nested Python state into a JSON tree plus named tensors (`flatten`), and back (`unflatten`).
 
 The tree makes a checkpoint loadable without pickle: it is plain data that is interpreted, never executed. It looks like
 the state it describes; a value that JSON cannot express is an object with one key that starts with ``$``::
@@ -12,8 +12,11 @@ the state it describes; a value that JSON cannot express is an object with one k
     $int hex (beyond 64 bits)         $float hex (nan, inf)   $complex hex     $size [...]    $dtype   $device
 
 Types are matched exactly: a subclass (an enum, a namedtuple, a DTensor) would silently come back as its base, so it
-is refused by name. The one exception is a `defaultdict` with a factory that is not in `FACTORIES`, which comes back as
+is refused by name. The one exception is a `defaultdict` with a factory that is not in `_FACTORIES`, which comes back as
 a `dict`: such a factory is code.
+
+A tree is interpreted, never executed: each tag builds one kind of value, and anything unexpected is an error. A digest
+covers the trees of our own files, so a malformed one is a bug or an attack; both must end in a named error.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindx_elastic.errors import UnsupportedStateError
-from mindx_elastic.persist.dtypes import NAMES, to_stored
+from mindx_elastic.errors import CorruptCheckpointError, StrPath, UnsupportedStateError
+from mindx_elastic.persist.dtypes import NAMES, from_stored, parse_dtype, to_stored
 
-__all__ = ["FACTORIES", "MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense", "tensor_names"]
+__all__ = ["MAX_DEPTH", "MAX_DIMS", "Tree", "flatten", "tensor_names", "unflatten"]
 
 Tree = Any  # JSON: None, bool, int, float, str, list, dict
 
@@ -42,14 +45,17 @@ MAX_DEPTH = 100
 """Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
-FACTORIES: dict[str, Any] = {"None": None, **{kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)}}
+_FACTORIES: dict[str, Any] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)},
+}
 """The factories of a `defaultdict` that are kept, by name."""
 _AS_THEY_ARE = frozenset((str, bool, type(None)))
 _FIRST = itemgetter(slice(1))
 _INLINE_BYTES = 1024  # longer byte strings are stored next to the tensors: the header has an upper bound
 _NAME_PART = 200
 _REMEDY = "convert it to a plain dense tensor before it enters the state"
-NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")  # no objects, no structures
+_NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")  # no objects, no structures
 
 
 def flatten(state: object) -> tuple[Tree, dict[str, torch.Tensor]]:
@@ -171,7 +177,7 @@ class _Encoder:
         return node
 
     def _default(self, value: defaultdict[Any, Any], where: str, depth: int) -> Tree:
-        factory = next((name for name, made_by in FACTORIES.items() if made_by is value.default_factory), None)
+        factory = next((name for name, made_by in _FACTORIES.items() if made_by is value.default_factory), None)
         if factory is None:
             return self._dict(value, where, depth)
         return {"$default": self._pairs(value, where, depth), "factory": factory}
@@ -320,7 +326,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.data_ptr(), tensor.device, tensor.dtype, *view)
 
 
-def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
+def _is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
     """Whether the elements fill one block of memory without holes and overlaps, in any order of the axes."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
@@ -349,5 +355,153 @@ def _why_unsupported(value: object) -> str:
 
 
 def _check_numpy(dtype: np.dtype[Any], where: str) -> None:
-    if not NUMPY_DTYPE.fullmatch(dtype.str):
+    if not _NUMPY_DTYPE.fullmatch(dtype.str):
         raise UnsupportedStateError(where or "state", f"numpy data of type {dtype} cannot be stored")
+
+
+# --- and back ---------------------------------------------------------------------------------------------------------
+
+
+def unflatten(tree: Tree, tensors: Mapping[str, torch.Tensor], *, path: StrPath | None = None) -> Any:
+    """Rebuild a state; the exact inverse of `flatten`, types included. Tied tensors are one object again.
+
+    The result uses the given tensors and copies only those with unusual strides. `path` is for error messages. Raises
+    CorruptCheckpointError for a malformed tree or a missing tensor.
+    """
+    decoder = _Decoder(tensors)
+    try:
+        return decoder.decode(tree, 0)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as error:
+        place = "malformed state tree" if path is None else f"{path}: malformed state tree"
+        raise CorruptCheckpointError(f"{place}: {type(error).__name__}: {error}", path=path) from error
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._made: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def decode(self, node: Tree, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+        if isinstance(node, list):
+            return [self.decode(item, depth + 1) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if len(node) == 1 and "$tensor" in node:  # most nodes; as _tensor(), with nothing to be made of it
+            return self._tensors[node["$tensor"]]
+        tag = next((key for key in node if key.startswith("$")), None)
+        if tag is None:
+            return self._dict(node, depth)
+        if tag in _PLAIN:
+            return _PLAIN[tag](node[tag])
+        if tag in _CONTAINERS:
+            return self._container(tag, node, depth)
+        if tag == "$tensor":
+            return self._tensor(node)
+        if tag == "$ndarray":
+            return self._ndarray(node)
+        if tag == "$blob":
+            return self._tensors[node[tag]].numpy().tobytes()
+        raise ValueError(f"unknown tag {tag!r}")
+
+    def _dict(self, node: dict[str, Tree], depth: int) -> dict[str, Any]:
+        tensors, decode = self._tensors, self.decode
+        return {  # without a call for what most items are
+            key: tensors[item["$tensor"]]
+            if type(item) is dict and len(item) == 1 and "$tensor" in item
+            else decode(item, depth + 1)
+            for key, item in node.items()
+        }
+
+    def _container(self, tag: str, node: dict[str, Tree], depth: int) -> Any:
+        if tag not in ("$map", "$odict", "$counter", "$default"):
+            items = self.decode(node[tag], depth)
+            return deque(items, node["maxlen"]) if tag == "$deque" else _CONTAINERS[tag](items)
+        pairs = [(self.decode(key, depth + 1), self.decode(item, depth + 1)) for key, item in node[tag]]
+        result = _CONTAINERS[tag](pairs)
+        if len(result) != len(pairs):
+            raise ValueError(f"a key appears twice in {tag}")
+        if tag == "$default":
+            return defaultdict(_FACTORIES[node["factory"]], result)
+        if "metadata" in node:
+            result._metadata = self.decode(node["metadata"], depth + 1)
+        return result
+
+    def _tensor(self, node: dict[str, Tree]) -> torch.Tensor:
+        strides = tuple(node["strides"]) if "strides" in node else None
+        grad, parameter = node.get("grad", False), node.get("parameter", False)
+        base_key = (node["$tensor"], node.get("dtype"), strides)
+        key = (*base_key, grad, parameter)
+        if key not in self._made:
+            if base_key not in self._made:
+                self._made[base_key] = self._base(node["$tensor"], node.get("dtype"), strides)
+            tensor = self._made[base_key]
+            if parameter:
+                tensor = torch.nn.Parameter(tensor, requires_grad=grad)
+            elif grad:
+                tensor = tensor.detach().requires_grad_()
+            self._made[key] = tensor
+        return self._made[key]
+
+    def _base(self, name: str, dtype: str | None, strides: tuple[int, ...] | None) -> torch.Tensor:
+        stored = self._tensors[name]
+        if strides is not None and stored.stride() != strides:
+            if not _is_dense(stored.shape, strides):
+                raise ValueError(f"impossible strides {strides} for shape {tuple(stored.shape)}")
+            stored = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device="cpu").copy_(stored)
+        return stored if dtype is None else from_stored(stored, parse_dtype(dtype))
+
+    def _ndarray(self, node: dict[str, Tree]) -> np.ndarray[Any, Any]:
+        dtype = _numpy_dtype(node["dtype"])
+        stored = self._tensors[node["$ndarray"]]
+        array: np.ndarray[Any, Any]
+        if "shape" in node:
+            array = stored.numpy().view(dtype).reshape(node["shape"])
+        elif dtype.kind == "c":
+            array = torch.view_as_complex(stored).numpy()
+        else:
+            array = stored.numpy()
+        if array.dtype != dtype:
+            raise ValueError(f"array of type {array.dtype} where {dtype} was expected")
+        return np.asfortranarray(array) if node.get("order") == "F" else array
+
+
+def _numpy_dtype(text: str) -> np.dtype[Any]:
+    if not _NUMPY_DTYPE.fullmatch(text):
+        raise ValueError(f"numpy type {text!r} is not allowed")
+    return np.dtype(text)
+
+
+def _decode_scalar(value: list[str]) -> np.generic:
+    dtype, data = _numpy_dtype(value[0]), bytes.fromhex(value[1])
+    if dtype.itemsize == 0:  # an empty numpy string
+        return dtype.type()  # type: ignore[no-any-return]
+    (scalar,) = np.frombuffer(data, dtype)
+    return scalar  # type: ignore[no-any-return]
+
+
+def _decode_int(text: str) -> int:
+    return int(text, 16)  # hex: decimal text of thousands of digits is refused by Python
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "$int": _decode_int,
+    "$float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "$complex": lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+    "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$scalar": _decode_scalar,
+    "$size": torch.Size,
+    "$dtype": parse_dtype,
+    "$device": torch.device,
+}
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "$map": dict,
+    "$odict": OrderedDict,
+    "$default": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$deque": deque,
+}

@@ -30,8 +30,7 @@ import torch
 from mindx_elastic.core.tensor_memory import flat_bytes, memory_of
 from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
-from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
-from mindx_elastic.persist.unflatten import unflatten
+from mindx_elastic.persist.flatten import MAX_DEPTH, flatten, unflatten
 
 __all__ = ["SectionPacker", "StatePacker", "unpack_sections"]
 

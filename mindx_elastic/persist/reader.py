@@ -32,9 +32,8 @@ from mindx_elastic.errors import (
 )
 from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.entries import TensorEntry, without_collections
-from mindx_elastic.persist.flatten import Tree, tensor_names
+from mindx_elastic.persist.flatten import Tree, tensor_names, unflatten
 from mindx_elastic.persist.format import CheckpointInfo, Header, open_checkpoint
-from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = ["Checkpoint", "Pieces", "map_checkpoint", "read_checked", "read_checkpoint", "read_some", "verify_file"]
 

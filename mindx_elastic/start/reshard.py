@@ -31,10 +31,10 @@ from mindx_elastic.core.strategy import TensorSpec, global_name
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.entries import TensorEntry
+from mindx_elastic.persist.flatten import unflatten
 from mindx_elastic.persist.format import Header, open_checkpoint
 from mindx_elastic.persist.places import places_in
 from mindx_elastic.persist.reader import Checkpoint, read_checked, read_some
-from mindx_elastic.persist.unflatten import unflatten
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, completing
 
 __all__ = ["Parts", "assemble"]

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindx_elastic.persist.flatten import flatten
-from mindx_elastic.persist.unflatten import unflatten
+from mindx_elastic.persist.flatten import flatten, unflatten
 
 __all__ = ["assert_same", "through_format"]
 

@@ -16,7 +16,7 @@ from mindx_elastic.prove.digests import digest
 
 PACKAGE = Path(__file__).parents[2] / "mindx_elastic"
 OWN = {
-    *("persist/unflatten.py", "persist/direct_io.py", "persist/packer.py", "persist/reader.py"),
+    *("persist/flatten.py", "persist/direct_io.py", "persist/packer.py", "persist/reader.py"),
     *("capture/rng.py", "capture/extra_state.py", "core/mersenne.py"),  # states of generators
     *("guard/checks/movements.py", "prove/digests.py", "capture/given_settings.py"),
     *("rejoin/copies.py", "mirror/wire.py"),

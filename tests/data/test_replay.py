@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from mindx_elastic.data import ReplayLoader, ResumableLoader
 from mindx_elastic.data.random_streams import capture_streams, restore_streams, seed_streams
 from mindx_elastic.errors import MismatchError, UsageError
-from mindx_elastic.persist.flatten import flatten
-from mindx_elastic.persist.unflatten import unflatten
+from mindx_elastic.persist.flatten import flatten, unflatten
 from tests.data.datasets import Noisy, NoisyStream, noisy_collate, same
 
 SIZE = 30

@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 
 from mindx_elastic.errors import CorruptCheckpointError, UnsupportedStateError
-from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
-from mindx_elastic.persist.unflatten import unflatten
+from mindx_elastic.persist.flatten import MAX_DEPTH, flatten, unflatten
 from tests.persist.states import assert_same, states
 
 

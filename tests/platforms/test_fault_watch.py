@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
-from tests.platforms.test_faults import entry, texts
+from tests.platforms.test_faults import entry
 
 LONG_AGO = 1_600_000_000.0
 
@@ -196,20 +194,3 @@ def test_flushing_keeps_its_last_state_while_the_file_is_half_written(
     assert len(warnings(caplog)) == 1
     (mount.paths.reset_dir / "reset.json").unlink()
     assert not watch.flushing()
-
-
-# --- anything at all ---
-
-
-@settings(max_examples=40)
-@given(contents=st.lists(st.binary(max_size=60) | texts.map(lambda t: t.encode(errors="replace")), max_size=5))
-def test_no_file_crashes_the_watch(tmp_path_factory: pytest.TempPathFactory, contents: list[bytes]) -> None:
-    mount = Mount(tmp_path_factory.mktemp("mount"))
-    watch = mount.watch()
-    for content in contents:
-        for path in (mount.paths.fault_dir / "fault-npus", mount.paths.reset_dir / "reset.json"):
-            path.write_bytes(content)
-        watch.poll()
-        assert watch.flushing() in (True, False)
-    (mount.paths.fault_dir / "fault-npus").write_text('{"FaultRank": [12345]}')
-    assert ranks(watch.poll()) == [12345]

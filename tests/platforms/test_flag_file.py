@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.platforms.flag_file import AnsweredFlags, FlagFile
+from tests.platforms.test_fault_watch import publish, warnings
 
 LONG_AGO = 1_000_000_000.0
 
@@ -23,10 +24,6 @@ def path(tmp_path: Path) -> Path:
 
 def watch(path: Path) -> FlagFile:
     return FlagFile(path, started_at=LONG_AGO)
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize(
@@ -89,17 +86,9 @@ def test_a_bad_file_is_one_warning_and_then_a_retry(
     assert flag.poll()
 
 
-def replace_by_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def replace_by_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("make", [replace_by_folder, replace_by_pipe])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_what_is_no_file_is_named_once_and_never_opened(
-    path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    path: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     flag = watch(path)
     make(path)
@@ -110,13 +99,6 @@ def test_what_is_no_file_is_named_once_and_never_opened(
     path.rename(path.with_name("moved"))
     path.write_text('{"GracefulExit": 1}')
     assert flag.poll()
-
-
-def publish_config_map(folder: Path, name: str, value: int) -> None:
-    (folder / name).mkdir()
-    (folder / name / "graceful_exit.json").write_text(f'{{"GracefulExit": {value}}}')
-    (folder / "..data_tmp").symlink_to(name)
-    os.rename(folder / "..data_tmp", folder / "..data")
 
 
 def answered_by(path: Path, before: AnsweredFlags | None = None) -> AnsweredFlags:
@@ -168,8 +150,7 @@ def test_a_config_map_in_a_new_pod_is_the_same_flag_until_its_content_changes(tm
         if mount.exists():
             mount.rename(tmp_path / f"gone before {name}")
         mount.mkdir()
-        publish_config_map(mount, f"..2026_{name}", 1)
-        (mount / "graceful_exit.json").symlink_to("..data/graceful_exit.json")
+        publish(mount, f"..2026_{name}", {"graceful_exit.json": '{"GracefulExit": 1}'})
         later = LONG_AGO + 1000 * len(name)
         os.utime(mount / f"..2026_{name}" / "graceful_exit.json", (later, later))
         return mount
@@ -178,12 +159,9 @@ def test_a_config_map_in_a_new_pod_is_the_same_flag_until_its_content_changes(tm
     mount = pod("bb")
     flag = FlagFile(mount / "graceful_exit.json", answered=flags)
     assert not flag.poll()
-    publish_config_map(mount, "..2026_off", 0)
+    publish(mount, "..2026_off", {"graceful_exit.json": '{"GracefulExit": 0}'})
     assert not flag.poll()
-    (mount / "..2026_set").mkdir()
-    (mount / "..2026_set" / "graceful_exit.json").write_text('{"GracefulExit": 1, "request": 2}')
-    (mount / "..data_tmp").symlink_to("..2026_set")
-    os.rename(mount / "..data_tmp", mount / "..data")
+    publish(mount, "..2026_set", {"graceful_exit.json": '{"GracefulExit": 1, "request": 2}'})
     assert flag.poll()
 
 

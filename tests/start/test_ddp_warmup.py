@@ -87,14 +87,11 @@ def test_nothing_else_has_changed(broadcast_buffers: bool, as_view: bool) -> Non
     assert module.broadcast_buffers is broadcast_buffers
 
 
-def test_a_model_of_another_size_and_unused_parameters() -> None:
+def test_a_model_of_another_size_unused_parameters_and_a_static_graph() -> None:
     problem = replay_gradient_order(wrap(), [0, 1])
     assert problem is not None and "recorded 2 gradients, the model has 3" in problem
     assert replay_gradient_order(wrap(), [0, 1, 1]) is not None
     assert replay_gradient_order(wrap(find_unused_parameters=True), [1, 0, 2]) is None, "nothing to do"
-
-
-def test_a_static_graph_is_not_replayed() -> None:
     assert replay_gradient_order(wrap(static_graph=True), [1, 0, 2]) == "it has static_graph=True"
 
 

@@ -252,7 +252,7 @@ def test_a_part_outside_of_the_directory_is_not_touched(tmp_path: Path) -> None:
 # --- what it costs ---
 
 
-def test_what_has_a_wanted_part_is_read_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_has_a_wanted_part_is_read_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (64, 32_000)
     tensors = {"w": (numbers(*shape), layout([4], "S(0)")), "v": (numbers(64), layout([4], "S(0)"))}
     Saved(4, tensors).write(tmp_path)
@@ -266,21 +266,11 @@ def test_what_has_a_wanted_part_is_read_once_and_checked(tmp_path: Path, monkeyp
         read_checked(fd, header, entry, path, wanted)
 
     monkeypatch.setattr("mindx_elastic.start.reshard.read_checked", checked)
-
-    def second_half() -> torch.Tensor:
-        with Parts(plan, plan.ranks[1]) as parts:
-            out = parts.tensor(source, layout([2], "S(0)"), 1)
-            parts.finish()
-            return out
-
-    assert_same_bits(second_half(), cut(tensors["w"][0], layout([2], "S(0)"), 1))
+    with Parts(plan, plan.ranks[1]) as parts:
+        second_half = parts.tensor(source, layout([2], "S(0)"), 1)
+        parts.finish()
+    assert_same_bits(second_half, cut(tensors["w"][0], layout([2], "S(0)"), 1))
     assert sorted(read) == [(2, "model.w"), (3, "model.w")]
-    path = Path(plan.files[3][0].path)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1  # of w, which is most of it
-    path.write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match="digest"):
-        second_half()
 
 
 def test_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
