@@ -30,6 +30,7 @@ __all__ = [
     "catches",
     "has_ended",
     "is_alive",
+    "is_missing",
     "is_own_folder",
     "is_private_folder",
     "killed_by",
@@ -37,6 +38,7 @@ __all__ = [
     "new_map",
     "open_pidfd",
     "open_regular",
+    "process_started_at",
     "read_json_object",
     "read_small",
     "read_stat",
@@ -104,6 +106,17 @@ def read_json_object(path: StrPath) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{os.fspath(path)}: not a JSON object")
     return content
+
+
+def is_missing(path: StrPath) -> bool:
+    """Whether there is certainly nothing at `path`; False in doubt (no permission, a stale mount)."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def is_own_folder(path: StrPath) -> bool:
@@ -186,10 +199,18 @@ def is_alive(pid: int, known_at: float | None) -> bool:
     A process that began later has only inherited the number. None: any process of that number counts.
     """
     ticks = start_ticks(pid) if pid > 0 else ""
-    if not ticks or known_at is None:
-        return bool(ticks)
+    return bool(ticks) and (known_at is None or _unix_time(ticks) <= known_at + _SLACK_S)
+
+
+def process_started_at() -> float:
+    """When this process was started, unix seconds; now, where /proc does not say."""
+    ticks = start_ticks(os.getpid())
+    return min(_unix_time(ticks), time.time()) if ticks else time.time()
+
+
+def _unix_time(ticks: str) -> float:
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return boot + int(ticks) / os.sysconf("SC_CLK_TCK") <= known_at + _SLACK_S
+    return boot + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def has_ended(pid: int, started: str) -> bool:

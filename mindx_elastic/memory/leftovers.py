@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.core.posix import is_own_folder
+from mindx_elastic.core.posix import is_missing, is_own_folder
 from mindx_elastic.memory.arena import read_records
 from mindx_elastic.memory.folders import (
     maker_in,
@@ -82,23 +82,12 @@ def _look_at_arenas(path: Path) -> dict[str, Any]:
     began = created if isinstance(created, (int, float)) and not isinstance(created, bool) else path.lstat().st_mtime
     return {
         "directory": directory,
-        "directory_exists": bool(directory) and _exists(directory),
+        "directory_exists": bool(directory) and not is_missing(directory),
         "run_id": run_id if isinstance(run_id, str) else "",
         "ranks": tuple(rank_folders(path)),
         "newest_step": newest_step(path),
         "age_s": time.time() - began,
     }
-
-
-def _exists(directory: str) -> bool:
-    """Whether a directory exists; True in doubt (no permission, a stale mount)."""
-    try:
-        os.stat(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def newest_step(arenas: Path) -> int | None:

@@ -32,6 +32,7 @@ __all__ = [
     "KIND_ORDER",
     "CatalogEntry",
     "find_files",
+    "kind_place",
     "looks_ours",
     "preference",
     "rank_of_folder",
@@ -170,9 +171,13 @@ def preference(entry: CatalogEntry) -> tuple[int, bool, bool, int, float, str]:
     with a part of a divided state comes after whole ones."""
     info = entry.info
     assert info is not None  # only good entries are grouped
-    kind = KIND_ORDER.index(info.kind) if info.kind in KIND_ORDER else len(KIND_ORDER)
     is_part = entry.header is not None and entry.header.held is not None
-    return info.rank, not info.resumable, is_part, kind, -info.created, str(entry.path)
+    return info.rank, not info.resumable, is_part, kind_place(info.kind), -info.created, str(entry.path)
+
+
+def kind_place(kind: str) -> int:
+    """The place of a kind of files in `KIND_ORDER`."""
+    return KIND_ORDER.index(kind) if kind in KIND_ORDER else len(KIND_ORDER)
 
 
 def find_files(root: Path) -> Iterator[Path | CatalogEntry]:

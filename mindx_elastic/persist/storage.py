@@ -347,11 +347,8 @@ def quarantined(root: StrPath) -> list[Path]:
     """The files in the quarantine of the directory `root` and in those of its rank folders, without the notes."""
     root = Path(root)
     folders = [root / QUARANTINE, *sorted(root.glob(f"rank_*/{QUARANTINE}"))]
-    return [path for folder in folders for path in sorted(folder.rglob("*")) if _is_quarantined(path)]
-
-
-def _is_quarantined(path: Path) -> bool:
-    return not path.name.endswith(_NOTE_SUFFIX) and (path.is_symlink() or not path.is_dir())
+    there = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    return [path for path in there if not path.name.endswith(_NOTE_SUFFIX)]
 
 
 def _move_aside(path: Path, reason: str, root: Path, move: Callable[[Path, Path], object]) -> Path:

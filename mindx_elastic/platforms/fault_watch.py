@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import process_started_at
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.platforms.faults import FAULT_KEY, RESET_KEY, Faults, parse_key
-from mindx_elastic.platforms.flag_file import process_started_at
 from mindx_elastic.platforms.small_files import read_text
 
 __all__ = ["FaultEvent", "FaultWatch"]

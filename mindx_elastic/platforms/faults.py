@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import is_missing
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.small_files import named_errors, parse_json_object, read_text
 
@@ -258,7 +259,7 @@ def read_faults(source: Path, *, world_size: int | None) -> Faults:
     Raises UsageError, with the path, for a file that is missing, cannot be read or is not understood in full.
     """
     if os.path.isdir(source):
-        mounted = [source / key for key in _KEYS if not _is_missing(source / key)]
+        mounted = [source / key for key in _KEYS if not is_missing(source / key)]
         if not mounted:
             raise UsageError(
                 f"fault report {source} is a folder with none of the files {', '.join(_KEYS)}: no mounted ConfigMap of "
@@ -281,17 +282,7 @@ def read_faults(source: Path, *, world_size: int | None) -> Faults:
 def default_fault_sources(paths: FaultPaths) -> tuple[Path, ...]:
     """The platform's mounted files that exist; empty: no report. One that cannot be opened is listed, and reading it
     says why."""
-    return tuple(p for p in (paths.fault_dir / FAULT_KEY, paths.reset_dir / RESET_KEY) if not _is_missing(p))
-
-
-def _is_missing(path: Path) -> bool:
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
-    return False
+    return tuple(p for p in (paths.fault_dir / FAULT_KEY, paths.reset_dir / RESET_KEY) if not is_missing(p))
 
 
 def parse_rank_list(text: str, *, world_size: int | None = None) -> frozenset[int]:

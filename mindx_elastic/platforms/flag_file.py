@@ -21,27 +21,15 @@ from typing import Any
 import xxhash
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import start_ticks
+from mindx_elastic.core.posix import process_started_at
 from mindx_elastic.platforms.small_files import parse_json_object, read_regular
 
-__all__ = ["AnsweredFlags", "FlagFile", "process_started_at"]
+__all__ = ["AnsweredFlags", "FlagFile"]
 
 _MAX_BYTES = 1 << 20
 _COARSEST_MTIME_S = 2.0
 _MOST_KEPT = 32
 _CONFIG_MAP_FOLDER = "..data"
-
-
-def process_started_at() -> float:
-    """Unix time, in seconds, at which this process was started (from /proc; now, where there is none)."""
-    try:
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        age = uptime - int(start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
-        # Some containers show their own uptime but the host's start times: never in the future, or every flag were
-        # stale.
-        return time.time() - max(0.0, age)
-    except (OSError, ValueError, IndexError):
-        return time.time()
 
 
 class AnsweredFlags:

@@ -41,10 +41,10 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from mindx_elastic.config import MIN_GRACE_S
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import process_started_at
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.values import real
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.flag_file import process_started_at
 from mindx_elastic.platforms.small_files import parse_json_object, read_text
 
 __all__ = ["NoticeWatch", "StopNotice", "check_notice"]

@@ -21,6 +21,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.core.printable import printable
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import StrPath
 from mindx_elastic.platforms.small_files import write_whole
@@ -183,17 +184,13 @@ def env_lines(plan: ResumePlan | Refusal) -> list[str]:
         donors = restore_ranks(plan)
         values = (plan.moment[0], str(plan.moment[1]), str(plan.step))
     names = ("MINDX_RESUME_RUN_ID", "MINDX_RESUME_ATTEMPT", "MINDX_RESUME_STEP")
-    exports = [f"export {name}={shlex.quote(_one_line(value))}" for name, value in zip(names, values, strict=True)]
+    exports = [f"export {name}={shlex.quote(printable(value))}" for name, value in zip(names, values, strict=True)]
     return [*export_restore_ranks(donors), *exports]
 
 
 def write_env_file(path: StrPath, plan: ResumePlan | Refusal) -> None:
     """Write `env_lines` to `path` in one step. Raises SaveError when that fails."""
     write_whole(path, "".join(f"{line}\n" for line in env_lines(plan)).encode())
-
-
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # --- RESTORE_RANKS ---

@@ -237,7 +237,7 @@ def scan(
     on_disk = _read_files(listing, share, trust, shared, found)
     if snapshots is None:
         snapshots = [] if listing.arenas is None else snapshot_files(listing.arenas)
-    in_memory = [entry for path in snapshots[slice(*_slice(memory_share))] if (entry := _sound(path, shared))]
+    in_memory = [entry for path in snapshots[memory_share[0] :: memory_share[1]] if (entry := _sound(path, shared))]
     for entry in (*on_disk, *in_memory):
         found.entries[str(entry.path)] = entry
         info = entry.info
@@ -261,11 +261,6 @@ def scan(
     return found
 
 
-def _slice(share: Share) -> tuple[int, None, int]:
-    number, count = share
-    return number, None, count
-
-
 def _sound(path: Path, shared: SharedJson) -> CatalogEntry | None:
     entry = read_entry(path, shared=shared)
     return None if entry is None or entry.info is None else entry
@@ -285,7 +280,7 @@ def _read_files(
     """The entries of this share of the files, bad ones included; problems go to `found`."""
     entries = list(listing.unlisted) if share[0] == 0 else []
     owners = {directory: trust.of(directory) for directory in listing.directories}
-    for path in [*listing.files][slice(*_slice(share))]:
+    for path in [*listing.files][share[0] :: share[1]]:
         entry = read_entry(path, owners=owners[listing.files[path]], shared=shared)
         if entry is not None:
             entries.append(entry)

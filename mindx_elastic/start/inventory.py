@@ -21,7 +21,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import missing_ranks, rank_list
 from mindx_elastic.memory.boundaries import OwnState
-from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
+from mindx_elastic.persist.catalog import CatalogEntry, kind_place, preference
 from mindx_elastic.start.assumptions import settle_assumptions
 from mindx_elastic.start.candidate import Candidate, Context
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
@@ -376,9 +376,8 @@ def until_sound(
 def _order(file: _File) -> tuple[Any, ...]:
     """Sort key: a file that its rank can read itself goes before a copy that it would have to fetch."""
     fact = file.fact
-    kind = KIND_ORDER.index(fact.kind) if fact.kind in KIND_ORDER else len(KIND_ORDER)
-    is_part = fact.held is not None
-    return fact.moment, fact.rank, fact.rank not in file.seen_by, is_part, kind, -fact.created, fact.path
+    order = fact.held is not None, kind_place(fact.kind), -fact.created, fact.path
+    return fact.moment, fact.rank, fact.rank not in file.seen_by, *order
 
 
 def _groups(views: Sequence[str]) -> dict[str, frozenset[int]]:

@@ -31,6 +31,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
 from mindx_elastic.errors import MismatchError
 from mindx_elastic.start.ddp_warmup import replay_orders
@@ -185,8 +186,7 @@ def _tell(found: Resumed, job: Job, began: float, boundary: Boundary | None, not
     if boundary is None:
         logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
     elif job.ranks.rank == boundary.donor:
-        dead = f"rank{'s' * (len(boundary.dead) > 1)} {', '.join(map(str, boundary.dead))}"
-        logger.info("%s replaced, the others live on: going on from %s", dead, where)
+        logger.info("%s replaced, the others live on: going on from %s", rank_list(boundary.dead), where)
     if job.ranks.rank == 0 and found.plan.resharded:
         logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
     of_files = found.plan.unmanaged if job.ranks.rank == 0 and boundary is None else ()
