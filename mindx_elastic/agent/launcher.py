@@ -333,7 +333,6 @@ def _conclude(supervisor: Supervisor) -> None:
 def _say_end(supervisor: Supervisor) -> dict[str, Any]:
     """The account is printed; what an event says of it."""
     ending, ledger = supervisor.ending, supervisor.ledger
-    ledger.note_last_loss(ending)
     totals = ledger.close()
     if ledger.is_eventful:
         print_block(render(ledger.records, ledger.recoveries))

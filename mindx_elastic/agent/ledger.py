@@ -48,6 +48,7 @@ __all__ = [
     "Ledger",
     "Totals",
     "add_up",
+    "as_attempt_event",
     "count_recovery",
     "print_block",
     "render",
@@ -151,10 +152,9 @@ class Totals:
 class _Pause:
     """The time after an attempt that ended early, until training goes on."""
 
-    attempt: int
+    record: AttemptRecord
     began: float
     """`time.monotonic` of the failure."""
-    step_reached: int
 
 
 class Ledger:
@@ -165,12 +165,13 @@ class Ledger:
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
-        self._records: dict[int, AttemptRecord] = {}
+        self.records: list[AttemptRecord] = []
+        """All attempts so far, the oldest first."""
         self.recoveries: list[RecoveryRecord] = []
         """In place, and those that came to nothing; the oldest first."""
-        self._ended: set[int] = set()
-        self._settled: set[int] = set()
-        self._number, self._num_workers = -1, 0
+        self._open: list[AttemptRecord] = []
+        """Those of which more may become known: the event `attempt` is still to come."""
+        self._num_workers = 0
         self._pause: _Pause | None = None
         self._resumed = False
         self._wait_order, self._wait_step, self._wait_began = 0, -1, 0.0
@@ -179,15 +180,9 @@ class Ledger:
         """Those that the attempts have saved in, the oldest first."""
 
     @property
-    def records(self) -> list[AttemptRecord]:
-        """All attempts so far, the oldest first; live objects, to be changed through `update`."""
-        return [self._records[attempt] for attempt in sorted(self._records)]
-
-    @property
     def is_eventful(self) -> bool:
         """Whether anything happened that is worth a table."""
-        records = self.records
-        return len(records) > 1 or bool(self.recoveries) or any(record.outcome == FAILED for record in records)
+        return len(self.records) > 1 or bool(self.recoveries) or any(each.outcome == FAILED for each in self.records)
 
     def start_attempt(
         self,
@@ -201,12 +196,13 @@ class Ledger:
         why_fewer: str = "",
     ) -> None:
         """The workers run. `full_size`, `why_fewer`: where they are fewer than the job is meant to have."""
-        self._number, self._num_workers, self._resumed = number, num_workers, False
+        self._num_workers, self._resumed = num_workers, False
         self._events.attempt = number
         record = AttemptRecord(attempt=number, world_size=world_size, node=node, started=time.time())
         if why_fewer:
             record.full_size, record.why_fewer = full_size, why_fewer
-        self.add(record)
+        self.records.append(record)
+        self._open.append(record)
         self._events.rank = node
         self._events.emit(
             "attempt_start",
@@ -220,7 +216,7 @@ class Ledger:
             why_fewer=record.why_fewer,
         )
         if self._pause is not None:
-            self.update(self._pause.attempt, restart_s=time.monotonic() - self._pause.began)
+            self._pause.record.restart_s = time.monotonic() - self._pause.began
 
     def look(self, statuses: Mapping[int, Status]) -> None:
         """What the pages say while the attempt runs: from where it went on, and when it got further."""
@@ -231,20 +227,19 @@ class Ledger:
             self._note_resume(statuses)
         if self._pause is not None and all(status.first_boundary_ns for status in statuses.values()):
             first = max(status.first_boundary_ns for status in statuses.values()) / _NS
-            self.update(self._pause.attempt, first_step_s=max(0.0, first - self._pause.began))
+            self._pause.record.first_step_s = max(0.0, first - self._pause.began)
+            self._settle(self._pause.record)
             self._pause = None
 
     def _note_resume(self, statuses: Mapping[int, Status]) -> None:
-        resumed = min(status.resumed_step for status in statuses.values())
-        path = next((status.resumed_path for status in statuses.values() if status.resumed_path), "")
-        self.update(self._number, resumed_step=resumed, resumed_path=path or None)
+        own, before = self.records[-1], self._pause
+        own.resumed_step = resumed = min(status.resumed_step for status in statuses.values())
+        own.resumed_path = next((status.resumed_path for status in statuses.values() if status.resumed_path), None)
         self._compare_directory(statuses[min(statuses)])
-        if self._pause is None:
-            return
-        lost = max(0, self._pause.step_reached - max(0, resumed))
-        record = self._records[self._pause.attempt]
-        saved = resumed if record.saved_step is None or resumed > record.saved_step else record.saved_step
-        self.update(record.attempt, steps_lost=lost, saved_step=saved)
+        if before is not None:
+            before.record.steps_lost = max(0, (before.record.step_reached or 0) - max(0, resumed))
+            if before.record.saved_step is None or resumed > before.record.saved_step:
+                before.record.saved_step = resumed
 
     def _compare_directory(self, status: Status) -> None:
         """A restart that starts over in another directory than the job had: its name may have the time of the start."""
@@ -276,61 +271,68 @@ class Ledger:
         seconds = time.monotonic() - self._wait_began
         self._wait_order = 0
         self._events.emit("pause_end", step=self._wait_step, reason=why, duration_s=seconds)
-        self.update(self._number, paused_s=(self._records[self._number].paused_s or 0.0) + seconds)
+        self.records[-1].paused_s = (self.records[-1].paused_s or 0.0) + seconds
         logger.info("the pause at step %d has ended after %.1f s: %s", self._wait_step, seconds, why)
 
     def note_recovery(self, record: RecoveryRecord) -> None:
         """A recovery in place of this attempt is over, whether it has succeeded or not."""
-        record = replace(record, attempt=self._number, time=time.time())
+        record = replace(record, attempt=self.records[-1].attempt, time=time.time())
         self.recoveries.append(record)
         self._events.emit("rejoin", **as_event(record), **_identity())
-        count_recovery(self._records[self._number], record)
+        count_recovery(self.records[-1], record)
 
     def end_attempt(self, attempt: Attempt, ending: Ending) -> None:
         """All workers have ended."""
         statuses = attempt.workers.last_statuses()
         self.look(statuses)
         if self._wait_order:
-            self._end_wait(f"attempt {self._number} has ended ({ending.cause or 'the job has finished'})")
+            self._end_wait(f"attempt {self.records[-1].attempt} has ended ({ending.cause or 'the job has finished'})")
         reached = min((status.step for status in statuses.values()), default=-1)
         began = _began(attempt, statuses.values())
         saved = max((status.saved_step for status in statuses.values()), default=-1)
         if ending.outcome == "finished":  # what is on disk in the end is whole
             saved = max((saved, *(status.durable_step for status in statuses.values())))
         saved_ns = max((status.saved_ns for status in statuses.values()), default=0)
-        failed = ending.outcome == "failed"
-        self.update(
-            self._number,
-            cause=ending.cause or None,
-            cause_rank=ending.rank if ending.rank >= 0 else None,
-            step_reached=reached if statuses else None,
-            saved_step=saved if saved >= 0 else None,
-            steps_lost=max(0, reached - saved) if ending.outcome == "stopped" and saved >= 0 else None,
-            detect_s=max(0.0, attempt.noticed_at - began) if failed and attempt.noticed_at is not None else None,
-            save_s=max(0.0, saved_ns / _NS - began) if saved_ns else None,
-            stall_s=round(max((status.stall_ns for status in statuses.values()), default=0) / _NS, 6) or None,
-            outcome=_OUTCOMES[ending.outcome],
-        )
+        record, failed = self.records[-1], ending.outcome == "failed"
+        record.cause = ending.cause or None
+        record.cause_rank = ending.rank if ending.rank >= 0 else None
+        record.step_reached = reached if statuses else None
+        record.saved_step = saved if saved >= 0 else None
+        if ending.outcome == "stopped" and saved >= 0:
+            record.steps_lost = max(0, reached - saved)
+        if failed and attempt.noticed_at is not None:
+            record.detect_s = max(0.0, attempt.noticed_at - began)
+        if saved_ns:
+            record.save_s = max(0.0, saved_ns / _NS - began)
+        record.stall_s = round(max((status.stall_ns for status in statuses.values()), default=0) / _NS, 6) or None
+        record.outcome = _OUTCOMES[ending.outcome]
+        self._events.emit("attempt_end", **as_attempt_event(record))
+        for other in self._open[:-1]:  # no first step after it can become known any more
+            self._settle(other)
         again = ending.outcome in ("failed", "membership", "rehearsed")
-        self._pause = _Pause(self._number, began, reached) if again else None
+        self._pause = _Pause(record, began) if again else None
 
     def note_flushed(self, step: int | None) -> None:
         """The newest step that was written from memory in the end."""
-        records = self.records
-        if step is not None and records and (records[-1].saved_step is None or step > records[-1].saved_step):
-            self.update(records[-1].attempt, saved_step=step)
+        if step is not None and self.records:
+            last = self.records[-1]
+            last.saved_step = step if last.saved_step is None else max(step, last.saved_step)
 
-    def note_last_loss(self, ending: Ending) -> None:
-        """No attempt will follow: note what the last one lost, as far as that can be known without one."""
-        records = self.records
-        if ending.outcome != "failed" or not records or records[-1].outcome != FAILED:
-            return
-        last = records[-1]
-        safe = max((s for s in (last.saved_step, last.resumed_step) if s is not None), default=None)
-        if last.step_reached is None or safe is None:
-            return
-        if last.saved_step is not None or safe >= last.step_reached:  # else memory may hold more
-            self.update(last.attempt, steps_lost=max(0, last.step_reached - max(0, safe)))
+    def close(self) -> Totals:
+        """The end of the agent: no attempt will follow, so that what the last one has lost is known as far as it can be
+        without one. Records what is still open."""
+        last = self.records[-1] if self.records else None
+        if last is not None and last.outcome == FAILED and last.step_reached is not None:
+            safe = max((s for s in (last.saved_step, last.resumed_step) if s is not None), default=-2)
+            if last.saved_step is not None or safe >= last.step_reached:  # else memory may hold more
+                last.steps_lost = max(0, last.step_reached - max(0, safe))
+        for record in list(self._open):
+            self._settle(record)
+        return add_up(self.records)
+
+    def _settle(self, record: AttemptRecord) -> None:
+        self._open.remove(record)
+        self._events.emit("attempt", **as_attempt_event(record))
 
     def failure(self, attempt: Attempt, ending: Ending) -> Failure:
         """The attempt's failure as `CrashLoop` wants to know it."""
@@ -345,46 +347,9 @@ class Ledger:
             guarded=guarded,
         )
 
-    def add(self, record: AttemptRecord) -> AttemptRecord:
-        """A new attempt has begun."""
-        self._records[record.attempt] = record
-        self._note_progress()
-        return record
 
-    def update(self, attempt: int, **changes: Any) -> None:
-        """Set fields of the record of `attempt`."""
-        for name, value in changes.items():
-            setattr(self._records[attempt], name, value)
-        self._note_progress()
-
-    def close(self) -> Totals:
-        """The end of the agent: record what is still open."""
-        for record in self.records:
-            self._settle(record)
-        return add_up(self.records)
-
-    def _note_progress(self) -> None:
-        for record in self.records:
-            if record.outcome is None:
-                continue
-            if record.attempt not in self._ended:
-                self._ended.add(record.attempt)
-                self._events.emit("attempt_end", **_facts(record))
-            if record.first_step_s is not None or record.outcome in (FINISHED, STOPPED) or self._is_superseded(record):
-                self._settle(record)
-
-    def _is_superseded(self, record: AttemptRecord) -> bool:
-        """Whether a later attempt has ended too, so that no first step after this one can become known any more."""
-        return any(other.attempt > record.attempt and other.outcome for other in self._records.values())
-
-    def _settle(self, record: AttemptRecord) -> None:
-        if record.attempt not in self._settled:
-            self._settled.add(record.attempt)
-            self._events.emit("attempt", **_facts(record))
-
-
-def _facts(record: AttemptRecord) -> dict[str, Any]:
-    """What an event says of an attempt."""
+def as_attempt_event(record: AttemptRecord) -> dict[str, Any]:
+    """The arguments of `EventLog.emit` after the event's name."""
     content = asdict(record)
     cause, step = content.pop("cause"), content.pop("step_reached")
     return {"step": step, "reason": cause, **content, **_identity()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from mindx_elastic.agent.ledger import (
     AttemptRecord,
     Ledger,
     add_up,
+    as_attempt_event,
     render,
     totals_line,
 )
@@ -57,37 +58,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "events.jsonl"
 
 
-@pytest.fixture
-def ledger(path: Path) -> Ledger:
-    return Ledger(EventLog(path, run_id="run-a"))
-
-
-def emitted(path: Path) -> list[tuple[str, int]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(line["event"], line["attempt"]) for line in lines]
-
-
-def test_an_attempt_is_recorded_when_the_first_step_after_it_is_known(ledger: Ledger, path: Path) -> None:
-    ledger.add(AttemptRecord(attempt=0, world_size=2))
-    assert emitted(path) == []
-    ledger.update(0, outcome=FAILED, cause="exit code 1: ValueError: x", cause_rank=1, step_reached=5, detect_s=0.1)
-    ledger.update(0, save_s=0.3, saved_step=5, steps_lost=0)
-    ledger.add(AttemptRecord(attempt=1, world_size=2, resumed_step=5))
-    ledger.update(0, restart_s=1.0)
-    assert emitted(path) == [("attempt_end", 0)]
-    ledger.update(0, first_step_s=1.8)
-    assert emitted(path) == [("attempt_end", 0), ("attempt", 0)]
-    line = json.loads(path.read_text().splitlines()[1])
-    assert (line["step"], line["reason"], line["outcome"]) == (5, "exit code 1: ValueError: x", "failed")
-    assert (line["first_step_s"], line["cause_rank"], line["run_id"]) == (1.8, 1, "run-a")
-    assert line["pid"] and line["host"] and "step_reached" not in line
-    ledger.update(1, outcome=FINISHED, step_reached=20)
-    totals = ledger.close()
-    assert emitted(path)[2:] == [("attempt_end", 1), ("attempt", 1)]
-    assert (totals.failures, totals.steps_lost, totals.not_training_s) == (1, 0, 1.8)
-    assert totals_line(totals) == "1 failure, 0 steps lost, 1.8 s not training"
-
-
 def test_the_screen() -> None:
     records = [
         failed(0),
@@ -121,15 +91,13 @@ def append(path: Path, event: str, *, time: float = 1_700_000_000.0, **content: 
 def run_once(path: Path) -> list[AttemptRecord]:
     log = EventLog(path)
     log.emit("agent_start", pid=os.getpid(), agent_dir="/dev/shm/x")
-    ledger = Ledger(log)
-    ledger.add(AttemptRecord(attempt=0, world_size=2, node=0, started=1.5, resumed_step=-1))
-    ledger.update(0, outcome=FAILED, cause="killed by SIGKILL", cause_rank=1, step_reached=4, detect_s=0.1)
-    ledger.add(AttemptRecord(attempt=1, world_size=2, node=0, started=3.5, resumed_step=4, resumed_path="a/4"))
-    ledger.update(0, saved_step=4, steps_lost=0, save_s=0.25, restart_s=0.75, first_step_s=1.25)
-    ledger.update(1, outcome=FINISHED, step_reached=9)
-    ledger.close()
+    first, second = failed(0), AttemptRecord(attempt=1, started=3.5, resumed_step=4, resumed_path="a/4")
+    log.emit("attempt_end", **as_attempt_event(replace(first, first_step_s=None)))
+    second.outcome = FINISHED
+    for record in (first, second):
+        log.emit("attempt", **as_attempt_event(record))
     log.emit("agent_end", outcome="0")
-    return ledger.records
+    return [first, second]
 
 
 def test_between_lines_of_others_and_torn_ones(path: Path) -> None:
@@ -166,17 +134,16 @@ def test_several_runs_in_one_file_with_the_same_pid(path: Path) -> None:
 
 @given(st.data())
 def test_whatever_is_recorded_comes_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    path = tmp_path_factory.mktemp("run") / "events.jsonl"
-    ledger = Ledger(EventLog(path))
+    log = EventLog(tmp_path_factory.mktemp("run") / "events.jsonl")
     number, real = st.none() | st.integers(-1, 2**40), st.none() | st.floats(0, 1e9)
-    text = st.none() | st.text(min_size=1)
+    drawn = {"step_reached": number, "steps_lost": number, "cause": st.none() | st.text(min_size=1), "save_s": real}
+    records = []
     for attempt in range(data.draw(st.integers(1, 4))):
-        ledger.add(AttemptRecord(attempt=attempt))
-        for name, values in (("step_reached", number), ("steps_lost", number), ("cause", text), ("save_s", real)):
-            ledger.update(attempt, **{name: data.draw(values)})
-        ledger.update(attempt, outcome=data.draw(st.sampled_from([FAILED, FINISHED])))
-    ledger.close()
-    assert [asdict(record) for record in load(path)] == [asdict(record) for record in ledger.records]
+        records.append(AttemptRecord(attempt=attempt, outcome=data.draw(st.sampled_from([FAILED, FINISHED]))))
+        for name, values in drawn.items():
+            setattr(records[-1], name, data.draw(values))
+        log.emit("attempt", **as_attempt_event(records[-1]))
+    assert load(log.path) == records
 
 
 # --- recoveries in place ---
@@ -195,7 +162,7 @@ def test_recoveries_are_part_of_the_account(account: Ledger, tmp_path: Path) -> 
     fail_first(account, time.monotonic())
     (record,) = account.records
     assert (record.in_place, record.in_place_s, record.in_place_steps_lost) == (2, 0.75, 2)
-    account.update(0, steps_lost=1, first_step_s=2.0)
+    record.steps_lost, record.first_step_s = 1, 2.0
     line = "3 failures (2 recovered in place), 3 steps lost, 2.8 s not training"
     assert totals_line(add_up(account.records)) == line
     text = render(account.records, account.recoveries, width=200)
@@ -279,7 +246,7 @@ def test_steps_that_are_lost(account: Ledger, resumed: int, lost: int) -> None:
 
 def test_the_last_failure_lost_what_nobody_saved(account: Ledger) -> None:
     fail_first(account, time.monotonic())
-    account.note_last_loss(KILLED)
+    account.close()
     assert account.records[0].steps_lost == 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.ledger import FAILED, AttemptRecord, Ledger
+from mindx_elastic.agent.ledger import FAILED, AttemptRecord, Ledger, as_attempt_event
 from mindx_elastic.cli.possible_loss import expect
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, StatusPage, WorkerPhase, page_path
@@ -45,9 +45,10 @@ def run_dir(tmp_path: Path, arena: Path) -> Iterator[Path]:
     agent_dir.mkdir()
     log = EventLog(folder / "events.jsonl")
     log.emit("agent_start", pid=os.getpid(), host=socket.gethostname(), agent_dir=str(agent_dir))
+    first = AttemptRecord(attempt=0, world_size=2, resumed_step=-1, outcome=FAILED, cause="killed by \x1b[31mSIGKILL")
+    first.cause_rank, first.steps_lost, first.first_step_s = 1, 0, 2.0
+    log.emit("attempt", **as_attempt_event(first))
     ledger = Ledger(log)
-    ledger.add(AttemptRecord(attempt=0, world_size=2, resumed_step=-1))
-    ledger.update(0, outcome=FAILED, cause="killed by \x1b[31mSIGKILL", cause_rank=1, steps_lost=0, first_step_s=2.0)
     ledger.start_attempt(1, world_size=2, num_workers=2, node=0, restarts=1)
     ledger.note_recovery(RecoveryRecord(generation=1, outcome="in place", cause="killed", ranks=(1,), duration_s=0.1))
     log.emit("hang", reason="rank 0 hangs", ranks=[0])

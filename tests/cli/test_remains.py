@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.agent.ledger import STOPPED, AttemptRecord, Ledger
+from mindx_elastic.agent.ledger import STOPPED, AttemptRecord, as_attempt_event
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.report.page import make_page
 from mindx_elastic.report.run_history import tell
@@ -56,10 +56,8 @@ def test_commands_that_look_at_a_job(run: Run, directory: Path, tmp_path: Path) 
     run_dir.mkdir()
     log = EventLog(run_dir / "events.jsonl")
     log.emit("agent_start", pid=os.getpid(), host=socket.gethostname())
-    ledger = Ledger(log)
-    ledger.add(AttemptRecord(attempt=0, world_size=1, resumed_step=-1))
-    ledger.update(0, outcome=STOPPED, cause="SIGTERM", step_reached=14)
-    ledger.close()
+    record = AttemptRecord(attempt=0, world_size=1, resumed_step=-1, outcome=STOPPED, cause="SIGTERM", step_reached=14)
+    log.emit("attempt", **as_attempt_event(record))
     log.emit("agent_end", outcome="stopped, exit code 143", pid=os.getpid(), directories=[str(directory)])
     shown = run("status", run_dir).stdout
     assert f"{directory}: the save of step 14 has failed: {WHY}" in shown and "shared memory" in shown

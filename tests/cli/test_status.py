@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger
+from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger, as_attempt_event
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.rejoin.record import SPARE, RecoveryRecord, Replacement
@@ -31,16 +31,13 @@ def start_agent(run_dir: Path, pid: int, **content: Any) -> EventLog:
 
 def record_job(run_dir: Path, *, finished: bool = True) -> None:
     log = start_agent(run_dir, os.getpid())
-    ledger = Ledger(log)
-    ledger.add(AttemptRecord(attempt=0, world_size=2, resumed_step=-1))
-    ledger.update(
-        0, outcome=FAILED, cause="killed by SIGKILL", cause_rank=1, step_reached=4, saved_step=4, steps_lost=0
-    )
-    ledger.add(AttemptRecord(attempt=1, world_size=2, resumed_step=4))
-    ledger.update(0, detect_s=0.1, save_s=0.2, restart_s=1.0, first_step_s=2.5)
+    first = AttemptRecord(attempt=0, world_size=2, resumed_step=-1, outcome=FAILED, cause="killed by SIGKILL")
+    first.cause_rank, first.step_reached, first.saved_step, first.steps_lost = 1, 4, 4, 0
+    first.detect_s, first.save_s, first.restart_s, first.first_step_s = 0.1, 0.2, 1.0, 2.5
+    log.emit("attempt", **as_attempt_event(first))
     if finished:
-        ledger.update(1, outcome=FINISHED, step_reached=9)
-        ledger.close()
+        second = AttemptRecord(attempt=1, world_size=2, resumed_step=4, outcome=FINISHED, step_reached=9)
+        log.emit("attempt", **as_attempt_event(second))
         log.emit("agent_end", outcome="finished", pid=os.getpid())
 
 
