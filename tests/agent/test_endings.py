@@ -78,17 +78,6 @@ def test_a_rehearsal_needs_all_ranks_and_their_files(saved: int, other: str, out
     assert conclude(exits, StopKind.SIGNAL, signum=TERM).outcome == "stopped", "the agent was told to stop"
 
 
-def test_a_rank_that_was_ended_on_its_way_out_has_left_with_the_code_that_it_meant() -> None:
-    """It got stuck in what the script does after its guard."""
-    stuck = guarded(-KILL, left=143, reason="SIGTERM on rank 1", sent=(KILL,))
-    ending = conclude([stuck], None)
-    assert (ending.outcome, ending.code, ending.cause) == ("stopped", 143, "SIGTERM on rank 1")
-    assert conclude([stuck], StopKind.SIGNAL, signum=TERM).code == 143
-    elsewhere = guarded(-KILL, left=75, reason="rank 3 is gone on rank 2", sent=(KILL,))
-    ending = conclude([elsewhere], None)
-    assert (ending.outcome, ending.code, ending.elsewhere) == ("failed", 75, True)
-
-
 @pytest.mark.parametrize(
     ("workers", "code", "rank", "cause"),
     [
@@ -104,29 +93,27 @@ def test_the_first_failure_counts(workers: list[WorkerExit], code: int, rank: in
         ending = conclude(workers, stop)
         assert (ending.outcome, ending.code, ending.rank, ending.cause) == ("failed", code, rank, cause)
         assert not ending.elsewhere
-
-
-def test_a_hang_keeps_its_cause_whoever_was_killed_for_it() -> None:
-    workers = [end(-KILL, 1, sent=(KILL,)), guarded(75, 0, left=75)]
-    ending = conclude(workers, StopKind.FAILURE, cause="hang: no step for 9.0 s", rank=1)
-    assert (ending.outcome, ending.code, ending.rank) == ("failed", 75, 1)
-    assert ending.cause == "hang: no step for 9.0 s"
-
-
-@pytest.mark.parametrize("reason", ["rank 3 is gone on rank 2", "exception: E: x on rank 3", "ranks 2, 3 are stuck: h"])
-def test_a_failure_on_another_node_is_one_here_too(reason: str) -> None:
-    ending = conclude([guarded(75, left=75, reason=reason)], None)
-    assert (ending.outcome, ending.code, ending.elsewhere, ending.rank) == ("failed", 75, True, -1)
-    assert ending.cause == reason
+    hang = conclude([end(-KILL, 1, sent=(KILL,)), guarded(75, 0, left=75)], StopKind.FAILURE, cause="hang", rank=1)
+    assert (hang.outcome, hang.code, hang.rank, hang.cause) == ("failed", 75, 1, "hang"), "whoever was killed for it"
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
-    [(143, "SIGTERM on rank 1"), (75, "flag file /x/graceful_exit.json"), (75, "fault report: rank 1")],
+    ("code", "reason", "outcome"),
+    [
+        (75, "rank 3 is gone on rank 2", "failed"),
+        (75, "exception: E: x on rank 3", "failed"),
+        (75, "ranks 2, 3 are stuck: h", "failed"),
+        (143, "SIGTERM on rank 1", "stopped"),
+        (75, "flag file /x/graceful_exit.json", "stopped"),
+        (75, "fault report: rank 1", "stopped"),
+    ],
 )
-def test_a_stop_that_another_node_began_is_a_stop(code: int, reason: str) -> None:
-    ending = conclude([guarded(code, left=code, reason=reason), end(0, 1)], None)
-    assert (ending.outcome, ending.code, ending.cause) == ("stopped", code, reason)
+@pytest.mark.parametrize("is_late", [False, True], ids=["it left", "it was ended in what the script does behind it"])
+def test_what_another_node_began_is_the_same_here(code: int, reason: str, outcome: str, is_late: bool) -> None:
+    left = guarded(-KILL if is_late else code, left=code, reason=reason, sent=(KILL,) * is_late)
+    ending = conclude([left, end(0, 1)], None)
+    assert (ending.outcome, ending.code, ending.cause) == (outcome, code, reason)
+    assert (ending.elsewhere, ending.rank) == (outcome == "failed", -1)
 
 
 @pytest.mark.parametrize(

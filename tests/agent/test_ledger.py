@@ -112,24 +112,15 @@ def test_between_lines_of_others_and_torn_ones(path: Path) -> None:
     assert load(path) == records
 
 
-def test_a_killed_agent(path: Path) -> None:
-    append(path, "agent_start", pid=7, agent_dir="/dev/shm/y")
-    append(path, "attempt_start", attempt=0, world_size=2, time=5.0)
-    append(path, "attempt_end", pid=7, attempt=0, outcome="failed", reason="killed by SIGKILL", step=3)
-    append(path, "attempt_start", attempt=1, world_size=2, time=9.0)
-    (run,) = load_runs(path)
-    assert run.ended is None
-    assert [(each.attempt, each.outcome, each.started) for each in run.records] == [(0, "failed", 5.0), (1, None, 9.0)]
-
-
-def test_several_runs_in_one_file_with_the_same_pid(path: Path) -> None:
+def test_several_runs_in_one_file_with_the_same_pid_the_last_of_which_was_killed(path: Path) -> None:
     for first in (3, 4):
         append(path, "agent_start", pid=1, host="a", agent_dir=f"d{first}")
-        append(path, "attempt_start", pid=1, host="a", attempt=0)
+        append(path, "attempt_start", pid=1, host="a", attempt=0, time=5.0)
         append(path, "attempt_end", pid=1, host="a", attempt=0, outcome="failed", step=first)
+    append(path, "attempt_start", attempt=1, world_size=2, time=9.0)
     runs = load_runs(path)
-    assert [run.records[0].step_reached for run in runs] == [3, 4]
-    assert load(path)[0].step_reached == 4
+    assert [run.records[0].step_reached for run in runs] == [3, 4] and runs[-1].ended is None
+    assert [(each.attempt, each.outcome, each.started) for each in load(path)] == [(0, "failed", 5.0), (1, None, 9.0)]
 
 
 @given(st.data())
@@ -236,18 +227,16 @@ def test_a_failure_and_its_recovery(account: Ledger, tmp_path: Path) -> None:
     assert events(tmp_path, "attempt_start")[0]["pid"]
 
 
-@pytest.mark.parametrize(("resumed", "lost"), [(4, 3), (-1, 7)])
-def test_steps_that_are_lost(account: Ledger, resumed: int, lost: int) -> None:
+@pytest.mark.parametrize(("resumed", "lost"), [(4, 3), (-1, 7), (None, 0)])
+def test_steps_that_are_lost(account: Ledger, resumed: int | None, lost: int) -> None:
+    """Without another start: what nobody has saved."""
     fail_first(account, time.monotonic())
-    account.start_attempt(1, world_size=2, num_workers=2, node=0, restarts=1)
-    account.look({0: page(resumed_step=resumed), 1: page(resumed_step=resumed)})
+    if resumed is None:
+        account.close()
+    else:
+        account.start_attempt(1, world_size=2, num_workers=2, node=0, restarts=1)
+        account.look({0: page(resumed_step=resumed), 1: page(resumed_step=resumed)})
     assert account.records[0].steps_lost == lost
-
-
-def test_the_last_failure_lost_what_nobody_saved(account: Ledger) -> None:
-    fail_first(account, time.monotonic())
-    account.close()
-    assert account.records[0].steps_lost == 0
 
 
 @pytest.mark.parametrize(("outcome", "saved"), [("finished", 30), ("stopped", 17)])

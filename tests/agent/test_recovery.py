@@ -79,14 +79,6 @@ def node() -> Node:
     return Node()
 
 
-def test_a_second_death_before_its_report_only_makes_one_more_place(node: Node) -> None:
-    assert node.recovery.begin(node.end(1), KILLED)
-    node.recovery.hear_end(node.end(2))
-    assert node.started == [(1, 1), (2, 1)]
-    node.report(0)
-    assert node.recovery.look() is Phase.AGREED
-
-
 @pytest.mark.parametrize("has_reported", [True, False], ids=["seen", "not seen yet"])
 def test_a_second_death_after_its_report_ends_it(node: Node, has_reported: bool) -> None:
     assert node.recovery.begin(node.end(1), KILLED)
@@ -137,7 +129,6 @@ def test_the_same_end_at_the_same_step_again_and_again_is_left_to_the_restart(no
     ("change", "words"),
     [
         ({"in_place": 0}, "rank 0 is not inside of guard.run"),
-        ({"phase": WorkerPhase.STOPPING}, "rank 0 stops already"),
         ({"phase": WorkerPhase.STOPPING, "reason": "rank 1: ValueError"}, "rank 0 stops already (rank 1: ValueError)"),
         ({"finished": True}, "rank 0 has finished its training"),
     ],
@@ -145,12 +136,6 @@ def test_the_same_end_at_the_same_step_again_and_again_is_left_to_the_restart(no
 def test_a_survivor_that_cannot_take_part(node: Node, change: dict[str, Any], words: str) -> None:
     node.pages[0] = node.pages[0]._replace(**change)
     assert words in node.recovery.why_not([1])
-
-
-def test_without_a_survivor_there_is_none() -> None:
-    node = Node(ranks=2)
-    node.end(0)
-    assert not node.recovery.begin(node.end(1), KILLED)
 
 
 def test_a_spare_that_cannot_be_this_rank_is_followed_by_another_process(node: Node) -> None:
@@ -227,23 +212,6 @@ def test_a_stuck_rank_had_failed_before_it_was_killed(node: Node) -> None:
     (record,) = node.told
     assert record.stages["detect"] == pytest.approx(40.0, abs=0.01)
     assert record.duration_s is not None and record.duration_s > 40.0
-
-
-def test_what_a_recovery_that_came_to_nothing_was(node: Node) -> None:
-    assert node.recovery.begin(node.end(1), KILLED)
-    node.write("1/refusal", rank=0, refusal="the store is full")
-    assert node.recovery.look() is Phase.FALLBACK
-    node.recovery.close()
-    (record,) = node.told
-    assert (record.outcome, record.cause, record.reason) == ("restart", KILLED, "rank 0: the store is full")
-    assert (record.ranks, record.step, [each.pid for each in record.stood_in]) == ((1,), None, [201])
-
-
-def test_the_job_is_stopped_meanwhile(node: Node) -> None:
-    assert node.recovery.begin(node.end(1), KILLED)
-    node.recovery.close()
-    (record,) = node.told
-    assert (record.outcome, record.reason) == ("stopped", "")
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -36,9 +36,7 @@ def end(run_dir: Path, *args: Any, **more: Any) -> JobResult:
     [
         ("finished", 0, False),
         ("stopped", 143, True),
-        ("stopped", 75, True),
         ("stopped", 0, False),
-        ("stopped", 12, True),
         ("failed", 1, False),
         ("failed", 75, True),
         ("failed", 137, True),
@@ -49,10 +47,7 @@ def test_what_is_worth_another_start(tmp_path: Path, outcome: str, code: int, re
     result = end(tmp_path, outcome, code, "why", RunProgress(saved_step=7, progressed=True, attempts=2))
     assert (result.retry, result.exit_code, result.saved_step, result.attempts) == (retry, code, 7, 2)
     assert ('"retry": true' in (tmp_path / RESULT_FILE).read_text()) is retry, "for grep"
-
-
-def test_a_crash_loop_is_not_worth_it(tmp_path: Path) -> None:
-    assert not end(tmp_path, "failed", 137, "why", RunProgress(7, True), final=True).retry
+    assert not end(tmp_path, outcome, code, "why", RunProgress(7, True), final=True).retry, "a crash loop"
 
 
 def test_stops_before_the_first_step_come_to_an_end(tmp_path: Path) -> None:
@@ -103,17 +98,9 @@ GOOD = {"version": 1, "outcome": "stopped", "exit_code": 143, "retry": True}
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "{", "[]", "null", "[" * 100_000, '{"retry": true}', "\x00\xff"),
-        json.dumps({**GOOD, "version": 2}),
-        json.dumps({**GOOD, "retry": "true"}),
-        json.dumps({**GOOD, "outcome": "splendid"}),
-        json.dumps({**GOOD, "exit_code": None}),
-        json.dumps({**GOOD, "reason": "x" * 200_000}),
-        json.dumps({**GOOD, "saved_step": "7"}),
-        json.dumps({**GOOD, "progressed": 1}),
-        json.dumps({**GOOD, "fruitless": -3}),
-        json.dumps({**GOOD, "time": "now"}),
-        json.dumps({**GOOD, "time": 10**400}),
+        *("", "{", "[]", "[" * 100_000, '{"retry": true}', "\x00\xff"),
+        *(json.dumps({**GOOD, **wrong}) for wrong in ({"version": 2}, {"retry": "true"}, {"outcome": "splendid"})),
+        *(json.dumps({**GOOD, **wrong}) for wrong in ({"fruitless": -3}, {"progressed": 1}, {"reason": "x" * 200_000})),
     ],
 )
 def test_half_written_and_foreign_files_are_none(tmp_path: Path, content: str) -> None:
