@@ -29,11 +29,8 @@ def test_the_process_becomes_the_program() -> None:
     )
     done = run(sys.executable, "-c", code, "a b", "-I")
     assert done.stdout.split(" ", 2) == [str(os.getpid()), "15", "['a b', '-I'] 0\n"]
-
-
-def test_ignored_signals_are_not_handed_on() -> None:
-    done = run("grep", "-E", "^SigIgn", "/proc/self/status")
-    assert int(done.stdout.split()[1], 16) & (1 << (signal.SIGPIPE - 1)) == 0
+    ignored = run("grep", "-E", "^SigIgn", "/proc/self/status").stdout.split()[1]
+    assert int(ignored, 16) & (1 << (signal.SIGPIPE - 1)) == 0, "what Python ignores is not handed on"
 
 
 def test_exit_codes_are_the_program_s() -> None:
@@ -41,11 +38,8 @@ def test_exit_codes_are_the_program_s() -> None:
     missing = run("no-such-program")
     assert missing.returncode == 127 and "cannot run no-such-program" in missing.stderr
     assert run("/").returncode == 126
-
-
-def test_a_worker_whose_agent_is_gone_does_not_start() -> None:
     done = run("echo", "started", parent=1)
-    assert (done.returncode, done.stdout) == (143, "")
+    assert (done.returncode, done.stdout) == (143, ""), "its agent is gone"
 
 
 def test_it_ends_with_its_agent() -> None:

@@ -56,9 +56,12 @@ def test_a_pause_is_there_when_every_rank_waits_and_over_when_all_go_on(node: No
     pause = node.order()
     assert pause.answer_at_once() is None
     pause.give()
+    (node.folder / PAUSE_FILE).unlink()  # by the agent, with the pages of the old workers: new ones hear it, too
+    assert pause.look() is None
     node.hear(1, (0,))
     assert pause.look() is None and node.lies_there() == PAUSE
     node.all_wait()
+    assert who_waits(node.statuses()) == 1 and why_gone_on(node.statuses()) == ""
     assert pause.look() == PauseAnswer(True, "paused at step 4: every rank waits", 4)
     resume = node.order(RESUME)
     assert resume.answer_at_once() is None
@@ -119,17 +122,3 @@ def test_who_does_not_come_in_time_is_named(node: Node) -> None:
     resume.give()
     node.hear(2, (0,))
     assert resume.why_late(5).startswith("rank 1 did not go on")
-
-
-def test_the_ranks_of_the_next_attempt_hear_it_too(node: Node) -> None:
-    pause = node.order()
-    pause.give()
-    (node.folder / PAUSE_FILE).unlink()  # by the agent, with the pages of the old workers
-    assert pause.look() is None and node.lies_there() == PAUSE
-
-
-def test_a_pause_of_another_node_is_seen(node: Node) -> None:
-    assert not who_waits(node.statuses())
-    for page in node.pages:
-        page.set(phase=WorkerPhase.BETWEEN, all_paused=3, pause_order=3)
-    assert who_waits(node.statuses()) == 3 and why_gone_on(node.statuses()) == ""
