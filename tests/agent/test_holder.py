@@ -21,7 +21,7 @@ from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist import writer
-from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks
+from mindx_elastic.persist.directory_lock import hold_directory
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.start.restore import Resumed
@@ -128,15 +128,13 @@ def files(folder: Path) -> dict[Path, bytes]:
 # --- nothing to do ---
 
 
-def test_no_folder_and_one_that_the_workers_have_emptied(alone: Job) -> None:
+def test_no_folder_one_that_the_workers_have_emptied_and_a_directory_that_is_gone(alone: Job) -> None:
     assert flush(alone.job).lines == []
     alone.snapshot(5)
+    owner = (alone.job / "owner.json").read_bytes()
     (alone.job / "owner.json").unlink()
     assert flush(alone.job).lines == [] and alone.written() == set()
-
-
-def test_a_directory_that_is_gone(alone: Job) -> None:
-    alone.snapshot(5)
+    (alone.job / "owner.json").write_bytes(owner)
     (alone.directory / "events.jsonl").unlink()
     alone.directory.rmdir()
     (line,) = flush(alone.job).lines
@@ -153,15 +151,6 @@ def test_what_is_on_disk_already_is_not_written_again(sharded: Job, step: int) -
     flushed = flush(sharded.job)
     assert (flushed.lines, flushed.step) == ([], None)
     assert files(sharded.directory) == before and sharded.remembered() == []
-
-
-def test_a_later_run_on_disk_goes_before_what_memory_has(alone: Job) -> None:
-    """A run has started over, without snapshots."""
-    alone.snapshot(9)
-    alone.know("run-b")
-    alone.saved(2, run_id="run-b", created=EPOCH_0 + 100)
-    assert flush(alone.job).lines == []
-    assert alone.remembered() == [] and alone.start() == [(2, None, None)]
 
 
 # --- one rank ---
@@ -192,6 +181,10 @@ def test_an_older_run_in_memory_is_dropped(alone: Job, known: list[str]) -> None
     assert flush(alone.job).step == 10
     assert alone.written() == {(0, 0, 10)} and alone.remembered() == []
     assert alone.start() == [(10, None, None)]
+    alone.snapshot(11, run_id="run-y", created=EPOCH_0 + 3600)
+    alone.know("run-z")  # one that has started over, without snapshots
+    alone.saved(2, run_id="run-z", created=EPOCH_0 + 7200)
+    assert flush(alone.job).lines == [] and alone.remembered() == [] and alone.start() == [(2, None, None)]
 
 
 def test_an_event_log_that_cannot_be_read_is_no_reason_to_drop_anything(alone: Job) -> None:
@@ -230,44 +223,31 @@ def test_an_exact_step_just_before_an_inexact_one_goes_along(replicas: Job, olde
     assert replicas.start() == expected and replicas.remembered() == []
 
 
-@pytest.mark.parametrize(("began", "written"), [({"base_attempt": 0, "base_step": 49}, {(0, 0, 49)}), ({}, set())])
-def test_the_step_that_the_attempt_began_at_goes_along_with_its_first(
-    replicas: Job, began: dict[str, int], written: set[tuple[int, int, int]]
+@pytest.mark.parametrize(
+    ("facts", "attempt", "forecast", "steps"),
+    [
+        ({"base_attempt": 0, "base_step": 49}, 1, False, (49, {49})),
+        ({}, 1, False, (50, set())),
+        ({}, 0, True, (50, set())),
+        ({"foreseen": 0}, 0, True, (49, {49})),
+    ],
+    ids=["where the attempt began", "another attempt", "a forecast", "one that did not come true"],
+)
+def test_the_step_before_the_one_that_the_others_have_saved_goes_along_where_a_start_takes_it(
+    replicas: Job, facts: dict[str, int], attempt: int, forecast: bool, steps: tuple[int, set[int]]
 ) -> None:
-    """Rank 0 was killed in its first step, which the others have saved; where they began lies in memory only."""
+    """Rank 0 was killed in step 50; step 49 is in memory only."""
     replicas.snapshot(49, ranks=[0])
     for rank in (1, 2):
         replicas.boundary(rank, 49)
-    replicas.saved(50, ranks=[1, 2], attempt=1, coordinates={**replicas.coordinates, **began})
+    if forecast:
+        replicas.boundary(0, 50, forecast=True)
+    replicas.saved(50, ranks=[1, 2], attempt=attempt, coordinates={**replicas.coordinates, **facts})
     expected = replicas.start(here=True)
-    assert [step for step, _, _ in expected] == [49 if began else 50] * 3
+    assert {step for step, _, _ in expected} == {steps[0]}
     flush(replicas.job)
-    assert replicas.written() == written
+    assert {step for _, _, step in replicas.written()} == steps[1]
     assert replicas.start() == expected and replicas.remembered() == []
-
-
-@pytest.mark.parametrize(("foreseen", "written"), [({}, set()), ({"foreseen": 0}, {(0, 0, 49)})])
-def test_a_forecast_that_did_not_come_true_is_nothing_of_its_own(
-    replicas: Job, foreseen: dict[str, int], written: set[tuple[int, int, int]]
-) -> None:
-    replicas.saved(50, ranks=[1, 2], coordinates={**replicas.coordinates, **foreseen})
-    replicas.snapshot(49, ranks=[0])
-    replicas.boundary(0, 50, forecast=True)
-    for rank in (1, 2):
-        replicas.boundary(rank, 49)
-    expected = replicas.start(here=True)
-    flush(replicas.job)
-    assert replicas.written() == written and replicas.start() == expected
-
-
-def test_what_the_survivors_have_saved_and_the_killed_ranks_own_state(replicas: Job) -> None:
-    replicas.snapshot(40, ranks=[0])
-    replicas.boundary(0, 50)
-    replicas.saved(50, ranks=[1, 2])
-    assert flush(replicas.job).step is None
-    assert replicas.written() == set() and replicas.remembered() == []
-    assert (replicas.directory / "rank_0" / RING_COPY).exists()
-    assert replicas.start() == [(50, 1, 50), (50, None, None), (50, None, None)]
 
 
 def test_rings_without_any_snapshot(replicas: Job) -> None:
@@ -404,12 +384,6 @@ def test_a_start_elsewhere_waits_until_all_is_written(sharded: Job, monkeypatch:
         with pytest.raises(DirectoryInUseError) as caught:
             hold_directory(sharded.directory, RankInfo(world_size=2), find_owners(sharded.directory), grace_s=0.0)
         refused.append(caught.value.pid)
-        for rank in range(2):
-            taken, problem = hold_ranks(
-                sharded.directory, [rank], find_owners(sharded.directory), patience_s=0.0, lasts_s=0.0
-            )
-            assert problem and taken is not None
-            taken.close()
         real(*args, **more)
 
     monkeypatch.setattr(holder, "_write", write_it)
@@ -432,9 +406,6 @@ def test_a_directory_that_another_job_has_taken_meanwhile_is_named_and_nothing_i
     assert f"in use by rank 1 of another job, process {os.getpid()}" in flushed.lines[0]
     assert "goes on from an older one" in flushed.lines[0] and flushed.step == 9
     assert sharded.written() == {(0, 0, 9), (1, 0, 9)} and sharded.remembered() == []
-    taken, problem = hold_ranks(sharded.directory, [1], owners, patience_s=0.0, lasts_s=0.0)
-    assert problem and taken is not None, "the other job still has it"
-    taken.close()
     other.close()
 
 

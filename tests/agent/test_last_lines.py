@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from mindx_elastic.agent.last_lines import LastLines, exception_in
 from mindx_elastic.agent.run_log import read_last_lines
-from tests.harness import job_status, start_agent, wait_until
+from tests.harness import job_status, run_command, start_agent, wait_until
 
 TRACEBACK = "Traceback (most recent call last):\n"
 EARLY = """
@@ -33,12 +33,6 @@ def write(stderr: str, text: str) -> None:
         subprocess.run([sys.executable, "-c", f"import sys; sys.stderr.write({text!r})"], stderr=file, check=True)
 
 
-def end(lines: LastLines) -> None:
-    """No rank has its pipe open."""
-    keeper = lines.finish()
-    assert keeper is not None and keeper.wait(60) == 0
-
-
 def test_the_end_is_kept_once_and_forgotten_for_the_next_process(tmp_path: Path) -> None:
     lines = LastLines(tmp_path, tmp_path / "run", 2)
     (tmp_path / "run").mkdir()
@@ -50,16 +44,12 @@ def test_the_end_is_kept_once_and_forgotten_for_the_next_process(tmp_path: Path)
     assert head.startswith("# rank 5: exit code 1, ") and rest == kept
     assert lines.keep(5, 1, dest.stderrs[1], "exit code 1") == ""
     assert read_last_lines(tmp_path / "run")[5] == [head, *rest]
-    end(lines)
-
-
-def test_what_the_user_sends_to_files_is_read_there(tmp_path: Path) -> None:
-    lines = LastLines(tmp_path, tmp_path, 1)
-    file = tmp_path / "stderr.log"
+    file = tmp_path / "stderr.log"  # where the user sends it
     file.write_text("x" * 200_000 + "\nlast\n")
     assert lines.keep(0, 0, str(file), "exit code 1").endswith("\nlast")
     assert lines.keep(0, 0, "", "exit code 1") == ""
-    end(lines)
+    keeper = lines.finish()
+    assert keeper is not None and keeper.wait(60) == 0, "no rank has its pipe open"
 
 
 @pytest.mark.parametrize(
@@ -94,9 +84,8 @@ def test_an_exception_before_any_guard_is_told_everywhere(tmp_path: Path) -> Non
     kept = read_last_lines(run_dir)
     assert len(kept[1]) == 201, "of rank 0, which was ended for it, there may be lines as well"
     assert kept[1][-1] == "ValueError: no such sample: 7" and "bar 3" in kept[1]
-    command = [sys.executable, "-m", "mindx_elastic", "logs", str(run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.rstrip().endswith("ValueError: no such sample: 7") and "rank 1: attempt 0" in done.stdout
+    said = run_command("logs", run_dir)
+    assert said.rstrip().endswith("ValueError: no such sample: 7") and "rank 1: attempt 0" in said
 
 
 SURVIVOR = """

@@ -81,12 +81,20 @@ def test_a_lost_place_keeps_its_device_at_every_start(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == devices
 
 
-def test_a_process_that_is_to_replace_one_in_place_and_fails_is_the_second_in_a_row(make: Make) -> None:
-    shrinking = make(2)
-    first, others = end_of(1, status=page()), end_of(0, 75, page())
-    end_attempt(shrinking, attempt_of(end_of(1, pid=2), others, own_failures=[first]))
-    assert list(shrinking.places.lost) == [1]
-    assert shrinking.places.active == (0,)
+@pytest.mark.parametrize(
+    ("second", "lost"),
+    [(end_of(1, pid=2), [1]), (end_of(1, -9, pid=2, sent=frozenset({9})), [1]), (None, [])],
+    ids=["it fails", "it is ended because it has not come in time", "nobody was to follow"],
+)
+def test_the_process_that_is_to_replace_one_in_place_is_the_second_in_a_row(
+    make: Make, second: WorkerExit | None, lost: list[int]
+) -> None:
+    shrinking, others = make(2), end_of(0, 75, page())
+    first = end_of(1, status=page() if second else None)
+    failures = [first] if second is None or second.code > 0 else [first, second]
+    end_attempt(shrinking, attempt_of(second or first, others, own_failures=failures))
+    assert list(shrinking.places.lost) == lost
+    assert shrinking.places.active == ((0,) if lost else (0, 1))
 
 
 def test_a_program_is_known_also_where_the_agent_has_not_looked_at_its_training(make: Make) -> None:
@@ -98,22 +106,6 @@ def test_a_program_is_known_also_where_the_agent_has_not_looked_at_its_training(
     ends = [end_of(2, pid=2), end_of(0, 75, page(**window)), end_of(1, 75, page(**window))]
     end_attempt(shrinking, attempt_of(*ends, own_failures=[first]))
     assert shrinking.places.active == (0, 1)
-
-
-def test_one_that_is_ended_because_it_has_not_come_in_time_is_the_second_in_a_row(make: Make) -> None:
-    shrinking = make(2)
-    first, others = end_of(1, status=page()), end_of(0, 75, page())
-    second = end_of(1, -9, pid=2, sent=frozenset({9}))
-    end_attempt(shrinking, attempt_of(second, others, own_failures=[first, second]))
-    assert list(shrinking.places.lost) == [1]
-    assert shrinking.places.active == (0,)
-
-
-def test_one_failure_that_nobody_was_to_follow_counts_once(make: Make) -> None:
-    shrinking = make(2)
-    failure = end_of(1)
-    end_attempt(shrinking, attempt_of(failure, end_of(0, 75, page()), own_failures=[failure]))
-    assert not shrinking.places.lost
 
 
 def test_a_program_is_known_once_all_ranks_have_asked_over_how_many_batches(make: Make) -> None:

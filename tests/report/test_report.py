@@ -153,16 +153,7 @@ def test_nothing_out_of_a_log_is_markup(tmp_path: Path) -> None:
     assert "4 torn or foreign lines were left out" in page
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        "1e308",
-        str(10**30),
-        "-5",
-        '"7"',
-        "null",
-    ],
-)
+@pytest.mark.parametrize("number", ["1e308", str(10**30), "-5", '"7"', "null"])
 def test_absurd_numbers_are_unknown(tmp_path: Path, number: str) -> None:
     log = record_run(tmp_path, attempts=3)
     lines = log.read_text().splitlines()
