@@ -16,7 +16,6 @@ from tests.harness import Job, free_port, start_agent
 
 __all__ = ["End", "Nodes", "end_of", "serve_table"]
 
-JOB = "in_place.py"
 CONF = "is_host=0,last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
 
 
@@ -60,8 +59,10 @@ class Nodes:
         nnodes: str = "",
         host: int | None = None,
         options: Sequence[str] = (),
+        script: str = "in_place.py",
     ):
         self.folder, self._stack, self._ranks, self._args, self._options = folder, stack, ranks, args, options
+        self._script = script
         self._port, self._nnodes = free_port(), nnodes or str(num_nodes)
         if host is None:
             self._table = serve_table(stack, self._port, self._nnodes)
@@ -69,17 +70,18 @@ class Nodes:
         for number in range(num_nodes):
             self.start(hosts=number == host)
 
-    def start(self, *, hosts: bool = False) -> Job:
-        """One more node, with shared memory of its own. `hosts`: as the command on the machine of the endpoint."""
+    def start(self, *more: str, hosts: bool = False) -> Job:
+        """One more node, with shared memory of its own. `more`: options of its own. `hosts`: as the command on the
+        machine of the endpoint."""
         own = self.folder / f"node{len(self.jobs)}"
         (own / "shm").mkdir(parents=True)
         options = ["--nnodes", self._nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
         conf = CONF.replace("is_host=0", f"is_host={int(hosts)}")
         options += ["--rdzv-conf", conf, "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"]
-        options += ["--log-dir", str(own / "logs"), *self._options]
+        options += ["--log-dir", str(own / "logs"), *self._options, *more]
         env = {"MINDX_ARENA_DIR": str(own / "shm")}
         args = (self.folder / "job", *self._args)
-        job = start_agent(JOB, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run")
+        job = start_agent(self._script, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run")
         self.jobs.append(self._stack.enter_context(job))
         return self.jobs[-1]
 

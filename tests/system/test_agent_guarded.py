@@ -17,7 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mindx_elastic.cli.app import app
-from tests.harness import events, wait_until
+from tests.harness import events, free_port, wait_until
+from tests.resets import can_reset, reset_connections
 from tests.system.agents import RUN, agent, attempts, nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
@@ -50,6 +51,19 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert (first["reason"], first["cause_rank"], first["step"], first["saved_step"]) == ("killed by SIGKILL", 0, 7, 7)
     assert 0 <= first["detect_s"] < first["first_step_s"] < 60
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
+
+
+@pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
+def test_one_node_whose_connections_are_reset_restarts() -> None:
+    """One node needs nobody: its workers meet again, whatever became of the agent's own connections."""
+    options = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=options) as job:
+        job.wait_for("HOLD", 2)
+        for pid in (job.process.pid, *job.pids().values()):
+            assert reset_connections(pid) > 0, "the fault has fired"
+        job.signal_rank(1, signal.SIGKILL)  # else nobody of them would notice before the next collective
+        job.expect(0)
+    assert len(job.matches(r"^READY \d+ \d+ 7")) == 2, job.report()
 
 
 @drill

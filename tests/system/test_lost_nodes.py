@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, wait_until
+from tests.resets import can_reset, reset_connections
 from tests.system.conftest import Plain
 from tests.system.nodes import End, Nodes
 
@@ -124,3 +125,18 @@ def test_a_restart_passes_the_lock_of_its_own_jobs_machine_that_stands_still(
         passed = [match for each in (other, new) for match in each.matches(rf"rank {rank} goes on, though .*{worker}")]
         assert len(passed) == 1, nodes.report()
         assert nodes.end[1] == plain(2)[1], nodes.report()
+
+
+@drill
+@pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
+def test_an_agent_whose_connection_to_the_rendezvous_is_reset_meets_the_others_again(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path / "nodes", 2, 1, "--hold-at", 7, script="loop.py")
+        for job in nodes.jobs:
+            job.wait_for("HOLD")
+        for job in nodes.jobs:
+            assert reset_connections(job.process.pid) > 0, "the fault has fired"
+        (pid,) = nodes.jobs[1].pids().values()
+        os.kill(pid, signal.SIGKILL)
+        nodes.expect(0)
+        assert len(nodes.found(r"^READY \d+ \d+ 7")) == 2, nodes.report()

@@ -15,7 +15,7 @@ from tests.metadata_service import MetadataService
 from tests.system import agents
 from tests.system.agents import RUN, nothing_left
 from tests.system.conftest import Reference
-from tests.system.test_agent_nodes import Nodes
+from tests.system.nodes import Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_own_folder")]
 
@@ -96,19 +96,13 @@ def test_after_a_notice_no_restart_begins(notice: Path) -> None:
 
 @pytest.mark.drill
 @pytest.mark.timeout(900)
-def test_a_notice_on_one_node_stops_all_nodes_at_one_step(notice: Path) -> None:
+def test_a_notice_on_one_node_stops_all_nodes_at_one_step(notice: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        options = ["--notice", str(notice)]
-        nodes = Nodes(stack, "--hold-at", 7, nnodes="2")
-        nodes._options += options
-        nodes.start("told")
-        nodes._options = nodes._options[: -len(options)]
-        nodes.start("other")
-        for job in nodes.jobs.values():
+        nodes = Nodes(stack, tmp_path / "nodes", 1, 1, "--hold-at", 7, nnodes="2", script=LOOP)
+        nodes.start("--notice", str(notice))
+        for job in nodes.jobs:
             job.wait_for("HOLD")
         say(notice)
-        for job in nodes.jobs.values():
-            job.expect(75)
-    steps = {match[1] for job in nodes.jobs.values() for match in job.matches(r"step (\d+) saved in")}
-    assert len(steps) == 1, nodes.report()
-    assert nodes.jobs["other"].matches("has stopped: .*maintenance on rank"), nodes.report()
+        nodes.expect(75)
+    assert len({match[1] for match in nodes.found(r"step (\d+) saved in")}) == 1, nodes.report()
+    assert nodes.jobs[0].matches("has stopped: .*maintenance on rank"), nodes.report()
