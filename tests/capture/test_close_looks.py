@@ -65,25 +65,6 @@ def test_the_first_four_and_two_of_fifty_are_close() -> None:
     assert [n for n in range(1, 120) if is_close(n, 1000 + n)] == [1, 2, 3, 4, 49, 50, 99, 100]
 
 
-def test_counters_that_are_worked_out_show_a_change_in_the_middle_of_a_step(job: Job) -> None:
-    job.steps_to(20)
-    assert job.gate._versions.steps > 0 and job.problem() is None
-    with torch.no_grad():
-        job.module[2].get_parameter("weight").mul_(0.5)
-    assert "1 parameters were changed" in str(job.problem())
-    job.step()
-    assert job.problem() is None
-
-
-def test_a_step_without_an_update_is_read(job: Job) -> None:
-    job.steps_to(QUIET)
-    job.gate.pass_boundary(job.collector.copy, Position(6, 1, 6), False, closely=False)
-    job.gate.leave_boundary()
-    assert job.problem() is None and not job.gate.unguarded
-    job.steps_to(12)
-    assert job.problem() is None
-
-
 def test_weights_that_are_clipped_now_and_then_are_read_at_every_boundary_once_a_close_one_has_shown_it(
     job: Job,
 ) -> None:
@@ -103,17 +84,6 @@ def test_weights_that_are_clipped_now_and_then_are_read_at_every_boundary_once_a
     for number in range(10):
         job.step(in_step=clip if number % 3 == 0 else lambda: None)
         assert job.problem() is None
-
-
-def test_another_optimizers_turn_is_read(job: Job) -> None:
-    other = torch.optim.SGD(job.module[0].parameters(), lr=0.1)
-    job.gate.unwatch()
-    job.gate.watch(job.collector.parameters, [*job.collector.optimizers(), other])
-    usual = job.optimizer
-    for number in range(1, 30):
-        job.optimizer = other if number % 5 == 0 else usual
-        job.step()
-        assert job.problem() is None, f"step {number}"
 
 
 def test_a_lent_boundary_has_counters_that_were_read(job: Job) -> None:

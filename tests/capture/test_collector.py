@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.names import name_targets
+from mindx_elastic.capture.names import name_targets, places_in_states
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
 from tests.capture.round_trip import assert_same, through_format
@@ -93,3 +93,10 @@ def test_a_frozen_layer_that_has_kept_its_gradient() -> None:
     again[0].requires_grad_(False)  # as the guard does it then
     step(again, its_optimizer)
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_the_places_of_parameters_in_the_states_of_others() -> None:
+    kept, copied = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+    states = {"ema": {"weights": [copied.detach().clone(), kept.detach()]}, "plain": {"weight": kept.data}}
+    found = places_in_states(states, [kept, copied])
+    assert found.keys() == {"ema.weights.1", "plain.weight"} and all(value is kept for value in found.values())

@@ -367,3 +367,25 @@ def test_an_optimizer_whose_state_dict_fails_is_refused_in_words() -> None:
     inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"optimizer: state_dict\(\) of .*WithoutInit fails by itself"):
         component_for("optimizer", WithoutInit(inner))
+
+
+def test_a_boundary_keeps_a_scalers_values_of_then() -> None:
+    scaler, parameter = torch.amp.GradScaler("cpu", init_scale=8.0), nn.Parameter(torch.ones(2))
+    scaler.scale(parameter.sum()).backward()
+    component = component_for("scaler", scaler)
+    before = scaler.state_dict()
+    scaler.update(1024.0)
+    assert component.state() == before
+    kept = component.kept()
+    component.copy()
+    assert component.state()["scale"] == 1024.0
+    component.go_back(kept)
+    assert component.state() == before
+
+
+def test_a_scaler_with_a_state_of_its_own_is_asked_for_it() -> None:
+    class Own(torch.amp.GradScaler):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "more": 1}
+
+    assert component_for("scaler", Own("cpu")).state()["more"] == 1

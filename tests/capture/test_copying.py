@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from mindx_elastic.capture.copying import copy_tree, to_host
@@ -56,18 +54,6 @@ def test_changes_do_not_reach_the_copy_and_it_goes_through_the_format() -> None:
     assert_same(copy, sample())
     del copy["default"]
     assert_same(through_format(copy), copy)
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
-    max_leaves=10,
-)
-
-
-@given(plain)
-def test_any_plain_state_is_copied_exactly(value: Any) -> None:
-    assert_same(copy_tree(value), value)
 
 
 def test_tied_weights_stay_tied_in_a_copy() -> None:

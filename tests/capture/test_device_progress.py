@@ -145,17 +145,6 @@ def test_an_update_that_the_program_has_begun_is_waited_for(device: Device, prog
     assert landed(progress, has_updated=True) is None and landed(progress, has_updated=False) == 1
 
 
-def test_it_waits_for_the_newest(device: Device, progress: DeviceProgress) -> None:
-    pass_steps(progress, 0, 1)
-
-    def waits() -> bool:
-        device.done += 1
-        return True
-
-    found = progress.newest_held(waits, has_updated=False)
-    assert found is not None and found.step == 1 and device.done == 3
-
-
 @pytest.mark.parametrize("in_forward", [False, True])
 def test_the_program_waits_until_the_device_begins_the_update_before_last(
     device: Device, progress: DeviceProgress, in_forward: bool
@@ -169,7 +158,12 @@ def test_the_program_waits_until_the_device_begins_the_update_before_last(
     assert sorted({*device.waited_for}) == ([3, 6] if in_forward else [3, 6, 9])
 
 
-def test_which_forwards_fit_the_queue() -> None:
+def test_which_forwards_and_updates_fit_the_queue() -> None:
+    def fills(count: int, foreach: bool | None) -> bool:
+        return fills_queue(torch.optim.AdamW([nn.Parameter(torch.zeros(1)) for _ in range(count)], foreach=foreach))
+
+    assert fills(40, False) and not (fills(4, False) or fills(40, None) or fills_queue(None))
+
     def layers(count: int) -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(count)))
 
@@ -177,30 +171,21 @@ def test_which_forwards_fit_the_queue() -> None:
     assert not forward_fits_queue([layers(100)]) and not forward_fits_queue([layers(40), layers(40)])
 
 
-@pytest.mark.parametrize(("count", "foreach", "long"), [(40, False, True), (4, False, False), (40, None, False)])
-def test_which_updates_these_are(count: int, foreach: bool | None, long: bool) -> None:
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1)) for _ in range(count)], foreach=foreach)
-    assert fills_queue(optimizer) == long
-    assert not fills_queue(None)
-
-
-def test_alone_nothing_is_kept_and_nothing_waited_for(device: Device) -> None:
-    progress = DeviceProgress(device)
-    progress.follow([torch.zeros(1).as_subclass(OnDevice)])
-    pass_steps(progress, 0, 1, 2, 3)
-    progress.wait_for_update()
+def test_nothing_is_kept_and_waited_for_alone_or_without_a_device(device: Device) -> None:
+    alone, without = DeviceProgress(device), DeviceProgress(device)
+    without.follow([torch.zeros(1)])
+    pass_steps(without, 0, 1)
+    with without.reading():
+        assert not without.is_used and without.comes_here(0.0) and without.newest is None
+    assert device.queued == 0
+    alone.follow([torch.zeros(1).as_subclass(OnDevice)])
+    pass_steps(alone, 0, 1, 2, 3)
+    alone.wait_for_update()
     assert device.waited_for == []
     device.done = 2
-    assert progress.newest_held(lambda: False, has_updated=False) is None
-
-
-def test_without_a_device_there_is_nothing_to_wait_for(device: Device) -> None:
-    progress = DeviceProgress(device)
-    progress.follow([torch.zeros(1)])
-    pass_steps(progress, 0, 1)
-    with progress.reading():
-        assert not progress.is_used and progress.comes_here(0.0) and progress.newest is None
-    assert device.queued == 0
+    assert landed(alone) is None
+    alone.follow([torch.zeros(1).as_subclass(OnDevice)])
+    assert alone.newest is None, "other parameters make older boundaries useless"
 
 
 def test_a_reader_of_an_older_boundary_waits_for_that(device: Device, progress: DeviceProgress) -> None:
@@ -220,12 +205,6 @@ def test_a_reader_of_an_older_boundary_waits_for_that(device: Device, progress: 
     assert not progress.still_holds and landed(progress) is None
     pass_steps(progress, 3)
     assert not progress.has_gone_back and progress.still_holds
-
-
-def test_other_parameters_make_older_boundaries_useless(device: Device, progress: DeviceProgress) -> None:
-    pass_steps(progress, 0, 1)
-    progress.follow([torch.zeros(1).as_subclass(OnDevice)])
-    assert progress.newest is None
 
 
 class Job:

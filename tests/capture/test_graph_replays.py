@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -129,60 +128,3 @@ def test_two_guards_need_not_be_left_in_turn() -> None:
     Graph.replay = original  # type: ignore[method-assign]
     for job in jobs:
         job.gate.unwatch()
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_load_fills_the_tensors_that_were_there(kind: Any) -> None:
-    def make() -> torch.optim.Optimizer:
-        options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-        parameter = nn.Parameter(torch.randn(4, 3))
-        optimizer: torch.optim.Optimizer = kind([parameter], lr=torch.tensor(0.1), **options)
-        parameter.grad = torch.randn(4, 3)
-        optimizer.step()
-        return optimizer
-
-    saved, live = Collector({"optimizer": make()}), make()
-    collector = Collector({"optimizer": live})
-    state = next(iter(live.state.values()))
-    before = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    rate = live.param_groups[0]["lr"]
-    wanted = saved.state()["optimizer"]
-    wanted["param_groups"][0]["lr"] = torch.tensor(0.03)
-    collector.components["optimizer"].load(wanted)
-    after = next(iter(live.state.values()))
-    for key, tensor in before.items():
-        assert after[key] is tensor and torch.equal(tensor, wanted["state"][0][key])
-    assert live.param_groups[0]["lr"] is rate and float(rate) == pytest.approx(0.03)
-
-
-def test_an_optimizer_that_makes_its_state_when_it_loads_keeps_that() -> None:
-    class Flat(torch.optim.SGD):
-        def load_state_dict(self, state_dict: Any) -> None:
-            super().load_state_dict(state_dict)
-            for values in self.state.values():
-                self.flat = values["momentum_buffer"].clone()
-                values["momentum_buffer"] = self.flat.view(-1)
-
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = Flat([parameter], lr=0.1, momentum=0.9)
-    optimizer.state[parameter]["momentum_buffer"] = torch.zeros(2)
-    component = Collector({"optimizer": optimizer}).components["optimizer"]
-    component.load(component.state())
-    assert optimizer.state[parameter]["momentum_buffer"].data_ptr() == optimizer.flat.data_ptr()
-
-
-def test_what_is_shared_stays_shared_and_is_not_filled_twice() -> None:
-    """A learning rate of two groups, and state that shares memory."""
-    parameters, rate = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))], torch.tensor(0.1)
-    optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=rate, momentum=0.9)
-    shared = torch.zeros(2)
-    for parameter in parameters:
-        optimizer.state[parameter]["momentum_buffer"] = shared
-    component = Collector({"optimizer": optimizer}).components["optimizer"]
-    wanted = component.state()
-    wanted["state"] = {n: {"momentum_buffer": torch.full((2,), float(n))} for n in range(2)}
-    wanted["param_groups"] = [{**group, "lr": torch.tensor(0.03)} for group in wanted["param_groups"]]
-    component.load(wanted)
-    found = [optimizer.state[parameter]["momentum_buffer"].tolist() for parameter in parameters]
-    assert found == [[0.0, 0.0], [1.0, 1.0]]
-    assert all(group["lr"] is rate for group in optimizer.param_groups) and float(rate) == pytest.approx(0.03)

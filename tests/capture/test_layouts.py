@@ -235,17 +235,6 @@ def test_row_sums_of_a_matrix_that_is_split_by_hand_are_this_ranks_own() -> None
     assert layout_at(record, "optimizer.state.0.row_var")[0] == {"mesh": [1], "placements": ["R"], "ranks": [[3, 1]]}
 
 
-def test_ranks_that_are_not_consecutive_and_one_shape_under_two_names(join: Join) -> None:
-    join(0)
-    ranks = [[0, 2], [1, 3]]
-    wide, renamed = (DeviceMesh("cpu", ranks, mesh_dim_names=names) for names in (("a", "b"), ("c", "d")))
-    network = Laid(w=part(wide, [Shard(0), Shard(-1)], 2, 2), y=part(renamed, [Replicate(), Shard(0)], 2, 2))
-    record = recorder({"model": network}).record().json
-    known = {"mesh": [2, 2], "ranks": [0, 2, 1, 3]}
-    assert layout_at(record, "model.w") == ({**known, "placements": ["S(0)", "S(1)"], "names": ["a", "b"]}, (4, 4))
-    assert layout_at(record, "model.y") == ({**known, "placements": ["R", "S(0)"], "names": ["c", "d"]}, (4, 2))
-
-
 def test_layouts_by_hand_that_are_none() -> None:
     outside: Any = {"model.*": Layout((2,), ("R",), ranks=(3, 4))}  # type: ignore[arg-type]
     wrong: list[Any] = [{"model.*": "replicate"}, {3: Layout((1,), ("R",))}]  # type: ignore[arg-type]

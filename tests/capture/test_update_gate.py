@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
@@ -67,25 +69,6 @@ def test_an_optimizer_is_seen_where_it_is_named_or_changes_what_is_kept(gate: Up
     probe.add_param_group({"params": list(gate._parameters)})
     probe.step()
     assert gate.state is GateState.DIRTY
-
-
-def test_an_optimizer_inside_backward_is_seen(gate: UpdateGate, layer: nn.Linear) -> None:
-    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {
-        p: torch.optim.SGD([p], lr=0.1) for p in layer.parameters()
-    }
-    states: list[GateState] = []
-
-    def update(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()
-        states.append(gate.state)
-
-    for parameter in layer.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
-    backward(layer)
-    assert states == [GateState.DIRTY] * 2
-    assert problem(gate)
-    gate.pass_boundary(lambda: None)
-    assert problem(gate) is None
 
 
 def test_updates_of_two_threads_overlap(gate: UpdateGate) -> None:
@@ -218,7 +201,7 @@ def test_a_forked_child_waits_for_no_reader_of_its_parent(gate: UpdateGate, laye
     assert gate.state is GateState.DIRTY, "the parent's hooks are still there"
 
 
-class _Replacing(torch.optim.SGD):
+class Replacing(torch.optim.SGD):
     """Its steps make new tensors, as one that keeps its state elsewhere between them."""
 
     def step(self, closure: Any = None) -> Any:
@@ -228,61 +211,84 @@ class _Replacing(torch.optim.SGD):
         return result
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, _Replacing])
-def test_optimizer_state_that_is_changed_by_hand_is_no_state_of_the_boundary(kind: type[torch.optim.SGD]) -> None:
-    """A program that decays or clears the momentum at the head of a step."""
-    layer = torch.nn.Linear(2, 2)
-    optimizer = kind(layer.parameters(), lr=0.1, momentum=0.9)
-    gate = UpdateGate()
-    gate.watch(list(layer.parameters()), [optimizer])
-    try:
-        for change in ("mul", "clear", "replace", ""):
-            layer(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            gate.pass_boundary(lambda: None)
-            with gate.hold(0.0) as problem:
-                assert problem is None
-            if change == "mul":
-                optimizer.state[layer.bias]["momentum_buffer"].mul_(0.9)
-            elif change == "clear":
-                optimizer.state.clear()
-            elif change == "replace":
-                optimizer.state[layer.weight] = {"momentum_buffer": torch.zeros(2, 2)}
-            with gate.hold(0.0) as problem:
-                assert ("optimizers' state" in str(problem)) == bool(change)
-    finally:
-        gate.unwatch()
+class Program:
+    """What programs do in a step in front of its boundary, or behind it. Each says whether it has changed something."""
 
+    def __init__(self, kind: Any) -> None:
+        self.network = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        options = {} if kind is torch.optim.AdamW else {"momentum": 0.9}
+        self.optimizer: torch.optim.Optimizer = kind(self.network.parameters(), lr=0.1, **options)
+        self.other = torch.optim.SGD(self.network[0].parameters(), lr=0.1)
+        self.weight = self.network[1].get_parameter("weight")
 
-@pytest.mark.parametrize("change", ["a layer is left out", "a layer is frozen", "no update", "decayed"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_what_the_program_does_to_state_before_a_boundary_belongs_to_it(kind: Any, change: str) -> None:
-    network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
-    optimizer = kind(network.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-    gate = UpdateGate()
-    gate.watch(list(network.parameters()), [optimizer])
+    def train(self) -> bool:
+        self.optimizer.zero_grad()
+        self.network(torch.ones(1, 2)).sum().backward()
+        self.optimizer.step()
+        return True
 
-    def decay() -> None:
-        for value in optimizer.state[network[2].bias].values():
+    def train_in_part(self) -> bool:
+        self.optimizer.zero_grad()
+        nn.Sequential(self.network[0], self.network[2])(torch.ones(1, 2)).sum().backward()
+        self.optimizer.step()
+        return True
+
+    def train_otherwise(self) -> bool:
+        self.network[0](torch.ones(1, 2)).sum().backward()
+        self.other.step()
+        return True
+
+    @torch.no_grad()
+    def change_weight(self) -> bool:
+        self.weight.mul_(0.5)
+        return True
+
+    def decay(self) -> bool:
+        for value in self.optimizer.state.get(self.weight, {}).values():
             value.mul_(0.5)
+        return self.weight in self.optimizer.state
 
+    def replace(self) -> bool:
+        for state in self.optimizer.state.values():
+            state.update({name: value.clone() for name, value in state.items()})
+        return bool(self.optimizer.state)
+
+    def clear(self) -> bool:
+        had_state = bool(self.optimizer.state)
+        self.optimizer.state.clear()
+        return had_state
+
+
+UPDATES = ["train", "train_in_part", "train_otherwise"]
+BY_HAND = ["change_weight", "decay", "replace", "clear"]
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([torch.optim.SGD, torch.optim.AdamW, Replacing]),
+    st.lists(st.sampled_from(["train", "train", *UPDATES, *BY_HAND]), min_size=1, max_size=20),
+    st.sampled_from([*BY_HAND, ""]),
+    st.booleans(),
+)
+def test_what_has_changed_since_the_boundary_is_seen(kind: Any, steps: list[str], after: str, closely: bool) -> None:
+    """And what the program does in front of it belongs to it, for certain where boundaries are looked at closely, and
+    of each one as long as the program has not gone on."""
+    program, gate = Program(kind), UpdateGate()
+    gate.watch(list(program.network.parameters()), [program.optimizer, program.other])
     try:
-        for step in range(16):
-            now = change if step == 9 else ""
-            network[1].requires_grad_(change != "a layer is frozen" or step < 9)
-            optimizer.zero_grad()
-            layers = [network[0], network[2]] if now == "a layer is left out" else network
-            torch.nn.Sequential(*layers)(torch.ones(1, 2)).sum().backward()
-            if now != "no update":
-                optimizer.step()
-            if now == "decayed":
-                decay()
-            gate.pass_boundary(lambda: None)
-            with gate.hold(0.0) as problem:
-                assert problem is None, f"step {step}"
-        decay()
-        with gate.hold(0.0) as problem:
-            assert "optimizers' state" in str(problem)
+        for name in steps:
+            getattr(program, name)()
+            gate.pass_boundary(lambda: None, closely=closely)
+            if closely:
+                gate.leave_boundary()
+                assert problem(gate) is None, name
+        assert problem(gate) is None, "the program is there still"
+        gate.leave_boundary()
+        has_changed = bool(after) and getattr(program, after)()
+        assert (problem(gate) is not None) == has_changed
+        torch.optim.SGD(program.network.parameters(), lr=0.1).step()
+        gate.pass_boundary(lambda: None)
+        assert problem(gate) is None
     finally:
         gate.unwatch()
 
@@ -307,33 +313,5 @@ def test_a_change_between_close_looks(change: str) -> None:
             gate.pass_boundary(lambda: None, closely=step < 4)
         problem = gate.changed_since_boundary()
         assert problem is None if change == "a new group" else "or updated otherwise than" in str(problem)
-    finally:
-        gate.unwatch()
-
-
-def test_states_of_all_parameters_are_looked_at_in_some_steps_and_once_one_was_changed_by_hand_in_all() -> None:
-    """A program that clears the momentum of dead neurons, in one layer."""
-    network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
-    gate = UpdateGate()
-    gate.watch(list(network.parameters()), [optimizer])
-
-    def step() -> None:
-        network(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        gate.pass_boundary(lambda: None)
-
-    try:
-        step()
-        step()
-        assert gate.changed_since_boundary() is None
-        optimizer.state[network[1].get_parameter("weight")]["exp_avg"].mul_(0.5)
-        with gate.hold(0.0) as problem:
-            assert "1 values of the optimizers' state" in str(problem)
-        step()
-        assert gate.changed_since_boundary() is None
-        optimizer.state[network[1].get_parameter("bias")]["exp_avg"] = torch.zeros(2)
-        with gate.hold(0.0) as problem:
-            assert "optimizers' state" in str(problem)
     finally:
         gate.unwatch()
