@@ -22,6 +22,9 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any, cast
 
+import numpy as np
+import torch
+
 from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.alarm.alarm import REHEARSAL, Alarm
 from mindx_elastic.core.certificate import NOT_COMPARED
@@ -45,6 +48,7 @@ from mindx_elastic.prove.witness import Observed
 
 __all__ = ["Overlap"]
 
+_PLAIN = (torch.Tensor, np.ndarray, list, dict)
 _RESERVE_S = 5.0
 """What the way out may take."""
 _AGREEMENT_S = 2.0
@@ -75,7 +79,7 @@ class Overlap:
         self._stack = stack.enter_context(ExitStack())
         self._stopper, self._loops, self._loaders, self._boundaries = stopper, loops, loaders, boundaries
         self._observed: Callable[[], Observed] = lambda: Observed(opening, stopper, loops, is_outside)
-        self._collector, self._unmanaged = opening.collector, opening.unmanaged
+        self._collector, self._unmanaged, self._targets = opening.collector, opening.unmanaged, opening.targets
         proof, trains = cast(ProofWitness | None, opening.proof), not opening.evaluates
         self._is_wanted = proof is None and trains and opening.settings.overlap
         self._observer: ProofWitness | Played | Comparison | None = None
@@ -139,6 +143,13 @@ class Overlap:
             unmanaged.say_not_kept(names, how, is_resumed=self._is_resumed)
             if is_second:
                 unmanaged.say_not_kept(found.later, "were set in the first step", is_resumed=self._is_resumed)
+            for name in names:
+                key = name.rpartition(".")[2]
+                if isinstance(self._targets.get(key), _PLAIN):
+                    unmanaged.hint(
+                        f'{name} is another object by now than stateful["{key}"], which checkpoints hold',
+                        f"Change that object in place ({name}.copy_(...), {name}[:] = ..., {name}.update(...))",
+                    )
 
     def _tell_not_compared(
         self, info: CheckpointInfo, what: str, counts: Sequence[str] = (), level: int = logging.INFO

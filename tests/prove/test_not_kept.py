@@ -422,3 +422,24 @@ def test_attributes_that_change_one_after_the_other_are_told_once_each(
     run(tmp_path, loop, num_samples=12)
     told = [name for how, names in changes(caplog) if how == "have changed" for name in names.split(", ")]
     assert len(told) == len(set(told)) >= 4 and set(told) <= {f"phases.{name}" for name in "abcdef"}, told
+
+
+def test_a_named_object_whose_variable_the_loop_binds_again_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    centre, recent, seen = torch.zeros(2), list[float](), {"steps": 0}
+    stateful = {"centre": centre, "recent": recent, "seen": seen}
+    with mx.Guard(model=model, optimizer=optimizer, directory=tmp_path, stateful=stateful) as guard:
+        for _ in guard.steps(6):
+            out = model(fetch()[0])
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+            centre = 0.9 * centre + out.detach().mean(0)
+            recent[:] = [*recent, 1.0][-3:]
+            seen["steps"] += 1
+            guard.step_end()
+    (warning,) = [r.getMessage() for r in caplog.records if "is another object by now" in r.getMessage()]
+    assert warning.startswith('centre is another object by now than stateful["centre"]')
