@@ -2,7 +2,7 @@
 
 Real are the agent from the first meeting of the nodes to its exit code (`agent.launcher.run_job`, and with it the
 supervisor, the attempt, workers, endings, restarts, membership, inbox), the table with its server, and torch's agent.
-Simulated are the kernel (`kernel`), the network, the workers (`workers`), and what goes wrong::
+Simulated are the system (`system`), the network, the workers (`workers`), and what goes wrong::
 
     python -m tests.simulation.agents --schedules 20000 --first 0 --jobs 2
     python -m tests.simulation.agents --seed 4711          # its story
@@ -50,9 +50,8 @@ from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster import connection
 from mindx_elastic.cluster.table import Limits, Table
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from tests.simulation.kernel import Child, Kernel
-from tests.simulation.network import Machine, Network
 from tests.simulation.schedules import main, quiet
+from tests.simulation.system import System
 from tests.simulation.workers import Meeting, Worker
 from tests.simulation.world import Process, Stuck, World
 
@@ -199,8 +198,8 @@ def plan_of(seed: int) -> Plan:
 class Agent:
     """One run of the command on a node."""
 
-    def __init__(self, node: Node, child: Child) -> None:
-        self.node, self.child = node, child
+    def __init__(self, node: Node, process: Process) -> None:
+        self.node, self.process = node, process
         self.cause, self.outcome = "", ""
         self.has_begun = False
         """It takes signals."""
@@ -218,15 +217,15 @@ class Agent:
 
     @property
     def code(self) -> int | None:
-        return self.child.process.exit_code
+        return self.process.exit_code
 
     def emit(self, event: str, **fields: Any) -> None:
         """`EventLog.emit`; a process that has ended says no more, though the simulation unwinds its stack."""
-        if not self.child.process.is_alive:
+        if not self.process.is_alive:
             return
         self.has_begun = True
         said = ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, [], ""))
-        self.node.job.world.note(f"{self.child.process.name}: {event} ({said[:200]})")
+        self.node.job.world.note(f"{self.process.name}: {event} ({said[:200]})")
         self.node.job.hear_event(self, event, fields)
         if event == "restart":
             self.restarts = fields.get("restart", self.restarts)
@@ -248,25 +247,24 @@ class Node:
         """What the platform's fault file says."""
 
     @property
-    def agent(self) -> Child:
-        return self.agents[-1].child
+    def agent(self) -> Process:
+        return self.agents[-1].process
 
     @property
     def processes(self) -> list[Process]:
-        return [child.process for each in self.agents for child in (*(w.child for w in each.workers), each.child)]
+        return [process for each in self.agents for process in (*(w.process for w in each.workers), each.process)]
 
     def start(self) -> None:
         name, node = f"agent {self.number}{'+' * len(self.agents)}", f"node{self.number}"
-        child = self.job.kernel.fork(name, lambda pid: Machine(self.job.network, name, node=node, pid=pid, host=node))
-        self.agents.append(Agent(self, child))
-        child.process.on_end.append(self._end_workers)
-        child.process.start(lambda: self.job.run_agent(self))
+        process = Process(self.job.world, name, node=node, host=node)
+        self.agents.append(Agent(self, process))
+        process.on_end.append(self._end_workers)
+        process.start(lambda: self.job.run_agent(self))
 
     def _end_workers(self) -> None:
         """What the kernel has promised them."""
         for worker in self.agents[-1].workers:
-            if worker.child.process.is_alive:
-                self.job.kernel.kill(worker.child.pid, signal.SIGTERM)
+            self.job.system.tell(worker.process, signal.SIGTERM)
 
     # --- in place of parts of the agent ---
 
@@ -322,7 +320,7 @@ class _Lines:
 class Started:
     """Torch's `PContext`."""
 
-    def __init__(self, children: dict[int, Child]) -> None:
+    def __init__(self, children: dict[int, Process]) -> None:
         self.subprocess_handlers = {local: SimpleNamespace(proc=child) for local, child in children.items()}
         self._children = children
 
@@ -331,7 +329,7 @@ class Started:
 
     def close(self, *_: Any) -> None:
         for child in self._children.values():
-            child.process.kill()
+            child.kill()
 
 
 class Job:
@@ -343,7 +341,8 @@ class Job:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.world = plan, World(plan.seed, most_switches=10_000 * plan.nodes)
-        self.kernel, self.network = Kernel(self.world), Network(self.world)
+        self.system = System(self.world)
+        self.network = self.system.network
         self.steps, self.step_s, self.start_s = plan.steps, plan.step_s, plan.start_s
         self.save_s, self.after_s, self.is_guarded = plan.save_s, plan.after_s, plan.is_guarded
         self.hears_connections = plan.hears_connections
@@ -363,7 +362,7 @@ class Job:
 
     def node_of_process(self) -> Node:
         process = self.world.process
-        return next(node for node in self.nodes if any(each.child.process is process for each in node.agents))
+        return next(node for node in self.nodes if any(each.process is process for each in node.agents))
 
     # --- what the agent calls ---
 
@@ -400,7 +399,7 @@ class Job:
 
     def serve_apart(self) -> None:
         """The table, in a process of its own."""
-        self.host = Machine(self.network, "host of the table", node="apart", pid=1, host="apart")
+        self.host = Process(self.world, "host of the table", node="apart", host="apart")
         limits = Limits(heartbeat_s=15.0, formation_s=math.inf, reconnect_s=3.0, last_call_s=5.0)
         least, most = self.plan.min_nodes, self.plan.nodes
         table = Table(most, least=least, run_id=_RUN_ID, job="job", recovery=True, limits=limits, now=self.world.now)
@@ -428,13 +427,13 @@ class Job:
             key = env["MASTER_ADDR"], env["MASTER_PORT"]
             meeting = self.meetings.setdefault(key, Meeting(self, size, restarts))
             name = f"rank {rank} of {size} on node {node.number}"
-            children[local] = child = self.kernel.fork(name)
+            children[local] = child = Process(self.world, name, host=f"node{node.number}")
             worker = Worker(self, node, meeting, rank, size, child)
             agent.workers.append(worker)
             self.pages[Path(f"/simulated/{node.agent.pid}/rank_{rank}.page")] = worker
             meeting.admit(worker, restarts)
-            child.process.start(worker.run)
-            self.world.note(f"{agent.child.process.name} starts {name}, restart {restarts}")
+            child.start(worker.run)
+            self.world.note(f"{agent.process.name} starts {name}, restart {restarts}")
         return Started(children)
 
     def read_page(self, path: Path) -> Status | None:
@@ -444,17 +443,14 @@ class Job:
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """The agent's modules, and torch's, use this job's world."""
-        world, kernel, network = self.world, self.kernel, self.network
-        names = network.names()
-        more = {module: names[module] for module in ("socket", "selectors", "secrets")}
-        more["os"] = {"register_at_fork": names["os"]["register_at_fork"]}
+        world, system = self.world, self.system
         nothing = lambda *_, **__: None  # noqa: E731
         with ExitStack() as stack:
             stack.enter_context(patch.dict(os.environ, MINDX_ZYGOTE="0"))
             stack.enter_context(quiet())
             stack.callback(logging.disable, logging.root.manager.disable)
             logging.disable(logging.CRITICAL)
-            stack.enter_context(world.replaced(more, prefixes=_MODULES, stand_ins=kernel.stand_ins))
+            stack.enter_context(world.replaced(system.stand_ins, prefixes=_MODULES))
             stand_ins: dict[Any, dict[str, Any]] = {
                 agent_nodes: {"listen": self.listen, "is_own_address": self._is_here},
                 connection: {"own_space": lambda: ""},
@@ -467,16 +463,17 @@ class Job:
                     "LastLines": _Lines,
                     "StopFiles": lambda *arguments: self.node_of_process().stop_files(*arguments),
                     "print_block": nothing,
+                    "render": nothing,
                 },
-                supervisor: {"print_block": nothing, "_reserve_port": self._reserve_port},
+                supervisor: {"print_block": nothing, "render": nothing, "_reserve_port": self._reserve_port},
                 attempt: {"write_stacks": lambda *_, **__: []},
                 workers: {
                     "read_page": self.read_page,
-                    "open_pidfd": kernel.open_pidfd,
-                    "read_stat": kernel.read_stat,
-                    "members_of": kernel.members_of,
-                    "thread_pidfds": kernel.thread_pidfds,
-                    "catches": kernel.catches,
+                    "open_pidfd": system.open_pidfd,
+                    "read_stat": system.read_stat,
+                    "members_of": system.members_of,
+                    "thread_pidfds": system.thread_pidfds,
+                    "catches": system.catches,
                 },
             }
             for module, parts in stand_ins.items():
@@ -498,7 +495,7 @@ class Job:
         agent = node.agents[-1]
         until = world.now + fault.length_s
         world.note(f"{fault.kind} at node {fault.node}" + f" for {fault.length_s:g} s" * (fault.length_s > 0))
-        living = [worker for worker in agent.workers if worker.child.process.is_alive]
+        living = [worker for worker in agent.workers if worker.process.is_alive]
         worker = living[fault.local_rank % len(living)] if living else None
         self.failures += self._fails(fault)
         match fault.kind:
@@ -511,9 +508,9 @@ class Job:
                 for each in self.nodes:
                     self.tell_to_stop(each)
             case "sigterm worker" if worker is not None:
-                self.kernel.kill(worker.child.pid, signal.SIGTERM)
+                self.system.tell(worker.process, signal.SIGTERM)
             case "kill worker" if worker is not None:
-                worker.child.process.kill()
+                worker.process.kill()
             case "exception" if worker is not None:
                 worker.next_failure = ValueError(f"broken {world.number()}")
             case "hang" if worker is not None:
@@ -521,11 +518,11 @@ class Job:
             case "deaf" if worker is not None:
                 worker.is_deaf = True
             case "freeze worker" if worker is not None:
-                worker.child.freeze(fault.length_s)
+                worker.process.freeze(fault.length_s)
             case "freeze agent":
-                agent.child.process.frozen_until = until
+                agent.process.frozen_until = until
             case "kill agent":
-                agent.child.process.kill()
+                agent.process.kill()
                 world.at(until, lambda: self._come_back(node))
             case "kill node" | "lose node":
                 for process in node.processes:
@@ -542,13 +539,13 @@ class Job:
             case "host stands still" if self.host is not None:
                 self.host.frozen_until = until
             case "clock jump":
-                agent.child.process.clock.ahead_s += world.random.choice((-1, 1)) * 180 * fault.length_s
+                agent.process.clock.ahead_s += world.random.choice((-1, 1)) * 180 * fault.length_s
             case "partition":
                 node.is_cut_off, name = True, f"node{node.number}"
                 for other in {"apart", *(f"node{each.number}" for each in self.nodes)} - {name}:
                     self.network.cut(name, other, fault.length_s)
                     self.network.cut(other, name, fault.length_s)
-                world.at(until, lambda: setattr(node, "is_cut_off", False))
+                world.at(until, lambda: self._connect_again(node))
             case "fault report":
                 node.report = SimpleNamespace(kind="fault", reason="rank 0 is faulty", grace_s=None)
             case "join":
@@ -571,14 +568,19 @@ class Job:
 
     def tell_to_stop(self, node: Node) -> None:
         agent = node.agents[-1]
-        if agent.child.process.is_alive:
+        if agent.process.is_alive:
             agent.told_to_stop_at = agent.told_to_stop_at or self.world.now
-            self.kernel.kill(agent.child.pid, signal.SIGTERM)
+            self.system.tell(agent.process, signal.SIGTERM)
+
+    def _connect_again(self, node: Node) -> None:
+        node.is_cut_off = False
+        for meeting in self.meetings.values():
+            meeting.topic.tell()
 
     def _come_back(self, node: Node) -> None:
         """The platform starts the command again on a fresh machine, unless the job is done."""
         agents = [agent for each in self.nodes for agent in each.agents]
-        if not node.agent.process.is_alive and all(agent.code != 0 for agent in agents):
+        if not node.agent.is_alive and all(agent.code != 0 for agent in agents):
             for process in node.processes:
                 process.kill()
             node.start()
@@ -616,7 +618,7 @@ def _faults_of(job: Job, outcome: Outcome) -> list[str]:
     if outcome.stuck:
         return [*wrong, outcome.stuck]
     for agent in outcome.agents:
-        name, code = agent.child.process.name, agent.code
+        name, code = agent.process.name, agent.code
         if code == 0 and not job.has_finished:
             wrong.append(f"{name} says 0, and no training has ended")
         is_early = code == -signal.SIGTERM and not agent.has_begun  # as any program that has yet to start
@@ -627,7 +629,7 @@ def _faults_of(job: Job, outcome: Outcome) -> list[str]:
             wrong.append(f"{name} counts {agent.restarts} restarts, {most}")
         frozen_s = sum(fault.length_s for fault in plan.faults if fault.kind in ("freeze agent", "partition"))
         if agent.told_to_stop_at is not None:
-            took = agent.child.process.ended_at - agent.told_to_stop_at
+            took = agent.process.ended_at - agent.told_to_stop_at
             if took > GRACE_S + 10.0 + frozen_s:
                 wrong.append(f"{name} ends {took:.1f} s after it was told to")
     return wrong + _faults_of_kinds(job, outcome)

@@ -50,9 +50,9 @@ from mindx_elastic.cluster.worker_end import WorkerEnd
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.stop_cause import StopCause
 from mindx_elastic.errors import SaveError, UsageError
-from tests.simulation.network import Machine, Network
 from tests.simulation.schedules import main, quiet
-from tests.simulation.world import Stuck, Topic, World
+from tests.simulation.system import System
+from tests.simulation.world import Process, Stuck, Topic, World
 
 __all__ = ["KINDS", "Fault", "Outcome", "Plan", "plan_of", "play"]
 
@@ -232,17 +232,17 @@ class _Meeting:
         self.topic.tell()
 
 
-class _Worker(Machine):
+class _Worker(Process):
     """One process of a place, until it ends or begins again."""
 
     def __init__(self, job: _Job, place: int, env: dict[str, str], like: _Worker | None = None) -> None:
         number = job.world.number()
         again = f"again, process {number}" if like is None else f"in place, process {like.pid}"
         super().__init__(
-            job.network,
+            job.world,
             f"worker {place} ({again})",
             node=f"worker {place}",
-            pid=number if like is None else like.pid,
+            pid=None if like is None else like.pid,
             host=f"host{job.plan.hosts[place]}",
         )
         self.job, self.place, self.env = job, place, env
@@ -257,7 +257,7 @@ class _Worker(Machine):
         self.meeting: _Meeting | None = None
         self.rank = -1
         if like is not None:
-            self.frozen_until, self.clock = like.frozen_until, like.clock
+            self.frozen_until = like.frozen_until
 
     def _exit(self, status: object = None) -> NoReturn:
         raise SystemExit(status)
@@ -362,7 +362,7 @@ class _Worker(Machine):
     def stop(self) -> None:
         """SIGTERM."""
         if not self.is_guarded or self.meeting is None:
-            self.signal(signal.SIGTERM)
+            self.job.system.tell(self, signal.SIGTERM)
             return
         for each in self.meeting.ranks.values():
             each.hear(StopCause("signal", 143, "SIGTERM", each is self))
@@ -398,7 +398,8 @@ class _TableFile:
 
     def __init__(self, job: _Job) -> None:
         self._job, self._owner = job, job.network.process()
-        if not job.world.wait(lambda: job.lock is None or not job.lock.is_alive, 5.0):
+        topics = () if job.lock is None else (job.lock.topic,)
+        if not job.world.wait(lambda: job.lock is None or not job.lock.is_alive, 5.0, on=topics):
             raise UsageError("another scheduler runs there")
         job.lock = self._owner
 
@@ -429,17 +430,18 @@ class _Job:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.world = plan, World(plan.seed, most_switches=10_000 * plan.size)
-        self.network = Network(self.world)
+        self.system = System(self.world)
+        self.network = self.system.network
         self.workers: list[_Worker] = []
         """By place: what runs there, or has run there last."""
         self.seconds: list[_Worker] = []
         """Processes that were started with a node id of another one."""
-        self.scheduler: Machine | None = None
+        self.scheduler: Process | None = None
         self.scheduler_code: int | None = None
         """What the job's end has made of it; None: it did not come so far."""
         self.ended_at = 0.0
         self.disk, self.disk_s, self.disk_is_full = "", 0.002, False
-        self.lock: Machine | None = None
+        self.lock: Process | None = None
         self.stores: dict[tuple[str, int], _Worker] = {}
         self.meetings: dict[tuple[str, int], _Meeting] = {}
         self.ranks: dict[tuple[str, str], int] = {}
@@ -500,8 +502,8 @@ class _Job:
         self.begin(worker, self.world.random.uniform(0.0, 1.0))
 
     def start_scheduler(self) -> None:
-        process = self.scheduler = Machine(
-            self.network, f"scheduler {self.world.number()}", node=_SCHEDULER, pid=self.world.number(), host="host0"
+        process = self.scheduler = Process(
+            self.world, f"scheduler {self.world.number()}", node=_SCHEDULER, host="host0"
         )
         process.start(self._schedule)
 
@@ -539,8 +541,7 @@ class _Job:
                     if worker.exit_code not in (None, 0, 143):
                         self.start_worker(place)
             elif self.is_calm and not running and (is_over or not scheduler.is_alive or not plan.recovery):
-                if scheduler.is_alive:
-                    scheduler.signal(signal.SIGTERM)
+                self.system.tell(scheduler, signal.SIGTERM)
                 if not scheduler.is_alive:
                     return 0
 
@@ -589,7 +590,7 @@ class _Job:
                 self.disk = "" if fault.kind == "lost table" else self.disk
                 world.at(until, self._start_scheduler_again)
             case "sigterm scheduler":
-                scheduler.signal(signal.SIGTERM)
+                self.system.tell(scheduler, signal.SIGTERM)
                 world.at(until, self._start_scheduler_again)
             case "kill" | "vanish":
                 network.vanish(worker, fault.length_s) if fault.kind == "vanish" else worker.kill()
@@ -609,7 +610,7 @@ class _Job:
             case "twice":
                 self.start_worker(fault.place, is_second=True)
             case "stranger":
-                stranger = Machine(network, "a stranger", node="stranger", pid=world.number(), host="far")
+                stranger = Process(world, "a stranger", node="stranger", host="far")
                 stranger.start(lambda: self._talk(fault.length_s))
 
     def _talk(self, length_s: float) -> int:
@@ -697,7 +698,7 @@ def play(plan: Plan, *, tells: bool = False) -> Outcome:
     job = _Job(plan)
     outcome, world = Outcome(plan, job), job.world
     with ExitStack() as stack:
-        stack.enter_context(world.replaced(job.network.names()))
+        stack.enter_context(world.replaced(job.system.stand_ins))
         stack.enter_context(_stand_ins(job))
         stack.enter_context(_told(world) if tells else quiet())
         for place in range(plan.size):
@@ -706,7 +707,7 @@ def play(plan: Plan, *, tells: bool = False) -> Outcome:
         for fault in plan.faults:
             if fault.on is None:
                 world.at(world.now + fault.at, lambda fault=fault: job.strike(fault))  # type: ignore[misc]
-        Machine(job.network, "hand", node="hand", pid=0, host="far").start(job.hand)
+        Process(world, "hand", node="hand", host="far").start(job.hand)
         stuck = ""
         try:
             world.run(until=1000.0 + plan.calm_at + (_UNTOLD_S if plan.forgets else _BOUND_S))

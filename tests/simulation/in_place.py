@@ -52,11 +52,10 @@ from mindx_elastic.rejoin.record import IN_PLACE, RESTART, STOPPED
 from mindx_elastic.rejoin.spare import PIPE_VARIABLE, UNFIT, WAITS
 from tests.simulation import agents
 from tests.simulation.agents import Agent, Fault, Job, Outcome, Started
-from tests.simulation.kernel import Child
 from tests.simulation.schedules import main
 from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.workers import Alarm, Meeting, Worker
-from tests.simulation.world import Process, World
+from tests.simulation.world import Process, Topic, World
 
 __all__ = ["KINDS", "STAGES", "Plan", "plan_of", "play"]
 
@@ -114,14 +113,14 @@ class _Stores:
         self.world = world
         self.server: SimulatedStore | None = None
         self.lines: list[_Line] = []
-        self.cut_off: set[Process] = set()
+        self.topic = Topic(world)
         self.messages = 0
 
     def host(self, process: Process) -> None:
         """A new and empty store in `process`."""
         self.messages += 0 if self.server is None else self.server.messages
         self.server = SimulatedStore(self.world, process)
-        self.server.cut_off = self.cut_off
+        self.topic.tell()
 
     @property
     def is_up(self) -> bool:
@@ -130,8 +129,7 @@ class _Stores:
     def connect(self, timeout_s: float) -> _Line:
         process = self.world.process
         assert process is not None
-        answers = lambda: self.is_up and process not in self.cut_off  # noqa: E731
-        if not self.world.wait(answers, timeout_s, is_interruptible=False) or self.server is None:
+        if not self.world.wait(lambda: self.is_up, timeout_s, on=(self.topic,)) or self.server is None:
             raise DistNetworkError("The client socket has timed out while trying to connect")
         self.lines.append(_Line(self, self.server, process))
         return self.lines[-1]
@@ -231,6 +229,7 @@ class _Group(Meeting):
         self.agent, restarts, self.number = key
         """The number of the agent, and the generation."""
         super().__init__(job, world_size, restarts)
+        self.topic = job.topic
         self.verdicts: dict[int, RecoveryVerdict | None] = {}
         self.came: dict[str, set[int]] = {}
         """Ranks, by meetings at the entry of the guard."""
@@ -248,6 +247,7 @@ class _Group(Meeting):
 
     def meets(self, name: str, rank: int) -> Callable[[], bool]:
         self.came.setdefault(name, set()).add(rank)
+        self.topic.tell()
         return lambda: len(self.came[name]) == self.world_size
 
 
@@ -263,6 +263,7 @@ class _Watcher:
 
     def __init__(self, job: InPlaceJob) -> None:
         self._world, self._due = job.world, list[tuple[float, int, Callable[[], None]]]()
+        self._topic = (Topic(job.world),)
 
     def start(self) -> None:
         threading: Any = vars(rejoin_member)["threading"]
@@ -273,11 +274,13 @@ class _Watcher:
 
     def call_at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._due, (when, self._world.number(), act))
+        self._topic[0].tell()
 
     def _run(self) -> None:
         while True:
-            self._world.wait(lambda: bool(self._due), None)
-            self._world.wait(lambda: self._due[0][0] <= self._world.now, self._due[0][0] - self._world.now)
+            self._world.wait(lambda: bool(self._due), on=self._topic)
+            is_due = lambda: self._due[0][0] <= self._world.now  # noqa: E731
+            self._world.wait(is_due, self._due[0][0] - self._world.now, on=self._topic)
             if self._due[0][0] <= self._world.now:
                 heapq.heappop(self._due)[2]()
 
@@ -290,6 +293,7 @@ class _Sockets:
 
     def cut(self) -> int:
         self._rank.is_cut = True
+        self._rank.job.topic.tell()
         return 1
 
     def release(self) -> None:
@@ -390,7 +394,7 @@ class _Rank(Worker):
 
     def run(self) -> int:
         world, job = self.job.world, self.job
-        self.child.process.on_end.append(self._tell_of_death)
+        self.process.on_end.append(self._tell_of_death)
         world.sleep(job.start_s * world.random.uniform(0.5, 1.0) + self.slow_s)
         self.watcher.start()
         try:
@@ -422,12 +426,12 @@ class _Rank(Worker):
                 raise
             raise _Leaves(self.alarm.code) from found
         finally:
-            self.is_open, self.child.hears = False, None
+            self.is_open, self.process.hears = False, None
 
     def _enter(self, place: running.InPlaceGuard) -> None:
         world, job = self.job.world, self.job
         if self.status is None:
-            self.status = Status(pid=self.child.pid, phase=WorkerPhase.STARTING)
+            self.status = Status(pid=self.process.pid, phase=WorkerPhase.STARTING)
             self.job.show_page(self)
         if place.can_prepare:
             world.sleep(job.start_s * world.random.uniform(0.0, 0.3))
@@ -448,9 +452,9 @@ class _Rank(Worker):
         self.member.parts()
         self._meet(group, "entered")
         self.is_cut = False
-        self.is_open, self.child.hears = True, self._hear_signal
+        self.is_open, self.process.hears = True, self._hear_signal
         for rank, other in group.workers.items():
-            if not other.child.process.is_alive:
+            if not other.process.is_alive:
                 self.watcher.post(partial(self.hear_death, rank))
         stopper: Any = self
         place.opened(stopper, stopper, stopper, ())
@@ -461,13 +465,14 @@ class _Rank(Worker):
             self._set(resumed_step=self.step)
 
     def _meet(self, group: _Group, name: str) -> None:
-        if not self.job.world.wait(group.meets(name, self.rank), _CONNECT_S):
+        if not self.job.world.wait(group.meets(name, self.rank), _CONNECT_S, on=(group.topic,)):
             raise RuntimeError("the ranks have not met")
 
     # --- the training ---
 
     def _until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        found = self.job.world.wait(lambda: condition() or (self.is_urgent and self.alarm is not None), timeout_s)
+        is_told = lambda: condition() or (self.is_urgent and self.alarm is not None)  # noqa: E731
+        found = self.job.world.wait(is_told, timeout_s, on=(self.job.topic,))
         if self.is_urgent and self.alarm is not None:
             raise _Leaves(self.alarm.code)
         return found
@@ -509,6 +514,7 @@ class _Rank(Worker):
         job, group = self.job, self.meeting
         there = job.arrived.setdefault((id(group), name), set())
         there.add(self.rank)
+        job.topic.tell()
         self._until(lambda: len(there) == self.world_size or self.is_cut or (job.hears_connections and group.has_dead))
         # One that is complete may have come to its end here or not, when the connections end.
         if len(there) == self.world_size and not (self.is_cut and job.world.random.random() < 0.5):
@@ -527,6 +533,7 @@ class _Rank(Worker):
             return
         self.is_ending = True
         group.finished.add(self.rank)
+        group.topic.tell()
         for other in group.workers.values():
             if other._offered is not None:
                 group.offer(other.rank, self.job.steps + 1)
@@ -550,24 +557,23 @@ class _Rank(Worker):
     def peers_gone(self) -> list[int]:
         group = self.meeting
         return [
-            rank
-            for rank, each in group.workers.items()
-            if not each.child.process.is_alive and rank not in group.finished
+            rank for rank, each in group.workers.items() if not each.process.is_alive and rank not in group.finished
         ]
 
     def peers_gone_soon(self, error: BaseException) -> list[int]:
-        self.job.world.wait(lambda: bool(self.peers_gone()), _DYING_S)
+        self.job.world.wait(lambda: bool(self.peers_gone()), _DYING_S, on=(self.job.topic,))
         return self.peers_gone()
 
     def end_unsaved(self, why: str) -> NoReturn:
         self.job.world.note(f"{self.name}: {why}")
-        self.child.process.exit(EXIT_TEMPORARY)
+        self.process.exit(EXIT_TEMPORARY)
 
     def stop_for_death(self) -> None:
         if self.alarm is None:
             self.alarm = Alarm(f"rank {self._dead} is gone", EXIT_TEMPORARY, at_once=True)
             self._set(phase=WorkerPhase.STOPPING, reason=self.alarm.reason, exit_code=EXIT_TEMPORARY)
             self.meeting.spread(self.alarm, self)
+            self.job.topic.tell()
 
     def exit(self) -> _Leaves:
         assert self.alarm is not None
@@ -581,12 +587,12 @@ class _Rank(Worker):
 
     def _leave_behind(self) -> None:
         """The watcher has saved, and the training thread is in a call that nothing ends."""
-        if self.is_connecting and self.alarm is not None and self.child.process.is_alive:
+        if self.is_connecting and self.alarm is not None and self.process.is_alive:
             self._set(phase=WorkerPhase.STOPPING)
             if self.is_clean:
                 self.job.durable_step = max(self.job.durable_step, self.step)
                 self._set(saved_step=self.step, saved_ns=self._now_ns())
-            self.child.process.end(self.alarm.code)
+            self.process.end(self.alarm.code)
 
     def hear_death(self, rank: int) -> None:
         """Watcher thread."""
@@ -597,10 +603,15 @@ class _Rank(Worker):
             self.member.hear_death()
         elif self.alarm is not None:
             world = self.job.world
-            world.at(world.now + 2.0, lambda: setattr(self, "is_urgent", True))
+            world.at(world.now + 2.0, self._hurry)
+
+    def _hurry(self) -> None:
+        self.is_urgent = True
+        self.job.topic.tell()
 
     def _tell_of_death(self) -> None:
         world = self.job.world
+        self.job.topic.tell()
         if self.meeting.workers.get(self.rank) is not self:
             return  # it has yet to join
         for other in self.meeting.workers.values():
@@ -628,7 +639,7 @@ class _Rank(Worker):
 class _Started(Started):
     """Torch's context, with what replaces a process in it."""
 
-    def __init__(self, children: dict[int, Child], entrypoint: str, args: Any, envs: Any) -> None:
+    def __init__(self, children: dict[int, Process], entrypoint: str, args: Any, envs: Any) -> None:
         super().__init__(children)
         self.entrypoint, self.args, self.envs = entrypoint, args, envs
         self.stdouts = self.stderrs = dict.fromkeys(envs, "")
@@ -649,15 +660,15 @@ class _Forks(agents.Forks):
     def __init__(self, job: InPlaceJob) -> None:
         self._job = job
 
-    def fork(self, command: Sequence[str], env: Mapping[str, str], *outputs: str, hook: str) -> Child | None:
+    def fork(self, command: Sequence[str], env: Mapping[str, str], *outputs: str, hook: str) -> Process | None:
         return self._job.fork(env)
 
 
 class _Os:
     """`os`, for the pipes of spares."""
 
-    def __init__(self, files: dict[str, list[bytes]]) -> None:
-        self._files = files
+    def __init__(self, files: dict[str, list[bytes]], topic: Topic) -> None:
+        self._files, self._topic = files, topic
         self.path = SimpleNamespace(exists=lambda path: str(path) in files)
 
     def mkfifo(self, path: Path, mode: int) -> None:
@@ -670,6 +681,7 @@ class _Os:
 
     def write(self, file: str, content: bytes) -> None:
         self._files[file].append(content)
+        self._topic.tell()
 
     def close(self, file: str) -> None:
         pass
@@ -687,6 +699,8 @@ class InPlaceJob(Job):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        self.topic = Topic(self.world)
+        """All that a rank waits for."""
         self.stores = _Stores(self.world)
         self.spares = plan.spares
         self.memory: dict[Path, int] = {}
@@ -714,7 +728,7 @@ class InPlaceJob(Job):
 
     def rank_of_process(self) -> _Rank:
         process = self.world.process
-        worker = next(each for agent in self.nodes[0].agents for each in agent.workers if each.child.process is process)
+        worker = next(each for agent in self.nodes[0].agents for each in agent.workers if each.process is process)
         assert isinstance(worker, _Rank)
         return worker
 
@@ -737,11 +751,11 @@ class InPlaceJob(Job):
     ) -> Started:
         children = {}
         for local, env in envs.items():
-            children[local] = child = self.kernel.fork(f"rank {env['RANK']}")
+            children[local] = child = Process(self.world, f"rank {env['RANK']}", host=f"node{self.nodes[0].number}")
             self._become(child, env)
         return _Started(children, entrypoint, args, {local: dict(env) for local, env in envs.items()})
 
-    def _become(self, child: Child, env: Mapping[str, str]) -> None:
+    def _become(self, child: Process, env: Mapping[str, str]) -> None:
         """A process that is told its rank runs the program."""
         node = self.nodes[0]
         agent = node.agents[-1]
@@ -749,19 +763,19 @@ class InPlaceJob(Job):
         generation = int(env.get("MINDX_REJOIN", 0))
         attempt = self._group((len(node.agents) - 1, restarts, 0), size)
         for other in agent.workers:
-            if other.rank == rank and other.child.process.is_alive:
+            if other.rank == rank and other.process.is_alive:
                 self.wrong.append(f"rank {rank} is started, and {other.name} lives")
         name = f"rank {rank}" + f" for recovery {generation}" * bool(generation)
-        child.process.name = f"{name} (pid {child.pid})"
+        child.name = f"{name} (pid {child.pid})"
         worker = _Rank(self, node, attempt, rank, size, child, generation=generation)
         worker.slow_s, self._next_slow_s = (self._next_slow_s, 0.0) if generation else (0.0, self._next_slow_s)
         agent.workers.append(worker)
         self.pages[self._page(rank)] = worker
         if generation == 0:
             attempt.admit(worker, restarts)
-        if child.process.main is None:
-            child.process.start(worker.run)
-        self.world.note(f"the agent starts {child.process.name}, restart {restarts}")
+        if child.main is None:
+            child.start(worker.run)
+        self.world.note(f"the agent starts {child.name}, restart {restarts}")
 
     def _page(self, rank: int) -> Path:
         return Path(f"/simulated/{self.nodes[0].agent.pid}/rank_{rank}.page")
@@ -769,33 +783,33 @@ class InPlaceJob(Job):
     def show_page(self, worker: _Rank) -> None:
         self.pages[self._page(worker.rank)] = worker
 
-    def fork(self, env: Mapping[str, str]) -> Child | None:
+    def fork(self, env: Mapping[str, str]) -> Process | None:
         is_spare = PIPE_VARIABLE in env and "RANK" not in env
         if self._no_starts and not is_spare:
             self._no_starts -= 1
             return None
-        child = self.kernel.fork("new process")
+        child = Process(self.world, "new process", host=f"node{self.nodes[0].number}")
         if is_spare:
             self._start_spare(child, env)
         else:
             self._become(child, env)
         return child
 
-    def _start_spare(self, child: Child, env: Mapping[str, str]) -> None:
+    def _start_spare(self, child: Process, env: Mapping[str, str]) -> None:
         agent, pipe = self.nodes[0].agents[-1], env[PIPE_VARIABLE]
-        child.process.name = f"spare (pid {child.pid})"
+        child.name = f"spare (pid {child.pid})"
 
         def run() -> int:
             self.world.sleep(self.start_s)
             self.files[pipe + WAITS] = []
             content = self.files[pipe]
-            self.world.wait(lambda: bool(content))
+            self.world.wait(lambda: bool(content), on=(self.topic,))
             variables, *_ = json.loads(content[0])
             self._become(child, {**env, **variables})
             return agent.workers[-1].run()
 
-        agent.child.process.on_end.append(child.process.kill)
-        child.process.start(run)
+        agent.process.on_end.append(child.kill)
+        child.start(run)
 
     # --- parts of modules ---
 
@@ -819,7 +833,7 @@ class InPlaceJob(Job):
                     "PrefixStore": PrefixStore,
                     "board_key": lambda: _KEY,
                 },
-                replacements: {"os": _Os(self.files)},
+                replacements: {"os": _Os(self.files, self.topic)},
                 torch.distributed: {"PrefixStore": PrefixStore},
                 rejoin_member: {
                     "groups": groups,
@@ -852,7 +866,7 @@ class InPlaceJob(Job):
 
     def _host_store(self, address: str) -> Any:
         """By the agent, for a new attempt."""
-        self.stores.host(self.nodes[0].agent.process)
+        self.stores.host(self.nodes[0].agent)
         assert self.stores.server is not None
         store: Any = Connection(_OwnStore(self.world, self.stores.server))  # type: ignore[arg-type]
         store.port = self.world.number()
@@ -873,7 +887,8 @@ class InPlaceJob(Job):
             while world.now < end and not store.check(keys):
                 world.sleep(0.01)
             group.workers[rank] = worker
-            if not world.wait(lambda: len(group.workers) == group.world_size, end - world.now):
+            group.topic.tell()
+            if not world.wait(lambda: len(group.workers) == group.world_size, end - world.now, on=(group.topic,)):
                 raise RuntimeError("Gloo connectFullMesh failed: timed out")
         finally:
             worker.is_connecting = False
@@ -902,28 +917,28 @@ class InPlaceJob(Job):
         world, agent = self.world, self.nodes[0].agents[-1]
         world.note(f"{fault.kind}")
         self.failures += 1
-        others = [each for each in agent.workers if each.child.process.is_alive and each is not worker]
+        others = [each for each in agent.workers if each.process.is_alive and each is not worker]
         match what:
             case "kill":
-                worker.child.process.kill()
+                worker.process.kill()
             case "kill other" if others:
-                others[fault.local_rank % len(others)].child.process.kill()
+                others[fault.local_rank % len(others)].process.kill()
             case "sigterm":
                 self.tell_to_stop(self.nodes[0])
             case "sigterm worker":
-                self.kernel.kill(worker.child.pid, signal.SIGTERM)
+                self.system.tell(worker.process, signal.SIGTERM)
             case "kill agent":
                 self.strike(replace(fault, kind="kill agent"))
             case "freeze":
-                worker.child.freeze(fault.length_s)
+                worker.process.freeze(fault.length_s)
             case "unfit":
-                worker.child.process.exit(UNFIT)
+                worker.process.exit(UNFIT)
             case "cannot":
                 worker.problem = "it cannot"
 
     def strike(self, fault: Fault) -> None:
         agent = self.nodes[0].agents[-1]
-        living = [each for each in agent.workers if each.child.process.is_alive and isinstance(each, _Rank)]
+        living = [each for each in agent.workers if each.process.is_alive and isinstance(each, _Rank)]
         match fault.kind:
             case "no start":
                 self._no_starts = 3
@@ -936,7 +951,7 @@ class InPlaceJob(Job):
                 self.world.note(fault.kind)
                 return
             case "reset" if living:
-                process = living[fault.local_rank % len(living)].child.process
+                process = living[fault.local_rank % len(living)].process
                 for line in self.stores.lines:
                     line.is_broken = line.is_broken or line.process is process
             case "kill worker":
@@ -974,7 +989,7 @@ class InPlaceJob(Job):
             ready = [key for key in server.values if f"/{number}/ready/" in key]
             if len(ready) < self.plan.workers:
                 self.wrong.append(f"recovery {number} is told of as a success, and {len(ready)} ranks are back")
-        newest = {worker.rank: worker.child.process for worker in agent.workers}.values()
+        newest = {worker.rank: worker.process for worker in agent.workers}.values()
         gone = [each.name for each in newest if not each.is_alive and each.ended_at < self.world.now - _HEARD_S]
         if gone and "--rejoin-timeout" in fields["reason"] and "freeze agent" not in self._kinds:
             self.wrong.append(f"recovery {number} has waited for {gone[0]}, which is dead")
@@ -1023,7 +1038,7 @@ class InPlaceJob(Job):
             if told[name] != true:
                 wrong.append(f"recovery {key}: {name} is {told[name]}, and it was {true}")
         said = {each["rank"]: each["pid"] for each in told["stood_in"]}
-        true_pids = {rank: group.workers[rank].child.pid for rank in verdict.dead}
+        true_pids = {rank: group.workers[rank].process.pid for rank in verdict.dead}
         if said != true_pids:
             wrong.append(f"recovery {key}: {said} stood in, and it was {true_pids}")
         return wrong

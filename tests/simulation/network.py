@@ -1,5 +1,4 @@
-"""The network of a simulated world: TCP connections that are slow, cut, reset, or lost in one direction; and what else
-a process that has sockets needs of its system: selectors, signals.
+"""The network of a simulated world: TCP connections that are slow, cut, reset, or lost in one direction.
 
 Bytes arrive in order, in pieces, each after a random delay. A process that is frozen still receives: its kernel does.
 What is sent over a cut way arrives when the cut ends. When a process ends, the other end of its connections hears it,
@@ -8,54 +7,78 @@ unless the way there is cut.
 
 from __future__ import annotations
 
-import selectors
-import signal
+import errno
+import select
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import FrameType
-from typing import Any
+from collections.abc import Callable
 
-from tests.simulation.world import Process, Topic, World
+from tests.simulation.world import File, Process, World
 
-__all__ = ["Machine", "Network"]
+__all__ = ["LocalEnd", "Network"]
 
 _ROOM = 1500
 """Bytes that a connection takes before the other end has read them."""
+_PIPE_BYTES = 1 << 16
 _FIN, _RESET = "fin", "reset"
 
 
-class Machine(Process):
-    """A process with an address, a process id and signals."""
+class LocalEnd(File):
+    """One end of a pipe, or of a pair of sockets, that does not block."""
 
-    def __init__(self, network: Network, name: str, *, node: str, pid: int, host: str) -> None:
-        """`node`: its name on the network; `host`: the name of the computer."""
-        super().__init__(network.world, name)
-        self.node, self.pid, self.host = node, pid, host
-        self.handlers: dict[int, Callable[[int, FrameType | None], object] | int] = {}
-        self.on_end.append(lambda: network.drop(self))
+    other: LocalEnd
 
-    def signal(self, number: int) -> None:
-        """As the kernel delivers it."""
-        if not self.is_alive:
-            return
-        handler = self.handlers.get(number, signal.SIG_DFL)
-        if not callable(handler):
-            self.end(-number)
-            return
-        handler(number, None)
+    def __init__(self, world: World, *, reads: bool, writes: bool) -> None:
+        super().__init__(world)
+        self._reads, self._writes, self._buffer = reads, writes, bytearray()
+
+    @classmethod
+    def pair(cls, world: World, *, is_pipe: bool) -> tuple[LocalEnd, LocalEnd]:
+        """Of a pipe the first one reads."""
+        one, other = cls(world, reads=True, writes=not is_pipe), cls(world, reads=not is_pipe, writes=True)
+        one.other, other.other = other, one
+        return one, other
+
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
+    def events(self, wanted: int) -> int:
+        at_end = self.other.is_closed
+        if not self._reads:
+            return wanted & (select.POLLOUT | (select.POLLERR if at_end else 0))
+        is_readable = self._buffer or (at_end and self._writes)
+        return wanted & ((select.POLLIN if is_readable else 0) | (select.POLLHUP if at_end else 0))
+
+    def send(self, data: bytes) -> int:
+        if self.other.is_closed:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        content = data[: _PIPE_BYTES - len(self.other._buffer)]
+        if not content:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        self.other._buffer.extend(content)
+        self.other.topic.tell()
+        return len(content)
+
+    def recv(self, size: int) -> bytes:
+        if not self._buffer and not self.other.is_closed:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return data
+
+    def close(self) -> None:
+        super().close()
+        self.other.topic.tell()
 
 
-class _Stream:
+class Stream(File):
     """One end of a connection."""
 
-    other: _Stream
+    other: Stream
 
-    def __init__(self, network: Network, process: Machine, address: tuple[str, int]) -> None:
-        self._network, self._world, self.process, self._address = network, network.world, process, address
-        self._fd = self._world.number()
-        self._world.descriptors[self._fd] = self
-        self.topic = Topic(self._world)
+    def __init__(self, network: Network, process: Process, address: tuple[str, int]) -> None:
+        super().__init__(network.world, process)
+        self._network, self.process, self._address = network, process, address
         self._buffer = bytearray()
         self._flight: deque[bytes | str] = deque()
         """On the way to the other end."""
@@ -63,19 +86,17 @@ class _Stream:
         self._next_at = 0.0
         self._timeout_s: float | None = None
         self._error: OSError | None = None
-        self._at_end = self._has_shut = self.is_closed = self._has_vanished = False
+        """It is told once: what is read then is the end, and what is written finds a broken pipe."""
+        self._at_end = self._has_shut = self._is_broken = self._has_vanished = False
         self.user_timeout_s = float("inf")
 
     # --- as a socket ---
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def fileno(self) -> int:
-        return self._fd
 
     def setblocking(self, flag: bool) -> None:
         self._timeout_s = None if flag else 0.0
@@ -91,13 +112,14 @@ class _Stream:
         return self._address
 
     def send(self, data: bytes) -> int:
-        self._await(self.is_writable)
-        if self._error is not None:
-            raise self._error
-        count = min(len(data), self._room(), self._world.random.choice((40, 300, _ROOM)))
+        self._await(self._is_writable)
+        self._raise_error()
+        if self._is_broken or self._has_shut:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        count = min(len(data), self._room(), self.world.random.choice((40, 300, _ROOM)))
         self._put(bytes(data[:count]))
         self._network.messages += 1
-        self._world.give_way()
+        self.world.give_way()
         return count
 
     def sendall(self, data: bytes) -> None:
@@ -105,34 +127,35 @@ class _Stream:
             data = data[self.send(data) :]
 
     def recv(self, size: int) -> bytes:
-        self._await(self.is_readable)
+        self._await(self._is_readable)
         if self._buffer:
-            count = min(size, self._world.random.choice((40, 300, _ROOM)))
+            count = min(size, self.world.random.choice((40, 300, _ROOM)))
             data = bytes(self._buffer[:count])
             del self._buffer[:count]
             self.other.topic.tell()
-            self._world.give_way()
+            self.world.give_way()
             return data
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         return b""
 
     def shutdown(self, how: int) -> None:
-        if self._error is not None:
-            raise self._error
-        self._has_shut = True
-        self._put(_FIN)
+        if self.is_closed:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        if self._is_broken:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        if not self._has_shut:
+            self._has_shut = True
+            self._put(_FIN)
 
     def close(self) -> None:
         """As TCP: what was not read is answered with a reset, by which what was sent last can be lost."""
         if self.is_closed:
             return
-        self.is_closed = True
-        self._world.descriptors.pop(self._fd, None)
-        if self._error is not None:
-            return
-        if self._buffer:
-            if self._world.random.random() < 0.5:
+        super().close()
+        if self._is_broken:
+            self._network.streams.pop(self, None)
+        elif self._buffer:
+            if self.world.random.random() < 0.5:
                 self._flight.clear()
             self._put(_RESET)
         elif not self._has_shut:
@@ -146,28 +169,39 @@ class _Stream:
 
     # --- as the system sees it ---
 
-    def is_readable(self) -> bool:
-        return bool(self._buffer) or self._at_end or self._error is not None
+    def events(self, wanted: int) -> int:
+        found = wanted & (select.POLLERR | select.POLLHUP) if self._is_broken else 0
+        if wanted & select.POLLOUT and self._is_writable():
+            found |= select.POLLOUT
+        return found | select.POLLIN if wanted & select.POLLIN and self._is_readable() else found
 
-    def is_writable(self) -> bool:
-        return self._error is not None or self._room() > 0
+    def _is_readable(self) -> bool:
+        return bool(self._buffer) or self._at_end or self._is_broken
+
+    def _is_writable(self) -> bool:
+        return self._is_broken or self._room() > 0
 
     def _room(self) -> int:
         return _ROOM - sum(len(each) for each in self._flight) - len(self.other._buffer)
 
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
     def _await(self, condition: Callable[[], bool]) -> None:
         if self.is_closed:
-            raise OSError("the socket is closed")
+            raise OSError(errno.EBADF, "Bad file descriptor")
         if self._timeout_s == 0.0:
             if not condition():
-                raise BlockingIOError
-        elif not self._world.wait(condition, self._timeout_s, on=(self.topic,)):
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        elif not self.world.wait(condition, self._timeout_s, on=(self.topic,)):
             raise TimeoutError("timed out")
 
     def _put(self, what: bytes | str) -> None:
         self._flight.append(what)
-        self._next_at = max(self._next_at, self._world.now + self._network.delay())
-        self._world.at(self._next_at, self._arrive)
+        self._next_at = max(self._next_at, self.world.now + self._network.delay())
+        self.world.at(self._next_at, self._arrive)
 
     def _arrive(self) -> None:
         if self._network.is_cut(self.process.node, self.other.process.node):
@@ -180,16 +214,16 @@ class _Stream:
     def release(self) -> None:
         """The way to the other end is free again."""
         for _ in range(self._held):
-            self._world.at(self._world.now + self._network.delay(), self._arrive)
+            self.world.at(self.world.now + self._network.delay(), self._arrive)
         self._held = 0
 
     def _take(self, what: bytes | str) -> None:
         if self._has_vanished:
-            late = self._world.now + min(self.other.user_timeout_s, 1e6)
-            self._world.at(late, lambda: self.other.fail(TimeoutError(110, "timed out")))
+            late = self.world.now + min(self.other.user_timeout_s, 1e6)
+            self.world.at(late, lambda: self.other.fail(TimeoutError(errno.ETIMEDOUT, "timed out")))
         elif what == _RESET:
-            self.fail(ConnectionResetError(104, "Connection reset by peer"))
-        elif self.is_closed or self._error is not None:
+            self.fail(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
+        elif self.is_closed or self._is_broken:
             if what != _FIN:
                 self._put(_RESET)
         elif isinstance(what, bytes):
@@ -199,45 +233,51 @@ class _Stream:
         self.topic.tell()
 
     def fail(self, error: OSError) -> None:
-        self._error = self._error or error
+        if self._is_broken:
+            return
+        self._error, self._is_broken = error, True
         self._flight.clear()
-        if self._world.random.random() < 0.5:
+        if self.world.random.random() < 0.5:
             self._buffer.clear()
         self.topic.tell()
         self.other.topic.tell()
 
 
-class _Listener:
-    """A socket that waits for connections."""
+class Listener(File):
+    """A socket that waits for connections, in the running process."""
 
     def __init__(self, network: Network, address: tuple[str, int]) -> None:
-        self._network, self._world, self._address = network, network.world, address
+        super().__init__(network.world)
+        self._network, self._address = network, address
         if address in network.listeners:
-            raise OSError(98, "Address already in use")
+            raise OSError(errno.EADDRINUSE, "Address already in use")
         network.listeners[address] = self
-        self._fd = self._world.number()
-        self._world.descriptors[self._fd] = self
-        self.topic = Topic(self._world)
+        self._timeout_s: float | None = None
         self.process = network.process()
-        self.backlog: deque[_Stream] = deque()
-
-    def fileno(self) -> int:
-        return self._fd
+        self.backlog: deque[Stream] = deque()
 
     def setblocking(self, flag: bool) -> None:
-        assert not flag
+        self._timeout_s = None if flag else 0.0
 
-    def accept(self) -> tuple[_Stream, tuple[str, int]]:
-        if not self.backlog:
-            raise BlockingIOError
+    def settimeout(self, seconds: float | None) -> None:
+        self._timeout_s = seconds
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._address
+
+    def accept(self) -> tuple[Stream, tuple[str, int]]:
+        if self._timeout_s == 0.0 and not self.backlog:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        if not self.world.wait(lambda: bool(self.backlog), self._timeout_s, on=(self.topic,)):
+            raise TimeoutError("timed out")
         stream = self.backlog.popleft()
         return stream, stream.other.getsockname()
 
-    def is_readable(self) -> bool:
-        return bool(self.backlog)
+    def events(self, wanted: int) -> int:
+        return wanted & select.POLLIN if self.backlog else 0
 
     def close(self) -> None:
-        self._world.descriptors.pop(self._fd, None)
+        super().close()
         if self._network.listeners.get(self._address) is self:
             del self._network.listeners[self._address]
         for stream in self.backlog:
@@ -251,46 +291,26 @@ class Network:
         self.world = world
         self.slowest_s = 0.002
         self.messages = 0
-        self.listeners: dict[tuple[str, int], _Listener] = {}
-        self.streams: dict[_Stream, None] = {}
+        self.listeners: dict[tuple[str, int], Listener] = {}
+        self.streams: dict[Stream, None] = {}
         self._cut: dict[tuple[str, str], int] = {}
         self._away_until: dict[str, float] = {}
+        self.sockets = _Sockets(self)
 
     def delay(self) -> float:
         return self.world.random.uniform(0.0, self.slowest_s)
 
-    def process(self) -> Machine:
+    def process(self) -> Process:
         """The one that runs."""
         process = self.world.process
-        assert isinstance(process, Machine)
+        assert process is not None
         return process
 
-    def listen(self, address: tuple[str, int]) -> _Listener:
+    def listen(self, address: tuple[str, int]) -> Listener:
         """In the process that runs."""
-        return _Listener(self, address)
+        return Listener(self, address)
 
-    def names(self) -> Mapping[str, Mapping[str, object]]:
-        """For `World.replaced`."""
-        return {
-            "socket": {
-                "create_connection": self.connect,
-                "create_server": lambda address, **_: self.listen(address),
-                "getaddrinfo": lambda *address, **_: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address)],
-                "gethostname": lambda: self.process().host,
-            },
-            "os": {
-                "getpid": lambda: self.process().pid,
-                "register_at_fork": lambda **_: None,
-            },
-            "selectors": {"DefaultSelector": lambda: _Selector(self.world)},
-            "signal": {
-                "signal": self._handle,
-                "getsignal": lambda number: self.process().handlers.get(number, signal.SIG_DFL),
-            },
-            "secrets": {"token_hex": lambda count: f"{self.world.random.getrandbits(8 * count):0{2 * count}x}"},
-        }
-
-    def connect(self, address: tuple[str, int], timeout: float) -> _Stream:
+    def connect(self, address: tuple[str, int], timeout: float) -> Stream:
         """As ``socket.create_connection``."""
         world, process, node = self.world, self.process(), address[0]
         end = world.now + timeout
@@ -308,9 +328,9 @@ class Network:
             pause_s *= 2
         listener = self.listeners.get(address)
         if listener is None:
-            raise ConnectionRefusedError(111, "Connection refused")
-        near = _Stream(self, process, (f"10.0.0.{process.pid % 250}", world.number() % 60000))
-        near.other = far = _Stream(self, listener.process, address)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        near = Stream(self, process, (f"10.0.0.{process.pid % 250}", world.number() % 60000))
+        near.other = far = Stream(self, listener.process, address)
         far.other = near
         self.streams |= {near: None, far: None}
         listener.backlog.append(far)
@@ -331,7 +351,7 @@ class Network:
         for stream in self._between(*way) + self._between(receiver, sender):
             if stream.user_timeout_s < length_s:
                 late = self.world.now + stream.user_timeout_s
-                self.world.at(late, lambda stream=stream: stream.fail(TimeoutError(110, "timed out")))  # type: ignore[misc]
+                self.world.at(late, lambda stream=stream: stream.fail(TimeoutError(errno.ETIMEDOUT, "timed out")))  # type: ignore[misc]
 
     def _mend(self, way: tuple[str, str]) -> None:
         self._cut[way] -= 1
@@ -339,16 +359,16 @@ class Network:
             for stream in self._between(*way):
                 stream.release()
 
-    def _between(self, sender: str, receiver: str) -> list[_Stream]:
+    def _between(self, sender: str, receiver: str) -> list[Stream]:
         return [s for s in self.streams if (s.process.node, s.other.process.node) == (sender, receiver)]
 
     def reset(self, node: str) -> None:
         """A middlebox forgets all connections of `node`."""
         for stream in list(self.streams):
             if node in (stream.process.node, stream.other.process.node):
-                stream.fail(ConnectionResetError(104, "Connection reset by peer"))
+                stream.fail(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
 
-    def vanish(self, process: Machine, length_s: float) -> None:
+    def vanish(self, process: Process, length_s: float) -> None:
         """Its machine loses its power, for so long."""
         self._away_until[process.node] = self.world.now + length_s
         for stream in list(self.streams):
@@ -356,54 +376,24 @@ class Network:
                 stream.vanish()
         process.kill()
 
-    def drop(self, process: Machine) -> None:
-        """It has ended: its system closes what it had."""
-        for listener in list(self.listeners.values()):
-            if listener.process is process:
-                listener.close()
-        for stream in list(self.streams):
-            if stream.process is process:
-                stream.close()
 
-    # --- signals ---
+class _Sockets:
+    """`socket`."""
 
-    def _handle(self, number: int, handler: Any) -> Any:
-        handlers = self.process().handlers
-        before = handlers.get(number, signal.SIG_DFL)
-        handlers[number] = handler
-        return before
+    def __init__(self, network: Network) -> None:
+        self._network = network
 
+    def create_connection(self, address: tuple[str, int], timeout: float) -> Stream:
+        return self._network.connect(address, timeout)
 
-class _Selector:
-    """`selectors.DefaultSelector`."""
+    def create_server(self, address: tuple[str, int], **_: object) -> Listener:
+        return self._network.listen(address)
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._keys: dict[int, selectors.SelectorKey] = {}
+    def socketpair(self) -> tuple[LocalEnd, LocalEnd]:
+        return LocalEnd.pair(self._network.world, is_pipe=False)
 
-    def register(self, what: Any, events: int, data: object = None) -> None:
-        fd = what if isinstance(what, int) else what.fileno()
-        self._keys[fd] = selectors.SelectorKey(what, fd, events, data)
+    def getaddrinfo(self, *address: object, **_: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address)]
 
-    def modify(self, what: Any, events: int, data: object = None) -> None:
-        self.register(what, events, data)
-
-    def unregister(self, what: Any) -> None:
-        del self._keys[what.fileno()]
-
-    def get_key(self, what: Any) -> selectors.SelectorKey:
-        return self._keys[what.fileno()]
-
-    def close(self) -> None:
-        self._keys = {}
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        topics = [self._world.descriptors[fd].topic for fd in self._keys]
-        self._world.wait(lambda: any(map(self._is_ready, self._keys.values())), timeout, on=topics)
-        found = [(key, key.events) for key in self._keys.values() if self._is_ready(key)]
-        self._world.random.shuffle(found)
-        return found
-
-    def _is_ready(self, key: selectors.SelectorKey) -> bool:
-        what: Any = self._world.descriptors[key.fd]
-        return what.is_readable() or bool(key.events & selectors.EVENT_WRITE and what.is_writable())
+    def gethostname(self) -> str:
+        return self._network.process().host

@@ -49,6 +49,7 @@ from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 from tests.simulation.schedules import main, quiet
 from tests.simulation.store import Connection, SimulatedStore
+from tests.simulation.system import System
 from tests.simulation.world import Process, Stuck, Topic, World
 
 __all__ = ["KINDS", "Fault", "Outcome", "Plan", "faults_of", "plan_of", "play"]
@@ -289,9 +290,10 @@ class _Saver:
 class _Rank:
     """One rank: its process, and the parts of a guard that stop it."""
 
-    def __init__(self, number: int, world: World, plan: Plan, collectives: _Collectives) -> None:
-        self.number, self._world, self._plan, self._collectives = number, world, plan, collectives
-        self.process = Process(world, f"rank {number}")
+    def __init__(self, number: int, system: System, plan: Plan, collectives: _Collectives) -> None:
+        self.number, self._plan, self._collectives = number, plan, collectives
+        self._system, self._world = system, system.world
+        self.process = Process(system.world, f"rank {number}", host=f"host {number}")
         self.gate, self.steps = UpdateGate(), StepGate(0)
         self.collector = _Collector()
         self.changes = 0
@@ -306,7 +308,6 @@ class _Rank:
         self.hangs = self.hangs_in_update = False
         self.slow_s = 0.0
         self.evaluation_s = 0.0
-        self.alarm_at: float | None = None
         self.finished = False
         self.gone: list[int] = []
         """The ranks of whose deaths this one knows."""
@@ -333,6 +334,8 @@ class _Rank:
             relay=LogRelay(),
             already_durable=lambda: None,
         )
+        self.process.handlers[signal.SIGTERM] = lambda *_: None
+        self.process.wakeup_fd = self.watcher.wakeup_fd
         self.watcher.start()
         last_resort.start(self.stopper)
         alarms = self.stopper.alarms
@@ -346,11 +349,7 @@ class _Rank:
         self.stopper.hear_signal(signum)
 
     def signal(self, signum: int) -> None:
-        """As the kernel: the interpreter's C handler writes the number to the wake-up descriptor."""
-        if self.process.is_alive:
-            self.alarm_at = self.alarm_at or self._world.now
-            wakeup: Any = self._world.descriptors[self.watcher.wakeup_fd]
-            wakeup.send(bytes([signum]))
+        self._system.tell(self.process, signum)
 
     def hear_death(self, rank: int) -> None:
         """As the descriptor of the other process becomes readable."""
@@ -431,7 +430,6 @@ def _strike(fault: Fault, world: World, store: SimulatedStore | None, ranks: Seq
         case "sigterm":
             rank.signal(signal.SIGTERM)
         case "request":
-            rank.alarm_at = rank.alarm_at or world.now
             rank.stopper.request("enough", 0)
         case "kill":
             rank.process.kill()
@@ -464,21 +462,22 @@ def _strike(fault: Fault, world: World, store: SimulatedStore | None, ranks: Seq
         case "clock jump":
             rank.process.clock.ahead_s += world.random.choice((-1, 1)) * 180 * fault.length_s
         case "cut off" if store is not None:
-            store.cut_off.add(rank.process)
-            world.at(until, lambda: store.cut_off.discard(rank.process))
+            store.cut(rank.process)
+            world.at(until, lambda: store.mend(rank.process))
 
 
 def play(plan: Plan) -> Outcome:
     """Play one schedule to its end. Any number, one after the other."""
     world = World(plan.seed)
-    outcome = Outcome(plan, [])
-    with world.replaced(), quiet():
+    system, outcome = System(world), Outcome(plan, [])
+    with world.replaced(system.stand_ins), quiet():
         collectives = _Collectives(world, plan)
-        ranks = outcome.ranks = [_Rank(number, world, plan, collectives) for number in range(plan.world_size)]
+        ranks = outcome.ranks = [_Rank(number, system, plan, collectives) for number in range(plan.world_size)]
         collectives.processes = [rank.process for rank in ranks]
         store = SimulatedStore(world, ranks[0].process) if plan.world_size > 1 else None
         ended: set[int] = set()
         met: set[int] = set()
+        meeting = Topic(world)
 
         def run(rank: _Rank) -> int:
             exchange = Exchange()
@@ -488,7 +487,8 @@ def play(plan: Plan) -> Outcome:
                 )
             rank.open(exchange, ended)
             met.add(rank.number)
-            world.wait(lambda: len(met) == plan.world_size)
+            meeting.tell()
+            world.wait(lambda: len(met) == plan.world_size, on=(meeting,))
             if rank.number == 0:
                 began = world.now
                 for other in ranks:

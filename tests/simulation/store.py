@@ -44,14 +44,24 @@ class SimulatedStore:
 
     def hang(self, until: float) -> None:
         self.hangs_until = until
-        self.world.at(until, lambda: None)
+
+    def cut(self, process: Process) -> None:
+        self.cut_off.add(process)
+
+    def mend(self, process: Process) -> None:
+        self.cut_off.discard(process)
+        self.topic.tell()
 
     def _arrive(self, process: Process) -> None:
-        def answers() -> bool:
-            return process not in self.cut_off and max(self.host.frozen_until, self.hangs_until) <= self.world.now
+        def silent_s() -> float:
+            return max(self.host.frozen_until, self.hangs_until) - self.world.now
 
-        if not answers():
-            self.world.wait(answers, is_interruptible=False)
+        def answers() -> bool:
+            return process not in self.cut_off and silent_s() <= 0
+
+        while not answers():
+            limit_s = silent_s() if process not in self.cut_off else None
+            self.world.wait(answers, limit_s, on=(self.topic,), is_interruptible=False)
         if not self.host.is_alive:
             raise ConnectionResetError("Connection reset by peer")
 
@@ -125,7 +135,7 @@ class Connection:
         def is_there() -> bool:
             return all(key in store.values for key in keys)
 
-        topics = store.topic, store.host.end_topic
+        topics = store.topic, store.host.topic
         if not world.wait(lambda: is_there() or not store.host.is_alive, end - world.now, on=topics):
             raise DistStoreError("wait timeout")
         store.ask(lambda: None)

@@ -70,8 +70,8 @@ def test_a_stop_of_one_agent_stops_all_nodes_when_a_rank_fails_at_that_moment(ki
 def heard(outcome: Outcome, rank: int) -> list[tuple[float, int]]:
     """What the agent has sent to the first process of a rank, and how long after the first one."""
     worker = next(each for each in outcome.agents[0].workers if each.rank == rank)
-    began = worker.child.heard[0][0]
-    return [(round(when - began, 1), signum) for when, signum in worker.child.heard]
+    began = worker.process.heard[0][0]
+    return [(round(when - began, 1), signum) for when, signum in worker.process.heard]
 
 
 @pytest.mark.parametrize(("is_guarded", "sent"), [(True, CONTROL_SIGNAL), (False, signal.SIGTERM)])

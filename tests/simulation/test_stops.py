@@ -50,7 +50,9 @@ def test_a_failure_is_told_with_the_fewest_faults_that_show_it() -> None:
 
 
 def test_a_thread_of_an_earlier_test_stays_in_the_real_world() -> None:
-    with ThreadPoolExecutor(1) as pool, World(0).replaced():
-        seen: Any = vars(last_resort)["threading"]
-        assert seen.main_thread() is None
-        assert pool.submit(lambda: seen.main_thread().is_alive()).result()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        with World(0).replaced({}):
+            seen: Any = vars(last_resort)["threading"]
+            assert seen.main_thread() is None
+            assert pool.submit(lambda: seen.main_thread().is_alive()).result()

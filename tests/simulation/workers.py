@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
-from tests.simulation.kernel import Child
-from tests.simulation.world import World
+from tests.simulation.world import Process, Topic, World
 
 __all__ = ["Alarm", "Meeting", "Training", "Worker", "WorkerNode"]
 
@@ -55,7 +54,7 @@ class WorkerNode(Protocol):
     """Of the agent, in its folder."""
 
     @property
-    def agent(self) -> Child: ...
+    def agent(self) -> Process: ...
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,8 @@ class Meeting:
     def __init__(self, job: Training, world_size: int, restarts: int) -> None:
         self.job, self.world_size, self.restarts = job, world_size, restarts
         self.workers: dict[int, Worker] = {}
+        self.topic = Topic(job.world)
+        """All that a worker waits for."""
         self.began = False
         """All ranks have met, and read their checkpoint."""
         self.resumed_step = -1
@@ -102,10 +103,11 @@ class Meeting:
         self.workers[worker.rank] = worker
         if len(self.workers) == self.world_size:
             self.began, self.resumed_step = True, self.job.durable_step
+            self.topic.tell()
 
     @property
     def has_dead(self) -> bool:
-        return any(not each.child.process.is_alive for each in self.workers.values())
+        return any(not each.process.is_alive for each in self.workers.values())
 
     @property
     def is_connected(self) -> bool:
@@ -117,7 +119,7 @@ class Meeting:
     def spread(self, alarm: Alarm, origin: Worker) -> None:
         """A stop request in the store that rank 0 hosts."""
         host = self.workers.get(0)
-        if host is None or not host.child.process.is_alive or not self.is_connected:
+        if host is None or not host.process.is_alive or not self.is_connected:
             return
         world = self.job.world
         for each in self.workers.values():
@@ -130,15 +132,16 @@ class Meeting:
         if self.stop_step is None and len(self.offers.keys() | self.finished) == self.world_size:
             end = self.job.steps + 1
             self.stop_step = end if self.finished else max(self.offers.values())
+            self.topic.tell()
 
 
 class Worker:
     """One process of a rank."""
 
     def __init__(
-        self, job: Training, node: WorkerNode, meeting: Meeting, rank: int, world_size: int, child: Child
+        self, job: Training, node: WorkerNode, meeting: Meeting, rank: int, world_size: int, process: Process
     ) -> None:
-        self.job, self.node, self.meeting, self.child = job, node, meeting, child
+        self.job, self.node, self.meeting, self.process = job, node, meeting, process
         self.rank, self.world_size = rank, world_size
         self.status: Status | None = None
         self.step = -1
@@ -153,16 +156,16 @@ class Worker:
 
     @property
     def name(self) -> str:
-        return self.child.process.name
+        return self.process.name
 
     def run(self) -> int:
         """The main thread."""
-        child, job, world = self.child, self.job, self.job.world
-        child.process.on_end.append(self._tell_of_death)
+        process, job, world = self.process, self.job, self.job.world
+        process.on_end.append(self._tell_of_death)
         world.sleep(job.start_s * world.random.uniform(0.5, 1.0))
         if job.is_guarded:
-            child.hears = self._hear_signal
-            self.status = Status(pid=child.pid, phase=WorkerPhase.STARTING)
+            process.hears = self._hear_signal
+            self.status = Status(pid=process.pid, phase=WorkerPhase.STARTING)
         try:
             self._connect()
             self._train()
@@ -180,7 +183,7 @@ class Worker:
         return int(self.job.world.now * 1e9)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        found = self.job.world.wait(lambda: condition() or self.is_urgent, timeout_s)
+        found = self.job.world.wait(lambda: condition() or self.is_urgent, timeout_s, on=(self.meeting.topic,))
         if self.is_urgent:
             raise _LeaveError
         return found
@@ -216,6 +219,8 @@ class Worker:
             if self.hangs:
                 self._wait(lambda: False)
             meeting.at_step.setdefault(step, set()).add(self.rank)
+            if meeting.has_all_at(step):
+                meeting.topic.tell()
             self._wait(lambda step=step: meeting.has_all_at(step) or self._is_cut())  # type: ignore[misc]
             if not meeting.has_all_at(step):
                 raise RuntimeError("Connection closed by peer")
@@ -263,7 +268,7 @@ class Worker:
             if other._offered is not None:
                 self.meeting.offer(self.rank, job.steps + 1)
         self._set(phase=WorkerPhase.LEFT, finished=1)
-        self.child.hears = None
+        self.process.hears = None
         job.world.sleep(job.after_s * job.world.random.uniform(0.5, 1.0))
         return 0
 
@@ -272,10 +277,10 @@ class Worker:
     def hear(self, alarm: Alarm) -> None:
         """The watcher. Nothing after the first alarm but what is more urgent."""
         status, world = self.status, self.job.world
-        if self.child.process.frozen_until > world.now:
-            world.at(self.child.process.frozen_until, lambda: self.hear(alarm))
+        if self.process.frozen_until > world.now:
+            world.at(self.process.frozen_until, lambda: self.hear(alarm))
             return
-        if self.is_deaf or status is None or status.phase == WorkerPhase.LEFT or not self.child.process.is_alive:
+        if self.is_deaf or status is None or status.phase == WorkerPhase.LEFT or not self.process.is_alive:
             return
         if self.alarm is None:
             self.alarm = alarm
@@ -288,6 +293,7 @@ class Worker:
             if not alarm.at_once and status.phase != WorkerPhase.STARTING:
                 self._offer()
         self.is_urgent = self.is_urgent or alarm.at_once
+        self.meeting.topic.tell()
 
     def _offer(self) -> None:
         world, meeting = self.job.world, self.meeting
@@ -296,6 +302,7 @@ class Worker:
 
         def alone(*, is_late: bool) -> None:
             self.is_urgent = self.is_urgent or is_late or meeting.stop_step is None or meeting.has_dead
+            meeting.topic.tell()
 
         world.at(world.now + _AGREEMENT_S, partial(alone, is_late=False))
         world.at(world.now + _LATE_S, partial(alone, is_late=True))
@@ -309,7 +316,7 @@ class Worker:
                 world.at(world.now, lambda: self.hear(told))
             return True
         alarm = Alarm(signal.Signals(signum).name, exit_code_of_signal(signum), asked=signum != _TERM)
-        if not self.node.agent.process.is_alive:
+        if not self.node.agent.is_alive:
             alarm = Alarm(f"the agent of rank {self.rank} is gone", EXIT_TEMPORARY)
         world.at(world.now, lambda: self.hear(alarm))
         return True
@@ -317,9 +324,10 @@ class Worker:
     def _tell_of_death(self) -> None:
         """The others on this machine hear of it from the kernel."""
         world = self.job.world
-        if self.child.process.exit_code in (0, EXIT_TEMPORARY) or self.rank in self.meeting.finished:
+        self.meeting.topic.tell()
+        if self.process.exit_code in (0, EXIT_TEMPORARY) or self.rank in self.meeting.finished:
             return
-        if self.alarm is not None and self.child.process.exit_code == self.alarm.code:
+        if self.alarm is not None and self.process.exit_code == self.alarm.code:
             return
         alarm = Alarm(f"rank {self.rank} is gone", EXIT_TEMPORARY, at_once=True)
         for other in self.meeting.workers.values():

@@ -1,20 +1,20 @@
-"""A world of processes and threads that is a function of its seed: clock, scheduler, locks, sockets.
+"""A world of processes and threads that is a function of its seed: clock, scheduler, locks.
 
-The code under test is the package's own, as it is. `World.replaced` puts stand-ins into its modules for `threading`,
-`time`, `queue`, `socket`, `select` and ``os._exit``; whatever starts a thread, waits, sleeps or reads the clock then
-does so here. Threads are greenlets. One runs at a time, and gives way wherever it could meet another one (a lock, an
-event, a queue, a socket, the store); the seed says which one goes on. The clock stands still while any thread can run
-and jumps to the next deadline when none can, so a grace period of 30 s costs no time.
+The code under test is the package's own, as it is. `World.replaced` puts stand-ins into its modules: for `threading`,
+`time` and `queue` those of this file, for `os`, `select`, `selectors`, `signal` and `socket` those of `system`. What
+starts a thread, waits, sleeps or reads the clock then does so here. Threads are greenlets. One runs at a time, and
+gives way wherever it could meet another one (a lock, an event, a queue, a socket, the store); the seed says which one
+goes on. The clock stands still while any thread can run and jumps to the next deadline when none can, so a grace
+period of 30 s costs no time.
 
-A thread can be cut off between any two such points: `Process.kill`. Interleavings inside of them are not played.
-
-A thread that waits on topics (`Topic`) is looked at when one of them has changed; any other one before each switch.
+A thread can be cut off between any two such points: `Process.kill`. Interleavings inside of them are not played. A
+thread that waits is looked at when one of the topics (`Topic`) that it waits on has changed.
 """
 
 from __future__ import annotations
 
 import heapq
-import select
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,17 +22,21 @@ from contextlib import contextmanager
 from functools import lru_cache
 from inspect import isfunction
 from random import Random
-from threading import get_ident
+from threading import active_count, get_ident
 from types import ModuleType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-__all__ = ["Process", "Readable", "Stuck", "Topic", "World"]
+__all__ = ["FIRST_FD", "File", "Process", "Stuck", "Topic", "World"]
 
 _PARTS = "alarm", "agreement", "cluster", "guard", "core", "capture.update_gate"
 _PREFIXES = tuple(f"mindx_elastic.{part}" for part in _PARTS)
 _NEVER = float("inf")
+FIRST_FD = 1 << 20
+"""Descriptors from here on are a world's."""
+_TURNS = 0.25
+"""How often a thread gives way before it takes a free lock."""
 _STEP_S = 1e-6
 """What a switch takes: time passes, and no two moments are the same."""
 
@@ -54,12 +58,30 @@ class Topic:
             self._world.candidates.extend(self.waiters)
 
 
-class Readable(Protocol):
-    """A socket or pipe."""
+class File:
+    """What the running process has a descriptor of, and can poll: a socket, a pipe, a process."""
 
-    topic: Topic
+    def __init__(self, world: World, owner: Process | None = None) -> None:
+        """`owner`: the process whose it is, if that is not the running one."""
+        self.world, self.topic = world, Topic(world)
+        self.fd, self.is_closed = FIRST_FD + world.number(), False
+        self.owner = owner or world.process
+        world.descriptors[self.fd] = self
+        if self.owner is not None:
+            self.owner.files[self.fd] = self
 
-    def is_readable(self) -> bool: ...
+    def fileno(self) -> int:
+        return -1 if self.is_closed else self.fd
+
+    def events(self, wanted: int) -> int:
+        """Those of `wanted` that are there, as `select.poll` gives them."""
+        return 0
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.world.descriptors.pop(self.fd, None)
+        if self.owner is not None:
+            self.owner.files.pop(self.fd, None)
 
 
 class Clock:
@@ -69,24 +91,36 @@ class Clock:
 
 
 class Process:
-    """One process of the job."""
+    """One process of the job; for who has started it, its `subprocess.Popen`."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+    def __init__(self, world: World, name: str, *, node: str = "", host: str = "", pid: int | None = None) -> None:
+        """`node`: its name on the network; `host`: the name of the computer; `pid`: of the process that it replaces."""
+        self.world, self.name, self.node, self.host = world, name, node, host
+        self.pid = 100 + len(world.processes) if pid is None else pid
+        world.processes[self.pid] = self
         self.is_alive = True
         self.exit_code: int | None = None
         self.ended_at = 0.0
-        self.end_topic = Topic(world)
+        self.topic = Topic(world)
+        """Its end."""
         self.thaws_at = 0.0
         """`frozen_until`."""
+        self.is_stopped = False
         self.threads: dict[_Thread, None] = {}
-        self.clock = Clock()
+        self.clock = world.clocks.setdefault(host, Clock())
         """Of its machine."""
         self.main: _Thread | None = None
         self.on_end: list[Callable[[], None]] = []
+        self.files: dict[int, File] = {}
+        """What its system closes at its end."""
+        self.handlers: dict[int, Any] = {}
+        self.wakeup_fd = -1
         self.signals: list[int] = []
         """They have come, and their handlers have not run yet. Those run in the main thread, when it waits next."""
-        self.handle: Callable[[int], None] | None = None
+        self.hears: Callable[[int], bool] | None = None
+        """In place of a handler: takes a signal; False: the process has none for it."""
+        self.heard: list[tuple[float, int]] = []
+        """The signals that it was sent, each with its time."""
 
     @property
     def frozen_until(self) -> float:
@@ -98,10 +132,15 @@ class Process:
         self.thaws_at = until
         self.world.at(until, lambda: self.world.candidates.extend(self.threads))
 
-    def take_signal(self, signum: int) -> None:
-        """One for which it has a handler."""
-        self.signals.append(signum)
-        self.world.candidates.extend(() if self.main is None else (self.main,))
+    def freeze(self, length_s: float) -> None:
+        """Stopped, and continued so much later."""
+        self.frozen_until, self.is_stopped = self.world.now + length_s, True
+        self.world.at(self.frozen_until, lambda: setattr(self, "is_stopped", False))
+
+    def poll(self) -> int | None:
+        return self.exit_code
+
+    returncode = property(poll)
 
     def start(self, run: Callable[[], int]) -> None:
         """Run the main thread; the process ends with what `run` returns."""
@@ -121,14 +160,16 @@ class Process:
     def kill(self) -> None:
         """As SIGKILL, from outside."""
         if self.is_alive:
-            self.end(-9)
+            self.end(-signal.SIGKILL)
 
     def end(self, code: int) -> None:
         if self.is_alive:
             self.is_alive, self.exit_code, self.ended_at = False, code, self.world.now
             self.world.num_running -= self.main is not None
-            self.end_topic.tell()
+            self.topic.tell()
             self.world.note(f"{self.name} ends with {code}")
+            for file in list(self.files.values()):
+                file.close()
             for callback in self.on_end:
                 callback()
 
@@ -146,8 +187,6 @@ class World:
         """The running one; None: the world itself."""
         self.candidates: list[_Thread] = []
         """Threads that may be able to go on."""
-        self._others: list[_Thread] = []
-        """Threads that wait on no topic: they may always be able to go on."""
         self._deadlines: list[tuple[float, int, _Thread]] = []
         """A heap of the ends of waits, past ones among them."""
         self.switches = 0
@@ -158,12 +197,15 @@ class World:
         self.num_running = 0
         """Processes whose main thread has not ended."""
         self._numbers = 0
-        self.descriptors: dict[int, Readable] = {}
-        """What can be polled."""
+        self.clocks: dict[str, Clock] = {}
+        """Of computers, by their names."""
+        self.processes: dict[int, Process] = {}
+        self.descriptors: dict[int, File] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         """A heap of what is to happen, and when."""
         self._due: list[Callable[[], None]] = []
         self._num_events = 0
+        self._failure: Exception | None = None
         self.is_closed = False
 
     def note(self, text: str) -> None:
@@ -187,125 +229,135 @@ class World:
     def run(self, until: float) -> None:
         """Until every process has ended. Raises Stuck where that does not come before `until`."""
         self._until = until
-        while self.num_running:
-            while self._events and self._events[0][0] <= self.now:
-                self._due.append(heapq.heappop(self._events)[2])
-            if self.switches >= self._counted + self._most_switches:
-                if self.now < self._counted_at + 1.0:
-                    raise Stuck(f"{self._most_switches} switches in {self.now - self._counted_at:.3f} s: some are busy")
-                self._counted, self._counted_at = self.switches, self.now
-            if self._due:
-                self._due.pop(self.random.randrange(len(self._due)))()
-            elif (thread := self._next()) is not None:
-                thread.greenlet.switch()
-                self.thread = None
-            elif self._events and self._events[0][0] <= until:
-                self.now = max(self.now, self._events[0][0])
-            elif self.switches < self._counted + self._most_switches:
-                waiting = ", ".join(sorted(thread.name for thread in self._started if not thread.is_over))
-                raise Stuck(f"after {self.now - 1000:.1f} s: {waiting} wait for ever")
+        while (thread := self._next()) is not None:
+            thread.greenlet.switch()
+            self.thread = None
+        if self._failure is not None:
+            raise self._failure
+        if self.num_running:
+            waiting = ", ".join(sorted(thread.name for thread in self._started if not thread.is_over))
+            raise Stuck(f"after {self.now - 1000:.1f} s: {waiting} wait for ever")
 
     def _next(self) -> _Thread | None:
-        """The thread that goes on, as the seed says; the clock moves where none can before. None: the world itself has
-        something to do first."""
-        events, deadlines, candidates = self._events, self._deadlines, self.candidates
-        if self._due or self.switches >= self._counted + self._most_switches:
-            return None
-        while not events or events[0][0] > self.now:
-            while deadlines and deadlines[0][0] <= self.now:
-                candidates.append(heapq.heappop(deadlines)[2])
-            if (found := self._any_ready()) is not None:
-                self.switches += 1
-                self.now += _STEP_S
-                return found
+        """The thread that goes on, as the seed says, after what happens before; the clock moves where none can. None:
+        it is over."""
+        events, deadlines, candidates, random = self._events, self._deadlines, self.candidates, self.random.random
+        while self.num_running and self._failure is None:
+            now = self.now
+            while events and events[0][0] <= now:
+                self._due.append(heapq.heappop(events)[2])
+            if self._due:
+                self._happen(self._due.pop(int(random() * len(self._due))))
+                continue
+            while deadlines and deadlines[0][0] <= now:
+                when, _, thread = heapq.heappop(deadlines)
+                if thread.deadline == when:  # else that wait is over
+                    candidates.append(thread)
+            while candidates:
+                place = int(random() * len(candidates))
+                thread, last = candidates[place], candidates.pop()
+                if last is not thread:
+                    candidates[place] = last
+                if thread.can_go_on(now):
+                    self._count()
+                    return thread
             while deadlines and deadlines[0][2].deadline != deadlines[0][0]:
-                heapq.heappop(deadlines)  # that wait is over
-            if not deadlines or deadlines[0][0] > self._until or (events and events[0][0] <= deadlines[0][0]):
+                heapq.heappop(deadlines)
+            soon = deadlines[0][0] if deadlines else _NEVER
+            if events and events[0][0] < soon:
+                soon = events[0][0]
+            if soon > self._until:
                 return None
-            self.now = max(self.now, deadlines[0][0])
+            self.now = soon
         return None
 
-    def _any_ready(self) -> _Thread | None:
-        """One that can go on, as the seed says. Candidates that cannot are none any more."""
-        now, random, candidates, others = self.now, self.random.random, self.candidates, self._others
-        first = int(random() * (len(candidates) + len(others))) - len(candidates) if others else -1
-        if first >= 0:
-            for thread in others[first:] + others[:first]:
-                if thread.can_go_on(now):
-                    return thread
-        while candidates:
-            place = int(random() * len(candidates))
-            thread, last = candidates[place], candidates.pop()
-            if last is not thread:
-                candidates[place] = last
-            if thread.can_go_on(now):
-                return thread
-        for thread in others if first < 0 else ():
-            if thread.can_go_on(now):
-                return thread
-        return None
+    def _happen(self, act: Callable[[], None]) -> None:
+        """In whatever thread notices that it is time; an error of the simulation must not meet the handlers of that."""
+        before, self.thread = self.thread, None
+        try:
+            act()
+        except Exception as error:
+            self._failure = error
+        self.thread = before
+
+    def _count(self) -> None:
+        """A thread goes on."""
+        self.now += _STEP_S
+        self.switches += 1
+        if self.switches >= self._counted + self._most_switches:
+            if self.now < self._counted_at + 1.0:
+                busy_s = self.now - self._counted_at
+                self._failure = Stuck(f"{self._most_switches} switches in {busy_s:.3f} s: some are busy")
+            self._counted, self._counted_at = self.switches, self.now
 
     def wait(
         self,
         condition: Callable[[], bool],
         timeout_s: float | None = None,
         *,
+        on: Sequence[Topic] = (),
         is_interruptible: bool = True,
-        on: Sequence[Topic] | None = None,
     ) -> bool:
-        """Let others run until `condition` holds or the time is over; returns whether it holds. A signal to the process
-        of a main thread is handled in between, but not where it waits inside of C++. `on`: what is told when the
-        condition may have changed; None: nothing may be, and it is looked at before each switch."""
+        """Let others run until `condition` holds or the time is over; returns whether it holds. `on`: what is told when
+        the condition may have changed. A signal to the process of a main thread is handled in between, but not where
+        it waits inside of C++."""
         thread = self.thread
         if thread is None:
             assert condition(), "the world itself cannot wait"
             return True
-        until = _NEVER if timeout_s is None else self.now + max(0.0, timeout_s)
         process = thread.process
-        if process.handle is not None and is_interruptible and thread is process.main:
-            signals = process.signals
-            self._let_others_run(thread, lambda: condition() or bool(signals), until, on)
-            while signals:
-                process.handle(signals.pop(0))
-                self._let_others_run(thread, lambda: condition() or bool(signals), until, on)
-        else:
+        if self.is_closed or not process.is_alive:
+            raise GreenletExit
+        thread.signals = signals = process.signals if is_interruptible and thread is process.main else ()
+        if not self.candidates and not signals and self._is_alone(process) and condition():
+            self._count()
+            return True
+        until = _NEVER if timeout_s is None else self.now + timeout_s
+        self._let_others_run(thread, condition, until, on)
+        while signals:
+            process.handlers[signum := process.signals.pop(0)](signum, None)
+            thread.signals = signals
             self._let_others_run(thread, condition, until, on)
         return condition()
 
+    def _is_alone(self, process: Process) -> bool:
+        """Nothing is to happen now but what the running thread of `process` does."""
+        now, events, deadlines = self.now, self._events, self._deadlines
+        return (
+            (not events or events[0][0] > now)
+            and (not deadlines or deadlines[0][0] > now)
+            and not self._due
+            and process.thaws_at <= now
+        )
+
     def _let_others_run(
-        self, thread: _Thread, condition: Callable[[], bool], until: float, on: Sequence[Topic] | None
+        self, thread: _Thread, condition: Callable[[], bool], until: float, on: Sequence[Topic]
     ) -> None:
         """Until the running `thread` can go on."""
-        if self.is_closed or not thread.process.is_alive:
-            raise GreenletExit
         thread.condition, thread.deadline = condition, until
-        if on is None:
-            self._others.append(thread)
-        elif thread.can_go_on(self.now):
+        if thread.can_go_on(self.now):
             self.candidates.append(thread)
+        for topic in on:
+            topic.waiters[thread] = None
         if until < _NEVER:
             self._num_events += 1
             heapq.heappush(self._deadlines, (until, self._num_events, thread))
         found = self._next()
         if found is not thread:
-            for topic in on or ():
-                topic.waiters[thread] = None
             (self._hub if found is None else found.greenlet).switch()
             self.thread = thread
-            for topic in on or ():
-                topic.waiters.pop(thread, None)
-            if self.is_closed or not thread.process.is_alive:
-                raise GreenletExit
-        if on is None:
-            self._others.remove(thread)
+        for topic in on:
+            topic.waiters.pop(thread, None)
+        if self.is_closed or not thread.process.is_alive:
+            raise GreenletExit
 
     def give_way(self) -> None:
         """A point at which another thread may go on."""
         if self.thread is not None and not self.is_closed:
-            self.wait(_always, on=())
+            self.wait(_always)
 
     def sleep(self, seconds: float, *, is_interruptible: bool = True) -> None:
-        self.wait(_never, seconds, is_interruptible=is_interruptible, on=())
+        self.wait(_never, seconds, is_interruptible=is_interruptible)
 
     def close(self) -> None:
         """Unwind what is left of all threads, so that nothing of this world outlives it."""
@@ -316,28 +368,11 @@ class World:
     # --- the stand-ins ---
 
     @contextmanager
-    def replaced(
-        self,
-        more: Mapping[str, Mapping[str, object]] | None = None,
-        *,
-        prefixes: tuple[str, ...] = _PREFIXES,
-        stand_ins: Mapping[str, object] | None = None,
-    ) -> Iterator[None]:
-        """The modules whose names begin so use this world. Closes it at the end. `more`: by module, further
-        names in it. `stand_ins`: whole ones, by the name of the standard module."""
-        own: dict[str, object] = {
-            "threading": _Threading(self),
-            "time": _Time(self),
-            "queue": _Queues(self),
-            "socket": _Sockets(self),
-            "select": _Select(self),
-            "os": _Os(self),
-            **(stand_ins or {}),
-        }
-        names = {name: _functions(instead) for name, instead in own.items()} | (
-            {name: {**_functions(own.get(name)), **found} for name, found in (more or {}).items()}
-        )
-        found = {name: _Either(sys.modules[name], instead) for name, instead in names.items()}
+    def replaced(self, stand_ins: Mapping[str, object], *, prefixes: tuple[str, ...] = _PREFIXES) -> Iterator[None]:
+        """The modules whose names begin so use this world, and `stand_ins`, by the name of the standard module. Closes
+        the world at the end."""
+        own = {"threading": _Threading(self), "time": _Time(self), "queue": _Queues(self), **stand_ins}
+        found = {name: _Either(sys.modules[name], _functions(instead)) for name, instead in own.items()}
         changed = []
         for module, attribute, standard in _users_of(frozenset(found), prefixes, len(sys.modules)):
             if vars(module)[attribute] is standard:
@@ -377,6 +412,8 @@ class _Either:
         self._standard = vars(standard)
         self._names = {**self._standard, **names}
         self._ident = get_ident()
+        if active_count() == 1:
+            vars(self).update(self._names)  # a tenth of the time of a schedule went into `__getattr__`
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -412,6 +449,10 @@ class _Thread:
         self.ident: int | None = None
         self.condition: Callable[[], bool] = _always
         self.deadline = _NEVER
+        self.signals: Sequence[int] = ()
+        """Those that wake it up."""
+        self._topic = Topic(world)
+        """Its end."""
         self.has_ended = False
         self._target, self._args = target, args
         self.greenlet = greenlet(self._run, world._hub)
@@ -430,6 +471,7 @@ class _Thread:
         finally:
             self.has_ended = True
             del self.process.threads[self]
+            self._topic.tell()
 
     @property
     def is_over(self) -> bool:
@@ -437,15 +479,16 @@ class _Thread:
 
     def can_go_on(self, now: float) -> bool:
         process = self.process
-        is_kept = not process.is_alive or process.thaws_at > now or self.has_ended
-        return not is_kept and (self.deadline <= now or self.condition())
+        if not process.is_alive or process.thaws_at > now or self.has_ended:
+            return False
+        return self.deadline <= now or self.condition() or bool(self.signals)
 
     def is_alive(self) -> bool:
         return self.ident is not None and not self.is_over
 
     def join(self, timeout: float | None = None) -> None:
         if not self.world.is_closed:
-            self.world.wait(lambda: self.is_over, timeout)
+            self.world.wait(lambda: self.is_over, timeout, on=(self._topic, self.process.topic))
 
     def unwind(self) -> None:
         if self.greenlet.gr_frame is not None:
@@ -464,13 +507,15 @@ class _Lock:
         self._topic = (Topic(world),)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        me = self._world.thread
+        world, me = self._world, self._world.thread
         if self._reentrant and self._count and self._owner is me:
             self._count += 1
             return True
         if not blocking and self._count:
             return False
-        if blocking and not self._world.wait(self._is_free, None if timeout < 0 else timeout, on=self._topic):
+        # Many locks are taken and few are fought for: at one that is free, another thread goes on now and then.
+        meets = self._count or world.is_closed or world.random.random() < _TURNS
+        if meets and blocking and not world.wait(self._is_free, None if timeout < 0 else timeout, on=self._topic):
             return False
         self._owner, self._count = me, 1
         return True
@@ -629,94 +674,3 @@ class _Queues:
 
     def SimpleQueue(self) -> _SimpleQueue:  # noqa: N802
         return _SimpleQueue(self._world)
-
-
-class _Socket:
-    """One end of a pair that does not block."""
-
-    def __init__(self, world: World) -> None:
-        self._world, self._fd = world, world.number()
-        self.buffer = bytearray()
-        self.topic = Topic(world)
-        self.other: _Socket | None = None
-        world.descriptors[self._fd] = self
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def setblocking(self, flag: bool) -> None:
-        assert not flag
-
-    def send(self, data: bytes) -> int:
-        if self.other is None:
-            raise OSError("closed")
-        self.other.buffer += data
-        self.other.topic.tell()
-        return len(data)
-
-    def recv(self, size: int) -> bytes:
-        if not self.buffer:
-            raise BlockingIOError
-        data = bytes(self.buffer[:size])
-        del self.buffer[:size]
-        return data
-
-    def is_readable(self) -> bool:
-        return bool(self.buffer)
-
-    def close(self) -> None:
-        self.other = None
-
-
-class _Sockets:
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def socketpair(self) -> tuple[_Socket, _Socket]:
-        one, other = _Socket(self._world), _Socket(self._world)
-        one.other, other.other = other, one
-        return one, other
-
-
-class _Poll:
-    """`select.poll`, for reading."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._fds: set[int] = set()
-
-    def register(self, what: Any, events: int = select.POLLIN) -> None:
-        self._fds.add(what if isinstance(what, int) else what.fileno())
-
-    def unregister(self, what: Any) -> None:
-        self._fds.remove(what if isinstance(what, int) else what.fileno())
-
-    def _readable(self) -> list[int]:
-        return [fd for fd in self._fds if self._world.descriptors[fd].is_readable()]
-
-    def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
-        descriptors = self._world.descriptors
-        self._world.wait(
-            lambda: any(descriptors[fd].is_readable() for fd in self._fds),
-            None if timeout_ms is None else timeout_ms / 1000,
-            on=[descriptors[fd].topic for fd in self._fds],
-        )
-        return [(fd, select.POLLIN) for fd in self._readable()]
-
-
-class _Select:
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def poll(self) -> _Poll:
-        return _Poll(self._world)
-
-
-class _Os:
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def _exit(self, code: int) -> NoReturn:
-        process = self._world.process
-        assert process is not None
-        process.exit(code)
