@@ -211,8 +211,8 @@ class Membership(TableConnection):
             return Ending(outcome="stopped", code=exit_code_of_signal(inbox.first), cause=signal_name(inbox.first))
         if code == 0 or not self.lost:
             return own  # all have finished; or the others live, and take longer than that
-        if self.was_stopped:
-            return Ending(outcome="stopped", code=code, cause=self.lost, elsewhere=True)
+        if (stopped := self.stopped_elsewhere) is not None:
+            return stopped
         outcome, cause = "failed" if code in (-1, EXIT_ERROR) else "stopped", self.lost
         if code == -1 and self.news.missing:
             outcome = "failed" if self.news.failed else "membership"
@@ -220,9 +220,11 @@ class Membership(TableConnection):
         return Ending(outcome=outcome, code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
 
     @property
-    def was_stopped(self) -> bool:
-        """Whether the job is over because another node's agent was told to stop."""
-        return self.over is not None and self.over.code in GRACEFUL_CODES
+    def stopped_elsewhere(self) -> Ending | None:
+        """The end of the job, where another node's agent was told to stop."""
+        if self.over is None or self.over.code not in GRACEFUL_CODES:
+            return None
+        return Ending(outcome="stopped", code=self.over.code, cause=self.over.why, elsewhere=True)
 
     @property
     def lost(self) -> str:

@@ -183,6 +183,8 @@ class Supervisor(LocalElasticAgent):
             self.ending = attempt.run()
             if self.ending.outcome == "finished" and membership is not None:
                 self.ending = membership.end_together(self.ending, self._inbox)
+            elif self.ending.outcome == "failed" and membership is not None:
+                self.ending = membership.stopped_elsewhere or self.ending
         finally:
             if self._replacements is not None:
                 self._replacements.close()
@@ -294,8 +296,8 @@ class Supervisor(LocalElasticAgent):
 
     def _end_without_nodes(self, error: Exception) -> Ending:
         over = None if self._membership is None else self._membership.over
-        if over is not None and self._membership is not None and self._membership.was_stopped:
-            return Ending(outcome="stopped", code=over.code, cause=over.why, elsewhere=True)
+        if self._membership is not None and (stopped := self._membership.stopped_elsewhere) is not None:
+            return stopped
         if isinstance(error, HostLostError):  # the last line of the job says it
             what = str(error)
         else:
