@@ -33,8 +33,8 @@ from mindx_elastic.capture.device_progress import forward_fits_queue
 from mindx_elastic.capture.rng import unpack_raw_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
-from mindx_elastic.core.owners import Owners
-from mindx_elastic.core.posix import open_regular, read_small
+from mindx_elastic.core.owners import Owners, open_trusted
+from mindx_elastic.core.posix import read_small
 from mindx_elastic.errors import ArenaError, CorruptCheckpointError, UnsupportedStateError
 from mindx_elastic.memory.arena import ArenaFile, RankArena
 from mindx_elastic.persist.packer import StatePacker, unpack_sections
@@ -186,10 +186,8 @@ def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
 
     Raises OSError, UntrustedFileError.
     """
-    fd = open_regular(path)
+    fd = open_trusted(path, owners)
     try:
-        if owners is not None:
-            owners.check(os.fstat(fd), path)
         size = os.fstat(fd).st_size
         if size < _TOP_ROOM:
             return []

@@ -37,8 +37,7 @@ import xxhash
 from mindx_elastic.core.division import Division
 from mindx_elastic.core.fields import Between, Text, read
 from mindx_elastic.core.moment import Moment
-from mindx_elastic.core.owners import Owners
-from mindx_elastic.core.posix import open_regular
+from mindx_elastic.core.owners import Owners, open_trusted
 from mindx_elastic.errors import (
     CorruptCheckpointError,
     ForeignCheckpointError,
@@ -342,14 +341,12 @@ def open_checkpoint(
     """
     try:
         # Follows no link and does not block on a pipe: a user who can plant a name must not choose what is loaded.
-        fd = open_regular(path)
+        fd = open_trusted(Path(path), owners)
     except OSError as error:
         if error.errno in _NO_FILE:
             raise CorruptCheckpointError(f"{path}: {error.strerror}", path=path) from None
         raise
     try:
-        if owners is not None:
-            owners.check(os.fstat(fd), Path(path))
         yield fd, _parse(fd, Path(path), sealed, shared)
     finally:
         os.close(fd)

@@ -25,15 +25,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mindx_elastic.core.layout import REPLICATE, Box, Layout, Placement, overlap, parse_placement
 from mindx_elastic.errors import UsageError
-from tests.start.strategies import draw_placements
+from tests.start.strategies import draw_placements, layout_of
 
 asks_torch = pytest.mark.skipif(
     not hasattr(_utils, "_compute_local_shape_and_global_offset"), reason="torch 2.6 does not say it without a mesh"
 )
-
-
-def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = ()) -> Layout:
-    return Layout(mesh, tuple(map(parse_placement, placements)), ranks)
 
 
 @st.composite

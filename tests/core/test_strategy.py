@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.core.layout import REPLICATE, Layout, Shard, parse_placement
+from mindx_elastic.core.layout import REPLICATE, Layout, Shard
 from mindx_elastic.core.strategy import LayoutRecord, Strategy, TensorSpec, merge_specs
 from mindx_elastic.errors import UsageError
-
-
-def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = ()) -> Layout:
-    return Layout(mesh, tuple(map(parse_placement, placements)), ranks)
-
+from tests.start.strategies import layout_of
 
 DDP = layout_of((4,), "R")
 HSDP = layout_of((2, 2), "R", "S(0)")

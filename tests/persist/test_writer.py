@@ -27,7 +27,7 @@ from mindx_elastic.persist.storage import prepare_owned_directory
 from mindx_elastic.persist.writer import previous_path, write_checkpoint
 from tests.checkpoint_files import info_of
 from tests.harness import no_descriptor_left
-from tests.persist.states import assert_same, states
+from tests.persist.states import assert_same
 from tests.persist.test_killed_saves import before_call
 
 INFO = info_of(world_size=2, rank=1, kind="breakpoint", created=1.0, torch_version="")
@@ -50,16 +50,6 @@ def big_state() -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ good saves
-@given(states)
-@settings(
-    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
-)
-def test_any_state_comes_back_from_the_disk(tmp_path_factory: pytest.TempPathFactory, state: object) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.safetensors"
-    write_checkpoint(path, state, INFO)
-    assert_same(read_checkpoint(path).state, state)
-
-
 @given(st.lists(st.integers(0, 20_000), max_size=8), st.integers(1, 4), st.sampled_from([1, 4096, 5000]))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_tensors_of_any_size_against_blocks_of_any_size(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.core.layout import Box, Layout, parse_placement
+from mindx_elastic.core.layout import Box, Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.mindspore_layout import (
@@ -20,10 +19,7 @@ from mindx_elastic.platforms.mindspore_layout import (
     layout_of,
     stage_size_of,
 )
-
-
-def laid(mesh: tuple[int, ...], *placements: str, ranks: Sequence[int] = ()) -> Layout:
-    return Layout(mesh, tuple(map(parse_placement, placements)), ranks)
+from tests.start.strategies import layout_of as laid
 
 
 def coordinates(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:

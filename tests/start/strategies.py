@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
-from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
+from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
+
+
+def layout_of(mesh: Sequence[int], *placements: Any, ranks: Any = (), names: tuple[str, ...] = ()) -> Layout:
+    """`placements`: one for each dimension of the mesh, in any spelling."""
+    return Layout(tuple(mesh), tuple(map(parse_placement, placements)), ranks, names)
+
+
+def rows(world_size: int) -> Layout:
+    """Each rank has some rows: FSDP."""
+    return layout_of((world_size,), "S(0)")
 
 
 def replicated(world_size: int, tensors: Mapping[str, Sequence[int]], dtype: str = "") -> Strategy:

@@ -11,14 +11,11 @@ from mindx_elastic.agreement.gather import meet
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import ByHand, ParallelSetup
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.layout import Layout, parse_placement
+from mindx_elastic.core.layout import Layout
 from mindx_elastic.errors import UsageError
 from mindx_elastic.start.job_layouts import JobLayouts, own_target
 from tests.start.shared_store import on_all_ranks
-
-
-def rows(world_size: int) -> Layout:
-    return Layout((world_size,), (parse_placement("S(0)"),))
+from tests.start.strategies import rows
 
 
 class Part(nn.Module):

@@ -15,7 +15,7 @@ from mindx_elastic.capture.ddp import GradientOrder
 from mindx_elastic.core.position import Position
 from tests.capture.round_trip import assert_same, through_format
 from tests.checkpoint_files import write
-from tests.start.starts import start
+from tests.start.test_start import start
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

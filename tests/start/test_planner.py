@@ -11,18 +11,14 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.core.layout import Layout, parse_placement
+from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.start.assumptions import replica_digests_of
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, single_rank_strategy
 from mindx_elastic.start.planner import bases_of, order_of_moments, plan_resume, steps_before
-from tests.start.strategies import replicated
+from tests.start.strategies import layout_of, replicated
 
 RUN = "run-a"
-
-
-def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = (), names: tuple[str, ...] = ()) -> Layout:
-    return Layout(mesh, tuple(map(parse_placement, placements)), ranks, names)
 
 
 def tensor(name: str, shape: tuple[int, ...], layout: Layout, parameter: str = "") -> TensorSpec:

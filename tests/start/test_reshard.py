@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
+from mindx_elastic.core.layout import REPLICATE, Layout, Shard
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.persist.catalog import read_entries
@@ -34,16 +34,13 @@ from tests.checkpoint_files import flip_bit_in_data
 from tests.harness import no_descriptor_left
 from tests.persist.states import bits, tensor_of
 from tests.start.finding import found_on
+from tests.start.strategies import layout_of as layout
 from tests.start.worlds import Saved, cut, plan_for, resharded, target_of
 
 
 def assemble_for(plan: ResumePlan, rank: int, target: Target) -> Checkpoint:
     with Parts(plan, plan.ranks[rank]) as parts:
         return assemble(parts, target.blueprint)
-
-
-def layout(mesh: Sequence[int], *placements: str | Placement, ranks: Sequence[int] = ()) -> Layout:
-    return Layout(tuple(mesh), placements, ranks)  # type: ignore[arg-type]  # parsed there
 
 
 WHOLE = layout([1], "R")

@@ -27,11 +27,8 @@ from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import write_step
 from tests.start.finding import find_and_read, find_on, found_on
 from tests.start.shared_store import on_all_ranks
+from tests.start.strategies import rows
 from tests.start.worlds import Saved, target_of
-
-
-def rows(world_size: int) -> Layout:
-    return Layout((world_size,), (parse_placement("S(0)"),))
 
 
 def start(root: Path, world_size: int) -> list[Resumed | Exception | None]:

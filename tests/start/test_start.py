@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,21 @@ import pytest
 import torch
 from torch import nn
 
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.ddp import ddp_modules
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError
+from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.start.start import Start, is_another_job
+from mindx_elastic.platforms.at_start import PlatformAtStart
+from mindx_elastic.start.start import Start, is_another_job, start_job
 from tests.checkpoint_files import write
 from tests.harness import events
 from tests.start.shared_store import Board, BoardExchange, on_all_ranks
-from tests.start.starts import start as start_targets
 
 
 class Loader:
@@ -42,8 +48,34 @@ def targets(seed: int) -> dict[str, Any]:
     return {"model": nn.Linear(2, 2), "loader": Loader()}
 
 
-def start(directory: Path, parts: dict[str, Any], ranks: RankInfo | None = None, exchange: Any = None) -> Start:
-    return start_targets(directory, parts, ranks=ranks, exchange=exchange)
+def start(
+    directory: Path,
+    targets: Mapping[str, Any],
+    ranks: RankInfo | None = None,
+    exchange: Exchange | None = None,
+    *,
+    collector: Collector | None = None,
+    risks: Unmanaged | None = None,
+) -> Start:
+    """What `Guard` does between opening its connections and training: no agent, no memory, no other nodes."""
+    collector = collector or Collector(targets)
+    ranks = ranks or RankInfo()
+    events = EventLog(directory / "events.jsonl")
+    saver = Saver(collector, ranks, events, resolved={directory: directory})
+    with ExitStack() as stack:
+        around = Connections(stack, [directory], saver, 0, None, exchange or Exchange(), evaluates=True)
+        return start_job(
+            [directory],
+            collector=collector,
+            targets=targets,
+            job=saver,
+            resume="auto",
+            around=around,
+            platform=PlatformAtStart(ranks, saver.flags),
+            risks=risks or Unmanaged("error"),
+            ddp=ddp_modules(targets),
+            look_in=[directory],
+        )
 
 
 def save(directory: Path, parts: dict[str, Any], **info: Any) -> Path:
@@ -73,7 +105,7 @@ def test_what_one_rank_knows_against_an_exact_resume_is_told_to_all(tmp_path: Pa
 
     def begin(rank: int, exchange: Any) -> Start:
         info = RankInfo(rank=rank, world_size=2)
-        return start_targets(tmp_path, targets(0), ranks=info, exchange=exchange, risks=risks[rank])
+        return start(tmp_path, targets(0), ranks=info, exchange=exchange, risks=risks[rank])
 
     on_all_ranks(2, begin)
     assert [each.notes for each in risks] == [("its random numbers are new",)] * 2
