@@ -50,9 +50,8 @@ from mindx_elastic.platforms.flag_file import AnsweredFlags
 from mindx_elastic.start.facts import FileFact
 from mindx_elastic.start.findings import Findings
 from mindx_elastic.start.job_layouts import JobLayouts
-from mindx_elastic.start.reader import ShareReader
 from mindx_elastic.start.restore import Disks, PlanPart, SearchPlaces, Target
-from mindx_elastic.start.shares import Share
+from mindx_elastic.start.shares import Share, ShareReader
 from mindx_elastic.start.start import PeersPart
 
 MODES = ("replicated", "fsdp", "zero", "lost")

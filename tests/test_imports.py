@@ -52,7 +52,7 @@ PURE = [
         "core/strategy.py",
         "core/values.py",
     ),
-    *("start/assumptions.py", "start/candidate.py", "start/facts.py", "start/planner.py", "start/new_layouts.py"),
+    *("start/assumptions.py", "start/candidate.py", "start/facts.py", "start/planner.py"),
     *("doctor/saving.py", "drill/faults.py", "prove/causes.py", "prove/compare.py"),
 ]
 """Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""

@@ -14,6 +14,8 @@ import json
 import logging
 import math
 import os
+import re
+import socket
 import sys
 import threading
 import time
@@ -22,7 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.core.log_once import said_once
+import xxhash
+
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable, printable_block
@@ -33,6 +36,7 @@ __all__ = [
     "GENERATION_BYTES",
     "READ_BYTES",
     "EventLog",
+    "LogOnce",
     "RankFilter",
     "attach_console",
     "lines_backwards",
@@ -76,11 +80,52 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _PATIENCE_S = 0.5  # a line takes 50 us; under a busy interpreter a few milliseconds
 _HANGS_S = 10.0
 _MAX_WAITING = 1000  # lines kept in memory for a log that hangs
+_OF_A_RANK = re.compile(r"rank_\d+| on rank \d+|\d+\.\d+")  # its folder, the one that failed, what each has measured
+_SAVED = " saved in "  # which file is durable is each rank's own to say
+_MOST_CLAIMS = 256
+
+
+class LogOnce:
+    """A log line that all ranks of a job have to say comes once: the first rank of a machine that says it claims it.
+    Any thread.
+
+    The claim is a socket with a name in Linux's abstract namespace: taking one is atomic and takes some microseconds,
+    waits for no rank, disk or store (lines are written by dying processes, too), and goes with the process: another
+    rank may come to the same line later. Ranks on other machines, or in other network namespaces, say their lines
+    themselves.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._num_claims = 0
+
+    def is_first(self, job: str, text: str) -> bool:
+        """Whether this process is to say `text`: no other one of `job` has said it as often."""
+        if _SAVED in text:
+            return True
+        key = f"{job}/{_OF_A_RANK.sub('', text)}"
+        with self._lock:
+            number = self._counts[key] = self._counts.get(key, 0) + 1
+            if self._num_claims >= _MOST_CLAIMS:
+                return True
+            claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                claim.bind(f"\0mindx-line-{xxhash.xxh3_128_hexdigest(f'{number}/{key}'.encode())}")
+            except OSError as error:
+                claim.close()
+                return error.errno != errno.EADDRINUSE
+            claim.detach()  # the descriptor stays open
+            self._num_claims += 1
+            return True
+
+
+_said_once = LogOnce()
 
 
 class RankFilter(logging.Filter):
     """Puts rank, step and attempt in front of every line of the package's console handler, and leaves out what another
-    rank has said (see `said_once`; errors come from each)."""
+    rank has said (see `LogOnce`; errors come from each)."""
 
     def __init__(self, *, rank: int = 0, world_size: int = 1, attempt: int = 0, process: str = "mindx_elastic") -> None:
         """`process`: what comes first, to tell an agent's or a scheduler's lines from a rank's."""
@@ -90,7 +135,7 @@ class RankFilter(logging.Filter):
         self.step: int | None = None
         self.events: EventLog | None = None
         """It knows the run; None, or before it has an id: every line comes."""
-        self.said = said_once
+        self.said = _said_once
 
     def filter(self, record: logging.LogRecord) -> bool:
         events = self.events if self.world_size > 1 and record.levelno < logging.ERROR else None

@@ -58,8 +58,7 @@ from mindx_elastic.start.findings import (
     scan,
 )
 from mindx_elastic.start.inventory import Inventory
-from mindx_elastic.start.reader import Problem, ShareReader
-from mindx_elastic.start.shares import share_in, tell_shares
+from mindx_elastic.start.shares import Problem, ShareReader, share_in, tell_shares
 from mindx_elastic.start.unused_state import recorded_saves
 
 __all__ = [

@@ -15,6 +15,7 @@ import pytest
 
 from mindx_elastic.core.events import (
     EventLog,
+    LogOnce,
     RankFilter,
     attach_console,
     lines_backwards,
@@ -22,7 +23,6 @@ from mindx_elastic.core.events import (
     older_generation,
     read_events,
 )
-from mindx_elastic.core.log_once import LogOnce
 from mindx_elastic.memory.memory_files import known_runs
 from tests.harness import events
 

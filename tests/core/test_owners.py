@@ -20,7 +20,7 @@ from mindx_elastic.core.owners import Trust, check_place, find_owners, user_ids
 from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UsageError
 from mindx_elastic.memory.memory_files import known_runs
 from mindx_elastic.persist.reader import read_checkpoint
-from mindx_elastic.start import reader as reading_module
+from mindx_elastic.start import shares as reading_module
 from mindx_elastic.start.directories import prepare_directories
 from tests.checkpoint_files import write
 from tests.guarded import Job

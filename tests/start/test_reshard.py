@@ -26,10 +26,9 @@ from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.start.facts import Refusal, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.planner import plan_resume
-from mindx_elastic.start.reader import ShareReader
 from mindx_elastic.start.reshard import Parts, assemble
 from mindx_elastic.start.restore import Target
-from mindx_elastic.start.shares import Share
+from mindx_elastic.start.shares import Share, ShareReader
 from tests.checkpoint_files import flip_bit_in_data
 from tests.harness import no_descriptor_left
 from tests.persist.states import bits, tensor_of
