@@ -1,14 +1,12 @@
 """Random faults on the example and on three loops, alone and under the agent; one line a fault.
 
     python -m tests.drill [--faults 100] [--seed 0]
-    python -m tests.drill --faults 1000 --seed 1 --log faults.txt [--pause-file PATH]
+    python -m tests.drill --faults 1000 --seed 1 --log faults.txt
     python -m tests.drill --only words-2 --faults 50 --seed 7
-    python -m tests.drill --again benchmarks/results/long_drill.txt --log faults.txt
 
 Each setting is a loop, its number of ranks and options of the agent. The faults are shared among the settings by their
 weights, and drawn as `mindx-elastic drill --random` draws them. Whatever is not exact is printed with its reason; the
-line in the log says which setting and seed made it, so that the same faults can be had again. While the pause file
-exists no run is begun. `--again` makes the faults of a log once more whose result was neither exact nor as said.
+line in the log says which setting and seed made it, so that the same faults can be had again.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.drill.drill import GOOD, Drill, Driller, DrillResult
-from mindx_elastic.drill.faults import KINDS, Fault, parse_fault
+from mindx_elastic.drill.faults import parse_fault
 from mindx_elastic.drill.outside import DrillLeftovers
 from mindx_elastic.prove.runs import Command, Runs
 
@@ -72,10 +70,8 @@ SETTINGS = {
 }
 
 
-def run_setting(
-    name: str, number: int, seed: int, log: Path, pause: Path | None, timeout_s: float, named: Sequence[Fault] = ()
-) -> Drill:
-    """`number` faults by `seed` and those of the setting; or those that are `named` in their place."""
+def run_setting(name: str, number: int, seed: int, log: Path, timeout_s: float) -> Drill:
+    """`number` faults by `seed`, and those of the setting."""
     setting, drill, leftovers = SETTINGS[name], Drill(), DrillLeftovers()
     written = 0
     began = time.monotonic()
@@ -83,8 +79,6 @@ def run_setting(
     def note(done: int, planned: int, what: str) -> None:
         nonlocal written
         written = write_lines(log, name, seed, drill.results, written)
-        while pause is not None and pause.exists():
-            time.sleep(1.0)
 
     agent = None if setting.agent is None else ("--nproc-per-node", str(setting.ranks), *setting.agent)
     runs = Runs(Command(script=setting.script, agent=agent), timeout_s=timeout_s, on_end=leftovers.after_run)
@@ -93,8 +87,8 @@ def run_setting(
         Driller(
             runs,
             leftovers,
-            faults=named or [parse_fault(text) for text in setting.faults],
-            number=0 if named else number,
+            faults=[parse_fault(text) for text in setting.faults],
+            number=number,
             seed=seed,
             steps=setting.steps,
             show=note,
@@ -123,46 +117,22 @@ def write_lines(log: Path, name: str, seed: int, results: Sequence[DrillResult],
     return len(results)
 
 
-def read_bad_rows(log: Path) -> list[tuple[str, int, Fault]]:
-    """Setting, seed and fault of each line of a `log` whose result was not good."""
-    rows = []
-    for line in log.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            continue
-        name, seed, text, *_, outcome = line.split(" ")
-        if outcome in [good.replace(" ", "-") for good in GOOD] or text.partition(":")[0] not in KINDS:
-            continue
-        rows.append((name, int(seed), parse_fault(text)))
-    return rows
-
-
-def again(row: tuple[str, int, Fault], args: argparse.Namespace) -> int:
-    name, seed, fault = row
-    return run_setting(name, 0, seed, args.log.absolute(), args.pause_file, args.timeout, [fault]).exit_code
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--again", type=Path, metavar="LOG")
     parser.add_argument("--log", type=Path, default=Path(os.devnull))
-    parser.add_argument("--pause-file", type=Path)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds without a step or output: it hangs")
     args = parser.parse_args()
     os.chdir(HERE.parent)
     os.environ["PYTHONPATH"] = str(HERE.parent)  # the jobs import each other
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with what it has in memory removed
-    if args.again is not None:
-        rows = read_bad_rows(HERE.parent / args.again)
-        codes = [again(row, args) for row in rows]
-        sys.exit(any(codes))
     whole = sum(SETTINGS[name].weight for name in args.only)
     bad = 0
     for name in args.only:
         number = -(-args.faults * SETTINGS[name].weight // whole)
-        drill = run_setting(name, number, args.seed, args.log.absolute(), args.pause_file, args.timeout)
+        drill = run_setting(name, number, args.seed, args.log.absolute(), args.timeout)
         bad += drill.exit_code != 0
     sys.exit(bool(bad))
 

@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from mindx_elastic.core.layout import Layout
-from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.storage import quarantine
-from mindx_elastic.persist.writer import write_checkpoint
 from tests.checkpoint_files import cut_off_end, flip_bit_in_data, write, write_step
 from tests.cli.conftest import Run
 
 REPLICAS = {"replicas": 4}
-MESH = Layout((2, 2), ("R", "S(0)"), (), ("dp", "tp"))  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -36,32 +31,6 @@ def ddp(tmp_path: Path) -> Path:
     stopped = {"kind": "breakpoint", "reason": "SIGTERM", "coordinates": REPLICAS}
     write_step(root, 17, world_size=4, name="resnet-2_7_breakpoint.safetensors", **stopped)
     return root
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    """dp = 2, tp = 2: each half of a weight on two ranks."""
-    root = tmp_path / "ckpt"
-    for rank in range(4):
-        write_part(root / f"rank_{rank}" / "a-1_9_breakpoint.safetensors", rank)
-    return root
-
-
-def write_part(path: Path, rank: int, **fields: Any) -> None:
-    facts: dict[str, Any] = {
-        "run_id": "run-a",
-        "world_size": 4,
-        "rank": rank,
-        "step": 9,
-        "epoch": 1,
-        "step_in_epoch": 9,
-    }
-    facts |= {"batch_num": 10, "reason": "SIGTERM", "kind": "breakpoint", "created": 1.7e9, **fields}
-    record: dict[str, Any] = {"version": 2, "rank": rank, "world_size": 4, "layouts": [MESH.to_json()]}
-    record["tensors"] = {"model.w": [0, [8, 4]]}
-    state = {"model": {"w": torch.full((4, 4), float(rank % 2))}, "rng": [rank], "progress": {"step": 9}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(path, state, CheckpointInfo(**facts), layout=record)
 
 
 def stop(root: Path, rank: int) -> Path:
@@ -166,9 +135,6 @@ def test_everybody_is_faulty(run: Run, ddp: Path) -> None:
     assert result.exit_code == 1 and "--faults none" in result.stdout
 
 
-# --- other worlds ---
-
-
 # --- what is written ---
 
 
@@ -249,6 +215,3 @@ def test_fields_that_a_terminal_would_obey(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 0 and "\x1b" not in result.stdout and "\\x1b[2J[bold]x\\n" in result.stdout
     assert "a time that no calendar has" in result.stdout
     assert "\x1b" not in (tmp_path / "env.sh").read_text()
-
-
-# --- the screen ---

@@ -7,10 +7,6 @@ import torch
 
 import train
 
-EXAMPLE = Path(train.__file__)
-QUICK = ["--epochs", "2", "--batch-size", "16", "--limit-train", "96", "--log-steps", "1"]  # 12 steps, alone
-
-
 # --- the command line ---
 
 
