@@ -122,10 +122,9 @@ def _print_difference(console: Console, proof: ProofReport) -> bool:
     """What is wrong with the first run that is not equal. False: all are."""
     from mindx_elastic.prove.causes import in_words
 
-    row = next((row for row in proof.rows if row.outcome != "equal"), None)
-    if row is None:
+    row = proof.verdict
+    if row.explained is None:
         return False
-    assert row.explained is not None
     what, *others = row.explained.lines
     if not row.explained.variables and (lost := in_words(proof.lost)):
         what += f"; not got back in other runs: {lost}"

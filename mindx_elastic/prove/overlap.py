@@ -150,28 +150,17 @@ class Comparison(_Notes):
         in_steps, _, later = f"; {seen.was_not_kept}".partition(f"; {NOW_AND_THEN}")
         self._went_on, self._changed_later = _names_in(in_steps[2:]), _names_in(later)
         """What `not_kept` had found in the stopped process: ``self.n``, ``self.meter.*``."""
-        self._carried: set[str] = set()
-        """What an iteration of a loop around the boundary hands on to the next one."""
-        self._counts: set[str] = set()
-        """What a ``for`` around the boundary binds and no iteration hands on, as the number of an `enumerate`."""
         super().__init__(stack, seen)
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         if position.step > self._from:  # else the second half of the resumed boundary
             self._harmless(self._note_boundary, position, is_cut=is_cut)
-            self._harmless(self._note_loops)
             if self.is_over or position.step >= self._last:
                 explained = self._harmless(self._compare, position.step)
                 self._close()
                 if self._on_difference == "stop":
                     self._stop_if_different(position.step, explained)
         return False
-
-    def _note_loops(self) -> None:
-        for frame in program_frames(sys._getframe(1)):
-            goes_on = carried(frame)
-            self._carried |= goes_on
-            self._counts |= {name for loop in loops_around(frame) for name in loop.targets} - goes_on
 
     def _compare(self, step: int) -> Explained | None:
         """Tells how the step differs, and returns that; None: it does not."""
@@ -196,6 +185,9 @@ class Comparison(_Notes):
         as far as one can see (what has changed in the step and is not a loop's count, or went on in the first steps of
         the stopped process, or has changed later in it and was not set by this one, containers, attributes of kept
         objects), others, and how many are equal."""
+        goes_on_by = [(carried(frame), loops_around(frame)) for frame in program_frames(sys._getframe(1))]
+        carried_names = {name for names, _ in goes_on_by for name in names}
+        counts = {name for names, loops in goes_on_by for loop in loops for name in loop.targets - names}
         before, first = self._steps[:2]  # at the stop's boundary, and the step that was played on
         changed = {key for key, value in before.end.items() if first.end.get(key) != value}
         found, num_equal = compare_variables(*pair_of(first, self.life.steps[0]))
@@ -203,8 +195,8 @@ class Comparison(_Notes):
         others: dict[str, None] = {}
         for each in found:
             names = root_of(each.name), each.short, each.whole, f"{each.whole.rpartition('.')[0]}.*"
-            goes_on = f"variable|{each.name}" in changed and self._counts.isdisjoint(names)
-            goes_on = goes_on or not (self._went_on | self._carried).isdisjoint(names)
+            goes_on = f"variable|{each.name}" in changed and counts.isdisjoint(names)
+            goes_on = goes_on or not (self._went_on | carried_names).isdisjoint(names)
             goes_on = goes_on and not each.is_same_count(self._last - self._from)
             is_as_begun = self.life.entered.get(f"variable|{each.name}") == each.second
             goes_on = goes_on or (is_as_begun and not self._changed_later.isdisjoint(names))
