@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -41,58 +42,55 @@ class Trainer:
 
 
 def noted(*kept: Any, **variables: Any) -> dict[str, str]:
-    """By the name alone, of the variables of this function and of this file."""
+    """By the name alone, of the variables of this function (which are given) and of this file."""
 
     def program() -> dict[str, str]:
         values = variables  # noqa: F841 - it is looked at
         return Variables({id(each) for each in kept}).of_program(sys._getframe())
 
-    return {name.partition(" (")[0]: value for name, value in program().items()}
+    names = {name.partition(" (")[0].replace('"', ""): value for name, value in program().items()}
+    return {re.sub(r"values\['(\w+)'\]", r"\1", name): value for name, value in names.items()}
 
 
-def test_numbers_are_shown_by_their_names() -> None:
-    found = noted(count=3, best=0.5, done=False, trainer=Trainer())
-    assert (found["\"values['count']\""], found["\"values['best']\""], found["\"values['done']\""]) == (
-        "3",
-        "0.5",
-        "False",
-    )
-    trainer = {name.partition(".")[2]: value for name, value in found.items() if "['trainer']." in name}
-    assert trainer == {
-        'best"': "0.5",
-        'history"': "2",
-        'patience"': "2",
-        'fetched"': "0",
-        'history[0]"': "1.0",
-        'history[1]"': "2.0",
+def test_numbers_are_shown_by_their_names_and_what_the_guard_keeps_is_left_out() -> None:
+    """A clock is one in each process."""
+    trainer, kept, centre, now = Trainer(), Trainer(), torch.zeros(3), time.time() - 100
+    given = {"count": 3, "best": 0.5, "done": False, "began": now, "step_began": time.perf_counter()}
+    found = noted(kept, centre, trainer=trainer, kept=kept, centre=centre, **given)
+    clocks = dict.fromkeys(("began", "step_began"), "a clock")
+    assert {name: found[name] for name in given} == {"count": "3", "best": "0.5", "done": "False", **clocks}
+    attributes = {"best": "0.5", "history": "2", "patience": "2", "fetched": "0", "history[0]": "1.0"}
+    of_trainer = {name: value for name, value in found.items() if "trainer." in name}
+    assert of_trainer == {
+        **{f"trainer.{name}": value for name, value in attributes.items() if name != "history"},
+        "trainer.history[1]": "2.0",
+        "the length of trainer.history": "2",
     }
-    assert found["the length of \"values['trainer'].history\""] == "2"
+    assert "kept.best" not in found and "centre" not in found
 
 
 def test_texts_are_noted_by_a_hash_only() -> None:
     one, other = noted(token=TOKEN, mode="train"), noted(token=TOKEN, mode="eval")
-    for found in (one, other):
-        assert not any(
-            text in f"{name}{value}" for name, value in found.items() for text in (TOKEN, "'train'", "'eval'")
-        )
-    assert one["\"values['token']\""] == other["\"values['token']\""]
-    assert one["\"values['mode']\""] != other["\"values['mode']\""]
+    assert not any(text in f"{one}{other}" for text in (TOKEN, "'train'", "'eval'"))
+    assert one["token"] == other["token"] and one["mode"] != other["mode"]
     assert "x" * 97 not in str(noted(table={"x" * 97: 1})), "nor a long key"
 
 
 def test_tensors_and_arrays() -> None:
-    found = noted(
-        centre=torch.zeros(3),
-        table=np.zeros(4),
-        loss=torch.tensor(0.5),
-        best=np.float64(0.25),
-        objects=np.array([Trainer()]),
-        sparse=torch.eye(3).to_sparse(),
-        model=nn.Linear(2, 2),
-    )
-    names = {name.split("'")[1]: value for name, value in found.items() if name.startswith('"values[')}
-    assert names.keys() == {"centre", "table", "loss", "best"} and (names["loss"], names["best"]) == ("0.5", "0.25")
-    assert found["\"values['centre']\""] != noted(centre=torch.ones(3))["\"values['centre']\""]
+    given = {
+        "centre": torch.zeros(3),
+        "table": np.zeros(4),
+        "loss": torch.tensor(0.5),
+        "best": np.float64(0.25),
+        "objects": np.array([Trainer()]),
+        "sparse": torch.eye(3).to_sparse(),
+        "model": nn.Linear(2, 2),
+    }
+    found = noted(**given)
+    assert given.keys() & found.keys() == {"centre", "table", "loss", "best"}
+    assert (found["loss"], found["best"]) == ("0.5", "0.25") and found["centre"] != noted(centre=torch.ones(3))[
+        "centre"
+    ]
 
 
 def compared(**values: Any) -> dict[str, str]:
@@ -125,8 +123,8 @@ def test_of_files_that_are_read_the_position_is_noted(tmp_path: Path) -> None:
         data.read(2)
         log.write("three")
         found = noted(text=text, lines=lines, data=data, log=log)
-    stands = {name: place for name, place in found.items() if name.startswith('the position of "values[')}
-    assert [*stands.values()] == ["3", "8", "2"]
+    stands = [found[f"the position of {name}"] for name in ("text", "lines", "data")]
+    assert stands == ["3", "8", "2"] and "the position of log" not in found
 
 
 def test_a_generator_has_what_it_has_for_its_next_item() -> None:
@@ -140,34 +138,23 @@ def test_a_generator_has_what_it_has_for_its_next_item() -> None:
     source = batches()
     number = [next(source) for _ in range(5)][-1][1]
     found = {name: value for name, value in noted(source=source).items() if "batches()" in name}
-    assert (number, found) == (1, {'"epoch of batches()"': "1"})
-
-
-def test_what_the_guard_keeps_is_left_out() -> None:
-    trainer, centre = Trainer(), torch.zeros(3)
-    found = noted(trainer, centre, trainer=trainer, centre=centre, count=1)
-    assert {name for name in found if name.startswith('"values[')} == {"\"values['count']\""}
+    assert (number, found) == (1, {"epoch of batches()": "1"})
 
 
 def test_of_long_containers_the_length_is_noted() -> None:
     found = noted(losses=deque(range(500)), rows=list(range(65)))
-    assert found["the length of \"values['losses']\""] == "500" and found["the length of \"values['rows']\""] == "65"
-    ends = {name for name in found if "rows'][" in name or "losses'][" in name}
-    assert ends == {f"\"values['{name}'][{end}]\"" for name in ("losses", "rows") for end in (0, -1)}
+    assert found["the length of losses"] == "500" and found["the length of rows"] == "65"
+    ends = {name for name in found if name.startswith(("rows[", "losses["))}
+    assert ends == {f"{name}[{end}]" for name in ("losses", "rows") for end in (0, -1)}
     weights = noted(best={"blocks.0.attention.in_projection.weight": torch.zeros(2)})
-    assert "\"values['best']['blocks.0.attention.in_projection.weight']\"" in weights
+    assert "best['blocks.0.attention.in_projection.weight']" in weights
 
 
 def test_of_objects_of_a_library_only_counts_and_tensors_are_noted() -> None:
     writer = jinja2.Environment()
     vars(writer).update(number=1, began=1.5, file="events.out", average=[torch.zeros(2)], rows=[1])
-    found = {name.partition(".")[2] for name in noted() if '"writer.' in name}
-    assert {'number"', 'average"', 'average[0]"'} <= found and not {'began"', 'file"', 'rows"'} & found
-
-
-def test_a_clock_is_one_in_each_process() -> None:
-    found = noted(began=time.time() - 100, step_began=time.perf_counter(), rate=0.1)
-    assert [found[f"\"values['{name}']\""] for name in ("began", "step_began", "rate")] == ["a clock", "a clock", "0.1"]
+    found = {name.partition("writer.")[2] for name in noted()}
+    assert {"number", "average", "average[0]"} <= found and not {"began", "file", "rows"} & found
 
 
 def test_it_is_bounded() -> None:
