@@ -133,16 +133,23 @@ def _close_all() -> None:
 
 
 def hold_directory(
-    directory: Path, ranks: RankInfo, owners: Owners, *, grace_s: float, joins: bool = False, job: str = ""
+    directory: Path,
+    ranks: RankInfo,
+    owners: Owners,
+    *,
+    grace_s: float,
+    joins: bool = False,
+    job: str = "",
+    file: str = LOCK_FILE,
 ) -> DirectoryLock | None:
     """Lock `directory` for this rank. Returns None, and logs one warning, where locking does not work.
 
     Waits for a predecessor for as long as its grace period may last (`grace_s` where the file does not record one).
     `owners`: the users whose lock file is trusted. `joins`: the job runs already, and this process is new in it, or
-    enters again. `job`: a name of this job that no other one has, over all its restarts. Main thread; blocks. Raises
-    DirectoryInUseError, on rank 0 only, where another job holds it.
+    enters again. `job`: a name of this job that no other one has, over all its restarts. `file`: the lock file's name.
+    Main thread; blocks. Raises DirectoryInUseError, on rank 0 only, where another job holds it.
     """
-    path = directory / LOCK_FILE
+    path = directory / file
     try:
         return _Taking(directory, path, ranks, owners, grace_s, joins, job).run()
     except OSError as error:

@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import pytest
 from mindx_elastic.alarm.signals import SignalHandlers, hold_signals, release_signals
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.errors import UsageError
-from tests.watchdog import finish
 
 WAIT_S = 120.0
 ONE, TWO = signal.SIGUSR1, signal.SIGUSR2
@@ -211,42 +209,17 @@ def test_after_the_deadline_the_old_action_is_back(ears: Ears) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-FORK = """
-import os, signal, threading
-from mindx_elastic.alarm.signals import SignalHandlers, hold_signals, release_signals
-from mindx_elastic.alarm.watcher import Watcher
-
-heard, alarmed = [], threading.Event()
-def hear(signum):
-    if handlers.hear(signum):
-        heard.append(signum)
-        alarmed.set()
-
-watcher = Watcher(hear)
-handlers = SignalHandlers([signal.SIGUSR1], watcher)
-watcher.start()
-with handlers:
-    child = os.fork()
-    if child == 0:
-        os.kill(os.getpid(), signal.SIGUSR1)  # the default action, as before the guard
-        os._exit(99)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGUSR1, status
-    settled = threading.Event()
-    watcher.post(settled.set)
-    assert settled.wait(30)
-    assert heard == [], "the child's signal has alarmed the parent"
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert alarmed.wait(30), "the parent has become deaf"
-watcher.stop()
-print("fine")
-"""
-
-
-def test_a_forked_child_has_its_own_signals() -> None:
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]
-    result = finish(command)
-    assert (result.returncode, result.stdout) == (0, "fine\n"), result.stderr
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_its_own_signals(ears: Ears) -> None:
+    with ears.handle(ONE):
+        pid = os.fork()
+        if pid == 0:
+            send(ONE)  # the default action, as before the guard
+            os._exit(99)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -ONE
+        assert ears.nothing_more(), "the child's signal has alarmed the parent"
+        send(ONE)
+        assert ears.next() == ONE, "the parent has become deaf"
 
 
 # --- signals that come while no guard is open -------------------------------------------------------------------------
@@ -296,22 +269,19 @@ def test_a_handler_of_the_program_is_called_for_what_is_held(ears: Ears, told: l
         signal.signal(ONE, before)
 
 
-def test_a_new_process_holds_what_would_end_it(ears: Ears, told: list[int]) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_new_process_holds_what_would_end_it_and_its_forked_children_do_not(ears: Ears, told: list[int]) -> None:
     ignored = signal.signal(TWO, signal.SIG_IGN)
     try:
         hold_signals([ONE, TWO])
         assert signal.getsignal(TWO) is signal.SIG_IGN
         signal.raise_signal(ONE)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(int(signal.getsignal(ONE) is not signal.SIG_DFL))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         with ears.handle(ONE, TWO) as handlers:
             assert handlers.held == [ONE]
         assert signal.getsignal(ONE) is signal.SIG_DFL
     finally:
         signal.signal(TWO, ignored)
-
-
-def test_a_forked_child_does_not_hold_signals(told: list[int]) -> None:
-    hold_signals([ONE])
-    pid = os.fork()
-    if pid == 0:
-        os._exit(int(signal.getsignal(ONE) is not signal.SIG_DFL))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

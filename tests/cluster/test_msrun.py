@@ -69,41 +69,29 @@ def start(*arguments: object, **env: str) -> Job:
 
 @pytest.mark.drill
 @pytest.mark.slow
-def test_the_outcome_of_a_job_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    job = start("--bind_core=True", JOBS / "clustered.py")
-    try:
-        job.expect(0)
-        assert job.matches("--bind_core has no effect here")
-        for rank in range(2):
-            assert f"DONE {rank} " in Path(f"logs/worker_{rank}.log").read_text()
-        assert "all 2 workers have finished" in Path("logs/scheduler.log").read_text()
-    finally:
-        job.end()
-
-
-def wait_for_hold() -> list[Path]:
-    logs = [Path(f"logs/worker_{rank}.log") for rank in range(2)]
-    wait_until(lambda: all(log.exists() and "HOLD" in log.read_text() for log in logs), "the hold")
-    return logs
-
-
-@pytest.mark.drill
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
-def test_a_stop_is_the_outcome(
+def test_the_outcome_of_a_job_is_returned_that_is_stopped_and_then_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
     """SIGHUP: the terminal is gone."""
     monkeypatch.chdir(tmp_path)
-    stopped = start(JOBS / "clustered.py", "--hold-at=5", "--shared")
+    logs = [Path(f"logs/worker_{rank}.log") for rank in range(2)]
+    job = start(JOBS / "clustered.py", "--hold-at=5", "--shared")
     try:
-        logs = wait_for_hold()
-        os.kill(stopped.process.pid, number)
-        stopped.expect(code)
-        assert all("step 6 saved in" in log.read_text() for log in logs), stopped.report()
+        wait_until(lambda: all(log.exists() and "HOLD" in log.read_text() for log in logs), "the hold")
+        os.kill(job.process.pid, number)
+        job.expect(code)
+        assert all("step 6 saved in" in log.read_text() for log in logs), job.report()
     finally:
-        stopped.end()
+        job.end()
+    job = start("--bind_core=True", JOBS / "clustered.py", "--shared")
+    try:
+        job.expect(0)
+        assert job.matches("--bind_core has no effect here")
+        assert all(f"DONE {rank} " in log.read_text() for rank, log in enumerate(logs))
+        assert "all 2 workers have finished" in Path("logs/scheduler.log").read_text()
+    finally:
+        job.end()
 
 
 @pytest.mark.slow

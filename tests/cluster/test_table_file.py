@@ -9,18 +9,23 @@ import pytest
 
 from mindx_elastic.cluster.table_file import TABLE_FILE, TableFile
 from mindx_elastic.errors import UsageError
+from mindx_elastic.persist import directory_lock
 
 
-def test_what_was_written_is_read_by_the_next_scheduler(tmp_path: Path) -> None:
+def test_what_was_written_is_read_by_the_next_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which waits for the end of the first one, but not for long."""
     first = TableFile(tmp_path / "recovery")
     assert first.read() is None
     first.write({"job": "a"})
     first.write({"job": "b"})
+    monkeypatch.setattr(directory_lock, "_MARGIN_S", 0.1)
+    with pytest.raises(UsageError, match=rf"MS_RECOVERY_PATH: .* is in use by .*process {os.getpid()} on host"):
+        TableFile(tmp_path / "recovery")
     first.close()
     second = TableFile(tmp_path / "recovery")
     assert second.read() == {"job": "b"}
     second.close()
-    assert sorted(os.listdir(tmp_path / "recovery")) == [TABLE_FILE, "scheduler.lock"]
+    assert os.listdir(tmp_path / "recovery") == [TABLE_FILE]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])

@@ -32,8 +32,8 @@ from torch.utils.data import Dataset
 
 import mindx_elastic as mx
 from mindx_elastic.errors import SaveError
+from mindx_elastic.guard import active
 from mindx_elastic.guard import saver as saving_module
-from mindx_elastic.guard.active import entered as active_guards
 from mindx_elastic.guard.stop_save import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
 from mindx_elastic.platforms.flag_file import FlagFile
@@ -271,7 +271,7 @@ def disk_is_full(path: Any) -> None:
 
 def wait_for_second_alarm(path: Any) -> None:
     say("SAVING")
-    while active_guards[0].stopper.events.path.read_text().count('"event": "alarm"') < 2:
+    while active.entered[0].stopper.events.path.read_text().count('"event": "alarm"') < 2:
         time.sleep(0.005)
 
 

@@ -14,12 +14,12 @@ from mindx_elastic.cluster.scheduler import listen
 from mindx_elastic.cluster.table import Limits, Table
 from tests.harness import Job, free_port, start_agent
 
-__all__ = ["End", "Nodes", "end_of", "serve_table"]
+__all__ = ["End", "Nodes", "end_of"]
 
 CONF = "is_host=0,last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
 
 
-def serve_table(stack: ExitStack, port: int, nnodes: str) -> NodeHost:
+def serve_table(stack: ExitStack, port: int, nnodes: str) -> None:
     """This process serves the table of a job, so that none of its agents is special."""
     least, _, most = nnodes.partition(":")
     listener = listen("127.0.0.1", port)
@@ -30,7 +30,6 @@ def serve_table(stack: ExitStack, port: int, nnodes: str) -> NodeHost:
     )
     host = NodeHost(table, listener, None)
     stack.callback(host.close, 0.0)
-    return host
 
 
 End = tuple[dict[int, str], dict[tuple[str, str], str]]
@@ -65,7 +64,7 @@ class Nodes:
         self._script = script
         self._port, self._nnodes = free_port(), nnodes or str(num_nodes)
         if host is None:
-            self._table = serve_table(stack, self._port, self._nnodes)
+            serve_table(stack, self._port, self._nnodes)
         self.jobs: list[Job] = []
         for number in range(num_nodes):
             self.start(hosts=number == host)
@@ -84,11 +83,6 @@ class Nodes:
         job = start_agent(self._script, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run")
         self.jobs.append(self._stack.enter_context(job))
         return self.jobs[-1]
-
-    @property
-    def num_at_table(self) -> int:
-        """How many nodes are at the table, which this process serves."""
-        return len(self._table.connections)
 
     def expect(self, code: int = 0) -> None:
         for job in self.jobs:

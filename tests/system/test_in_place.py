@@ -180,17 +180,12 @@ def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
 def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
     """`mindx-elastic status` says what has happened."""
     document = job_status(run_dir)
-    found = document["recoveries"]
+    found, totals = document["recoveries"], document["totals"]
     assert [(each["outcome"], each["ranks"]) for each in found] == [("in place", [rank]) for rank in victims(orders)]
-    assert [each["generation"] for each in found] == list(range(1, len(orders) + 1))
     for rank, pids in job.processes().items():
         assert [each["pid"] for one in found for each in one["stood_in"] if each["rank"] == rank] == pids[1:]
-    for each in found:
-        (stand_in,) = each["stood_in"]
-        assert stand_in["by"] == "zygote"
-        assert (each["cause"], each["reason"], each["steps_lost"]) == ("killed by SIGKILL", "", 0)
-        assert each["donor"] not in each["ranks"]
-    totals = document["totals"]
+    assert {(each["cause"], each["reason"], each["steps_lost"]) for each in found} == {("killed by SIGKILL", "", 0)}
+    assert not any(each["donor"] in each["ranks"] for each in found)
     assert (totals["failures"], totals["in_place"], totals["steps_lost"]) == (len(orders), len(orders), 0)
     assert totals["not_training_s"] == pytest.approx(sum(each["duration_s"] for each in found), abs=0.01)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import Job, events, free_port, start_job, wait_until
+from tests.harness import Job, events, free_port, start_job
 from tests.system.conftest import Uninterrupted
 
 pytestmark = [
@@ -79,20 +79,3 @@ def test_a_stopped_job_survives_the_loss_of_a_node(tmp_path: Path, uninterrupted
             jobs[rank].wait_for(rf"takes its file of step {step} from rank")
     # The new node keeps copies of what the other one has, before anything new is saved.
     assert all(list((disk(tmp_path, 1) / f"rank_{rank}").glob("*.safetensors")) for rank in range(2 * per_node))
-
-
-@pytest.mark.drill
-def test_a_node_that_is_killed_with_everything_on_it(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
-    with start_nodes(tmp_path, "--every", 2, "--hold-at", 9) as jobs:
-        for job in jobs:
-            job.wait_for("HOLD")
-        for rank in range(2):
-            copy = disk(tmp_path, 1 - rank) / f"rank_{rank}" / "every-1_8.safetensors"
-            wait_until(copy.exists, f"the copy of rank {rank}'s step 8")
-        jobs[1].process.send_signal(signal.SIGKILL)
-        jobs[0].expect(75)
-        assert jobs[0].matches(r"WARNING rank 1 at .* has no copy of"), jobs[0].report()
-    lose(tmp_path, 1)
-    with start_nodes(tmp_path, "--every", 2) as jobs:
-        assert resumed_from(jobs) == {"8"}
-        assert hashes(jobs) == uninterrupted("fsdp.py", 2).hashes()
