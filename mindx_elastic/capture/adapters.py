@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.extra_state import TensorCopy
-from mindx_elastic.capture.generators import Adapter, check_kind, generator_adapter
+from mindx_elastic.capture.generators import Stateful, check_kind, generator_adapter
 from mindx_elastic.capture.values import put_back, snapshot
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of, has_method
@@ -30,8 +30,6 @@ __all__ = ["NO_STATE", "Attributes", "TensorAdapter", "adapted", "attributes"]
 
 class TensorAdapter:
     """A tensor or parameter that is in no module."""
-
-    is_stream, gives_copies = False, True
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name, self._tensor = name, tensor
@@ -64,8 +62,6 @@ class TensorAdapter:
 
 class _Container:
     """A list, dict, deque, set or array, changed in place."""
-
-    is_stream, gives_copies = False, True
 
     def __init__(self, name: str, container: Any) -> None:
         self._name, self._container = name, container
@@ -112,8 +108,6 @@ class _Object:
     What it refers to and others keep (the model) is left out, as is, of all, what is not a state (functions, process
     groups).
     """
-
-    is_stream, gives_copies = False, True
 
     def __init__(self, name: str, target: object, others: Collection[int]) -> None:
         self._names = target.names if isinstance(target, Attributes) else None
@@ -169,7 +163,7 @@ class _Object:
             "give the class the two methods"
         )
 
-    def _inner(self, key: str, value: object) -> Adapter | Any:
+    def _inner(self, key: str, value: object) -> Stateful | Any:
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             raise UsageError(
                 f"{self._name} is a {self._class}, and holds a {type(value).__name__} in {key}: name that by itself, "
@@ -221,7 +215,7 @@ _CONTAINERS = (list, dict, set, deque)
 _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 
 
-def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter | None:
+def adapted(name: str, target: object, others: Collection[int] = ()) -> Stateful | None:
     """The adapter for `target`; None for a type that has none. `name` is used in errors.
 
     others: ids of objects that are kept by themselves. Raises UsageError for what could not be kept, with the reason.

@@ -12,27 +12,21 @@ import torch
 
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["GENERATORS", "Adapter", "check_kind", "generator_adapter", "with_state"]
+__all__ = ["GENERATORS", "Stateful", "check_kind", "generator_adapter", "with_state"]
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState)
 
 
-class Adapter(Protocol):
-    """Gives the state of another object and puts it back into that very object."""
-
-    is_stream: bool
-    """A random stream: an evaluation must leave it as it was, and code before the first batch may draw from it."""
-    gives_copies: bool
-    """What `state_dict` returns is a copy already."""
+class Stateful(Protocol):
+    """Anything that can give its state and take it back, into the very object. An adapter does so for another object,
+    and what it gives shares nothing with that."""
 
     def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> None: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class _Generator:
     """One whose state is an object that it gives and takes."""
-
-    is_stream, gives_copies = True, False
 
     def __init__(self, name: str, kind: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._name, self._kind, self._get, self._put = name, kind, get, put
@@ -77,8 +71,6 @@ def _python_random(name: str, generator: random.Random) -> _Generator:
 class _NumpyGenerator:
     """`numpy.random.Generator`, or a bit generator by itself."""
 
-    is_stream, gives_copies = True, False
-
     def __init__(self, name: str, bits: Any) -> None:
         self._name, self._bits = name, bits
 
@@ -96,7 +88,7 @@ class _NumpyGenerator:
             self._bits.__setstate__((self._bits.state, np.random.SeedSequence(**seeds)))
 
 
-def generator_adapter(name: str, target: object) -> Adapter | None:
+def generator_adapter(name: str, target: object) -> Stateful | None:
     if isinstance(target, torch.Generator):
         return _TorchGenerator(name, target)
     if isinstance(target, random.Random):

@@ -26,11 +26,9 @@ __all__ = [
     "OVER",
     "VALUES",
     "LoopHead",
-    "changes_weights",
     "front_of",
     "names_of_tail_values",
     "tail_values_in",
-    "with_tail_values",
     "without_end",
     "without_step",
 ]
@@ -155,13 +153,3 @@ def names_of_tail_values(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for owner, names in owners.items()
         for name in names
     ]
-
-
-def with_tail_values(loop: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`loop` with those."""
-    return {**loop, VALUES: dict(values)}
-
-
-def changes_weights(front: Mapping[str, Any] | None) -> bool:
-    """Whether the tail has, so that the weights in front of it are lost."""
-    return front is not None and bool(front.get(CHANGES_WEIGHTS))

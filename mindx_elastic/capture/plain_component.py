@@ -16,7 +16,7 @@ import time
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from mindx_elastic.capture.adapters import NO_STATE, TensorAdapter
 from mindx_elastic.capture.copying import copy_items, copy_state, copy_tree, map_containers, map_tensors
 from mindx_elastic.capture.exact_load import exact_loads, other_types
-from mindx_elastic.capture.generators import Adapter
+from mindx_elastic.capture.generators import GENERATORS, Stateful
 from mindx_elastic.capture.names import optimizers_inside
 from mindx_elastic.capture.values import check_objects, named_keys, originals
 from mindx_elastic.core.events import logger
@@ -36,7 +36,6 @@ from mindx_elastic.errors import MismatchError, UnsupportedStateError
 
 __all__ = [
     "AdaptedComponent",
-    "GivesCopies",
     "GoesThroughData",
     "InParts",
     "PlainComponent",
@@ -58,26 +57,9 @@ _SHALLOW = (dict, list, tuple)
 _PLAIN = frozenset((type(None), bool, int, float, str))
 
 
-class Stateful(Protocol):
-    """Anything that can give its state and take it back."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> Any: ...
-
-
 def is_stateful(target: object) -> bool:
     """Whether `target` is `Stateful`. Asking the Protocol would run properties."""
     return has_method(target, "state_dict", "load_state_dict")
-
-
-class GivesCopies(ABC):
-    """Base of classes of ours whose ``state_dict`` may return what shares nothing with the object."""
-
-    gives_copies: bool
-    """Whether it does now."""
-
-    @abstractmethod
-    def state_dict(self) -> Any: ...
 
 
 class InParts(ABC):
@@ -85,6 +67,8 @@ class InParts(ABC):
     killed in its step each is chosen by itself. A place in loops that is another one than that of the other ranks
     would have this rank wait in collectives that the others do not make."""
 
+    gives_copies: ClassVar[bool] = False
+    """What ``state_dict`` returns shares nothing with the object."""
     follow_the_steps: ClassVar[Collection[str]]
     """The entries that replicas move alike."""
     entries_in_words: ClassVar[Mapping[str, str]]
@@ -97,6 +81,8 @@ class InParts(ABC):
 class GoesThroughData(ABC):
     """Base of classes of ours that go through a data set in epochs."""
 
+    gives_copies: bool
+    """What ``state_dict`` returns shares nothing with the object."""
     draws: bool
     """Each epoch's order arises from random numbers that its beginning draws."""
 
@@ -197,7 +183,7 @@ class PlainComponent:
     """The whole state is copied at every boundary."""
 
     is_stream = False
-    """A random generator: see `generators.Adapter`."""
+    """A random generator: an evaluation must leave it as it was, and code before the first batch may draw from it."""
     is_heavy = False
     """It is not copied at every boundary."""
 
@@ -210,7 +196,7 @@ class PlainComponent:
         self.target = target
         self._stateful: Stateful = stateful or target
         self._is_scheduler = stateful is None and _is_stock_scheduler(target)
-        self._copies_source = target if isinstance(target, GivesCopies) else None
+        self._gives_copies = isinstance(target, (GoesThroughData, InParts)) and target.gives_copies
         self._names: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._has_parameter_keys = False
@@ -226,7 +212,7 @@ class PlainComponent:
 
     def check(self) -> None:
         """Look once at what the state has. Raises UnsupportedStateError for an object that would not come back."""
-        if not self.is_heavy and self._copies_source is None:
+        if not self.is_heavy and not self._gives_copies:
             state = self.live_state()
             check_objects(state, self.name, self._parameters)
             self._has_parameter_keys = named_keys(state, self._names) is not state
@@ -239,9 +225,7 @@ class PlainComponent:
                 self._copy: Any = copy_items(variables, but="optimizer")
                 return
         state = self._stateful.state_dict() if not self._has_objects else self.live_state()
-        self._copy = (
-            state if self._copies_source is not None and self._copies_source.gives_copies else copy_state(state)
-        )
+        self._copy = state if self._gives_copies else copy_state(state)
 
     def live_state(self) -> Any:
         """What its `state_dict` gives, the objects in it taken apart."""
@@ -251,7 +235,7 @@ class PlainComponent:
     def look(self) -> Any:
         """The state as it is now; None for a heavy one."""
         state = self.live_state()
-        return state if self._copies_source is not None and self._copies_source.gives_copies else copy_state(state)
+        return state if self._gives_copies else copy_state(state)
 
     @property
     def seen(self) -> Any:
@@ -353,8 +337,8 @@ class ScalerComponent(PlainComponent):
 class AdaptedComponent(PlainComponent):
     """An object without ``state_dict``, by its adapter. One that takes too long to copy is read when it is saved."""
 
-    def __init__(self, name: str, target: Any, adapter: Adapter) -> None:
-        self.is_stream = adapter.is_stream
+    def __init__(self, name: str, target: Any, adapter: Stateful) -> None:
+        self.is_stream = isinstance(target, GENERATORS)
         self._adapter = adapter
         self.at_boundary = True
         """The program has not gone on since the last boundary; for heavy ones."""
@@ -369,7 +353,9 @@ class AdaptedComponent(PlainComponent):
             return
         began = time.perf_counter()
         adapter = self._adapter
-        self._copy = adapter.boundary_state(closely=False) if isinstance(adapter, TensorAdapter) else self._read()
+        self._copy = (
+            adapter.boundary_state(closely=False) if isinstance(adapter, TensorAdapter) else self._adapter.state_dict()
+        )
         ended = time.perf_counter()
         if not self.is_heavy:
             took, step = ended - began, ended - self._ended
@@ -389,10 +375,6 @@ class AdaptedComponent(PlainComponent):
             100 * took / step,
         )
 
-    def _read(self) -> Any:
-        state = self._adapter.state_dict()
-        return state if self._adapter.gives_copies else copy_tree(state)
-
     def go_back(self, kept: Any) -> None:
         super().go_back(kept)
         self.at_boundary = False  # a heavy one cannot be read as it was then
@@ -409,7 +391,7 @@ class AdaptedComponent(PlainComponent):
         self._stateful.load_state_dict(copy_tree(state))
 
     def look(self) -> Any:
-        return None if self.is_heavy else self._read()
+        return None if self.is_heavy else self._adapter.state_dict()
 
     @property
     def seen(self) -> Any:
@@ -422,5 +404,5 @@ class AdaptedComponent(PlainComponent):
                     self.name,
                     "it takes too long to be copied at every boundary, and the program has gone on since the last one",
                 )
-            self._copy = self._read()
+            self._copy = self._adapter.state_dict()
         return self._copy

@@ -40,7 +40,6 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.capture.plain_component import GivesCopies
 from mindx_elastic.capture.tensor_devices import put_on
 from mindx_elastic.data import ReplayLoader, from_loader
 from mindx_elastic.data.position import num_batches
@@ -298,7 +297,7 @@ def _begin_epoch_again(trainer: Trainer) -> None:
 # --- what is kept besides the module ---
 
 
-class _Loops(Standing, GivesCopies):
+class _Loops(Standing):
     """Where Lightning's loops stand: their counters, the sums of an epoch's means, the metrics of the last ones,
     what has changed in lists, numbers and tensors of the module."""
 

@@ -26,7 +26,7 @@ import xxhash
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
 from mindx_elastic.capture.copying import copy_tree, map_tensors, same_tree
-from mindx_elastic.capture.loop_ends import LoopHead, front_of, names_of_tail_values, tail_values_in, with_tail_values
+from mindx_elastic.capture.loop_ends import VALUES, LoopHead, front_of, names_of_tail_values, tail_values_in
 from mindx_elastic.capture.plain_component import InParts
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
@@ -345,7 +345,7 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
             doubts.setdefault(words, []).append(f"the weights of {name}")
     donated, loop = tail_values_in(state["progress"].get("loop", {})), made["progress"].get("loop", {})
     if donated and not (is_whole and tail_values_in(loop)):
-        made["progress"] = {**made["progress"], "loop": with_tail_values(loop, donated)}
+        made["progress"] = {**made["progress"], "loop": {**loop, VALUES: donated}}
         words = f"the code after the epoch may read it; rank {found.donor}'s is used"
         doubts.setdefault(words, []).extend(names_of_tail_values(donated))
     step = found.checkpoint.info.step

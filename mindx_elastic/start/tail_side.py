@@ -16,7 +16,7 @@ from typing import Any
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.loop_ends import changes_weights, front_of
+from mindx_elastic.capture.loop_ends import CHANGES_WEIGHTS, front_of
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ports import Risks
 from mindx_elastic.core.printable import listed
@@ -43,8 +43,8 @@ class TailSide(Part):
         else:
             loop = {} if found.own is not None and found.own.forecast else _loop_of(self._own)
         front = front_of(loop)
-        can_go_back = self._own is not None or not changes_weights(front)  # else the weights are the donor's
-        self._said = _IN_FRONT if front is None else _AFTER if can_go_back else _STAYS
+        are_lost = self._own is None and front is not None and front.get(CHANGES_WEIGHTS)  # the weights are the donor's
+        self._said = _IN_FRONT if front is None else _STAYS if are_lost else _AFTER
         self._way = ""
         self._in_front: Sequence[int] = ()
         self._stay: Sequence[int] = ()

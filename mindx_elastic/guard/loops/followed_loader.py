@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import DataLoader
 
 from mindx_elastic.capture.given_settings import Listing, listing_of
-from mindx_elastic.capture.plain_component import GivesCopies, GoesThroughData
+from mindx_elastic.capture.plain_component import GoesThroughData
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import length_of
 from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
@@ -104,7 +104,7 @@ def _iterate_once_with(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> bo
     return True
 
 
-class FollowedLoader(GivesCopies, GoesThroughData, Track):
+class FollowedLoader(GoesThroughData, Track):
     """A loader of ours, as a checkpoint sees it: its state is that of the batches that were used."""
 
     def __init__(self, name: str, loader: _Ours, adoption: Adoption | None) -> None:
