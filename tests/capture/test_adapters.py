@@ -103,39 +103,43 @@ def test_a_parameter_keeps_its_memory_and_another_shape_is_refused() -> None:
         component_for("alpha", torch.zeros(4)).load(saved)
 
 
+class Places:
+    """A small and a large tensor, named and as buffers that are not persistent, and what is kept of them."""
+
+    def __init__(self) -> None:
+        self.tensors = {"small": torch.zeros(4), "large": torch.zeros(500_000)}
+        module = nn.Linear(2, 2)
+        for name, tensor in self.tensors.items():
+            module.register_buffer(f"its_{name}", tensor.clone(), persistent=False)
+        self.tensors |= dict(module.named_buffers())
+        self.collector = Collector({"model": module, "small": self.tensors["small"], "large": self.tensors["large"]})
+        self.steps = 0
+
+    def at_boundary(self) -> dict[str, float | None]:
+        self.steps += 1
+        self.collector.copy(Position(step=self.steps, epoch=1, step_in_epoch=self.steps, batch_num=99))
+        state = self.collector.state()
+        kept = {name: state[name]["value"] for name in ("small", "large")} | state["module_extras"]["model"]["buffers"]
+        self.collector.leave_boundary()
+        return {name: float(kept[name][-1]) if name in kept else None for name in self.tensors}
+
+
 def test_changes_that_move_no_version_counter_are_kept() -> None:
-    small, large = torch.zeros(4), torch.zeros(100_000)
-    collector = Collector({"small": small, "large": large})
+    places, quiet = Places(), Places()
+    expected: dict[str, float | None] = {**dict.fromkeys(places.tensors, 0.0), "its_large": None}
+    assert places.at_boundary() == expected, "as every start builds it"
     for step in range(1, 14):
-        small.data.add_(1)  # as older code averages
-        large.numpy()[...] += 1
-        collector.copy(Position(step=step, epoch=1, step_in_epoch=step, batch_num=20))
-        state = collector.state()
-        assert state["small"]["value"][0] == step and state["large"]["value"][-1] == step
-        collector.leave_boundary()
-    quiet = torch.zeros(100_000)
-    collector = Collector({"quiet": quiet})
-    for step in range(1, 15):
-        collector.copy(Position(step=step, epoch=1, step_in_epoch=step, batch_num=20))
-        collector.leave_boundary()
-    quiet.data.add_(1)  # long after the looks, and found where a file is written at the boundary
-    collector.copy(Position(step=15, epoch=1, step_in_epoch=15, batch_num=20))
-    assert collector.state()["quiet"]["value"][0] == 1
-
-
-@pytest.mark.parametrize("size", [10, 500_000])
-def test_buffers_that_are_not_persistent_are_kept_however_they_change(size: int) -> None:
-    module = nn.Linear(2, 2)
-    module.register_buffer("seen", torch.zeros(size), persistent=False)
-    collector = Collector({"model": module})
-
-    def at_boundary(step: int) -> dict[str, torch.Tensor]:
-        collector.copy(Position(step=step, epoch=1, step_in_epoch=step, batch_num=20))
-        return dict(collector.state()["module_extras"]["model"]["buffers"])
-
-    assert ("seen" in at_boundary(1)) is (size == 10)  # a large one: as built
-    module.get_buffer("seen").data.add_(1)
-    assert at_boundary(2)["seen"][-1] == 1
+        for tensor in places.tensors.values():
+            if tensor.numel() == 4:
+                tensor.data.add_(1)  # as older code averages
+            else:
+                tensor.numpy()[...] += 1
+        assert places.at_boundary() == dict.fromkeys(places.tensors, float(step))
+    for _ in range(14):
+        assert quiet.at_boundary() == expected
+    for tensor in quiet.tensors.values():
+        tensor.data.add_(1)  # long after the looks, and found where a file is written at the boundary
+    assert quiet.at_boundary() == dict.fromkeys(places.tensors, 1.0)
 
 
 class Player:
