@@ -39,6 +39,7 @@ __all__ = [
     "LogOnce",
     "RankFilter",
     "attach_console",
+    "events_backwards",
     "lines_backwards",
     "logger",
     "older_generation",
@@ -370,6 +371,11 @@ def lines_backwards(path: Path, limit_bytes: int = READ_BYTES, owners: Owners | 
         return
     finally:
         os.close(fd)
+
+
+def events_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """The events in these lines."""
+    return (event for line in lines_backwards(path) if (event := parse_event(line)) is not None)
 
 
 def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -35,7 +35,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,7 +151,7 @@ def hold_directory(
     """
     path = directory / file
     try:
-        return _Taking(directory, path, ranks, owners, grace_s, joins, job).run()
+        return _locked(path, owners, _Taking(directory, path, ranks, grace_s, joins, job).take)
     except OSError as error:
         reason = error.strerror or error
         logger.warning("%s cannot be locked (%s); a second job in this directory will not be noticed", path, reason)
@@ -167,58 +167,58 @@ def hold_ranks(
     another process holds, then continues with the others. Other starts wait for these bytes for `lasts_s`. `owners`:
     the users whose lock file is trusted. Raises nothing. Any thread; blocks.
     """
-    path = directory / LOCK_FILE
-    wanted = sorted(ranks)
+    path, wanted, problem = directory / LOCK_FILE, sorted(ranks), ""
     until = time.monotonic() + patience_s
+
+    def take(fd: int) -> bool:
+        nonlocal problem
+        # Retry on the same descriptor: it keeps the bytes that are locked already.
+        while (taken := [rank for rank in wanted if not _lock(fd, rank)]) and time.monotonic() < until:
+            time.sleep(_RETRY_S)
+        for rank in set(wanted) - set(taken):
+            _sign(fd, rank, lasts_s)
+        problem = f"{directory} is in use by {_read(fd, taken[0])}" if taken else ""
+        return True
+
     try:
-        while True:
-            fd = _open(path, owners)
-            try:
-                # Retry on the same descriptor: it keeps the bytes that are locked already.
-                while (taken := [rank for rank in wanted if not _lock(fd, rank)]) and time.monotonic() < until:
-                    time.sleep(_RETRY_S)
-                if _is_at(fd, path):
-                    for rank in wanted:
-                        if rank not in taken:
-                            _sign(fd, rank, lasts_s)
-                    problem = f"{directory} is in use by {_read(fd, taken[0])}" if taken else ""
-                    lock, fd = DirectoryLock(fd, path), -1
-                    return lock, problem
-            finally:
-                if fd >= 0:
-                    os.close(fd)
+        return _locked(path, owners, take), problem
     except OSError as error:
         return None, f"{path} cannot be locked ({error.strerror or error})"
 
 
+def _locked(path: Path, owners: Owners, take: Callable[[int], bool]) -> DirectoryLock | None:
+    """`take` locks bytes of the file that has the name `path`; again where another process deletes it meanwhile. None:
+    `take` gives up."""
+    while True:
+        fd = _open(path, owners)
+        try:
+            if not take(fd):
+                return None
+            if _is_at(fd, path):
+                lock, fd = DirectoryLock(fd, path), -1
+                return lock
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+
 class _Taking:
-    def __init__(
-        self, directory: Path, path: Path, ranks: RankInfo, owners: Owners, grace_s: float, joins: bool, job: str
-    ) -> None:
-        self._directory, self._path, self._ranks, self._owners = directory, path, ranks, owners
+    def __init__(self, directory: Path, path: Path, ranks: RankInfo, grace_s: float, joins: bool, job: str) -> None:
+        self._directory, self._path, self._ranks = directory, path, ranks
         self._grace_s, self._joins, self._job = grace_s, joins, job[:_LONGEST_JOB]
         self._began = time.monotonic()
         self._said = False
 
-    def run(self) -> DirectoryLock | None:
+    def take(self, fd: int) -> bool:
+        """Lock this rank's byte, and wait for it. False: this rank continues without the lock."""
         pause = _POLL_S[0]
-        while True:
-            fd = _open(self._path, self._owners)
-            try:
-                holder = self._try(fd)
-                if holder is None and _is_at(fd, self._path):
-                    _sign(fd, self._ranks.rank, self._grace_s, self._job)
-                    lock, fd = DirectoryLock(fd, self._path), -1
-                    return lock
-            finally:
-                if fd >= 0:
-                    os.close(fd)
-            if holder is None:
-                continue  # another process has deleted the file meanwhile
+        while (holder := self._try(fd)) is not None:
             if not self._wait_on(holder):
-                return None
+                return False
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
+        _sign(fd, self._ranks.rank, self._grace_s, self._job)
+        return True
 
     def _try(self, fd: int) -> Holder | None:
         """Lock this rank's byte. Returns the process that prevents it; None: the byte is locked."""
@@ -227,6 +227,7 @@ class _Taking:
         if self._ranks.local_rank == 0:  # also wait for the higher ranks of a larger predecessor
             other = _first_held(fd, self._ranks.world_size)
             if other is not None and self._time_left(holder := _read(fd, other)) > 0:
+                _control(fd, "SETLK", fcntl.F_UNLCK, self._ranks.rank, 1)  # it is not ours until those have ended
                 return holder
         return None
 

@@ -111,7 +111,7 @@ class FaultWatch:
         """Content and modification time of a key file that has changed since it was judged; None: there is no news, or
         nothing that can be used yet."""
         try:
-            text, written = read_text(path)
+            text, status = read_text(path)
             content = (text, self.world_size)
             if self._handled.get(path) == content:  # parsing 1 MiB of nonsense five times a second would cost
                 return None
@@ -129,7 +129,7 @@ class FaultWatch:
             self._warn(path, problems, "the rest of it counts")
         else:
             self._warned.pop(path, None)
-        return faults, written
+        return faults, status.st_mtime
 
     def _is_fresh(self, stamped: float | None, written: float) -> bool:
         return written >= self._started_at or (stamped is not None and stamped > self._started_at)

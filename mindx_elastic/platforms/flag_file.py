@@ -22,11 +22,10 @@ import xxhash
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import process_started_at
-from mindx_elastic.platforms.small_files import parse_json_object, read_regular
+from mindx_elastic.platforms.small_files import parse_json_object, read_text
 
 __all__ = ["AnsweredFlags", "FlagFile"]
 
-_MAX_BYTES = 1 << 20
 _COARSEST_MTIME_S = 2.0
 _MOST_KEPT = 32
 _CONFIG_MAP_FOLDER = "..data"
@@ -103,8 +102,8 @@ class FlagFile:
             self._seen = identity
             return self._warn('is not a regular file; put a JSON file {"GracefulExit": 0} there')
         try:
-            content, status = read_regular(self.path, _MAX_BYTES, follow_links=True)
-            wanted = _wanted(parse_json_object(content.decode()))
+            text, status = read_text(self.path)
+            wanted = _wanted(parse_json_object(text))
         except OSError as error:
             return self._warn(f"cannot be read ({error.strerror})")
         except ValueError as error:
@@ -114,7 +113,7 @@ class FlagFile:
         if wanted or abs(time.time() - status.st_mtime) > _COARSEST_MTIME_S:
             self._seen = identity
         if self._answered is not None:
-            if self._note(self._identity(content, status) if wanted else None):
+            if self._note(self._identity(text, status) if wanted else None):
                 logger.warning(
                     "flag file %s has stopped this run before; it is taken as done until it changes", self.path
                 )
@@ -127,14 +126,14 @@ class FlagFile:
     def _note(self, identity: str | None) -> bool:
         return self._answered is not None and self._answered.note(self.path, identity)
 
-    def _identity(self, content: bytes, status: os.stat_result) -> str:
+    def _identity(self, text: str, status: os.stat_result) -> str:
         """What makes this setting of the flag another one than the last.
 
         Content and modification time: setting a flag again writes the file again. Not the inode: a copy that keeps
         its time (rsync, tar, another mount) is the same flag. In a Kubernetes ConfigMap the path and the content: each
         new pod gets new files, and the kubelet touches none whose content is the same.
         """
-        digest = xxhash.xxh3_128_hexdigest(content)
+        digest = xxhash.xxh3_128_hexdigest(text.encode())
         with suppress(OSError):  # no link, or swapped at this moment
             if _CONFIG_MAP_FOLDER in Path(os.readlink(self.path)).parts:
                 return f"{digest}/{xxhash.xxh3_64_hexdigest(os.fsencode(os.path.abspath(self.path)))}"

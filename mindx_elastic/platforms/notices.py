@@ -138,8 +138,8 @@ class NoticeWatch:
 
 def _read_file(path: Path) -> tuple[dict[str, Any], float]:
     """What it says, and when it was written."""
-    text, written = read_text(path)
-    return parse_json_object(text) if text.strip() else {"stop": False}, written
+    text, status = read_text(path)
+    return parse_json_object(text) if text.strip() else {"stop": False}, status.st_mtime
 
 
 def _moment(value: object) -> float:

@@ -58,12 +58,11 @@ def read_regular(path: StrPath, limit: int, *, follow_links: bool) -> tuple[byte
     return data, status
 
 
-def read_text(path: Path) -> tuple[str, float]:
-    """Text and modification time (unix seconds) of a platform's file. Raises OSError, or ValueError with what is
-    wrong."""
+def read_text(path: Path) -> tuple[str, os.stat_result]:
+    """Text and status of a platform's file. Raises OSError, or ValueError with what is wrong."""
     data, status = read_regular(path, _MAX_TEXT_BYTES, follow_links=True)
     try:
-        return data.decode("utf-8-sig"), status.st_mtime
+        return data.decode("utf-8-sig"), status
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text ({error.reason} at byte {error.start})") from None
 

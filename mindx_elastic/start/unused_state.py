@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mindx_elastic.config import MemorySettings
 from mindx_elastic.core.certificate import COMPARED, date_of
-from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, older_generation, parse_event
+from mindx_elastic.core.events import EVENTS_FILE, events_backwards, lines_backwards, older_generation, parse_event
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.errors import MindxError
@@ -54,10 +54,7 @@ def proof_in_events(directory: Path) -> str:
     `core.certificate.ResumeProof`; empty: the event log says of no run. Raises nothing."""
     run, found = None, dict[str, dict[str, Any]]()
     resume: dict[str, Any] | None = None
-    for line in lines_backwards(directory / EVENTS_FILE):
-        event = parse_event(line)
-        if event is None:
-            continue
+    for event in events_backwards(directory / EVENTS_FILE):
         run = run if run is not None else text(event.get("run_id"))
         if event["event"] == "compared" and event.get("run_id") == run:
             found.setdefault(text(event.get("outcome")), event)
@@ -104,15 +101,11 @@ def recorded_saves(directories: Sequence[Path], trust: Trust) -> dict[str, Recor
 
 
 def _failed_save(directory: Path) -> dict[str, Any] | None:
-    for line in lines_backwards(directory / EVENTS_FILE):
-        event = parse_event(line)
-        if event is None or event["event"] != "save":
-            continue
-        step, outcome = whole(event.get("step")), text(event.get("outcome"))
-        if step is None or not outcome.startswith(_FAILED):
-            return None
-        return {"step": step, "reason": outcome.removeprefix(_FAILED)}
-    return None
+    save = next((event for event in events_backwards(directory / EVENTS_FILE) if event["event"] == "save"), {})
+    step, outcome = whole(save.get("step")), text(save.get("outcome"))
+    if step is None or not outcome.startswith(_FAILED):
+        return None
+    return {"step": step, "reason": outcome.removeprefix(_FAILED)}
 
 
 def _in_memory(directory: Path) -> dict[str, Any] | None:
