@@ -1,4 +1,4 @@
-"""The batch scripts of ``deploy/slurm``: with programs that only pretend, and on a real Slurm."""
+"""The batch scripts of ``deploy/slurm``, with programs that only pretend."""
 
 from __future__ import annotations
 
