@@ -250,23 +250,3 @@ def test_one_that_is_named_or_told_where_to_begin_is_not(library: Any, tmp_path:
     with told.guard:
         engine.run(told.loader, 2 - max(0, told.guard.position.epoch - 1))
     assert named.guard.step == told.guard.step == 2 * BATCHES
-
-
-def test_one_that_only_its_hooks_ask_for_is_told_when_it_is_resumed(
-    library: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def train(stop_at: int) -> None:
-        def update(batch: Any) -> None:
-            p.train(batch)
-            p.log.append(p.guard.step)
-
-        p, engine = engine_of(library, tmp_path / "ckpt", stop_at=stop_at)
-        engine.update = update
-        with p.guard:
-            engine.run(p.loader, 2)
-
-    with pytest.raises(SystemExit):
-        train(stop_at=BATCHES + 2)
-    assert "started over" not in caplog.text
-    train(stop_at=0)
-    assert "foreign_engine runs (run) has started over, for it counts by itself" in caplog.text

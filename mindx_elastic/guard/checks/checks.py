@@ -10,7 +10,7 @@ found                                                            certain when
 ===============================================================  ==================================================
 a parameter of a named optimizer, in no named object             it is trained
 an optimizer that steps and is not named                         its state is carried from one step into another
-a scheduler of a named optimizer, not named                      it steps (one line at entry says so before)
+a scheduler of a named optimizer, not named                      it steps
 a `GradScaler`, not named                                        it is enabled and has moved
 a module, not named                                              its parameters change between two boundaries of an
                                                                  epoch; buffers, or between epochs: a risk
@@ -260,11 +260,7 @@ class Checks:
             if key in self._watched["scheduler"]:
                 continue
             # It may be unused, or left over from an earlier training: it is refused when it steps.
-            watched = self._watched["scheduler"][key] = _watched(found, steps_of(found.value))
-            if watched.look <= 1:
-                what = f"scheduler {found} belongs to an optimizer of the guard and is not named"
-                remedy = self._remedies.argument_line("lr_scheduler", [found.name])
-                self._unmanaged.hint(f"{what}: its first step will be refused", remedy)
+            self._watched["scheduler"][key] = _watched(found, steps_of(found.value))
 
     def _check_steps_of_schedulers(self) -> None:
         for watched, before, _ in self._looks("scheduler", steps_of, tells=True):

@@ -104,7 +104,6 @@ class Loops:
         """A layer above keeps the loop, and its callbacks may change what they like before it; or this guard does not
         train. Then the loop is not looked at."""
         self._has_looped = False  # over `epochs` or `steps`
-        self._asked_in_front: bool | None = None  # of the first batch; None: there was none yet
         self._pass_of_epoch = 0  # the loader's epoch of the last batch that this epoch has used; 0: none yet
         self._is_judged = self._repeats = False  # the latter: another pass over the loader, within an epoch of our loop
         self._first = self._resumed_epoch = 0
@@ -465,9 +464,6 @@ class Loops:
             self._between.judge_drawn(*self._between.drawn)
         if (self._repeats or self._cuts_in_epoch == 2) and not (self.asked or self._is_judged):
             self._judge_own_loop()
-        is_second = self._first and self.step == self._first + 2  # of a resumed process
-        if is_second and self._asked_in_front is False and not (self._has_looped or self.is_layered):
-            self._own_loop.tell_of_trainer(self._unmanaged)
         is_first = self._first and self.step == self._first + 1 and self.step_in_epoch > 1  # of an epoch's rest
         if is_first and self._in_epoch and not (self.loaders or self.asked or self._counted_inside or self.is_layered):
             self._own_loop.tell_of_epoch(self._unmanaged)
@@ -514,8 +510,6 @@ class Loops:
     def at_first_batch(self, *, restores: bool) -> None:
         """The program is about to get an epoch's first batch, or the first one of a resumed run."""
         self.at_head_end()
-        if self._asked_in_front is None:
-            self._asked_in_front = self.asked
         if restores and self._restores:
             assert self._restore is not None
             self._restore()

@@ -84,12 +84,6 @@ class OwnLoop:
                 f"the loop inside of guard.epochs() has started the resumed epoch over{_COUNTS}", _ASK_INSIDE
             )
 
-    def tell_of_trainer(self, unmanaged: Unmanaged) -> None:
-        """A resumed run has asked after its first batch only, to log or to end the loop: where a library runs that,
-        it has started over."""
-        if not self.may_know and (place := self._place_in_library(sys._getframe(1))):
-            unmanaged.risk(f"the loop{place} has started over{_COUNTS}", f"{_OF_LIBRARY}. {_ASK}")
-
     def _place_in_library(self, frame: FrameType | None) -> str:
         """Where the outermost function of a library runs inside of the guard's block, in words; empty: the loop is the
         program's."""
