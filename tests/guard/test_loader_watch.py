@@ -96,12 +96,24 @@ def test_what_is_certain_is_refused(loop: Loop, is_named: bool, words: str, tmp_
         run(loop, tmp_path, loader=shuffled() if is_named else None)
 
 
-@pytest.mark.parametrize("make", [shuffled, lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True)])
-def test_an_iterator_made_before_the_guard(tmp_path: Path, make: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (shuffled, "Make iterators in the block, after `with guard:`"),
+        (lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True), "made before the guard was entered"),
+    ],
+)
+def test_an_iterator_made_before_the_guard(tmp_path: Path, make: Any, words: str) -> None:
     p = Program(tmp_path, loader=make())
     batches = iter(p.loader)
-    with pytest.raises(UnmanagedStateError, match="made before the guard was entered"), p.guard:
-        p.train(next(batches))
+
+    def train() -> None:
+        with p.guard:
+            for _ in p.guard.steps(3):
+                p.train(next(batches))
+
+    with pytest.raises(UnmanagedStateError, match=words):
+        train()
 
 
 @pytest.mark.parametrize(

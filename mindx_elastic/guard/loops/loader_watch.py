@@ -5,8 +5,8 @@ covers.
 seen                                                  certain, for
 ====================================================  ===========================================================
 an iterator of a loader that is not named gives       steps use its batches, and a resumed run would start over
-batches before a boundary and after it
-an iterator of a named one, made before entry         it gives the epoch's first batches again
+batches before a boundary and after it (so does one
+of a named loader that was made before the entry)
 ====================================================  ===========================================================
 
 Where one begins right after a boundary, and the named loader's epoch goes on, it is an evaluation: what the code up to
@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mindx_elastic.data import FunctionLoader, ReplayLoader
@@ -33,11 +32,12 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["LoaderWatch"]
 
-_BEGAN, _MADE, _KEPT = "_mindx_began", "_mindx_made", "_mindx_kept"
+_BEGAN, _KEPT = "_mindx_began", "_mindx_kept"
 _NAME_IT = (
     "Make it once, before the guard, and write Guard(loader=loader, ...), or Guard(loader=[first, second], ...) for "
     'several; for one that is made in each round, one over a data set that changes (stateful={"indices": indices} for '
-    "its list); for an evaluation, `with guard.outside_step():` around it"
+    "its list); for an evaluation, `with guard.outside_step():` around it. Make iterators in the block, after `with "
+    "guard:`"
 )
 
 
@@ -49,13 +49,12 @@ class LoaderWatch:
         unmanaged: Unmanaged,
         is_right_after_boundary: Callable[[], bool],
         *,
-        adopted: dict[str, DataLoader[Any]],
         kept: Sequence[SelfPositionedLoader],
         has_named: bool,
     ) -> None:
-        """`is_right_after_boundary`: whether the first named loader, in mid-epoch, has given no batch since. `adopted`:
-        DataLoaders that are named, by name. `kept`: those that the guard keeps by their own state."""
-        self._unmanaged, self._adopted, self._kept = unmanaged, adopted, kept
+        """`is_right_after_boundary`: whether the first named loader, in mid-epoch, has given no batch since. `kept`:
+        DataLoaders that the guard keeps by their own state."""
+        self._unmanaged, self._kept = unmanaged, kept
         self._is_right_after_boundary = is_right_after_boundary
         self._has_named = has_named
         self.at_evaluation: Callable[[], None] = lambda: None
@@ -80,12 +79,10 @@ class LoaderWatch:
 
         def made(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             first(iterator, loader, *args, **kwargs)
-            if self._active:
-                iterator.__dict__[_MADE] = self
-                for kept in self._kept:
-                    if kept.loader is loader:
-                        iterator.__dict__[_KEPT] = kept
-                        kept.begin_iteration()
+            for kept in self._kept if self._active else ():
+                if kept.loader is loader:
+                    iterator.__dict__[_KEPT] = kept
+                    kept.begin_iteration()
 
         def give(iterator: Any) -> Any:
             if self._active and threading.get_ident() not in fetching and not self.is_outside:
@@ -114,17 +111,14 @@ class LoaderWatch:
     def _see(self, iterator: Any) -> None:
         """`iterator` is asked for a batch."""
         state = iterator.__dict__
-        if is_ours := isinstance(iterator, Iteration):
+        if isinstance(iterator, Iteration):
             loader = iterator.loader()
             if loader is not None and not loader._has_ends:  # a new iterator goes on
                 state = loader.__dict__
         by, began = state.get(_BEGAN, (None, 0))
         if by is not self:
             state[_BEGAN] = self, self.num_boundaries
-            if is_ours or state.get(_MADE) is self:
-                self._see_first()
-            else:
-                self._see_older(iterator)
+            self._see_first()
         elif began != self.num_boundaries and state.get(_KEPT) is None and not self.crossing:
             already = "next to the named ones" if self._has_named else "and no loader is named"
             self.crossing = f"steps use batches of {_describe(iterator)}, {already}: its position is not kept"
@@ -133,15 +127,6 @@ class LoaderWatch:
         """A loader of ours that no guard follows is asked for a batch."""
         if self._active and not self.is_outside:
             self._see(iteration)
-
-    def _see_older(self, iterator: Any) -> None:
-        for name, loader in self._adopted.items():
-            if iterator._index_sampler is loader._index_sampler and iterator._dataset is loader.dataset:
-                self._unmanaged.certain(
-                    f"this iterator of {name} was made before the guard was entered, and a resumed run would start it "
-                    "over",
-                    "Make it inside of the block, after `with guard:`",
-                )
 
     def _see_first(self) -> None:
         is_between = bool(self.num_boundaries) and not self.ends_epoch and threading.get_ident() == self._thread

@@ -110,15 +110,8 @@ class Loaders:
 
     def enter(self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float) -> None:
         """The state is back: follow the loaders from here."""
-        adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
         self._unmanaged = unmanaged
-        self.watch = LoaderWatch(
-            unmanaged,
-            self._is_right_after_boundary,
-            adopted=adopted,
-            kept=self.own,
-            has_named=bool(self.named),
-        )
+        self.watch = LoaderWatch(unmanaged, self._is_right_after_boundary, kept=self.own, has_named=bool(self.named))
         """Sees batches of loaders that are not named."""
         self.watch.enter(stack)
         self._has_ended = self._are_drained = False
