@@ -6,10 +6,8 @@ another example, stands in for inductor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mindx_elastic import Guard
 from mindx_elastic.data import ResumableLoader
-from mindx_elastic.errors import GracefulExit
-from tests.guarded import stop_and_wait
+from tests.guard.program import Loop, Program, run, stopped
 
 pytestmark = [
     pytest.mark.usefixtures("clean"),
@@ -30,10 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),
 ]
 
-EPOCHS, STEPS_AN_EPOCH = 3, 3  # the last batch of an epoch has 3 samples, the others 8
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Make = Callable[[nn.Module], Loss]
-"""Compiles the network, or a function around it."""
+STEPS_AN_EPOCH = 3  # the last batch of an epoch has 3 samples, the others 8
 
 
 @pytest.fixture(autouse=True)
@@ -52,104 +45,73 @@ def sensitive(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., A
     return run
 
 
-def of_module(network: nn.Module, **options: Any) -> Loss:
-    compiled: Any = torch.compile(network, backend=sensitive, **options)
-    return lambda x, y: nn.functional.cross_entropy(compiled(x), y)
+def compiled(*, of_module: bool = False, dynamic: bool | None = None, step: bool = False) -> Loop:
+    """Compiles the network (`of_module`) or a function around it, or the optimizer's `step`, whose rate varies."""
+
+    def loop(p: Program) -> None:
+        network: Any = torch.compile(p.network, backend=sensitive, dynamic=dynamic) if of_module else p.network
+
+        def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(network(x), y)
+
+        loss: Any = loss_of if of_module else torch.compile(loss_of, backend=sensitive, dynamic=dynamic)
+        if step:
+            p.opt.step = torch.compile(p.opt.step, backend=sensitive)  # type: ignore[method-assign]
+        for _ in p.guard.epochs(3):
+            for x, y in p.loader:
+                loss(x, y).backward()
+                p.update()
+                p.guard.step_end()
+
+    return loop
 
 
-def of_function(network: nn.Module, **options: Any) -> Loss:
-    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(network(x), y)
-
-    compiled: Loss = torch.compile(loss_of, backend=sensitive, **options)
-    return compiled
-
-
-def not_dynamic(network: nn.Module) -> Loss:
-    return of_function(network, dynamic=False)
-
-
-@dataclass
-class Trained:
-    weights: list[torch.Tensor]
-    notes: Sequence[str]
-
-
-def train(
-    make: Make,
-    directory: Path,
-    *,
-    drop_last: bool = False,
-    stop: int = 0,
-    rate: float | torch.Tensor = 0.01,
-    compile_step: bool = False,
-) -> Trained:
-    """As if the process were new: dynamo has forgotten all. compile_step: of the optimizer, whose rate varies."""
+def loader(*, drop_last: bool = False) -> Any:
+    """Of a new process: dynamo has forgotten all."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3))
-    loss_of = make(network)
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(19, 4, generator=generator), torch.randint(0, 3, (19,), generator=generator))
-    loader = ResumableLoader(data, batch_size=8, shuffle=True, seed=3, drop_last=drop_last)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
-    step: Any = torch.compile(optimizer.step, backend=sensitive) if compile_step else optimizer.step
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 if compile_step else 1.0)
-    states: dict[str, Any] = {"model": network, "optimizer": optimizer, "lr_scheduler": scheduler, "loader": loader}
-    guard = Guard(**states, directory=directory, prefix="job")
-    try:
-        with guard:
-            for _ in guard.epochs(EPOCHS):
-                for x, y in loader:
-                    optimizer.zero_grad()
-                    loss_of(x, y).backward()
-                    step()
-                    scheduler.step()
-                    if guard.step + 1 == stop:
-                        stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
-                    guard.step_end()
-    except GracefulExit:
-        assert stop
-    return Trained([value.clone() for value in network.state_dict().values()], guard._unmanaged.notes)
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(19, 4, generator=draw), torch.randint(0, 3, (19,), generator=draw))
+    return ResumableLoader(data, batch_size=8, shuffle=True, seed=3, drop_last=drop_last)
 
 
-def differs(make: Make, directory: Path, stop: int, **options: Any) -> tuple[bool, Trained, Trained]:
-    """Whether a run that was stopped ends with other weights; the interrupted and the resumed run."""
-    whole = train(make, directory / "whole", **options)
-    first = train(make, directory / "stopped", stop=stop, **options)
-    second = train(make, directory / "stopped", **options)
-    return not all(map(torch.equal, whole.weights, second.weights)), first, second
+def differs(loop: Loop, directory: Path, stop: int, **options: Any) -> tuple[bool, list[tuple[str, ...]]]:
+    """Whether a run that was stopped ends with other weights; the notes of the interrupted and of the resumed run."""
+    _, whole = run(loop, directory / "whole", loader=loader(**options))
+    first = stopped(loop, directory / "stopped", stop, loader=loader(**options))
+    second, result = run(loop, directory / "stopped", loader=loader(**options))
+    same = all(torch.equal(value, result["weights"][name]) for name, value in whole["weights"].items())
+    return not same, [each.guard._unmanaged.notes for each in (first, second)]
 
 
-@pytest.mark.parametrize("make", [of_module, of_function])
-def test_sizes_that_vary_are_told(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    is_other, first, second = differs(make, tmp_path, STEPS_AN_EPOCH + 1)
+@pytest.mark.parametrize("of_module", [True, False])
+def test_sizes_that_vary_are_told(of_module: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    is_other, notes = differs(compiled(of_module=of_module), tmp_path, STEPS_AN_EPOCH + 1)
     assert is_other
-    for trained in (first, second):  # the first has met both sizes before it was stopped
-        (note,) = trained.notes
+    for (note,) in notes:  # the first has met both sizes before it was stopped
         assert note.startswith("torch.compile") and "numbers that vary" in note
     assert "drop_last=True" in caplog.text and "dynamic=False" in caplog.text
 
 
 def test_a_size_that_a_resumed_run_alone_sees_vary_is_told_there(tmp_path: Path) -> None:
-    is_other, first, second = differs(of_function, tmp_path, STEPS_AN_EPOCH - 1)
-    assert is_other and not first.notes
-    (note,) = second.notes
-    assert "loss_of" in note and "test_compilation.py" in note
+    is_other, (first, (note,)) = differs(compiled(), tmp_path, STEPS_AN_EPOCH - 1)
+    assert is_other and not first and "loss_of" in note and "test_compilation.py" in note
 
 
-@pytest.mark.parametrize(("make", "drop_last"), [(not_dynamic, False), (of_module, True)])
-def test_what_the_line_says_is_exact(make: Make, drop_last: bool, tmp_path: Path) -> None:
-    is_other, first, second = differs(make, tmp_path, STEPS_AN_EPOCH - 1, drop_last=drop_last)
-    assert not is_other and not first.notes and not second.notes
+@pytest.mark.parametrize(("loop", "drop_last"), [(compiled(dynamic=False), False), (compiled(of_module=True), True)])
+def test_what_the_line_says_is_exact(loop: Loop, drop_last: bool, tmp_path: Path) -> None:
+    assert differs(loop, tmp_path, STEPS_AN_EPOCH - 1, drop_last=drop_last) == (False, [(), ()])
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])
 def test_a_compiled_step_of_the_optimizer_is_told_if_its_rate_is_a_number(is_tensor: bool, tmp_path: Path) -> None:
     from torch._dynamo.pgo import get_code_state
 
-    rate = torch.tensor(0.01) if is_tensor else 0.01
-    trained = train(not_dynamic, tmp_path, rate=rate, compile_step=True, drop_last=True)
-    assert [note.partition(" (")[0] for note in trained.notes] == [] if is_tensor else ["torch.compile compiles step"]
-    compiled = {code.filename for code in get_code_state()}
-    assert compiled and not any("/mindx_elastic/" in each for each in compiled), "only what is the program's"
+    p = Program(tmp_path, loader=loader(drop_last=True))
+    if is_tensor:
+        p.opt.param_groups[0]["lr"] = torch.tensor(0.01)
+    with p.guard:
+        compiled(dynamic=False, step=True)(p)
+    notes = p.guard._unmanaged.notes
+    assert [note.partition(" (")[0] for note in notes] == [] if is_tensor else ["torch.compile compiles step"]
+    files = {code.filename for code in get_code_state()}
+    assert files and not any("/mindx_elastic/" in each for each in files), "only what is the program's"

@@ -85,14 +85,6 @@ class Losses(list[float]):
     """Its items are no attributes."""
 
 
-class Board:
-    def __init__(self, *meters: Meter) -> None:
-        self.meters, self.shown = list(meters), 0
-
-    def update(self) -> None:
-        self.shown += 1
-
-
 class Holder:
     """Keeps the sums of an epoch in each of the ways that programs have."""
 
@@ -103,8 +95,7 @@ class Holder:
         total, count = 0.0, 0
         losses: list[torch.Tensor] = []
         self.losses: list[float] = []
-        average, meters = Meter(), dict[str, Meter]()
-        board = Board(average, Window())
+        average = Meter()
         logger = Logger()
         logger.meters["lr"] = Window(1)
         for x, y in logger.over(self.p.loader):
@@ -112,12 +103,7 @@ class Holder:
             value = float(y.sum())
             losses.append(y.sum())
             self.losses.append(value)
-            for each in board.meters:
-                each.update(value)
-            board.update()
-            if "loss" not in meters:
-                meters["loss"] = Meter()
-            meters["loss"].update(value)
+            average.update(value)
             logger.update(loss=value, lr=float(epoch))
             self.p.guard.step_end()
             total, count = total + value, count + 1
@@ -126,7 +112,6 @@ class Holder:
         logger.update(more=0.5)  # still one that makes what it does not have
         return (
             *(torch.stack(losses).tolist(), max(self.losses), total / count, len(x), average.mean()),
-            *(meters["loss"].mean(), board.shown, [each.mean() for each in board.meters]),
             *(means, logger.loss.mean(), list(logger.more.last)),
         )
 
@@ -187,11 +172,14 @@ def test_killed_in_the_tail_the_next_start_runs_it_with_what_it_needs(tmp_path: 
 
 
 def is_kept_of(frame: FrameType) -> bool:
-    """Whether its variable `value`, or what it has in `meters`, is part of a boundary."""
+    """Whether its variable `value` is part of a boundary."""
     found = EpochValues(None, ()).changed(frame)
     (owners,) = [owners for function, owners in found.items() if frame.f_code.co_name in function] or [{}]
-    kept = owners.get("", {}).get("value", {}), owners.get("value", {}).get("meters", {})
-    return any("value" in each for each in kept)
+    return "value" in owners.get("", {}).get("value", {})
+
+
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +187,10 @@ def is_kept_of(frame: FrameType) -> bool:
     [
         ([0.5] * 100, True),
         ([0.5] * 30_000, False),
-        (Board(Window(), Window()), True),
-        (Board(*(Window() for _ in range(30_000))), False),
+        ({"a": Window()}, True),
+        ([Window() for _ in range(30_000)], False),
         (Losses([0.5]), False),  # its items are no attributes
+        (ITSELF, False),
     ],
 )
 def test_small_values_are_kept_and_long_lists_not_walked_through(value: Any, is_kept: bool) -> None:
