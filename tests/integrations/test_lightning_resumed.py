@@ -97,7 +97,8 @@ def test_a_schedule_may_ask_for_the_number_of_steps(tmp_path: Path) -> None:
 
 
 class Gathers(Module):
-    """As in Lightning's guide to its version 2: lists that are emptied at an epoch's end, or before its begin."""
+    """As in Lightning's guide to its version 2: lists and sums that are emptied at an epoch's end, or before its
+    begin."""
 
     def __init__(self, **fails: int) -> None:
         super().__init__(**fails)
@@ -105,53 +106,19 @@ class Gathers(Module):
         self.outputs: list[Any] = []
         self.by_name: dict[str, list[Any]] = {"step": []}
         self.last: deque[float] = deque(maxlen=3)
+        self.total, self.calls, self.batches = 0.0, 0, 0
         self.ends: list[Any] = []
-        self.means: list[float] = []
 
     def on_train_epoch_start(self) -> None:
         self.by_name["step"] = []
+        self.count = 0
+        self.squares = torch.zeros(())
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss = super().training_step(batch, index)
         self.outputs.append(loss.detach())
         self.by_name["step"].append({"loss": loss.item(), "index": index})
         self.last.append(loss.item())
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        mean = torch.stack(self.outputs).mean().item()
-        self.means.append(mean)
-        self.ends.append((mean, list(self.by_name["step"]), list(self.last)))
-        self.outputs.clear()
-
-
-@pytest.mark.parametrize("fails", [{"fails_at": 7}, {"fails_at": 6}, {"fails_behind": 2}], ids=str)
-def test_what_the_steps_gather_in_lists_goes_on(tmp_path: Path, fails: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    straight = Gathers()
-    fit(tmp_path / "straight", straight)
-    torch.manual_seed(0)
-    with pytest.raises(Fault):
-        fit(tmp_path / "failed", Gathers(**fails))
-    resumed = Gathers()
-    resumed.sizes = [4, 2]
-    fit(tmp_path / "failed", resumed)
-    assert resumed.ends == straight.ends and resumed.means == straight.means
-    assert resumed.sizes == [4, 2]  # what no step has changed is the program's
-
-
-class Sums(Module):
-    def __init__(self, **fails: int) -> None:
-        super().__init__(**fails)
-        self.total, self.calls, self.batches = 0.0, 0, 0
-        self.ends: list[Any] = []
-
-    def on_train_epoch_start(self) -> None:
-        self.count = 0
-        self.squares = torch.zeros(())
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = super().training_step(batch, index)
         self.total += loss.item()
         self.squares += loss.detach() ** 2
         self.count += 1
@@ -162,22 +129,25 @@ class Sums(Module):
         self.batches += 1
 
     def on_train_epoch_end(self) -> None:
-        self.ends.append((self.total / self.count, self.squares.item(), self.batches))
+        lists = torch.stack(self.outputs).mean().item(), list(self.by_name["step"]), list(self.last)
+        self.ends.append((*lists, self.total / self.count, self.squares.item(), self.batches))
+        self.outputs.clear()
         self.total, self.batches = 0.0, 0
 
 
 @pytest.mark.parametrize("fails", [{"fails_at": 7}, {"fails_at": 6}, {"fails_at": 5}, {"fails_behind": 2}], ids=str)
-def test_what_the_steps_sum_up_goes_on(tmp_path: Path, fails: dict[str, int]) -> None:
+def test_what_the_steps_gather_and_sum_up_goes_on(tmp_path: Path, fails: dict[str, int]) -> None:
     torch.manual_seed(0)
-    straight = Sums()
+    straight = Gathers()
     fit(tmp_path / "straight", straight)
     torch.manual_seed(0)
     with pytest.raises(Fault):
-        fit(tmp_path / "failed", Sums(**fails))
-    resumed = Sums()
+        fit(tmp_path / "failed", Gathers(**fails))
+    resumed = Gathers()
+    resumed.sizes = [4, 2]
     fit(tmp_path / "failed", resumed)
-    assert resumed.ends == straight.ends
-    assert resumed.calls == straight.calls
+    assert resumed.ends == straight.ends and resumed.calls == straight.calls
+    assert resumed.sizes == [4, 2]  # what no step has changed is the program's
 
 
 class Switched(Module):
