@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from mindx_elastic import Guard
-from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import GracefulExit
 from tests.capture.round_trip import assert_same
-from tests.guarded import Points, stop_and_wait
+from tests.guarded import Job, stop_and_wait
 
 __all__ = ["BATCHES", "EPOCHS", "LAST", "Loop", "Make", "Program", "check", "draw", "no_loader", "run", "stopped"]
 
@@ -29,23 +27,13 @@ def draw() -> torch.Tensor:
     return torch.randn(4) + random.random() + float(np.random.rand())
 
 
-class Program:
-    """Its loop is a function of it. `stop_at`: in the middle of this step a signal comes."""
+class Program(Job):
+    """A job whose loop is a function of it. `stop_at`: in the middle of this step a signal comes."""
 
     def __init__(self, directory: Path, *, seed: int = 0, stop_at: int = 0, **options: Any) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(0)  # the weights are the same anyway; the streams of a resumed run are not
-        self.network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
-        torch.manual_seed(seed)
-        self.opt = torch.optim.AdamW(self.network.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, 100)
-        parts: dict[str, Any] = {"model": self.network, "optimizer": self.opt, "lr_scheduler": self.scheduler}
-        if "loader" not in options:
-            options["loader"] = ResumableLoader(Points(), batch_size=4, shuffle=True, seed=3)
-        self.loader: Any = options["loader"]
-        self.guard = Guard(directory=directory, prefix="p", **{**parts, **options})
+        super().__init__(directory, seed=seed, **options)
+        self.loader: Any = options.get("loader", self.loader)
+        self.opt = self.optimizer
         self.stop_at = stop_at
         self.log: list[Any] = []
 
@@ -54,7 +42,7 @@ class Program:
 
     def update(self) -> None:
         if self.guard._loops.step + 1 == self.stop_at:
-            stop_and_wait(self)  # type: ignore[arg-type]
+            stop_and_wait(self)
         self.opt.step()
         self.scheduler.step()
         self.opt.zero_grad()

@@ -22,8 +22,6 @@ pytestmark = [
     pytest.mark.usefixtures("clean"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    # `torch.compile` takes the scheduler's count of steps away
-    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),
 ]
 
 STEPS_AN_EPOCH = 3  # the last batch of an epoch has 3 samples, the others 8
@@ -60,7 +58,12 @@ def compiled(*, of_module: bool = False, dynamic: bool | None = None, step: bool
         for _ in p.guard.epochs(3):
             for x, y in p.loader:
                 loss(x, y).backward()
-                p.update()
+                if step:
+                    p.opt.step()
+                    p.opt.param_groups[0]["lr"] *= 0.9
+                    p.opt.zero_grad()
+                else:
+                    p.update()
                 p.guard.step_end()
 
     return loop

@@ -41,22 +41,16 @@ def test_ranks_of_one_disk_divide_where_all_are_alike(each: list[dict[str, Any]]
     assert groups(*each) == expected
 
 
-def test_other_saves_are_divided_only_where_all_want_no_redundancy() -> None:
-    part = SavesPart([], [], [], 0, divides=False)
-    once = [["ckpt", "job"]]
-    alike = part.merge([said(once=once), said(once=once)]).own
-    differ = part.merge([said(once=once), said()]).own
-    assert alike is not None and [own[1] for own in alike] == [[0, 1]] * 2
-    assert differ is not None and [own[1] for own in differ] == [[], []]
+@pytest.mark.parametrize(("other", "expected"), [([["ckpt", "job"]], [[0, 1]] * 2), ([], [[], []])])
+def test_other_saves_are_divided_only_where_all_want_no_redundancy(other: Any, expected: Any) -> None:
+    merged = SavesPart([], [], [], 0, divides=False).merge([said(once=[["ckpt", "job"]]), said(once=other)]).own
+    assert merged is not None and [own[1] for own in merged] == expected
 
 
 def test_files_that_are_copied_to_other_nodes_are_whole(tmp_path: Path) -> None:
     """A fault report takes the trust from a rank's file, and from its copies."""
     policy = ExitPolicy(directory=tmp_path, kind="breakpoint", alarms=frozenset({"signal"}), name=lambda position: "f")
-    each = [SavesPart([policy], [], [tmp_path], WORTH_BYTES, divides=False).say() for _ in range(3)]
-    merged = SavesPart([], [], [], 0, divides=False).merge(each)
-    assert merged.own is not None
-    assert [own[0] for own in merged.own] == [[], [], []]
+    assert groups(*[SavesPart([policy], [], [tmp_path], WORTH_BYTES, divides=False).say()] * 3) == [[], [], []]
 
 
 @pytest.mark.parametrize(("decision", "divides"), [(Decision(7), True), (Decision(8), False), (Decision(None), False)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -59,25 +58,6 @@ def test_a_signal_in_mid_step_stops_at_the_coming_boundary_and_resumes_bit_for_b
 def test_other_signals_have_their_exit_codes(tmp_path: Path) -> None:
     leaving = stopped(Job(tmp_path), middle=stop_at(2, signal.SIGUSR1))
     assert (leaving.code, leaving.step) == (138, 2)
-
-
-def test_the_run_begun_last_goes_on_whatever_the_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the one that the program has gone back to, in this directory or into another one with a run of its own."""
-    real = time.time
-    with monkeypatch.context() as fast:
-        fast.setattr(time, "time", lambda: real() + 1e6)
-        stopped(Job(tmp_path / "ckpt"), middle=stop_at(8))
-    (old,) = (tmp_path / "ckpt").glob("*.safetensors")
-    stopped(Job(tmp_path / "ckpt", resume="never"), middle=stop_at(3))
-    job = Job(tmp_path / "ckpt")
-    stopped(job, middle=stop_at(4))
-    assert job.guard.resumed_from_step == 3
-    stopped(Job(tmp_path / "other", resume="never"), middle=stop_at(2))
-    for directory in (tmp_path / "ckpt", tmp_path / "other"):
-        stopped(Job(directory, resume=old), middle=stop_at(9))
-        job = Job(directory)
-        stopped(job, middle=stop_at(10))
-        assert job.guard.resumed_from_step == 9
 
 
 def test_an_accumulation_window_is_never_cut(tmp_path: Path) -> None:

@@ -64,10 +64,17 @@ def test_the_newest_that_the_device_holds_is_saved(tmp_path: Path, done: int, st
     assert float(state["optimizer"]["state"][0]["step"]) == step
 
 
-def test_in_the_middle_of_an_update_there_is_none(tmp_path: Path) -> None:
-    stop = Stop(tmp_path, 4)
-    assert "has not come to the end of step 3" in str(stop.choose())
-    assert stop.choose("it was updating", GateState.UPDATING) == "it was updating"
+@pytest.mark.parametrize(
+    ("done", "gate", "problem"),
+    [
+        (4, {"state": GateState.UPDATING}, "it was updating"),  # in the middle of an update there is none
+        (3, {"unguarded": True}, "2 parameters were changed in place"),  # updates by hand are not taken back
+    ],
+)
+def test_where_the_device_holds_none_it_is_said_why(tmp_path: Path, done: int, gate: Any, problem: str) -> None:
+    stop = Stop(tmp_path, done)
+    assert "has not come to the end of step 3" in str(stop.choose(unguarded=done == 3))
+    assert stop.choose(problem, **gate) == problem
 
 
 def test_an_update_that_has_not_reached_the_device_is_no_problem(tmp_path: Path) -> None:
@@ -90,12 +97,6 @@ def test_a_device_that_goes_on_while_it_is_read_spoils_the_save(
     assert not list(tmp_path.glob("*.safetensors"))
     assert stop.choose() is None and stop.step == 3
     assert stop.save() == 3
-
-
-def test_updates_by_hand_are_not_taken_back(tmp_path: Path) -> None:
-    stop = Stop(tmp_path, 3)
-    assert "has not come to the end of step 3" in str(stop.choose(unguarded=True))
-    assert stop.choose("2 parameters were changed in place") == "2 parameters were changed in place"
 
 
 def test_a_job_of_one_rank_waits_for_its_device(tmp_path: Path) -> None:
