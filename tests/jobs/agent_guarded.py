@@ -27,7 +27,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--save-at", type=int, nargs="*", default=[], help="steps after which to save")
     parser.add_argument("--kill-at", type=int, default=-1, help="be killed after this step, on a fresh start")
-    parser.add_argument("--fail-at", type=int, default=-1, help="raise in this step, in every attempt")
     parser.add_argument("--spin-at", type=int, default=-1, help="never come back from this step, on a fresh start")
     parser.add_argument("--own-count", action="store_true", help="a count that is not kept decides the loss")
     parser.add_argument("--step-s", type=float, default=0.0)
@@ -71,8 +70,6 @@ def main() -> None:
                 path.read_bytes()
         say(f"READY {rank} {os.getpid()} {resumed}")
         for step in range((resumed or 0) + 1, args.steps + 1):
-            if step == args.fail_at:
-                raise ValueError(f"a bad sample, seen at {time.time()}")
             while step == args.spin_at and resumed is None:
                 time.sleep(0.01)
             optimizer.zero_grad()
