@@ -55,7 +55,7 @@ _STOPPED = " (stopped, as by SIGSTOP)"
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptContext:
-    """What an attempt needs besides its workers; the same for all attempts but for what has to do with nodes."""
+    """What an attempt needs besides its workers."""
 
     folder: AgentFolder
     inbox: SignalInbox
@@ -68,8 +68,8 @@ class AttemptContext:
     stacks: Path
     on_look: Callable[[Mapping[int, Status]], None]
     """Called twice a second with the pages."""
-    recovery: Callable[[Workers], Recovery | None] = lambda workers: None
-    """Makes what replaces dead ranks in place; None: nothing does."""
+    recovery: Recovery | None
+    """Replaces dead ranks in place; None: nothing does."""
 
 
 class Attempt:
@@ -96,7 +96,7 @@ class Attempt:
         self._lost_since: float | None = None
         self._waiting_since: float | None = None
         self._woke_at = time.monotonic()
-        self._recovery = context.recovery(workers)
+        self._recovery = context.recovery
         self._looks_at_recovery = False
         self._stuck: dict[int, tuple[str, float]] = {}
         """Ranks that were killed because they were stuck, the cause, and since when, where others may live on."""

@@ -106,9 +106,9 @@ def _owner(arena: Path) -> Path | None:
 def seal(arena: Path, first: int) -> None:
     """Make the snapshots of the ranks from `first` on readable for others: no process will take them over. Main thread
     of the agent, when its workers are gone. Never raises."""
+    directory = _owner(arena)
     for rank, folder in rank_folders(arena).items():
-        directory = _owner(arena) if rank >= first else None
-        if directory is None:
+        if directory is None or rank < first:
             continue
         try:
             one = RankArena(arena.parent.parent, directory, rank)
@@ -123,9 +123,9 @@ def seal(arena: Path, first: int) -> None:
 
 def drop(arena: Path) -> None:
     """The job has finished: remove its folder. Main thread of the agent, when its workers are gone."""
+    directory = _owner(arena)
     for rank, folder in rank_folders(arena).items():
         try:
-            directory = _owner(arena)
             if directory is not None:
                 RankArena(arena.parent.parent, directory, rank).remove()
         except OSError as error:

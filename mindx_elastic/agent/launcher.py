@@ -137,7 +137,7 @@ def run_job(
     membership: Membership | None = None
     supervisor = None
     lines = LastLines(folder.path, options.run_dir, config.nproc_per_node)
-    code, cause, early = 1, None, "failed"
+    code, cause = 1, None
     account: dict[str, Any] = {}
     event_log = getattr(config, "event_log_handler", "null")  # torch 2.6 has no choice
     try:
@@ -145,7 +145,7 @@ def run_job(
             if not is_alone(plan):
                 host, membership = _join_nodes(plan)
         except ValueError as error:
-            code, cause, early = EXIT_USAGE, f"the rendezvous cannot be opened: {error}", "usage"
+            code, cause = EXIT_USAGE, f"the rendezvous cannot be opened: {error}"
             raise UsageError(cause) from error
         supervisor = _make_supervisor(plan, membership, folder, inbox, events, lines)
         if metrics_server is not None:
@@ -155,7 +155,7 @@ def run_job(
         code = supervisor.ending.code
         torch_events.record(supervisor.get_event_succeeded(), event_log)
     except SignalException as stop:
-        code, cause, early = exit_code_of_signal(stop.sigval), signal_name(stop.sigval), "stopped"
+        code, cause = exit_code_of_signal(stop.sigval), signal_name(stop.sigval)
         if supervisor is not None:
             torch_events.record(supervisor.get_event_failed(), event_log)
     except Exception as error:
@@ -172,7 +172,7 @@ def run_job(
         if supervisor is not None:
             account = _say_end(supervisor)
             cause = supervisor.ending.cause or None
-        _write_result(result, supervisor, early, code, cause)
+        _write_result(result, supervisor, code, cause)
         events.emit(
             "agent_end",
             reason=cause,
@@ -344,11 +344,11 @@ def _say_end(supervisor: Supervisor) -> dict[str, Any]:
     return {**asdict(totals), "directories": sorted(map(str, supervisor.directories))}
 
 
-def _write_result(result: ResultFile, supervisor: Supervisor | None, early: str, code: int, cause: str | None) -> None:
-    """For the script that has started the agent. early: how it ended where there was no supervisor yet."""
+def _write_result(result: ResultFile, supervisor: Supervisor | None, code: int, cause: str | None) -> None:
+    """For the script that has started the agent."""
     if supervisor is None:
-        if cause is not None:  # else an error is on its way out
-            result.write(early, code, cause)
+        if cause is not None and code != EXIT_USAGE:  # else an error is on its way out, which is noted there
+            result.write("stopped", code, cause)
         return
     in_memory, why = _kept_in_memory(supervisor)
     progress = find_progress(supervisor.ledger.records, in_memory)

@@ -128,20 +128,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _places(text: str) -> str:
-    try:
-        parse_rehearse(text, "--rehearse")
-    except UsageError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
+def _checked(parse: Callable[[str, str], Any], name: str) -> Callable[[str], str]:
+    """As it stands, where `parse` finds nothing wrong in it."""
 
+    def read(text: str) -> str:
+        try:
+            parse(text, name)
+        except UsageError as error:
+            raise ArgumentTypeError(str(error)) from None
+        return text
 
-def _snapshots(text: str) -> str:
-    try:
-        parse_snapshot_every(text, "--snapshot-every")
-    except UsageError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
+    return read
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -154,7 +151,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         ),
     },
     "--snapshot-every": {
-        "type": _snapshots,
+        "type": _checked(parse_snapshot_every, "--snapshot-every"),
         "metavar": "N|auto|0",
         "help": (
             "steps between two snapshots in shared memory, which outlive a kill; auto: as often as costs less than "
@@ -162,7 +159,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         ),
     },
     "--rehearse": {
-        "type": _places,
+        "type": _checked(parse_rehearse, "--rehearse"),
         "metavar": "STEP[,STEP|,epoch]",
         "help": (
             "at these steps (epoch: the first one of the second epoch) stop as for a SIGTERM and go on in new "

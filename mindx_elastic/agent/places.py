@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["ActivePlaces", "NodePlaces", "PlaceEnd", "visible_devices"]
+__all__ = ["NodePlaces", "PlaceEnd", "visible_devices"]
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,6 @@ class PlaceEnd:
     passed: bool
     """It has passed a boundary."""
     cause: str = ""
-
-
-@dataclass(frozen=True)
-class ActivePlaces:
-    """The places that get a worker in the next attempt; none: the job cannot go on."""
-
-    active: tuple[int, ...]
-    why_not: str = ""
-    """With no places: why, for a person."""
 
 
 @dataclass
@@ -77,31 +68,27 @@ class NodePlaces:
         """The process that runs there has passed a boundary."""
         self.suspects.discard(place)
 
-    def choose(self, *, refusal: str = "", window: int = 1) -> ActivePlaces:
-        """What to go on with. `refusal`: why the program cannot run with another number of ranks; empty: it can.
-        `window`: over how many batches each of all N accumulates; 0: it does not ask over how many more it is to."""
+    def choose(self, *, refusal: str = "", window: int = 1) -> tuple[tuple[int, ...], str]:
+        """The places that get a worker in the next attempt; none: why the job cannot go on, for a person. `refusal`:
+        why the program cannot run with another number of ranks; empty: it can. `window`: over how many batches each of
+        all N accumulates; 0: it does not ask over how many more it is to."""
         working = [place for place in range(self.count) if place not in self.lost]
         if len(working) == self.count:
-            return ActivePlaces(tuple(working))
-        names = _names(sorted(self.lost))
+            return tuple(working), ""
+        gone = f"{_names(sorted(self.lost))} cannot be filled"
         if len(working) < self.least:
-            return ActivePlaces(
-                (), f"{names} cannot be filled, {len(working)} are left, and --min-nproc is {self.least}"
-            )
-        if refusal:
-            return ActivePlaces(
-                (), f"{names} cannot be filled, and the program cannot go on with fewer ranks: {refusal}"
-            )
+            return (), f"{gone}, {len(working)} are left, and --min-nproc is {self.least}"
         if not window:
-            why = "its loop does not ask guard.accumulation(), so that its global batch would shrink"
-            return ActivePlaces((), f"{names} cannot be filled, and the program cannot go on with fewer ranks: {why}")
+            refusal = refusal or "its loop does not ask guard.accumulation(), so that its global batch would shrink"
+        if refusal:
+            return (), f"{gone}, and the program cannot go on with fewer ranks: {refusal}"
         total = self.count * window
         size = next(size for size in range(len(working), 0, -1) if total % size == 0)
         if size >= self.least:
-            return ActivePlaces(tuple(working[:size]))
+            return tuple(working[:size]), ""
         sizes = f"{self.least} to {len(working)}" if self.least < len(working) else str(self.least)
         why = f"the {total} batches of an update cannot be shared out evenly among {sizes} ranks"
-        return ActivePlaces((), f"{names} cannot be filled, and {why}; --min-nproc {size} would go on with {size}")
+        return (), f"{gone}, and {why}; --min-nproc {size} would go on with {size}"
 
 
 def _names(places: Sequence[int]) -> str:

@@ -30,22 +30,13 @@ from mindx_elastic.rejoin.record import (
 )
 from mindx_elastic.rejoin.spare import UNFIT
 
-__all__ = ["ERRORS", "LOOK_S", "NewProcess", "Recovery"]
+__all__ = ["ERRORS", "LOOK_S", "Recovery"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
 _LONGEST = 300
 ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 """What a board, a note on it and the start of a process raise."""
-
-
-@dataclass(frozen=True)
-class NewProcess:
-    """Takes the place of a dead rank."""
-
-    process: Process
-    by: str
-    """How it was started; see `rejoin.record.Replacement`."""
 
 
 @dataclass
@@ -71,15 +62,16 @@ class Recovery:
         self,
         workers: Workers,
         board_of: Callable[[int], Board],
-        start: Callable[[int, int], NewProcess],
+        start: Callable[[int, int], tuple[Process, str]],
         *,
         timeout_s: float,
         most: int,
         note: Callable[[RecoveryRecord], None],
     ) -> None:
-        """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation. Raises
-        OSError, RuntimeError. `most`: recoveries, after which the job is restarted instead: each leaves a little behind
-        in the survivors. `note` is told of each recovery when it is over."""
+        """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation, and says
+        how (`rejoin.record.Replacement`). Raises OSError, RuntimeError. `most`: recoveries, after which the job is
+        restarted instead: each leaves a little behind in the survivors. `note` is told of each recovery when it is
+        over."""
         self._workers, self._board_of, self._start = workers, board_of, start
         self._timeout_s, self._most, self._note = timeout_s, most, note
         self._machine = Coordinator(len(workers.processes))
@@ -328,11 +320,11 @@ class Recovery:
         return ""
 
     def _replace(self, rank: int) -> None:
-        found = self._start(rank, self._machine.generation)
-        self._workers.replace(rank, found.process)
+        process, by = self._start(rank, self._machine.generation)
+        self._workers.replace(rank, process)
         if self._now is not None:
-            self._now.stood_in[rank] = Replacement(rank=rank, pid=found.process.pid, by=found.by)
-        logger.info("a new process (pid %d) takes the place of rank %d", found.process.pid, rank)
+            self._now.stood_in[rank] = Replacement(rank=rank, pid=process.pid, by=by)
+        logger.info("a new process (pid %d) takes the place of rank %d", process.pid, rank)
 
     def _notes(self, what: str, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         assert self._board is not None

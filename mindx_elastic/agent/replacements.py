@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.forked_start import ForkedStart
-from mindx_elastic.agent.recovery import NewProcess
 from mindx_elastic.agent.zygote import ForkedWorker
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import Status
@@ -72,8 +71,9 @@ class Replacements:
         self._spares: list[_Spare] = []
         self._number = self._lost = 0
 
-    def start(self, rank: int, generation: int) -> NewProcess:
-        """The new process of `rank` in the recovery `generation`. Raises OSError, RuntimeError."""
+    def start(self, rank: int, generation: int) -> tuple[ForkedWorker, str]:
+        """The new process of `rank` in the recovery `generation`, and how it was started. Raises OSError,
+        RuntimeError."""
         context, local = self._context, self._local[rank]
         own = {**context.envs[local], "MINDX_REJOIN": str(generation)}
         outputs = (context.stdouts[local] or "", context.stderrs[local] or "")
@@ -83,7 +83,7 @@ class Replacements:
         if found is None:
             raise RuntimeError("its new process cannot be forked (MINDX_ZYGOTE=0, or the log says why)")
         context.subprocess_handlers[local].proc = found
-        return NewProcess(found, by)
+        return found, by
 
     def look(self, statuses: Mapping[int, Status]) -> None:
         """Twice a second: fork the spares that are missing, once all ranks train: in a recovery they need the

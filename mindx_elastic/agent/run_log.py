@@ -8,7 +8,7 @@ unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ __all__ = [
     "last_lines_path",
     "load_runs",
     "read_last_lines",
+    "runs_of",
     "runs_of_ranks",
 ]
 
@@ -72,12 +73,13 @@ class AgentRun:
 
 def load_runs(path: Path) -> list[AgentRun]:
     """All runs of agents in the events file `path`, in the order in which they began. Raises OSError."""
-    return _runs_of(_events(path))
+    return runs_of(read_events(path)[0])
 
 
-def _runs_of(lines: list[dict[str, Any]]) -> list[AgentRun]:
+def runs_of(events: Iterable[dict[str, Any]]) -> list[AgentRun]:
+    """As `load_runs`, of the events of such a file."""
     runs: list[AgentRun] = []
-    for line in lines:
+    for line in (line for line in events if line["event"] in _OURS):
         if line["event"] == _START:
             runs.append(_begin(line))
             continue
@@ -120,11 +122,6 @@ def runs_of_ranks(lines: list[dict[str, Any]]) -> tuple[list[AgentRun], list[dic
         _add(run, end)
         ends += last
     return list(runs.values()), ends
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    events, _ = read_events(path)
-    return [line for line in events if line["event"] in _OURS]
 
 
 def _begin(line: dict[str, Any]) -> AgentRun:

@@ -72,11 +72,11 @@ class Shrinking:
             return
         for place in places.note_ends(ends):
             logger.error("place %d cannot be filled: two processes in a row have failed there", place)
-        before, found = places.active, places.choose(refusal=self._refusal, window=self._window)
-        if not found.active:
-            logger.warning("no fewer ranks: %s", found.why_not)
+        before, (active, why_not) = places.active, places.choose(refusal=self._refusal, window=self._window)
+        if not active:
+            logger.warning("no fewer ranks: %s", why_not)
             return
-        places.active = found.active
+        places.active = active
         if len(places.active) < len(before):
             from mindx_elastic.agent.holder import seal  # see `supervisor`
 

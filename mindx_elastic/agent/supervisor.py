@@ -225,7 +225,7 @@ class Supervisor(LocalElasticAgent):
             events=self._events,
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
-            recovery=self._make_recovery,
+            recovery=self._make_recovery(workers),
             on_look=self._look,
         )
         return Attempt(workers, context, number=self._number)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.ledger import FINISHED, STOPPED, AttemptRecord
-from mindx_elastic.agent.run_log import NOTABLE, AgentRun, load_runs, read_last_lines, runs_of_ranks
+from mindx_elastic.agent.run_log import NOTABLE, AgentRun, read_last_lines, runs_of, runs_of_ranks
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import IN_PLACE
@@ -87,8 +87,8 @@ def tell(log: Path) -> RunHistory | None:
     """The newest agent's run in the log of a RUN_DIR, or else the newest run in the log of a checkpoint directory;
     None: nothing has run there. Raises OSError.
     """
-    runs = load_runs(log)
     lines, torn = _read(log)
+    runs = runs_of(lines)
     if not runs:
         runs, ends = runs_of_ranks(lines)
         lines += ends

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindx_elastic.agent.recovery import NewProcess, Recovery
+from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
@@ -45,7 +45,7 @@ class Node:
         self.started.append((rank, generation))
         self.spares -= 1
         process: Any = SimpleNamespace(pid=100 * (1 + len(self.started)) + rank)
-        return NewProcess(process, SPARE if self.spares >= 0 else FORKED)
+        return process, SPARE if self.spares >= 0 else FORKED
 
     def end(self, rank: int, code: int = -9, **more: Any) -> WorkerExit:
         del self.live[rank]
