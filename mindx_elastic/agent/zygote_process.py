@@ -10,20 +10,28 @@ a subreaper at that moment, adopts the orphan. The worker then ties itself to th
 process id and waits for the agent's word. Whatever goes wrong before that costs nothing: the agent starts a fresh
 interpreter.
 
+A fork is as good as a fresh interpreter as long as nothing has happened but imports: no thread, no CUDA context, no
+number drawn. What a fresh interpreter begins with by chance, the worker draws again, but for the seed of Python's
+hashes.
+
 On the channel the zygote says once that it is ready, or why it never will be. Each packet after that is a request, with
 four descriptors: the stream on which the worker answers, and its stdin, stdout and stderr.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.machinery
 import io
 import json
+import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Collection, Sequence
@@ -31,7 +39,6 @@ from contextlib import suppress
 from typing import Any
 
 from mindx_elastic.agent.child import tie
-from mindx_elastic.core.forking import BASE_MODULES, freeze, import_all, seed_at_random
 from mindx_elastic.core.script import prepare, puts_folder_first, script_folder
 from mindx_elastic.errors import UsageError
 
@@ -46,6 +53,15 @@ _OWN_VARIABLES = frozenset(
         "CUDA_VISIBLE_DEVICES",  # read when CUDA is initialised, which no import has done
     }
 )
+_MODULES = (
+    "torch._dynamo",  # the first step of an optimizer imports it
+    "torch.distributed",
+    "torch.utils.data",
+    "mindx_elastic.data",
+    "mindx_elastic.guard.guard",
+    "mindx_elastic.train",
+)
+"""What nearly all trainings import."""
 COMMAND = (
     "import sys; began = {*sys.modules}; del sys.path[:not getattr(sys.flags, 'safe_path', sys.flags.isolated)]; "
     "from mindx_elastic.agent.zygote_process import serve; exec(*serve(vars().pop('began')))"
@@ -70,10 +86,9 @@ def serve(began: Collection[str]) -> tuple[types.CodeType, dict[str, Any]]:
     agent, channel = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     tie(agent, signal.SIGKILL)
     try:
-        problem = import_all(BASE_MODULES)
+        problem = _import_all()
     except Exception as error:
         problem = f"the import fails there: {type(error).__name__}: {error}"
-    freeze()
     channel.send(problem.encode(errors="replace") or READY)
     while True:
         request, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, 4)
@@ -82,6 +97,28 @@ def serve(began: Collection[str]) -> tuple[types.CodeType, dict[str, Any]]:
         if _fork_orphan(descriptors):
             channel.close()
             return _begin(agent, json.loads(request), descriptors, began)
+
+
+def _import_all() -> str:
+    """Why a fork of this process is not what a fresh interpreter is; empty: it is. Raises what the imports raise."""
+    gc.disable()  # an eighth of the time would go into looking for garbage in what stays
+    import numpy  # noqa: F401
+
+    # OpenBLAS starts its threads here. It ends them before a fork and starts them again where they are needed.
+    count = _num_threads()
+    for name in _MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each collection of a forked process copies the memory that it shares
+    gc.enable()
+    if _num_threads() > count:
+        return "importing torch has started threads"
+    return "importing torch has initialised CUDA" if sys.modules["torch"].cuda.is_initialized() else ""
+
+
+def _num_threads() -> int:
+    """The threads of this process, also those that Python does not know."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def _fork_orphan(descriptors: Sequence[int]) -> bool:
@@ -123,7 +160,7 @@ def _begin(
                 prepared = prepare(command)
         except Exception as error:  # a fresh interpreter says it in its own words
             _refuse(stream, f"{type(error).__name__}: {error}")
-        seed_at_random()
+        _seed_at_random()
         _wait_for(agent)  # the process in between has to be gone by then, which takes as long as all of this
         if problem := tie(agent, signal.SIGTERM):
             _refuse(stream, f"the kernel does not tie the worker to the agent: {problem}")
@@ -160,6 +197,19 @@ def _shadowed(folder: str, began: Collection[str]) -> str:
             if here is None or there.origin is None or not os.path.samefile(there.origin, here):
                 return f"{folder} has its own module {name}"
     return ""
+
+
+def _seed_at_random() -> None:
+    """Draw again what imports have drawn, and forget what they have looked up in the environment."""
+    import numpy as np
+    import torch
+
+    random.seed()
+    np.random.seed()
+    torch.default_generator.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None
+    tempfile._name_sequence = None  # type: ignore[attr-defined]
 
 
 def _wait_for(agent: int) -> None:
