@@ -79,13 +79,8 @@ def test_the_output_of_forked_workers_is_redirected_too() -> None:
 
 
 @drill
-@pytest.mark.parametrize(
-    ("options", "env"), [(["--recover", "in-place"], {}), (["--max-restarts", "0"], {"MINDX_ZYGOTE": "first"})]
-)
-def test_the_first_workers_are_forked_in_place_and_where_that_is_asked_for(
-    options: list[str], env: dict[str, str]
-) -> None:
-    with agent("ckpt", ranks=2, options=options, env=env) as job:
+def test_the_first_workers_are_forked_in_place() -> None:
+    with agent("ckpt", ranks=2, options=["--recover", "in-place"]) as job:
         job.expect(0)
     assert forked(job) == 2 and attempts() == [("finished", None)]
 

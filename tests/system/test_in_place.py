@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from mindx_elastic.rejoin.record import STAGES
-from tests.harness import Job, events, job_status, run_job, start_agent
+from tests.harness import Job, events, job_status, start_agent
+from tests.system.conftest import Uninterrupted
+from tests.system.nodes import End, end_of
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -31,11 +33,10 @@ Meanwhile = Callable[[Job, Path], None]
 
 
 class Runs:
-    """Disturbed runs, each beside the undisturbed one of the same training, which runs once."""
+    """Disturbed runs, each beside the undisturbed one of the same training."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
-        self._known: dict[tuple[object, ...], tuple[dict[int, str], dict[str, list[int]]]] = {}
+    def __init__(self, folder: Path, uninterrupted: Uninterrupted) -> None:
+        self._folder, self._uninterrupted, self._count = folder, uninterrupted, 0
 
     def run(
         self,
@@ -53,7 +54,7 @@ class Runs:
         job = self.start(folder, ranks, words, options, env, meanwhile, code)
         assert len(job.matches(r"^FAULT ")) == words.count("--fault"), job.report()
         if code == 0:
-            assert (job.hashes(), _seen(job)) == expected, job.report()
+            assert end_of(job) == expected, job.report()
             assert not job.matches("not bit for bit"), job.report()
         return job, folder
 
@@ -61,15 +62,9 @@ class Runs:
         self._count += 1
         return self._folder / f"run{self._count}"
 
-    def undisturbed(self, ranks: int, words: Sequence[str]) -> tuple[dict[int, str], dict[str, list[int]]]:
-        """Hashes and samples of the same training without faults, and without an agent."""
-        plain = _without_faults(words)
-        key = (ranks, *plain)
-        if key not in self._known:
-            folder = self._folder / f"plain{len(self._known)}"
-            job = run_job(script_of(words), folder, *plain, ranks=ranks, env={"MINDX_ARENA_DIR": "none"})
-            self._known[key] = job.hashes(), _seen(job)
-        return self._known[key]
+    def undisturbed(self, ranks: int, words: Sequence[str]) -> End:
+        """Of the same training without faults, and without an agent."""
+        return end_of(self._uninterrupted(script_of(words), ranks, *_without_faults(words)))
 
     def start(
         self,
@@ -111,21 +106,9 @@ def _without_faults(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _seen(job: Job) -> dict[str, list[int]]:
-    """The samples of each epoch. A step that is done again has the same ones."""
-    steps: dict[tuple[str, str], tuple[str, str]] = {}
-    for match in job.matches(r"SEEN (\d+) ([\d,]+) (\d+) (\d+)"):
-        what = match[1], match[2]
-        assert steps.setdefault((match[3], match[4]), what) == what, job.report()
-    found: dict[str, list[int]] = {}
-    for epoch, samples in steps.values():
-        found.setdefault(epoch, []).extend(map(int, samples.split(",")))
-    return {epoch: sorted(samples) for epoch, samples in found.items()}
-
-
 @pytest.fixture(scope="package")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("in_place"))
+def runs(tmp_path_factory: pytest.TempPathFactory, uninterrupted: Uninterrupted) -> Runs:
+    return Runs(tmp_path_factory.mktemp("in_place"), uninterrupted)
 
 
 def faults(*orders: str) -> list[str]:
