@@ -84,6 +84,7 @@ def test_the_folder_of_a_dead_proof_is_removed(run: Run, base: Path, dead_pid: i
     others[1].symlink_to(dead)
     actions = {entry["path"]: entry["action"] for entry in clean(run)["found"]}
     assert actions == {str(dead): "would remove", str(living): "in use"} and dead.exists()
+    assert "would be freed by --yes" in run("clean").stdout
     entries = {entry["path"]: (entry["action"], entry["why"]) for entry in clean(run, "--yes")["found"]}
     assert entries == {
         str(dead): ("removed", f"proof {dead_pid} is gone"),
@@ -194,11 +195,3 @@ def test_what_cannot_be_removed_is_1(run: Run, base: Path, dead_pid: int, monkey
     result = run("clean", "--yes")
     assert result.exit_code == 1
     assert result.stdout.startswith(f"FAILED  {folder}: Permission denied: {folder}")
-
-
-def test_without_yes_it_is_only_listed(run: Run, base: Path, dead_pid: int) -> None:
-    path = make_agent(base, dead_pid)
-    result = run("clean")
-    assert result.exit_code == 0 and f"would remove  {path}" in result.stdout and path.exists()
-    assert "would be freed by --yes" in result.stdout
-    assert "freed" in run("clean", "--yes").stdout and not path.exists()

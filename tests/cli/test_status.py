@@ -140,10 +140,8 @@ def test_an_agent_of_another_machine(run: Run, run_dir: Path) -> None:
     assert "can be seen on that machine only" in run("status", run_dir).stdout
 
 
-@pytest.mark.parametrize("content", ['{"time": 1, "event": "resume", "rank": 0}\n'])
-def test_nothing_there_is_3(run: Run, run_dir: Path, content: str | None) -> None:
-    if content is not None:
-        (run_dir / "events.jsonl").write_text(content)
+def test_nothing_there_is_3(run: Run, run_dir: Path) -> None:
+    (run_dir / "events.jsonl").write_text('{"time": 1, "event": "resume", "rank": 0}\n')
     result = run("status", run_dir)
     assert result.exit_code == 3 and result.stdout == f"no agent has run in {run_dir}\n"
     document = json.loads(run("status", run_dir, "--json").stdout)
