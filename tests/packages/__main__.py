@@ -12,10 +12,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.packages import averages, data, modules, optimizers, schedulers, trainers
-from tests.packages.part import Part
+from tests.packages.part import Part, read_parts
 
-_PARTS = [part for each in (optimizers, averages, schedulers, modules, data, trainers) for part in each.PARTS]
+_PARTS = [part for path in sorted(Path(__file__).parent.glob("*.txt")) for part in read_parts(path)]
 _ROOT = Path(__file__).parents[2]
 _STOP = 12
 """Of 24 steps in 3 epochs: in the middle of the second one."""

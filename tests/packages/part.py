@@ -1,11 +1,21 @@
-"""What is tried: one part of a package, as a few lines in a training that is the same for all."""
+"""What is tried: one part of a package, as a few lines in a training that is the same for all.
+
+A text file has the parts of one kind. ``=== PACKAGE: NAME`` begins a part; then come the lines of ``make``, and
+``KEY: ...`` for other fields of `Part`, whose further lines are indented. ``like: NAME`` takes what is not said from an
+earlier part of the package. ``<World>`` stands for what docs/your-loop.md has for environments.
+"""
 
 from __future__ import annotations
 
+import re
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
-__all__ = ["Part"]
+__all__ = ["Part", "read_parts"]
+
+_PAGE = Path(__file__).parents[2] / "docs/your-loop.md"
 
 _HEAD = """\
 import copy, hashlib, logging, os, random, sys, types
@@ -100,3 +110,28 @@ class Part:
             lines["epoch"] = textwrap.indent(textwrap.dedent(self.epoch).strip(), " " * 8).strip()
             text += _LOOP.format(**lines)
         return text + _TAIL.format(result=self.result)
+
+
+_KEY = re.compile(rf"(like|{'|'.join(field.name for field in fields(Part))}): ?(.*)")
+
+
+def read_parts(path: Path) -> Iterator[Part]:
+    """All parts of a file."""
+    blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.S)
+    world = "import gymnasium as gym\n" + "\n".join(block for block in blocks if "pickle" in block)
+    known: dict[tuple[str, str], Part] = {}
+    for text in re.split(r"^=== ", path.read_text(encoding="utf-8"), flags=re.M)[1:]:
+        title, *lines = text.replace("<World>\n", world).splitlines()
+        package, name = title.split(": ", 1)
+        said: dict[str, str] = {}
+        key = "make"
+        for line in lines:
+            if found := _KEY.fullmatch(line):
+                key, said[found[1]] = found.groups()
+            else:
+                said[key] = f"{said.get(key, '')}\n{line if key in ('make', 'whole') else line[4:]}".lstrip("\n")
+        base = Part(package=package, name=name)
+        if "like" in said:
+            base = known[package, said.pop("like")]
+        known[package, name] = part = replace(base, name=name, **said)
+        yield part
