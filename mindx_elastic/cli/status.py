@@ -43,8 +43,8 @@ def status_command(
     shown too, and what would be lost now if all were killed, or the machine lost. If several agents have written to the
     same directory, the newest is shown.
 
-    Recoveries in place (run --recover in-place) are listed below the attempts: who died, who stood in, and how many
-    milliseconds after the failure each stage was reached.
+    Recoveries in place (run --recover in-place) are listed below the attempts: who died, who stood in, and how long it
+    took (--json: when each stage was reached).
 
     \b
     [bold]Exit code[/bold]

@@ -247,8 +247,7 @@ class _Job:
     def _send(self, signum: int, names: Iterable[str]) -> None:
         """Workers save and leave, and the scheduler ends with them."""
         for name in names:
-            with suppress(ProcessLookupError):
-                self._running[name].send_signal(signum)
+            self._running[name].send_signal(signum)
 
 
 def _say(text: str) -> None:

@@ -19,6 +19,7 @@ __all__ = ["SCHEDULER", "WORKER", "ClusterSettings"]
 SCHEDULER, WORKER = "MS_SCHED", "MS_WORKER"
 _ROLES = f"{SCHEDULER} to one process and {WORKER} to the others; parameter servers are not supported"
 _SIZES = f"the number of workers, the same for all processes, 1 to {MAX_WORKERS}"
+_HOSTS = "the address at which all workers reach the scheduler's machine"
 _DEVICES = "the number of this process's device, 0 to 65536"
 _NAMES = "a name of up to 128 letters, digits and ._:@- that begins with a letter or digit"
 _WEEK_S = 7 * 86400
@@ -59,9 +60,9 @@ class ClusterSettings:
         found = cls(
             role=read("MS_ROLE", _one_of({SCHEDULER: SCHEDULER, WORKER: WORKER}), _ROLES),
             size=read("MS_WORKER_NUM", _number(int, 1, MAX_WORKERS), _SIZES),
-            host=read("MS_SCHED_HOST", _address, "the address at which all workers reach the scheduler's machine"),
+            host=read("MS_SCHED_HOST", _matching(r"[^\s\x00-\x1f\x7f]+"), _HOSTS),
             port=read("MS_SCHED_PORT", _number(int, 1, 65535), "a free port of that machine, 1 to 65535"),
-            node_id=read("MS_NODE_ID", _node_id, _NAMES, default=""),
+            node_id=read("MS_NODE_ID", _matching(NODE_ID), _NAMES, default=""),
             recovery=read("MS_ENABLE_RECOVERY", _one_of({"1": True, "0": False}), "1, 0 or nothing", default=False),
             recovery_path=read("MS_RECOVERY_PATH", Path, "a folder", default=None),
             limits=Limits(
@@ -127,13 +128,10 @@ def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _address(text: str) -> str:
-    if not text or not text.isprintable() or " " in text:
-        raise ValueError
-    return text
+def _matching(pattern: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError
+        return text
 
-
-def _node_id(text: str) -> str:
-    if not re.fullmatch(NODE_ID, text):
-        raise ValueError
-    return text
+    return parse

@@ -39,7 +39,6 @@ SPARE, FORKED = "spare", "zygote"
 """Values of `Replacement.by`: a warm spare, a fork of the zygote."""
 STAGES = ("detect", "heard", "out", "agreed", "connected", "donated", "state", "ready", "first_step")
 """Names in `RecoveryRecord.stages`, in the order of events."""
-_SHOWN = tuple(name for name in STAGES if name not in ("heard", "donated"))
 _OUTCOMES = (IN_PLACE, RESTART, STOPPED, FINISHED)
 _STANDS_IN = {SPARE: "a spare", FORKED: "a fork of the zygote"}
 _MOST_LINES, _LONGEST = 20, 150
@@ -129,17 +128,14 @@ def from_event(line: Mapping[str, Any]) -> RecoveryRecord | None:
 
 
 def as_lines(records: Sequence[RecoveryRecord]) -> list[str]:
-    """The newest of them, two lines each, the oldest first, below a heading; nothing where there are none."""
+    """The newest of them, a line each, the oldest first, below a heading; nothing where there are none."""
     if not records:
         return []
     shown, dropped = records[-_MOST_LINES:], max(0, len(records) - _MOST_LINES)
-    lines = ["recoveries in place (attempt.number; milliseconds since the failure)"]
+    lines = ["recoveries in place (attempt.number)"]
     if dropped:
         lines.append(f"{dropped} earlier ones are not shown: mindx-elastic status --json has them")
-    for record in shown:
-        number = f"{record.attempt}.{record.generation}"
-        lines += [f"{number}  {_what(record)}", f"{' ' * len(number)}  {_when(record)}"]
-    return lines
+    return lines + [f"{record.attempt}.{record.generation}  {_what(record)}" for record in shown]
 
 
 def _what(record: RecoveryRecord) -> str:
@@ -154,15 +150,9 @@ def _what(record: RecoveryRecord) -> str:
         words.append(f"{_STANDS_IN.get(record.stood_in[0].by, 'a new process')} stands in")
     if record.step is not None:
         words.append(f"on from step {record.step}")
+    if record.duration_s is not None:
+        words.append(f"{record.duration_s * 1000:.0f} ms")
     return "; ".join(words)
-
-
-def _when(record: RecoveryRecord) -> str:
-    names = [name for name in _SHOWN if name in record.stages]
-    words = [f"{name.replace('_', ' ')} {record.stages[name] * 1000:.0f}" for name in names]
-    if "first_step" not in record.stages and record.duration_s is not None:
-        words.append(f"over {record.duration_s * 1000:.0f}")
-    return ", ".join(words) or "no times are known"
 
 
 def _short(text: str) -> str:

@@ -57,13 +57,23 @@ def connections(timeout_s: float = 30) -> Iterator[Callable[[], Any]]:
     _idle.extend(used)
 
 
+@contextmanager
+def exchanges(world_size: int, key: bytes | None = None) -> Iterator[tuple[list[StoreExchange], Callable[[], Any]]]:
+    """Those of all ranks of a job, and what gives others connections."""
+    with connections() as connect:
+        ranks = [
+            StoreExchange(connect, rank=r, world_size=world_size, seal=Seal(key, "mindx/0/0", r))
+            for r in range(world_size)
+        ]
+        yield ranks, connect
+        for exchange in ranks:
+            exchange.close()
+
+
 @pytest.fixture
 def ranks() -> Iterator[list[StoreExchange]]:
-    with connections() as connect:
-        exchanges = [StoreExchange(connect, rank=r, world_size=3) for r in range(3)]
-        yield exchanges
-        for exchange in exchanges:
-            exchange.close()
+    with exchanges(3) as (found, _):
+        yield found
 
 
 def request(reason: str, origin: int = 0) -> StopRequest:
@@ -195,26 +205,26 @@ def test_a_store_that_is_slow_in_mid_training_is_asked_again_at_the_stop(frozen:
 class Attacked:
     """Three ranks with a key, or without, and the store's own client for whoever is not one of them."""
 
-    def __init__(self, key: bytes | None, connect: Callable[[], Any]) -> None:
-        self.stranger = connect()
-        self.ranks = [StoreExchange(connect, rank=r, world_size=3, seal=Seal(key, "mindx/0/0", r)) for r in range(3)]
-        for exchange in self.ranks:
+    def __init__(self, ranks: list[StoreExchange], stranger: Any) -> None:
+        self.ranks, self.stranger = ranks, stranger
+        for exchange in ranks:
             exchange.say("first", f"of {exchange.rank}")
-        self.ranks[0].preside("first", Merged)
-        for exchange in self.ranks:
+        ranks[0].preside("first", Merged)
+        for exchange in ranks:
             assert exchange.hear("first").common == ["of 0", "of 1", "of 2"]
+
+
+KEY = b"0123456789abcdef"
+with_and_without_key = pytest.mark.parametrize("key", [KEY, None], ids=["keyed", "without a key"])
 
 
 @contextmanager
 def attack(key: bytes | None) -> Iterator[Attacked]:
-    with connections(timeout_s=30) as connect:
-        attacked = Attacked(key, connect)
-        yield attacked
-        for exchange in attacked.ranks:
-            exchange.close()
+    with exchanges(3, key) as (ranks, connect):
+        yield Attacked(ranks, connect())
 
 
-@pytest.fixture(params=[b"0123456789abcdef", None], ids=["keyed", "without a key"])
+@pytest.fixture(params=[KEY, None], ids=["keyed", "without a key"])
 def attacked(request: pytest.FixtureRequest) -> Iterator[Attacked]:
     with attack(request.param) as attacked:
         yield attacked
@@ -302,58 +312,48 @@ def test_a_strangers_order_is_not_obeyed(attacked: Attacked) -> None:
 # --- a start that ends in its first meeting ---
 
 
-@pytest.fixture(params=[b"0123456789abcdef", None], ids=["keyed", "without a key"])
-def beginning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StoreExchange]]:
-    """Three ranks that have said their first value."""
+@pytest.fixture
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed rank does not wait for the others to read its error."""
     monkeypatch.setattr(gather, "_HEARD_S", 0.05)
-    with connections() as connect:
-        ranks = [
-            StoreExchange(connect, rank=r, world_size=3, seal=Seal(request.param, "mindx/0/0", r)) for r in range(3)
-        ]
+
+
+@pytest.mark.usefixtures("in_a_hurry")
+@with_and_without_key
+def test_a_rank_that_fails_when_rank_0_has_answered_the_first_values_is_heard(key: bytes | None) -> None:
+    with exchanges(3, key) as (ranks, _):
         for exchange in ranks:
             exchange.say("here", exchange.rank)
-        yield ranks
-        for exchange in ranks:
-            exchange.close()
+        ranks[0].preside("here", Merged)
+        ranks[1].fail(UsageError("no directory"))
+        for rank in (2, 0):
+            assert ranks[rank].hear("here").common == [0, 1, 2]
+            with pytest.raises(UsageError, match=r"^rank 1: no directory$"):
+                ranks[rank].gather("plan", rank, Merged, timeout_s=60.0)
 
 
-def test_a_rank_that_fails_when_rank_0_has_answered_the_first_values_is_heard(beginning: list[StoreExchange]) -> None:
-    beginning[0].preside("here", Merged)
-    beginning[1].fail(UsageError("no directory"))
-    for rank in (2, 0):
-        assert beginning[rank].hear("here").common == [0, 1, 2]
-        with pytest.raises(UsageError, match=r"^rank 1: no directory$"):
-            beginning[rank].gather("plan", rank, Merged, timeout_s=60.0)
-
-
-@pytest.mark.parametrize("key", [b"another key of 16", b"0123456789abcdef"], ids=["another key", "an earlier start"])
-def test_a_failure_that_no_rank_of_this_start_has_written_is_not_heard(
-    monkeypatch: pytest.MonkeyPatch, key: bytes
-) -> None:
-    monkeypatch.setattr(gather, "_HEARD_S", 0.05)
-    with connections() as connect:
-        ranks = [StoreExchange(connect, rank=r, world_size=2, seal=Seal(b"0123456789abcdef", "s", r)) for r in range(2)]
+@pytest.mark.usefixtures("in_a_hurry")
+@pytest.mark.parametrize("key", [b"another key of 16", KEY], ids=["another key", "an earlier start"])
+def test_a_failure_that_no_rank_of_this_start_has_written_is_not_heard(key: bytes) -> None:
+    with exchanges(2, KEY) as (ranks, connect):
         for exchange in ranks:
             exchange.say("here", exchange.rank)
 
         def merge(said: list[int]) -> Merged:
             store = connect()
-            failure = Seal(key, "s", 1).close("start/round0/answer", '!["1", "UsageError", "x"]')
+            failure = Seal(key, "mindx/0/0", 1).close("start/round0/answer", '!["1", "UsageError", "x"]')
             store.set("start/round0/answer", failure)
             store.get("start/round0/answer")  # `set` does not wait until the store has it
             return Merged(said)
 
-        with pytest.raises(UntrustedMessageError, match="Give all ranks the same MINDX_JOB_KEY"):
-            ranks[0].preside("here", merge)
-        with pytest.raises(UntrustedMessageError, match="Give all ranks the same MINDX_JOB_KEY"):
-            ranks[1].hear("here")
-        for exchange in ranks:
-            exchange.close()
+        for call in (lambda: ranks[0].preside("here", merge), lambda: ranks[1].hear("here")):
+            with pytest.raises(UntrustedMessageError, match="Give all ranks the same MINDX_JOB_KEY"):
+                call()
 
 
-def test_who_fails_before_rank_0_has_come_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("in_a_hurry")
+def test_who_fails_before_rank_0_has_come_is_heard_at_once() -> None:
     """Nothing may end a rank 0 that still downloads its data."""
-    monkeypatch.setattr(gather, "_HEARD_S", 0.05)
     heard = []
 
     def come(exchange: StoreExchange) -> None:
@@ -361,30 +361,24 @@ def test_who_fails_before_rank_0_has_come_is_heard_at_once(monkeypatch: pytest.M
             exchange.gather("here", exchange.rank, Merged, timeout_s=60.0)
         heard.append(exchange.rank)
 
-    with connections() as connect:
-        ranks = [StoreExchange(connect, rank=r, world_size=3, seal=Seal(b"0123456789abcdef", "s", r)) for r in range(3)]
+    with exchanges(3, KEY) as (ranks, _):
         waits = threading.Thread(target=come, args=(ranks[2],))
         waits.start()
         ranks[1].fail(UsageError("no directory"))
         waits.join(30)
         assert heard == [2]
         come(ranks[0])
-        for exchange in ranks:
-            exchange.close()
 
 
 def test_a_session_that_rank_0_has_not_begun_ends_the_start() -> None:
-    key = b"0123456789abcdef"
-    with connections() as connect:
-        exchange = StoreExchange(connect, rank=0, world_size=2, seal=Seal(key, "s", 0))
-        connect().set("start/session", Seal(key, "s", 0).begin("start/session"))
+    with exchanges(2, KEY) as (ranks, connect):
+        connect().set("start/session", Seal(KEY, "mindx/0/0", 0).begin("start/session"))
         with pytest.raises(UntrustedMessageError, match="it was there before rank 0"):
-            exchange.say("here", 0)
-        exchange.close()
+            ranks[0].say("here", 0)
 
 
 def test_a_value_that_its_rank_has_not_written_is_named() -> None:
-    with attack(b"0123456789abcdef") as attacked:
+    with attack(KEY) as attacked:
         for exchange in reversed(attacked.ranks):
             assert attacked.ranks[1].try_collect("second") is None
             assert exchange.tell("second", f"of {exchange.rank}")
