@@ -146,7 +146,7 @@ def measure_log(directory: Path, rounds: int) -> dict[str, list[float]]:
     collector.copy(Position(1, 1, 1, 1))
     log.at_boundary()
     ring = BoundaryRing(arena.folder / BOUNDARIES_FILE, "bench", 1 << 16)
-    packer = StatePacker(split="plain")
+    packer = StatePacker("plain")
     content = packer.pack(collector.volatile())
     works: dict[str, Callable[[], object]] = {
         "boundary log: at a boundary": log.at_boundary,

@@ -3,10 +3,11 @@
 A batch norm has three small buffers, and each call of torch for a tensor takes about as long as a hundred of its bytes
 take to copy. So the memory of plain tensors is read through addresses that are looked up once, and ``bytes.join``
 gathers it: under a microsecond for sixty of them, where ``torch._foreach_copy_`` takes 23. What could make an address
-wrong is checked before each reading: other memory of the same tensor. Another tensor in the buffer's place shows by a
-hook of torch's, or at a close boundary (`close_looks`). Another meaning of that memory
-(``buffer.data = buffer.data.view(torch.int32)``) shows in neither, nor in a version counter. Both are looked at by who
-takes the copy out: where one has changed in mid-step, there is none.
+wrong is checked before each reading, other memory of the same tensor, but for tensors that are `fixed`: nothing gives
+those of a batch norm of torch's other memory, and to ask sixty of them takes longer than all the rest. Another tensor
+in the buffer's place shows by a hook of torch's, or at a close boundary (`close_looks`), as other memory of a fixed one
+does. Another meaning of that memory (``buffer.data = buffer.data.view(torch.int32)``) shows in neither, nor in a
+version counter. All are looked at by who takes the copy out: where one has changed in mid-step, there is none.
 
 Other tensors are cloned, those on a device in the order of its work.
 
@@ -16,7 +17,7 @@ moving their ``_version`` (torch 2.13), and ``.data`` and numpy arrays of the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -26,7 +27,6 @@ from mindx_elastic.core.tensor_memory import memory_of
 
 __all__ = ["BufferBlock", "BufferReader", "is_plain", "view_of"]
 
-_ALIGNMENT = 16  # of the widest type
 _Slice = tuple[int, str, list[int]]
 """Offset in bytes, type name, shape."""
 _data_ptr, _is_cuda = torch.Tensor.data_ptr, attrgetter("is_cuda")
@@ -42,7 +42,7 @@ class BufferBlock:
         outside: Sequence[torch.Tensor | None],
     ) -> None:
         self.raw = raw
-        """The bytes of all plain tensors. The gaps between them are zero, so blocks are compared whole."""
+        """The bytes of all plain tensors, without gaps, so blocks are compared whole."""
         self.slices = slices
         """The part of `raw` that each tensor is; None for one that is outside of it."""
         self.outside = outside
@@ -50,15 +50,10 @@ class BufferBlock:
         self._views: list[torch.Tensor | None] | None = None
 
     @property
-    def flat(self) -> torch.Tensor:
-        """A tensor of `raw`."""
-        return torch.frombuffer(bytearray(self.raw or b"\0"), dtype=torch.uint8)[: len(self.raw)]
-
-    @property
     def views(self) -> list[torch.Tensor | None]:
         """The copies as tensors, one for each; None stays None. Any thread."""
         if self._views is None:
-            flat = self.flat
+            flat = torch.frombuffer(bytearray(self.raw or b"\0"), dtype=torch.uint8)
             parts = zip(self.slices, self.outside, strict=True)
             self._views = [other if part is None else view_of(flat, part) for part, other in parts]
         return self._views
@@ -67,24 +62,20 @@ class BufferBlock:
 class BufferReader:
     """Reads the same tensors again and again. Training thread."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor | None], fixed: Collection[int] = ()) -> None:
+        """`fixed`: the numbers of those whose memory stays."""
         self.tensors = list(tensors)
         """The tensors that it reads."""
-        self.slices: list[_Slice | None] = []
-        self._pieces: list[Any] = []
-        plain: list[int] = []
+        self.slices: list[_Slice | None] = [None] * len(tensors)
+        # The widest types first, so that each one is aligned.
+        plain = [(i, tensor) for i, tensor in enumerate(tensors) if tensor is not None and is_plain(tensor)]
+        plain.sort(key=lambda each: -each[1].dtype.itemsize)
         size = 0
-        for i, tensor in enumerate(tensors):
-            if tensor is None or not is_plain(tensor):
-                self.slices.append(None)
-                continue
-            self.slices.append((size, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-            plain.append(i)
-            self._pieces.append(memory_of(tensor))
-            if gap := -tensor.nbytes % _ALIGNMENT:
-                self._pieces.append(bytes(gap))
-            size += tensor.nbytes + gap
-        self._keeps = [tensors[i].untyped_storage() for i in plain]  # type: ignore[union-attr]  # addresses stay valid
+        for i, tensor in plain:
+            self.slices[i] = size, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            size += tensor.nbytes
+        self._pieces = [memory_of(tensor) for _, tensor in plain]
+        self._keeps = [tensor.untyped_storage() for _, tensor in plain]  # addresses stay valid
         self._others = [i for i, t in enumerate(tensors) if t is not None and self.slices[i] is None]
         of_type: dict[torch.dtype, list[int]] = {}
         for number, i in enumerate(self._others):
@@ -92,50 +83,46 @@ class BufferReader:
         # For each type by itself: of several types torch copies one tensor after the other.
         self._kinds_of_device = [*map(_getter, of_type.values())]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
-        self._of_plain: list[Any] = [self.tensors[i] for i in plain]
-        self._addresses = [*map(_data_ptr, self._of_plain)]
+        self._fixed = [tensor for i, tensor in plain if i in fixed]
+        self._movable = [tensor for i, tensor in plain if i not in fixed]
+        self._fixed_at, self._movable_at = [*map(_data_ptr, self._fixed)], [*map(_data_ptr, self._movable)]
         self._meanings = [*map(_meaning_of, self.tensors)]
 
     def fits(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Whether `tensors` are the same ones, with the same memory."""
-        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors)) and self.has_memory()
+        return self.are(tensors) and self._has_fixed() and self._has_others()
 
     def are(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Whether `tensors` are the same ones."""
         return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
-    def has_memory(self) -> bool:
-        """Whether its tensors have the memory that they had."""
-        if [*map(_data_ptr, self._of_plain)] != self._addresses:
+    def _has_fixed(self) -> bool:
+        return [*map(_data_ptr, self._fixed)] == self._fixed_at
+
+    def _has_others(self) -> bool:
+        if [*map(_data_ptr, self._movable)] != self._movable_at:
             return False
         return not self._others or all(_meaning_of(self.tensors[i]) == self._meanings[i] for i in self._others)
 
     def means_the_same(self) -> bool:
-        """Whether its tensors, which fit, mean by their memory what they meant."""
-        return [*map(_meaning_of, self.tensors)] == self._meanings
+        """Whether its tensors mean by their memory what they meant, and the fixed ones have that memory."""
+        return self._has_fixed() and [*map(_meaning_of, self.tensors)] == self._meanings
 
     def read_raw(self) -> bytes | None:
-        """What `BufferBlock.raw` is to be, now; None where one of the tensors has other memory."""
-        if [*map(_data_ptr, self._of_plain)] != self._addresses or (self._others and not self.has_memory()):
+        """As `read`, but `BufferBlock.raw` alone."""
+        if (self._movable or self._others) and not self._has_others():
             return None
         return b"".join(self._pieces)
 
-    def read_again(self, earlier: BufferBlock) -> BufferBlock | None:
-        """As `read`, at each boundary; None where one of the tensors has other memory."""
+    def read(self, earlier: BufferBlock | None = None) -> BufferBlock | None:
+        """A copy as they are now; None where one of the tensors has other memory. `earlier`: a block of this reader's
+        whose tensors may be used again."""
+        if not self._movable and not self._others:
+            return BufferBlock(b"".join(self._pieces), self.slices, self._no_others)
         raw = self.read_raw()
-        if raw is None or self._others:
-            return None if raw is None else self.read(earlier)
-        return BufferBlock(raw, self.slices, self._no_others)
+        return None if raw is None else self._with_others(raw, earlier)
 
-    def read(self, earlier: BufferBlock | None = None) -> BufferBlock:
-        """A copy as they are now. Where the tensors still fit. `earlier`: a block of this reader's whose tensors may be
-        used again."""
-        raw = b"".join(self._pieces)
-        if not self._others:
-            return BufferBlock(raw, self.slices, self._no_others)
-        with torch.no_grad():
-            return self._with_others(raw, earlier)
-
+    @torch.no_grad()
     def _with_others(self, raw: bytes, earlier: BufferBlock | None) -> BufferBlock:
         live: list[torch.Tensor] = [self.tensors[i] for i in self._others]  # type: ignore[misc]
         if earlier is not None and earlier.slices is self.slices and all(map(_is_cuda, live)):

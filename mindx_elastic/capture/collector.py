@@ -36,9 +36,7 @@ from mindx_elastic.errors import MismatchError
 __all__ = ["Collector"]
 
 _MOST_KEPT = 64 << 20
-_MOST_COPIED = 1 << 24
-_BufferLook = tuple[torch.Tensor, int, torch.Tensor | None]
-"""A buffer, its version counter, and a copy; None: there would be too much to copy."""
+_MOST_COPIED = 1 << 20
 
 
 class Collector:
@@ -121,34 +119,19 @@ class Collector:
         return list({id(o): o for o in found}.values())
 
     @torch.no_grad()
-    def look_at_buffers(self) -> dict[str, _BufferLook]:
-        """The saved buffers of all modules, by place, as they are now: for `changed_buffers`. With copies of up to
-        16 MiB, which BatchNorm's have room in."""
-        looks, left = dict[str, _BufferLook](), _MOST_COPIED
-        for place, buffer in self._saved_buffers():
-            is_copied = buffer.nbytes <= left
-            left -= buffer.nbytes if is_copied else 0
-            looks[place] = buffer, _version_of(buffer), buffer.clone() if is_copied else None
-        return looks
+    def look_at_buffers(self) -> dict[str, torch.Tensor]:
+        """Of the saved buffers of all modules, by place, for `changed_buffers`: copies of those of up to 1 MiB, as
+        BatchNorm's are, and the version counters of larger ones."""
+        return {place: t.clone() if t.nbytes <= _MOST_COPIED else _version_of(t) for place, t in self._saved_buffers()}
 
     @torch.no_grad()
-    def changed_buffers(self, before: Mapping[str, _BufferLook]) -> list[str]:
-        """The places of buffers that have been written since `before`, and have other values now where there is a copy.
-        Torch does not count the writes of DDP's broadcasts."""
-        found: list[str] = []
-        copied: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for place, now in self._saved_buffers():
-            buffer, version, copy = before.get(place, (now, _version_of(now), None))
-            if now is buffer and _version_of(now) == version:
-                continue
-            if copy is None:
-                found.append(place)
-            else:
-                copied[place] = copy, now
-        copies, live = [copy for copy, _ in copied.values()], [now for _, now in copied.values()]
-        if not equal_tensors(copies, live):  # which waits for a device once
-            found += [place for place, (copy, now) in copied.items() if not same_tree(copy, now)]
-        return found
+    def changed_buffers(self, before: Mapping[str, torch.Tensor]) -> list[str]:
+        """The places of buffers that are not as in `before`."""
+        live = {place: now for place, now in self._saved_buffers() if place in before}
+        now = {place: t if t.nbytes <= _MOST_COPIED else _version_of(t) for place, t in live.items()}
+        if equal_tensors([before[place] for place in now], [*now.values()]):  # which waits for a device once
+            return []
+        return [place for place, each in now.items() if not same_tree(before[place], each)]
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():
@@ -638,8 +621,8 @@ class Collector:
             self.broadcasts.put_back(broadcasts)
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _version_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(-1 if tensor.is_inference() else tensor._version)
 
 
 def _inside(target: object) -> Iterator[object]:

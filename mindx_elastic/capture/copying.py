@@ -84,13 +84,13 @@ def copy_tree(value: Any, of_others: Callable[[Any], Any] = _as_it_is) -> Any:
 
 
 def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:
-    """A copy of `value` as `copy_state` makes it, without the item named `but`."""
-    copied: dict[str, Any] = {}
+    """A copy of `value` as `copy_state` makes it, without the item named `but`, which is no atom."""
+    copied = {**value}
     for key, item in value.items():  # at each boundary: without a call for what most are
-        if key == but:
-            continue
         if type(item) in ATOMS:
-            copied[key] = item
+            continue
+        if key == but:
+            del copied[key]
         elif type(item) in _SEQUENCES and ATOMS.issuperset(map(type, item)):  # betas; the rates of a scheduler
             copied[key] = item[:]
         else:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from mindx_elastic.capture.buffer_block import BufferReader, is_plain, view_of
+from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, is_plain, view_of
 from mindx_elastic.capture.copying import copy_state
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.extra_state import ExtraTensors, Flags, OwnAttributes, original_names, prune_as, pruned_in
@@ -57,10 +57,14 @@ def _wrappers_of(module: nn.Module) -> list[nn.Module]:
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Nothing gives the buffers of these other memory, so that is looked at now and then only."""
 
 
 class ModuleComponent:
     """A module: parameters are stable, buffers and extra state volatile. `name` is used in errors."""
+
+    _block: BufferBlock
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -128,6 +132,7 @@ class ModuleComponent:
         self._slot_tables: list[dict[str, Any]] = []
         self._slot_keys: list[str] = []
         self._slot_names: list[str] = []
+        self._fixed: set[int] = set()
         self._extras: list[tuple[str, nn.Module]] = []
         children = list(self.module.modules())
         tables = {id(child): buffers_of(child) for child in children}
@@ -138,6 +143,8 @@ class ModuleComponent:
             table = tables[id(child)]
             for key in table:
                 if key not in child._non_persistent_buffers_set:
+                    if type(child) in _BATCH_NORMS:
+                        self._fixed.add(len(self._slot_names))
                     self._slot_tables.append(table)
                     self._slot_keys.append(key)
                     self._slot_names.append(dot + key)
@@ -147,8 +154,8 @@ class ModuleComponent:
         self._has_read_flags = True  # as of the last boundary
         self._replaces_buffers = False  # the program has done so, and torch's hook has not told
         self._has_found_buffers = True  # at the last boundary: the tensors in its tables were looked at
-        self._reader = BufferReader(self._live_buffers())
-        self._block = self._reader.read()
+        self._reader = BufferReader(self._live_buffers(), self._fixed)
+        self._read_buffers()
         self._ahead = self._block.slices, self._block.raw
         self.extras: dict[str, Any] = {}
         """The copied extra state, by name."""
@@ -158,11 +165,11 @@ class ModuleComponent:
         self._has_read_flags = closely or self.flags.root["training"] is not self.flags.seen[0]
         if self._slot_names:
             self._has_found_buffers = self._has_read_flags or self._replaces_buffers or self.structure.has_new_buffers
-            block = None if self._has_found_buffers else self._reader.read_again(self._block)
+            block = None if self._has_found_buffers else self._reader.read(self._block)
             if block is None:
                 self._find_buffers()
-                block = self._reader.read(self._block)
-            self._block = block
+            else:
+                self._block = block
         if self._extras:
             self.extras = self.look()
         if self._has_read_flags:
@@ -177,6 +184,7 @@ class ModuleComponent:
         return [*map(getitem, self._slot_tables, self._slot_keys)]
 
     def _find_buffers(self) -> None:
+        """Copy those that there are now."""
         is_told, self.structure.has_new_buffers = self.structure.has_new_buffers, False
         try:
             live = self._live_buffers()
@@ -184,8 +192,14 @@ class ModuleComponent:
             self._find_slots()
             return
         if not self._reader.fits(live):
-            self._replaces_buffers |= not (is_told or self._reader.are(live))
-            self._reader = BufferReader(live)
+            self._replaces_buffers |= not is_told
+            self._reader = BufferReader(live, self._fixed)
+        self._read_buffers(self._block)
+
+    def _read_buffers(self, earlier: BufferBlock | None = None) -> None:
+        block = self._reader.read(earlier)
+        assert block is not None, "they fit"
+        self._block = block
 
     def kept(self) -> Any:
         places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
@@ -289,15 +303,13 @@ class ModuleComponent:
     def recheck(self) -> None:
         """Look more closely than `copy` did. The program has not gone on since."""
         self._loose.recheck()
-        before = self._reader
         if not self._has_read_flags:
             self.flags.copy()
         if not self._has_found_buffers:
             self._find_buffers()
         if not self._reader.means_the_same():
-            self._reader = BufferReader(self._reader.tensors)
-        if self._reader is not before:
-            self._block = self._reader.read()
+            self._reader = BufferReader(self._reader.tensors, self._fixed)
+            self._read_buffers()
 
     def state(self) -> dict[str, Any]:
         if not self._reader.means_the_same():

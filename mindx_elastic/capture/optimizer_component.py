@@ -121,7 +121,9 @@ class OptimizerComponent:
         if len(self._host_reader.tensors) != len(live) or not self._host_reader.fits(live):
             self._host_reader = BufferReader(live)
         state = {key: map_containers(value) for key, value in self.local.state.items()}
-        return _HostState(state, live, self._host_reader.read())
+        block = self._host_reader.read()
+        assert block is not None, "they fit"
+        return _HostState(state, live, block)
 
     def kept(self) -> Any:
         return self.groups, self._host, self._own.seen

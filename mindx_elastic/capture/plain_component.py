@@ -48,7 +48,6 @@ __all__ = [
 
 _LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
 """A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
-_STATE_OF_SCHEDULER = LRScheduler.state_dict
 _STATE, _ATTRIBUTES = "__mindx_state__", "__mindx_attributes__"
 _OF_OTHERS = (*NO_STATE, DataLoader, Dataset, Sampler)
 _FUNCTIONS = (types.FunctionType, types.MethodType)
@@ -94,6 +93,14 @@ class GoesThroughData(ABC):
     @abstractmethod
     def listing(self) -> Mapping[str, Any]:
         """Some of what it goes through: see `given_settings`."""
+
+    @abstractmethod
+    def noted(self) -> Any:
+        """What its state can be `made_of` later. At each boundary."""
+
+    @abstractmethod
+    def made_of(self, noted: Any) -> Any:
+        """The state at the time of `noted`. Any thread."""
 
     @abstractmethod
     def state_dict(self) -> Any: ...
@@ -195,14 +202,15 @@ class PlainComponent:
         self.name = name
         self.target = target
         self._stateful: Stateful = stateful or target
-        self._is_scheduler = stateful is None and _is_stock_scheduler(target)
         self._gives_copies = isinstance(target, (GoesThroughData, InParts)) and target.gives_copies
-        self._names: Mapping[int, str] = {}
-        self._parameters: Mapping[str, torch.Tensor] = {}
-        self._has_parameter_keys = False
         self._nested = _NestedStates(name, others)
         self._has_objects = stateful is None and self._nested.are_in(target.state_dict())
         """Whether its state has objects in it."""
+        self._is_scheduler = stateful is None and not self._has_objects and _is_stock_scheduler(target)
+        self._source = target if isinstance(target, GoesThroughData) and not self._has_objects else None
+        self._names: Mapping[int, str] = {}
+        self._parameters: Mapping[str, torch.Tensor] = {}
+        self._has_parameter_keys = False
         self.copy()
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -218,14 +226,13 @@ class PlainComponent:
             self._has_parameter_keys = named_keys(state, self._names) is not state
 
     def copy(self) -> None:
-        if self._is_scheduler and not self._has_objects:
-            variables = vars(self.target)
-            if type(self.target).state_dict is _STATE_OF_SCHEDULER and "state_dict" not in variables:
-                # What its state_dict would give, which makes a dict in a loop of Python's.
-                self._copy: Any = copy_items(variables, but="optimizer")
-                return
-        state = self._stateful.state_dict() if not self._has_objects else self.live_state()
-        self._copy = state if self._gives_copies else copy_state(state)
+        if self._is_scheduler:
+            # What its state_dict would give, which makes a dict in a loop of Python's.
+            self._copy: Any = copy_items(vars(self.target), but="optimizer")
+        elif self._source is not None:
+            self._copy = self._source.noted()
+        else:
+            self._copy = self.look()
 
     def live_state(self) -> Any:
         """What its `state_dict` gives, the objects in it taken apart."""
@@ -237,13 +244,23 @@ class PlainComponent:
         state = self.live_state()
         return state if self._gives_copies else copy_state(state)
 
+    def _made_of(self, noted: Any) -> Any:
+        if self._source is None:
+            return noted
+        state = self._source.made_of(noted)
+        return state if self._gives_copies else copy_state(state)
+
     @property
     def seen(self) -> Any:
         """The boundary's copy; None for a heavy one."""
-        return self._copy
+        return self._made_of(self._copy)
 
     def state(self) -> Any:
-        return named_keys(self._copy, self._names) if self._has_parameter_keys else self._copy
+        state = self._copy
+        if self._source is not None:  # as `_made_of`
+            state = self._source.made_of(state)
+            state = state if self._gives_copies else copy_state(state)
+        return named_keys(state, self._names) if self._has_parameter_keys else state
 
     def kept(self) -> Any:
         return self._copy
@@ -291,7 +308,7 @@ class WrapperComponent(PlainComponent):
 
 def _is_stock_scheduler(target: Any) -> bool:
     """Whether its state is all its attributes but the optimizer, as torch's schedulers have it."""
-    if not isinstance(target, LRScheduler) or type(target).state_dict is not _STATE_OF_SCHEDULER:
+    if not isinstance(target, LRScheduler) or type(target).state_dict is not LRScheduler.state_dict:
         return False
     variables, state = vars(target), target.state_dict()
     expected = [key for key in variables if key != "optimizer"]

@@ -51,8 +51,7 @@ def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     """
     has_cuda = _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_available()
     old = earlier or {}
-    is_comparable = bool(old) and not has_cuda and "cuda" not in old
-    if is_comparable and not have_moved(old["python"], old["numpy"], old["torch"]):
+    if old and not has_cuda and "cuda" not in old and not have_moved(old["python"], old["numpy"], old["torch"]):
         return old
     python, numpy = python_state(old.get("python")), numpy_state(old.get("numpy"))
     state: dict[str, Any] = {"python": python, "torch": torch_state(), "numpy": numpy}

@@ -108,6 +108,7 @@ class UpdateGate:
         self._ids: frozenset[int] = frozenset()  # theirs
         self._versions = VersionCounters(lambda: self._parameters)
         self._states: list[VersionCounters] = []
+        self._counters = [self._versions]  # and these
         self._optimizers: list[Any] = []  # theirs
         self._num_states = 0
 
@@ -137,6 +138,7 @@ class UpdateGate:
         """Take these as the parameters from now on: some were replaced, added or removed. At a boundary."""
         self._parameters, self._ids = parameters, frozenset(map(id, parameters))
         self._versions = VersionCounters(lambda: parameters)
+        self._counters = [self._versions, *self._states]
 
     def unwatch(self) -> None:
         for handle in self._handles:
@@ -148,18 +150,17 @@ class UpdateGate:
         key = id(optimizer)
         if key not in self.expected and self.at_stranger is not None:
             self.at_stranger(optimizer)
-        if self._is_ours(optimizer):
-            self.end_update(id(optimizer))
+        if key in self.named or self._is_ours(optimizer):
+            self.end_update(key)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Not one of something else (a probe that is trained in an evaluation): its steps tear nothing."""
-        if id(optimizer) in self.named:
-            return True
+        """Of one that is not `named`: it is not one of something else (a probe that is trained in an evaluation), whose
+        steps tear nothing."""
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
     def begin_update(self, optimizer: torch.optim.Optimizer | None = None, *_: object) -> None:
         """An optimizer is about to step. Waits for the readers."""
-        if optimizer is not None and not self._is_ours(optimizer):
+        if optimizer is not None and id(optimizer) not in self.named and not self._is_ours(optimizer):
             return
         if self.before_update is not None:
             self.before_update()
@@ -220,7 +221,7 @@ class UpdateGate:
         if (count := sum(map(len, map(_state_of, self._optimizers)))) > self._num_states:
             # More is trained than before (a new group, a layer that is no longer frozen): no step like the others.
             self._num_states, self.has_more_state, closely = count, True, True
-        for counters in (self._versions, *self._states):
+        for counters in self._counters:
             if counters.is_regular and not closely and counters.updates == updates:
                 counters.steps += 1  # without a call, as at each boundary
             else:
@@ -242,7 +243,7 @@ class UpdateGate:
         """A step has ended, and its boundary cannot be told: what the steps up to the next one do is not compared."""
         with self._lock:
             self._updates = 0
-            for counters in (self._versions, *self._states):
+            for counters in self._counters:
                 counters.read()
 
     def _wait_for_readers(self) -> None:
@@ -273,7 +274,7 @@ class UpdateGate:
     def _settle(self) -> None:
         """With the lock. What the counters are at the boundary need not be worked out while the program is there."""
         if self._is_there:
-            for counters in (self._versions, *self._states):
+            for counters in self._counters:
                 counters.read_if_worked_out()
 
     def give_back(self) -> None:

@@ -3,15 +3,16 @@ torch's it tells whether it has moved.
 
 Both libraries give their state as objects only: `random.getstate` makes 625 integers (7 us, and 26 where a training
 step has just used the caches), numpy's `get_state` takes 30 us and its `set_state` 45. The bytes themselves are one
-copy of 2,500 bytes, below 1 us, and they show at once whether a generator has moved.
+copy of 2,500 bytes, below 1 us. Whether a generator has moved shows in the one line of a cache that has the index and
+the words next to it, at least eleven: a draw moves the index or makes all words anew, and another seed gives all other
+words. To compare all of them takes 15 us, where a training step has just used the caches.
 
 numpy documents the address of its words. Where CPython and torch have them, and where numpy has the normal deviate that
 it keeps back, is not documented: that is compared once a process with what the libraries say of generators that are
 made for it (`_python_is_as_expected`, `_gauss_offset`, `_torch_block`). Where anything is not as expected (another
 interpreter, another bit generator of numpy's) the libraries' own functions are used.
 
-Rejected: to count draws (they are not counted anywhere), and to compare a few words only (one draw moves an index, but
-a seed may leave any of them as they were).
+Rejected: to count draws, which are not counted anywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "NumpyState",
@@ -41,12 +42,14 @@ _NUM_WORDS = 624
 _WORDS, _INDEX = struct.Struct(f"={_NUM_WORDS}I"), struct.Struct("=i")
 _RAW_BYTES = _WORDS.size + _INDEX.size
 _RawTwister = ctypes.c_char * _RAW_BYTES
+_RawLine = ctypes.c_char * 64
 _PYTHON_GAUSS = struct.Struct("=?d")  # whether one is kept back, and it
 _GAUSS = struct.Struct("@id")  # whether one is kept back, and it
 _RawGauss = ctypes.c_char * _GAUSS.size
 _TORCH_HEAD, _TORCH_BEFORE = 24, 20
 """Bytes in front of the words: in what torch says, and in memory (the seed, how many are left, and which is next)."""
-_RawTorch = ctypes.c_char * (_TORCH_BEFORE + 4 * _NUM_WORDS + 28)
+_TORCH_KEPT = 28  # bytes behind the words
+_RawTorch = ctypes.c_char * (_TORCH_BEFORE + 4 * _NUM_WORDS + _TORCH_KEPT)
 
 
 # --- Python's ---------------------------------------------------------------------------------------------------------
@@ -102,8 +105,7 @@ def python_state(earlier: object = None) -> PythonState | tuple[Any, ...]:
     words, gauss = _live_python(), _python.gauss_next
     if words is None:
         return random.getstate()
-    # Both are as long: this compares, without a copy of the words, which costs more where they are not in the cache.
-    if type(earlier) is PythonState and earlier.raw.startswith(words) and earlier.gauss == gauss:
+    if type(earlier) is PythonState and earlier.raw.startswith(_python_line()) and earlier.gauss == gauss:
         return earlier
     return PythonState(words.raw, gauss)
 
@@ -121,6 +123,12 @@ def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
 def _live_python() -> Any:
     """The index and the words; None: only Python's own functions will do."""
     return _python_block(_python) if _python_is_as_expected() else None
+
+
+@cache
+def _python_line() -> Any:
+    """The index and the first words, where `_live_python` gives any."""
+    return _RawLine.from_address(ctypes.addressof(_live_python()))
 
 
 def _python_block(generator: Any) -> Any:
@@ -217,6 +225,8 @@ class _NumpyAccess:
         """The words and the index, live; None: only numpy's own functions will do."""
         if offset is not None:
             self.words = _RawTwister.from_address(bits.ctypes.state_address)
+            end = bits.ctypes.state_address + _RAW_BYTES
+            self.line = _RawLine.from_address(end - ctypes.sizeof(_RawLine))  # the last words and the index
             self.gauss = _RawGauss.from_address(id(owner) + offset)
 
 
@@ -242,11 +252,7 @@ def numpy_state(earlier: object = None) -> NumpyState | dict[str, Any]:
         import numpy
 
         return dict(numpy.random.get_state(legacy=False))
-    if (
-        type(earlier) is NumpyState
-        and earlier.raw.startswith(access.words)  # compares, as above
-        and earlier.gauss.startswith(access.gauss)
-    ):
+    if type(earlier) is NumpyState and earlier.raw.endswith(access.line) and earlier.gauss.startswith(access.gauss):
         return earlier
     return NumpyState(access.words.raw, access.gauss.raw)
 
@@ -324,11 +330,11 @@ def torch_state() -> Any:
     from mindx_elastic.core.tensor_memory import memory_of
 
     block = _torch_block()
-    if block is not None and _torch_last[0].startswith(block):  # compares, as above
+    if block is not None and _torch_last[0].startswith(block.line) and _torch_last[0].endswith(block.end):
         return _torch_last[1]
-    before = None if block is None else block.raw
+    before = None if block is None else block.all.raw
     state: Any = torch.default_generator.get_state()
-    raw = bytes(memory_of(state)) if block is None else block.raw
+    raw = bytes(memory_of(state)) if block is None else block.all.raw
     if before not in (None, raw):
         return state  # another thread has drawn meanwhile
     if raw != _torch_last[0]:
@@ -336,10 +342,20 @@ def torch_state() -> Any:
     return _torch_last[1]
 
 
+class _TorchBlock(NamedTuple):
+    """The state of torch's global generator, live."""
+
+    all: Any
+    line: Any
+    """Its seed, its indices and the first words."""
+    end: Any
+    """The normal deviates that it keeps back."""
+
+
 @cache
-def _torch_block() -> Any:
-    """The state of torch's global generator, live, with the normal deviate that it keeps back; None: it is not in one
-    place for certain. `get_state` itself takes longer: after a step the caches have none of torch's code for it."""
+def _torch_block() -> _TorchBlock | None:
+    """None: it is not in one place for certain. `get_state` itself takes longer: after a step the caches have none of
+    torch's code for it."""
     import torch
 
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
@@ -377,7 +393,10 @@ def _torch_block() -> Any:
         draw()
         if _torch_says(one) != then:
             return None
-    return _RawTorch.from_address(torch.default_generator._cdata + offset)  # type: ignore[attr-defined]
+    found = torch.default_generator._cdata + offset  # type: ignore[attr-defined]
+    end = found + ctypes.sizeof(_RawTorch) - _TORCH_KEPT
+    kept = (ctypes.c_char * _TORCH_KEPT).from_address(end)
+    return _TorchBlock(_RawTorch.from_address(found), _RawLine.from_address(found), kept)
 
 
 def _torch_says(generator: Any) -> bytes:
@@ -386,23 +405,26 @@ def _torch_says(generator: Any) -> bytes:
     return bytes(memory_of(generator.get_state()))
 
 
-def have_moved(python: object, numpy: object, torch: object) -> bool:
+_mark: tuple[Any, ...] = (None, None, None, None, (), b"")
+"""When `have_moved` has last said no: the three states, the bit generator of numpy's, the lines, and their bytes."""
+
+
+def have_moved(python: Any, numpy: Any, torch: Any) -> bool:
     """Whether one of the three may be another now than the states given here, of one moment. False: `python_state`,
     `numpy_state` and `torch_state` would give these very objects again.
 
     In one call, for after most steps none has moved."""
-    words, access = _live_python(), _numpy
-    if words is None or type(python) is not PythonState:
+    global _mark
+    marked = _mark
+    if python is marked[0] and numpy is marked[1] and torch is marked[2] and marked[3].current_bits() is marked[3].bits:
+        return bool(marked[0].gauss != _python.gauss_next or b"".join(marked[4]) != marked[5])
+    access, block = _numpy, _torch_block()
+    lines: tuple[Any, ...] = ()
+    if type(python) is PythonState and type(numpy) is NumpyState and access is not None and block is not None:
+        lines = () if access.words is None else (_python_line(), access.line, access.gauss, block.line, block.end)
+    before = b"".join(lines)  # another thread may draw
+    if python_state(python) is not python or numpy_state(numpy) is not numpy or torch_state() is not torch:
         return True
-    if access is None or access.current_bits() is not access.bits or type(numpy) is not NumpyState:
-        return True
-    if access.words is None:  # another bit generator than at the moment of `numpy`
-        return True
-    if not (numpy.raw.startswith(access.words) and numpy.gauss.startswith(access.gauss)):  # compares, as above
-        return True
-    if not (python.raw.startswith(words) and python.gauss == _python.gauss_next):
-        return True
-    raw, last = _torch_last
-    if last is torch and (block := _torch_block()) is not None:
-        return not raw.startswith(block)
-    return torch_state() is not torch
+    if lines and access is _numpy:
+        _mark = python, numpy, torch, access, lines, before
+    return False

@@ -251,9 +251,9 @@ class CursorLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position, a new dict each time; call it every step. What a replaying loader needs to begin the epoch
         again, about 10 KB of arrays, the dicts of one epoch share: do not change those in place."""
-        return self.state_at(self._cursor)
+        return self.state_at(self._cursor.mark())
 
-    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
+    def state_at(self, at: LoaderMark, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         """The same for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()

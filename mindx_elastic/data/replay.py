@@ -21,7 +21,7 @@ from mindx_elastic.core.tensor_memory import memory_of
 from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
 from mindx_elastic.data.iteration import CursorLoader, Opened
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import Cursor, check_unchanged, whole_number
+from mindx_elastic.data.position import check_unchanged, whole_number
 from mindx_elastic.data.random_streams import (
     SeparateStreams,
     advance_streams,
@@ -137,7 +137,7 @@ class ReplayLoader(CursorLoader):
         walk.skip_now()  # where torch has not asked for an item yet: without workers it asks when the caller does
         return Opened(batches, lambda count: (walk.order_after(skip + count), False), announce)
 
-    def state_at(self, at: LoaderMark | Cursor, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
+    def state_at(self, at: LoaderMark, later: Sequence[LoaderMark] = ()) -> dict[str, Any]:
         state = {**super().state_at(at), "start": at.start}
         begun = {id(mark.start): mark.start for mark in later if mark.start is not None and mark.start is not at.start}
         if begun:

@@ -108,7 +108,7 @@ class Boundaries:
         if self._unreduced is not None:
             self._unreduced.at_update(optimizer)
         gate, devices = self.gate, self._collector.devices
-        if not self.hidden.are_known and gate.state is _CLEAN and self.hidden.before_update():
+        if self.hidden.sample is not None and gate.state is _CLEAN and self.hidden.before_update():
             gate.unguarded = True  # a snapshot that is copied during the next forward would have both
         if self._unreduced is not None:  # several ranks
             devices.begin_update(gate.changed_since_boundary, is_long=fills_queue(optimizer))
@@ -137,13 +137,29 @@ class Boundaries:
                 "torch.no_grad() without .data (p.sub_(...)) and clear the gradients",
             )
 
-    def cut(self, position: Position) -> None:
-        """A step has ended at `position` with a state to resume from. Raises UnmanagedStateError."""
-        if not self._orders.are_complete:
+    def cut(self, position: Position, *, again: bool = False) -> None:
+        """A step has ended at `position` with a state to resume from: copy the volatile state. `again`: once more,
+        since code that belongs to the step has run. Raises UnmanagedStateError."""
+        if not self._orders.are_complete and not again:
             self._orders.at_boundary()
-        if self._unreduced is not None:
+        if self._unreduced is not None and not again:
             self._unreduced.at_boundary()
-        self.copy(position)
+        self.has_passed = True
+        closely = position.step_in_epoch == 1 or is_close(self.number + 1, position.step)
+        if not self.gate.pass_boundary(self._collector.copy, position, closely, closely=closely):
+            logger.warning(
+                "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
+                position.step,
+            )
+        if self._collector.structure_is_new:
+            self._refuse_new_structure()
+        if self._collector.at_first_boundary is not None:
+            self._collector.leave_head()
+        hidden = self.hidden
+        if closely or hidden.sample is not None:
+            self.gate.unguarded |= hidden.at_boundary(position.step)
+        if again:
+            return
         number = self.number = self.number + 1
         self._num_without_update = 0
         self.times.append(time.monotonic())
@@ -185,23 +201,6 @@ class Boundaries:
                 "Give it batches of one size (drop_last=True, padding) or write torch.compile(..., dynamic=False); an "
                 "optimizer whose step is compiled gets its rate as a tensor (lr=torch.tensor(0.1))",
             )
-
-    def copy(self, position: Position) -> None:
-        """Copy the volatile state as it is now: at `cut`, and once more where code that belongs to the step has run."""
-        self.has_passed = True
-        closely = position.step_in_epoch == 1 or is_close(self.number + 1, position.step)
-        if not self.gate.pass_boundary(self._collector.copy, position, closely, closely=closely):
-            logger.warning(
-                "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
-                position.step,
-            )
-        if self._collector.structure_is_new:
-            self._refuse_new_structure()
-        if self._collector.at_first_boundary is not None:
-            self._collector.leave_head()
-        hidden = self.hidden
-        if closely or hidden.sample is not None:
-            self.gate.unguarded |= hidden.at_boundary(position.step)
 
     def _refuse_new_structure(self) -> None:
         """The program has changed what it has built. Flags, masks and groups are made again from the checkpoint; the

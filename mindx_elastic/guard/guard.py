@@ -449,13 +449,12 @@ class Guard(LayeredGuard):
         if self._fewer.is_shrunk and self._fewer.leaves_out(self._boundaries.is_inside_accumulation):
             return
         self._known = self._loaders.at_boundary()
-        loops.count()
-        self._finished_step = False
         # Without a call after an update.
         is_inside = self._update_gate.state is GateState.CLEAN and self._boundaries.is_inside_accumulation()
+        self._cut = loops.count(is_boundary=self._known and not is_inside)
+        self._finished_step = False
         if is_inside:
             self._boundaries.inside_window()
-        self._cut = self._known and not is_inside and loops.is_boundary()
         if self._cut:
             self._pass_boundary()
             if retake and self._around.memory is not None and not self._overlap.is_playing:
@@ -482,7 +481,7 @@ class Guard(LayeredGuard):
         if self._fewer.has_left_out:
             return
         if retake and self._cut:
-            self._overlap.copy() if self._overlap.is_playing else self._boundaries.copy(self._loops.position)
+            self._overlap.copy() if self._overlap.is_playing else self._boundaries.cut(self._loops.position, again=True)
         self._finished_step = True
         self._offer_stop(at_tail=False, loss=loss)
 
@@ -526,7 +525,7 @@ class Guard(LayeredGuard):
 
     def _pass_tail(self) -> None:
         """The code after an epoch has run: its last boundary is here."""
-        self._boundaries.copy(self._loops.position)
+        self._boundaries.cut(self._loops.position, again=True)
         self._overlap.behind_tail()
         self._offer_stop(at_tail=True)
 
@@ -660,7 +659,7 @@ class Guard(LayeredGuard):
         self._loops.end()
         if self._loops.step and not self._known and self._finished_step:
             self._loaders.take_all_as_used()
-            self._boundaries.copy(self._loops.position)
+            self._boundaries.cut(self._loops.position, again=True)
         self._ending.finish(self._loops.step, self._already_durable())
 
     def _already_durable(self) -> Path | None:

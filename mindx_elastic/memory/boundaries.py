@@ -261,7 +261,7 @@ class BoundaryLog:
         """`modules`: the wrapped ones (their forward ends before gradients are reduced)."""
         self._arena, self._collector, self._counter = arena, collector, counter
         self._ring: BoundaryRing | None = None
-        self._packers = {forecast: StatePacker(split="plain", frozen="rng") for forecast in (False, True)}
+        self._packers = {forecast: StatePacker("plain", "extras", frozen="rng") for forecast in (False, True)}
         self._run_id, self._attempt = "", 0
         self._trusted = False
         followed = list(modules)

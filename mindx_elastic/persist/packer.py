@@ -1,7 +1,8 @@
 """Packs the small state of one boundary after another: its shape is worked out once, and then only its bytes move.
 
 A packed state is a run of sections. Each begins with 8 bytes (the length of its JSON text, little endian) and the text,
-and has a part of the state, for the place `at`, a list of keys. A section whose shape is known::
+and has a part of the state, for the place `at`, a list of keys; of the state itself where that is empty. A section
+whose shape is known::
 
     {"at": [...], "shape": tree, "numbers": "qqd", "blobs": [5056, ["int64", [625]], ...]}
     the numbers, 8 bytes each (q: integer, d: float, little endian)
@@ -49,40 +50,43 @@ class _OtherShape(Exception):
 
 
 class StatePacker:
-    """Packs a state that is a dict: one section for each item, and for each item in the dict named `split`, so that one
-    that has another shape each time costs the others nothing. Not for several threads."""
+    """Packs a state that is a dict: one section for each item of the dicts named in `split`, so that one that has
+    another shape each time costs the others nothing, and one for all the rest. Not for several threads."""
 
-    def __init__(self, split: str, frozen: str = "") -> None:
+    def __init__(self, *split: str, frozen: str = "") -> None:
         """`frozen`: the item of this name is never changed in place, so the very same one is packed once."""
         self._split, self._frozen = split, frozen
         self._last: tuple[object, bytes] = None, b""
-        self._packers: dict[str, SectionPacker] = {}
-        self._split_packers: dict[str, SectionPacker] = {}
+        self._rest = SectionPacker()
+        self._packers: dict[tuple[str, str], SectionPacker] = {}
 
     def pack(self, state: Mapping[str, Any]) -> bytes:
         """Raises UnsupportedStateError as `flatten` does."""
         pieces: list[Piece] = []
-        for key, part in state.items():
-            is_split = key == self._split and part
-            packers = self._split_packers if is_split else self._packers
-            for name, own in part.items() if is_split else ((key, part),):
-                packer = packers.get(name)
-                if packer is None:
-                    packer = packers[name] = SectionPacker(key, name) if is_split else SectionPacker(key)
-                if key == self._frozen:
-                    if self._last[0] is not part:
-                        self._last = part, b"".join(packer.pack(part))
-                    pieces.append(self._last[1])
-                    continue
-                try:  # as `packer.pack`, in one call for what has its shape
-                    pieces += packer.pack(own) if packer.shape is None else packer.shape.pack(own)
-                except (_OtherShape, struct.error):
-                    pieces += packer.pack(own)
+        rest = dict[str, Any]()
+        parts: list[tuple[SectionPacker, Any]] = [(self._rest, rest)]
+        for key, value in state.items():
+            if key == self._frozen:
+                if self._last[0] is not value:
+                    self._last = value, b"".join(SectionPacker(key).pack(value))
+                pieces += self._last[1:]
+            elif key not in self._split or not value:
+                rest[key] = value
+            else:
+                for name, part in value.items():
+                    if (key, name) not in self._packers:
+                        self._packers[key, name] = SectionPacker(key, name)
+                    parts += ((self._packers[key, name], part),)
+        for packer, part in parts:
+            try:  # as `packer.pack`, in one call for what has its shape
+                pieces += packer.pack(part) if packer.shape is None else packer.shape.pack(part)
+            except (_OtherShape, struct.error):
+                pieces += packer.pack(part)
         return b"".join(pieces)
 
 
 class SectionPacker:
-    """Packs the part of the state at one place. Not for several threads."""
+    """Packs the part of the state at one place, or what the state itself has. Not for several threads."""
 
     def __init__(self, *at: str) -> None:
         self._at = list(at)
@@ -246,15 +250,15 @@ def unpack_sections(data: bytes) -> Any:
         while position < len(data) or not position:
             (length,) = struct.unpack_from("<Q", data, position)
             content = json.loads(data[position + 8 : position + 8 + length])
-            *outer, last = content["at"]
+            at = content["at"]
             unpack = _unpack_shaped if "shape" in content else _unpack_tree
             value, position = unpack(content, data, position + 8 + length)
             inner: Any = state
-            for key in outer:
+            for key in at[:-1]:
                 inner = inner.setdefault(key, {})
-            if not (isinstance(inner, dict) and all(isinstance(key, str) for key in (*outer, last))):
-                raise ValueError(f"at {content['at']!r}")
-            inner[last] = value
+            if not (isinstance(inner, dict) and all(isinstance(key, str) for key in at)):
+                raise ValueError(f"at {at!r}")
+            inner.update({at[-1]: value} if at else value)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise CorruptCheckpointError(f"malformed packed state: {error!r}") from error
     return state

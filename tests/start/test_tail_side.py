@@ -65,7 +65,7 @@ class Rank:
         tail.pass_tail(1)
 
     def own(self) -> OwnState:
-        return OwnState(StatePacker(split="plain", frozen="rng").pack(self.collector.volatile()), forecast=False)
+        return OwnState(StatePacker("plain", frozen="rng").pack(self.collector.volatile()), forecast=False)
 
     def found(self, own: OwnState | None = None) -> Resumed:
         info = info_of(3, world_size=2, kind="final")

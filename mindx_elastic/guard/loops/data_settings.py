@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -45,6 +46,7 @@ _OTHER = object()
 _ORDER = ("indices", "num_samples", "replacement", "sampler", "seed", "weights")
 """What programs set on samplers of torch's."""
 _OF_LOADER = ("batch_size", "collate_fn", "num_workers", "prefetch_factor", "worker_init_fn")
+_of_loader = itemgetter(*_OF_LOADER)
 _HOLD_NOTHING = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, DataLoader)
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -64,7 +66,11 @@ class DataSettings:
         ``dataset.dataset``, ``sampler``."""
         self._tells = False  # what is put back
         self._tables = {path: table for path, part in self.parts.items() if type(table := table_of(part)) is dict}
-        self._all = list(self._tables.values())
+        # Of a loader of a library's class a few of its many attributes.
+        few = [p for p, t in self._tables.items() if set(_OF_LOADER) <= t.keys() and is_of_library(type(self.parts[p]))]
+        ours = [p for p, part in self.parts.items() if type(part) is ResumableBatchSampler]
+        self._all = [table for path, table in self._tables.items() if path not in (*few, *ours)]
+        self._few = [self._tables[path] for path in few]
         self._made: set[_Key] = set()
         """What has changed while a sample was made."""
         self._loaded: Mapping[str, Any] | None = None
@@ -94,8 +100,7 @@ class DataSettings:
 
     def state(self) -> dict[str, Any] | None:
         """What to save, not to be changed; None: nothing is set. At each boundary."""
-        ids = [*map(id, chain.from_iterable(map(dict.values, self._all)))]  # `_ids`, without the call
-        if ids != self._seen_ids or (self._in_place and self._are_other_contents()):
+        if self._ids() != self._seen_ids or (self._in_place and self._are_other_contents()):
             self._look()
         return self._state
 
@@ -126,11 +131,14 @@ class DataSettings:
             )
 
     def _ids(self) -> list[int]:
-        return [*map(id, chain.from_iterable(map(dict.values, self._all)))]
+        values = [*chain.from_iterable(map(dict.values, self._all))]
+        for table in self._few:
+            values += _of_loader(table)
+        return [*map(id, values)]
 
     def _see(self) -> None:
+        self._seen_ids = self._ids()
         self._seen = {path: table.copy() for path, table in self._tables.items()}  # so that no `id` comes again
-        self._seen_ids = [*map(id, chain.from_iterable(map(dict.values, self._seen.values())))]
 
     def _look(self) -> None:
         """Find what the program has set."""

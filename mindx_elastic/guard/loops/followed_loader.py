@@ -20,7 +20,7 @@ from mindx_elastic.data.look_ahead import LookAhead
 from mindx_elastic.data.position import SETTINGS, check_unchanged, num_batches
 from mindx_elastic.data.replay import parts_with_epoch
 from mindx_elastic.data.sampler import rank_and_world_size
-from mindx_elastic.data.track import Track
+from mindx_elastic.data.track import LoaderMark, Track
 from mindx_elastic.guard.loops.data_settings import DataSettings
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -134,31 +134,48 @@ class FollowedLoader(GoesThroughData, Track):
         """A step has ended in the middle of the newest iteration; an evaluation goes through all of it between two."""
         self.has_used = self.has_ended_epoch = False
         """What the last step has done: used a batch, or the last one of an epoch."""
+        self.epoch = 0
+        """The epoch of the newest batch that was used, as of the last boundary; 0 where there are no epochs."""
         self.epoch_used = 0
         """The epoch whose batches the last step has used; 0: none, or the loop fetches ahead."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def noted(self) -> tuple[Any, ...]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
-        ahead = self.look_ahead.ahead
-        state = self._position_of_used() if ahead and not self._is_over else self.loader.state_at(self.cursor)
-        if ahead is not None:
-            state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
-        cursor = self.cursor
-        if self._is_over or not (cursor.live or cursor.pending or cursor.finished or ahead):  # as `is_given_up`
-            state[_OVER] = True
-        if self.settings is not None and (own := self.settings.state()) is not None:
-            state[SETTINGS] = own
-        return state
+        cursor, look_ahead = self.cursor, self.look_ahead
+        ahead = look_ahead.ahead
+        place = tuple.__new__(LoaderMark, (cursor.epoch, cursor.batch, cursor.samples, cursor.finished, cursor.start))
+        later: Sequence[LoaderMark] = ()
+        is_over = self._is_over or not (cursor.live or cursor.pending or cursor.finished or ahead)  # as `is_given_up`
+        if ahead and not self._is_over:
+            place, later = self._place_of_used(place)
+        own = None if self.settings is None else self.settings.state()
+        return place, later, ahead, look_ahead.per_step, is_over, own, self.loader._settings
 
-    def _position_of_used(self) -> dict[str, Any]:
-        """Where batches are fetched ahead."""
+    def _place_of_used(self, place: LoaderMark) -> tuple[LoaderMark, Sequence[LoaderMark]]:
+        """Where batches are fetched ahead up to `place`: the position of what was used, and those after it."""
         look_ahead, seen = self.look_ahead, self.fetches
         # Which of the last batches of an epoch are used, only the boundary itself tells.
         used = look_ahead.used if seen.exhausted else look_ahead.used_by(seen)
         if used == seen.handed:
-            return self.loader.state_dict()
+            return place, ()
         at, *later = self.marks_from(used)
-        return self.loader.state_at(at, [*later, self.cursor.mark()])
+        return at, [*later, place]
+
+    def made_of(self, noted: tuple[Any, ...]) -> dict[str, Any]:
+        place, later, ahead, per_step, is_over, own, settings = noted
+        state = self.loader.state_at(place, later)
+        if settings is not None:  # those of then
+            state |= settings
+        if ahead is not None:
+            state[_AHEAD], state[_PER_STEP] = ahead, per_step
+        if is_over:
+            state[_OVER] = True
+        if own is not None:
+            state[SETTINGS] = own
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.made_of(self.noted())
 
     @property
     def beginning(self) -> object:
@@ -246,14 +263,6 @@ class FollowedLoader(GoesThroughData, Track):
         if self.adoption is not None:
             self.adoption.end()
 
-    def epoch(self) -> int:
-        """The epoch of the newest batch that was used; 0 where there are no epochs."""
-        if not self.loader._has_ends:
-            return 0
-        if not self.look_ahead.ahead or self.cursor.track is None:
-            return self.cursor.epoch
-        return self.mark_after(self.look_ahead.used).epoch
-
     def num_batches(self) -> int:
         """Batches of an epoch. An iteration fixes them when it begins; asked at every boundary."""
         iteration = self.cursor.token
@@ -281,6 +290,8 @@ class FollowedLoader(GoesThroughData, Track):
         number, self.handed_before = self.handed - self.handed_before, self.handed
         self.boundaries += 1
         self.epoch_used = cursor.epoch if number and look_ahead.ahead == 0 else 0
+        if self.loader._has_ends:
+            self.epoch = self.mark_after(look_ahead.used).epoch if look_ahead.ahead else cursor.epoch
         # As `is_at_end`, without a call at each boundary.
         is_at_end = cursor.finished or (cursor.size is not None and cursor.is_at_end)
         self.has_ended_epoch = number > 0 and is_at_end

@@ -57,8 +57,6 @@ class Loaders:
         """The loader whose epochs and batches count; None without one."""
         self.counting = next((each for each in self._followed if each.loader is self.first), None)
         """The same, if it is one of ours."""
-        self.epoch: Callable[[], int] = self._epoch_of_first if self.counting is None else self.counting.epoch
-        """The epoch of the newest batch that was used, else 0."""
         self.num_batches: Callable[[], int] = (
             partial(num_batches, self.first) if self.counting is None else self.counting.num_batches
         )
@@ -72,7 +70,9 @@ class Loaders:
         self.has_short_epochs = False
         """The loop may leave an epoch early, and a resumed one leaves it at the same batch."""
 
-    def _epoch_of_first(self) -> int:
+    @property
+    def epoch_of_first(self) -> int:
+        """What the first loader says of its epoch, which is none of ours; 0: nothing."""
         return int(asked(self.first, "epoch", 0) or 0)
 
     def _target(self, name: str, loader: Any) -> Any:

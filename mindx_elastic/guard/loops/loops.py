@@ -189,18 +189,26 @@ class Loops:
     @property
     def position(self) -> Position:
         """The last boundary passed."""
-        return Position(self.step, self.epoch, self.step_in_epoch, self._loaders.num_batches())
+        # As `Position(...)`, without a call of Python's at each boundary.
+        return tuple.__new__(Position, (self.step, self.epoch, self.step_in_epoch, self._loaders.num_batches()))
 
     @property
     def waits_for_tail(self) -> bool:
         """The code after an epoch runs, and other ranks go to its end: so does this one."""
         return self.tail.is_pending and not self.tail.is_alone
 
-    def count(self) -> None:
-        """A step has ended."""
-        current = self._loaders.epoch()
+    def count(self, *, is_boundary: bool) -> bool:
+        """A step has ended. `is_boundary`: outside of an accumulation window, with batches that are known. Returns
+        whether a run can be resumed from here.
+
+        Without a loader only the program knows what is left of its epoch. Where every epoch has one step (the whole
+        data at once), a resumed run begins with the next epoch; where the program counts the steps of an epoch by
+        itself, with the resumed one. The first step of all does not tell: it is a boundary once its epoch ends
+        (`late_boundary`), and none if a second one follows.
+        """
+        first = self._loaders.counting
+        current = self._loaders.epoch_of_first if first is None else first.epoch
         if self._in_epoch:
-            first = self._loaders.counting
             if first is not None and first.epoch_used not in (0, self.epoch) and not self._goes_on():
                 self._collector.loop = {**self._collector.loop, _OWN_PACE: True}
                 first.cursor.requested = None  # its next iteration is the epoch after the one it is in
@@ -220,15 +228,8 @@ class Loops:
         if self._between.is_watching:
             self._between.leave()
             self._loaders.at_next_ask(None)
-
-    def is_boundary(self) -> bool:
-        """After `count`, where no accumulation window is open: whether a run can be resumed from here.
-
-        Without a loader only the program knows what is left of its epoch. Where every epoch has one step (the whole
-        data at once), a resumed run begins with the next epoch; where the program counts the steps of an epoch by
-        itself, with the resumed one. The first step of all does not tell: it is a boundary once its epoch ends
-        (`late_boundary`), and none if a second one follows.
-        """
+        if not is_boundary:
+            return False
         self._boundaries += 1
         self._cuts_in_epoch += 1
         if self.loaders or not self._in_epoch:
