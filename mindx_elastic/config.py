@@ -139,6 +139,8 @@ class Settings:
     """``MINDX_ZYGOTE``: 1 lets the agent fork restarted workers, ``first`` those of the first attempt as well, 0 has it
     start fresh interpreters. Unset: ``first`` with ``--recover in-place``, where a rank that dies soon is not to wait
     for the imports of its replacement, else 1."""
+    preload: tuple[str, ...] = ()
+    """``MINDX_PRELOAD``: modules that the process imports from which workers are forked."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -160,6 +162,7 @@ class Settings:
             unmanaged=_one_of(env, "MINDX_UNMANAGED", ("error", "warn")),
             log_level=level,
             zygote=_one_of(env, "MINDX_ZYGOTE", ("", "1", "0", "first")),
+            preload=tuple(filter(None, map(str.strip, env.get("MINDX_PRELOAD", "").split(",")))),
         )
 
     def with_grace(self, grace_s: float) -> Settings:

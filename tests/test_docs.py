@@ -142,6 +142,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_REHEARSE_EXIT": int(settings.rehearse_by_exit),
         "MINDX_REHEARSED": settings.rehearsed,
         "MINDX_ZYGOTE": settings.zygote or None,
+        "MINDX_PRELOAD": ",".join(settings.preload) or None,
         "MINDX_DIVIDED_SAVES": SavingSettings.from_env(recorder).divide,
         "MINDX_PAGE_CACHE": "always" if SavingSettings.from_env(recorder).page_cache else "never",
         "MINDX_RECOVER": "in-place" if rejoin.in_place else "restart",

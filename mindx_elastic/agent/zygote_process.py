@@ -39,6 +39,7 @@ from contextlib import suppress
 from typing import Any
 
 from mindx_elastic.agent.child import tie
+from mindx_elastic.config import Settings
 from mindx_elastic.core.script import prepare, puts_folder_first, script_folder
 from mindx_elastic.errors import UsageError
 
@@ -76,7 +77,7 @@ _ADOPTED_POLL_S = 0.0002
 
 def is_own_variable(name: str) -> bool:
     """Whether each worker, or each attempt, may have its own value. No import of the zygote's reads it."""
-    return name in _OWN_VARIABLES or name.startswith(_OWN_PREFIXES)
+    return name in _OWN_VARIABLES or (name.startswith(_OWN_PREFIXES) and name != "MINDX_PRELOAD")
 
 
 def serve(began: Collection[str]) -> tuple[types.CodeType, dict[str, Any]]:
@@ -106,14 +107,14 @@ def _import_all() -> str:
 
     # OpenBLAS starts its threads here. It ends them before a fork and starts them again where they are needed.
     count = _num_threads()
-    for name in _MODULES:
+    for name in (*_MODULES, *Settings.from_env().preload):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each collection of a forked process copies the memory that it shares
     gc.enable()
     if _num_threads() > count:
-        return "importing torch has started threads"
-    return "importing torch has initialised CUDA" if sys.modules["torch"].cuda.is_initialized() else ""
+        return "an import has started threads"
+    return "an import has initialised CUDA" if sys.modules["torch"].cuda.is_initialized() else ""
 
 
 def _num_threads() -> int:

@@ -159,6 +159,16 @@ def test_the_programs_own_modules_are_imported_by_each(zygote: Zygote, tmp_path:
         assert run(zygote, tmp_path, script) == (0, f"{value}\n")
 
 
+def test_modules_that_are_asked_for_are_there_at_the_fork(tmp_path: Path) -> None:
+    write(tmp_path, "import os; PID = os.getpid()", "slow_to_import.py")
+    script = write(tmp_path, "import slow_to_import; print(slow_to_import.PID)")
+    env = {"PYTHONPATH": str(tmp_path), "MINDX_PRELOAD": " slow_to_import,, json"}
+    found = ready(Zygote([sys.executable, "-u", str(script)], {**ENV, **env}))
+    first, second = (run(found, tmp_path, script, env=env) for _ in range(2))
+    assert first == second and first[0] == 0
+    found.close()
+
+
 # --- a child of the agent ---
 
 AGENT = """
