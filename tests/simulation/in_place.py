@@ -100,7 +100,7 @@ class _Line:
         try:
             if not self.is_broken:
                 self.server.ask(act)
-        except ConnectionResetError:
+        except DistNetworkError:
             self.is_broken = True
         if self.is_broken:
             raise DistNetworkError("recvVector failed: Connection reset by peer")

@@ -53,7 +53,8 @@ class LocalEnd(File):
         if self.other.is_closed:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
         content = data[: _PIPE_BYTES - len(self.other._buffer)]
-        if not content:
+        is_cut = len(content) < len(data) <= select.PIPE_BUF  # so much goes into a pipe whole or not at all
+        if not content or (is_cut and not self._reads):
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         self.other._buffer.extend(content)
         self.other.topic.tell()
@@ -221,6 +222,8 @@ class Stream(File):
         if self._has_vanished:
             late = self.world.now + min(self.other.user_timeout_s, 1e6)
             self.world.at(late, lambda: self.other.fail(TimeoutError(errno.ETIMEDOUT, "timed out")))
+        elif what == _RESET and self._at_end:
+            self.fail(None)  # it has read the end, and only who writes hears of it
         elif what == _RESET:
             self.fail(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
         elif self.is_closed or self._is_broken:
@@ -232,7 +235,7 @@ class Stream(File):
             self._at_end = True
         self.topic.tell()
 
-    def fail(self, error: OSError) -> None:
+    def fail(self, error: OSError | None) -> None:
         if self._is_broken:
             return
         self._error, self._is_broken = error, True
@@ -247,10 +250,10 @@ class Listener(File):
     """A socket that waits for connections, in the running process."""
 
     def __init__(self, network: Network, address: tuple[str, int]) -> None:
-        super().__init__(network.world)
-        self._network, self._address = network, address
         if address in network.listeners:
             raise OSError(errno.EADDRINUSE, "Address already in use")
+        super().__init__(network.world)
+        self._network, self._address = network, address
         network.listeners[address] = self
         self._timeout_s: float | None = None
         self.process = network.process()

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from torch.distributed import DistNetworkError, DistStoreError
+
 from tests.simulation.world import Process, Topic, World
 
-__all__ = ["Connection", "DistStoreError", "SimulatedStore"]
-
-
-class DistStoreError(RuntimeError):
-    """As torch's: the store has answered that a key is not there in time."""
+__all__ = ["Connection", "SimulatedStore"]
 
 
 class SimulatedStore:
@@ -63,14 +61,15 @@ class SimulatedStore:
             limit_s = silent_s() if process not in self.cut_off else None
             self.world.wait(answers, limit_s, on=(self.topic,), is_interruptible=False)
         if not self.host.is_alive:
-            raise ConnectionResetError("Connection reset by peer")
+            raise DistNetworkError("recvVector failed: Connection reset by peer")
 
 
 class Connection:
     """One client's. The part of `torch.distributed.Store` that the package uses; one call at a time, as with torch."""
 
-    def __init__(self, store: SimulatedStore) -> None:
-        self._store = store
+    def __init__(self, store: SimulatedStore, *, timeout_s: float = 300.0) -> None:
+        """timeout_s: what is waited for a key that is read."""
+        self._store, self._timeout = store, timedelta(seconds=timeout_s)
 
     def set(self, key: str, value: str, /) -> None:
         self.multi_set([key], [value])
@@ -86,11 +85,13 @@ class Connection:
         found: list[bytes] = []
 
         def read() -> None:
-            if not all(key in self._store.values for key in keys):
-                raise DistStoreError("a key is not there")
-            found.extend(self._store.values[key] for key in keys)
+            found.extend(self._store.values[key] for key in keys if key in self._store.values)
 
         self._store.ask(read)
+        if len(found) < len(keys):
+            self.wait(keys, self._timeout)
+            found.clear()
+            self._store.ask(read)
         return found
 
     def add(self, key: str, amount: int, /) -> int:
@@ -130,11 +131,11 @@ class Connection:
     def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
         store, world = self._store, self._store.world
         end = world.now + timeout.total_seconds()
-        store.ask(lambda: None)
 
         def is_there() -> bool:
             return all(key in store.values for key in keys)
 
+        store.ask(lambda: None)
         topics = store.topic, store.host.topic
         if not world.wait(lambda: is_there() or not store.host.is_alive, end - world.now, on=topics):
             raise DistStoreError("wait timeout")

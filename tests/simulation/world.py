@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from inspect import isfunction
 from random import Random
 from threading import active_count, get_ident
@@ -367,12 +368,16 @@ class World:
 
     # --- the stand-ins ---
 
+    def modules(self, stand_ins: Mapping[str, object]) -> dict[str, Any]:
+        """What a module of the package finds in the places of the standard ones, by their names."""
+        own = {"threading": _Threading(self), "time": _Time(self), "queue": _Queues(self), **stand_ins}
+        return {name: _Either(import_module(name), _functions(instead)) for name, instead in own.items()}
+
     @contextmanager
     def replaced(self, stand_ins: Mapping[str, object], *, prefixes: tuple[str, ...] = _PREFIXES) -> Iterator[None]:
         """The modules whose names begin so use this world, and `stand_ins`, by the name of the standard module. Closes
         the world at the end."""
-        own = {"threading": _Threading(self), "time": _Time(self), "queue": _Queues(self), **stand_ins}
-        found = {name: _Either(sys.modules[name], _functions(instead)) for name, instead in own.items()}
+        found = self.modules(stand_ins)
         changed = []
         for module, attribute, standard in _users_of(frozenset(found), prefixes, len(sys.modules)):
             if vars(module)[attribute] is standard:
@@ -521,9 +526,14 @@ class _Lock:
         return True
 
     def release(self) -> None:
-        assert self._count or self._world.is_closed, "released a lock that nobody has"
+        if not self.is_held() and not self._world.is_closed:
+            raise RuntimeError("release unlocked lock")
         self._count = max(0, self._count - 1)
         self._topic[0].tell()
+
+    def is_held(self) -> bool:
+        """By the running thread; one that is not reentrant by any."""
+        return self._count > 0 and (not self._reentrant or self._owner is self._world.thread)
 
     def _is_free(self) -> bool:
         return self._count == 0
@@ -572,6 +582,8 @@ class _Condition:
         return found
 
     def notify(self, n: int = 1) -> None:
+        if not self._lock.is_held() and not self._world.is_closed:
+            raise RuntimeError("cannot notify on un-acquired lock")
         for _ in range(min(n, len(self._waiters))):
             self._waiters.popleft()[0] = True
         self._topic[0].tell()
