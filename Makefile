@@ -53,7 +53,7 @@ help:
 	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    the marker drill, and random faults on real jobs: all exact? DRILL_ARGS='--faults 200 --seed 1'"
 	@echo "make mutants  changes one line of the engine at a time: do the tests of its room notice? MUTANTS='persist start' for some rooms"
-	@echo "make simulation  stops, agents, recoveries in place and clusters of simulated jobs, and defects put back: SCHEDULES=100000 JOBS=2"
+	@echo "make simulation  stops, agents, recoveries in place, clusters and files of simulated jobs, and defects put back: SCHEDULES=100000 JOBS=2"
 	@echo "make fuzz     training scripts made by chance, each stopped and killed by chance: equal, told, or WRONG? PROGRAMS=200 RANKS=1 JOBS=2 SYSTEM=model"
 	@echo "make trainers installs Lightning, Accelerate and Transformers into .venv and runs all tests with them"
 	@echo "make packages installs about 100 packages of others into .venv-packages and prints what docs/trainers.md sums up"
@@ -143,10 +143,9 @@ mutants: $(DONE)/dev
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 simulation: $(DONE)/dev
-	$(BIN)/python -m tests.simulation.stops --schedules $(SCHEDULES) --jobs $(JOBS)
-	$(BIN)/python -m tests.simulation.cluster --schedules $(SCHEDULES) --jobs $(JOBS)
-	$(BIN)/python -m tests.simulation.agents --schedules $(SCHEDULES) --jobs $(JOBS)
-	$(BIN)/python -m tests.simulation.in_place --schedules $(SCHEDULES) --jobs $(JOBS)
+	for each in stops cluster agents in_place files; do \
+		$(BIN)/python -m tests.simulation $$each --schedules $(SCHEDULES) --jobs $(JOBS) || exit 1; \
+	done
 	$(BIN)/python -m tests.mutants.defects
 
 fuzz: $(DONE)/dev

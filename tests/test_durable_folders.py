@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,20 @@ from mindx_elastic.platforms.small_files import write_whole
 from mindx_elastic.platforms.tft_tree import settle_tft_file, tft_path
 from mindx_elastic.train.request_exit import export_network
 from tests.checkpoint_files import write
+from tests.simulation.disk import Disk
 from tests.start.arenas import RUN, Machine
-from tests.strict_posix import StrictDisk
 
 
 @pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StrictDisk:
-    return StrictDisk(tmp_path, monkeypatch)
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    with Disk(tmp_path).active() as made:
+        yield made
 
 
 class Log(EventLog):
     """Looks at each file in the moment in which it is reported as saved."""
 
-    def __init__(self, path: Path, disk: StrictDisk) -> None:
+    def __init__(self, path: Path, disk: Disk) -> None:
         super().__init__(path, run_id="run")
         self.disk, self.reported = disk, 0
 
@@ -48,27 +49,25 @@ class Log(EventLog):
         super().emit(event, outcome=outcome, **more)
 
 
-def saver(directory: Path, disk: StrictDisk, rank: int) -> Saver:
+def saver(directory: Path, disk: Disk, rank: int) -> Saver:
     collector = Collector({"model": nn.Linear(4, 4)})
     collector.copy(Position(3, 1, 3, 10))
     return Saver(collector, RankInfo(rank=rank, world_size=2), Log(directory / "events.jsonl", disk))
 
 
-def by_nobody(disk: StrictDisk, directory: Path) -> None:
+def by_nobody(disk: Disk, directory: Path) -> None:
     pass
 
 
-def by_another_process(disk: StrictDisk, directory: Path) -> None:
+def by_another_process(disk: Disk, directory: Path) -> None:
     """That was killed, or has not come to flush it."""
     for rank in range(2):
-        disk.make_without_flush(directory / f"rank_{rank}")
+        (directory / f"rank_{rank}").mkdir()
 
 
 @pytest.mark.parametrize("made", [by_nobody, by_another_process])
 @pytest.mark.parametrize("how", ["dying", "by hand", "below", "two names"])
-def test_a_reported_save_survives(
-    disk: StrictDisk, tmp_path: Path, made: Callable[[StrictDisk, Path], None], how: str
-) -> None:
+def test_a_reported_save_survives(disk: Disk, tmp_path: Path, made: Callable[[Disk, Path], None], how: str) -> None:
     directory = prepare_owned_directory(tmp_path / "runs" / "ckpt")[0]
     made(disk, directory)
     for rank in range(2):
@@ -88,7 +87,7 @@ def test_a_reported_save_survives(
         assert any(call.startswith("mkdir") for call in disk.calls)
 
 
-def test_a_ttp_tree_survives(disk: StrictDisk, tmp_path: Path) -> None:
+def test_a_ttp_tree_survives(disk: Disk, tmp_path: Path) -> None:
     root = prepare_owned_directory(tmp_path / "ckpt")[0]
     paths = [tft_path(root, step=3, rank=rank, epoch=1, step_in_epoch=3) for rank in range(2)]
     for rank, path in enumerate(paths):
@@ -97,13 +96,13 @@ def test_a_ttp_tree_survives(disk: StrictDisk, tmp_path: Path) -> None:
         disk.check(settle_tft_file(path, world_size=2, gone=lambda: {0, 1}))
 
 
-def test_a_planners_file_survives(disk: StrictDisk, tmp_path: Path) -> None:
+def test_a_planners_file_survives(disk: Disk, tmp_path: Path) -> None:
     disk.check(write_whole(tmp_path / "a" / "b" / "c" / "strategy.proto", b"x"))
-    disk.make_without_flush(tmp_path / "d")
+    (tmp_path / "d").mkdir()
     disk.check(write_whole(tmp_path / "d" / "strategy.proto", b"x"))
 
 
-def test_a_copy_from_another_node_survives(disk: StrictDisk, tmp_path: Path) -> None:
+def test_a_copy_from_another_node_survives(disk: Disk, tmp_path: Path) -> None:
     class Sender:
         def receive_file(self, blocks: BlockWriter, size: int) -> None:
             blocks.put(torch.frombuffer(bytearray(source.read_bytes()), dtype=torch.uint8))
@@ -120,30 +119,30 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path, 2)
 
 
-def test_what_the_holder_writes_survives(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_holder_writes_survives(machine: Machine, tmp_path: Path) -> None:
     machine.know(RUN)
     machine.snapshot(9)
     arena = machine.arena(0)
     arena.describe(machine.directory, RUN)
     arena.close()
-    disk = StrictDisk(tmp_path, monkeypatch)
-    disk.make_without_flush(machine.directory / "rank_1")
-    flushed = flush(machine.job)
-    assert flushed.step == 9, flushed.lines
-    files = sorted(machine.directory.rglob("*.safetensors"))
-    assert len(files) == 2
-    for file in files:
-        disk.check(file)
+    with Disk(tmp_path).active() as disk:
+        (machine.directory / "rank_1").mkdir()
+        flushed = flush(machine.job)
+        assert flushed.step == 9, flushed.lines
+        files = sorted(machine.directory.rglob("*.safetensors"))
+        assert len(files) == 2
+        for file in files:
+            disk.check(file)
 
 
-def test_what_is_put_aside_survives(disk: StrictDisk, tmp_path: Path) -> None:
+def test_what_is_put_aside_survives(disk: Disk, tmp_path: Path) -> None:
     directory = prepare_owned_directory(tmp_path / "ckpt" / "deep")[0]
     disk.check(directory)
     path = write(directory / "x.safetensors")
     disk.check(quarantine(path, "test", directory))
 
 
-def test_an_exported_network_survives(disk: StrictDisk, tmp_path: Path) -> None:
+def test_an_exported_network_survives(disk: Disk, tmp_path: Path) -> None:
     directory = prepare_owned_directory(tmp_path / "ckpt")[0]
     export_network(nn.Linear(4, 4), (torch.ones(2, 4), torch.zeros(2)), directory / "x.pt2")
     disk.check(directory / "x.pt2")

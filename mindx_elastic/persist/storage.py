@@ -275,13 +275,15 @@ def remove_stale_temps(directory: StrPath) -> list[Path]:
 
 
 def keep_as(path: Path, second: Path) -> None:
-    """Make the file `path` appear under the name `second` too, replacing what was there, before `path` is replaced."""
+    """Make the file `path` appear under the name `second` too, durably, replacing what was there, before `path` is
+    replaced: a power cut may leave the later one of two new names, and not the earlier one."""
     try:
         _link_over(path, second)
     except OSError as error:
         if error.errno in _NO_OTHER_WAY:
             raise
         publish(path, second)  # until the new file is there, the old one has its second name only
+    fsync_dir(second.parent)
 
 
 def publish(temp: Path, final: Path) -> None:

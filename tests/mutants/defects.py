@@ -44,7 +44,7 @@ def _schedules_until_found(root: Path, simulation: str, most: int) -> tuple[int,
     """How many schedules it took, and what was found; 0: nothing."""
     for first in range(0, most, _AT_ONCE):
         arguments = ["--schedules", str(_AT_ONCE), "--first", str(first)]
-        command = [sys.executable, "-m", f"tests.simulation.{simulation}", *arguments]
+        command = [sys.executable, "-m", "tests.simulation", simulation, *arguments]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         found = sorted(
             (int(line.split()[1].rstrip(":")), line) for line in done.stdout.splitlines() if line.startswith("seed ")
@@ -59,7 +59,7 @@ def _schedules_until_found(root: Path, simulation: str, most: int) -> tuple[int,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=20_000, help="schedules for each")
-    parser.add_argument("--only", default="", help="those of this simulation: stops, cluster, agents, in_place")
+    parser.add_argument("--only", default="", help="those of this simulation: stops, cluster, agents, in_place, files")
     options = parser.parse_args()
     missed = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -4,8 +4,8 @@ Real are the agent from the first meeting of the nodes to its exit code (`agent.
 supervisor, the attempt, workers, endings, restarts, membership, inbox), the table with its server, and torch's agent.
 Simulated are the system (`system`), the network, the workers (`workers`), and what goes wrong::
 
-    python -m tests.simulation.agents --schedules 20000 --first 0 --jobs 2
-    python -m tests.simulation.agents --seed 4711          # its story
+    python -m tests.simulation agents --schedules 20000 --first 0 --jobs 2
+    python -m tests.simulation agents --seed 4711          # its story
 
 What must hold in every schedule:
 
@@ -25,7 +25,6 @@ import logging
 import math
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -50,7 +49,7 @@ from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster import connection
 from mindx_elastic.cluster.table import Limits, Table
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from tests.simulation.schedules import main, quiet
+from tests.simulation.schedules import Played, quiet
 from tests.simulation.system import System
 from tests.simulation.workers import Meeting, Worker
 from tests.simulation.world import Process, Stuck, World
@@ -67,7 +66,6 @@ __all__ = [
     "Outcome",
     "Plan",
     "Started",
-    "count",
     "plan_of",
     "play",
 ]
@@ -144,19 +142,17 @@ class Plan:
 
 
 @dataclass
-class Outcome:
+class Outcome(Played):
     """What a schedule came to."""
 
-    plan: Plan
     agents: list[Agent] = field(default_factory=list)
-    story: list[tuple[float, str]] = field(default_factory=list)
-    switches: int = 0
-    messages: int = 0
-    seconds: float = 0.0
-    """Simulated."""
-    stuck: str = ""
-    wrong: list[str] = field(default_factory=list)
-    """Empty: all that must hold does."""
+
+    def count(self) -> Counter[str]:
+        counts = super().count() + Counter(restarts=sum(agent.restarts for agent in self.agents))
+        counts.update(f"code: {agent.code}" for agent in self.agents)
+        told = [text for _, text in self.story if ": rejoin (" in text]
+        counts.update("recovery: " + text.partition("outcome ")[2].partition(",")[0] for text in told)
+        return counts
 
 
 def plan_of(seed: int) -> Plan:
@@ -606,7 +602,7 @@ def play(plan: Plan, make: type[Job] = Job) -> Outcome:
             world.run(until=world.now + 3600.0)
         except Stuck as error:
             outcome.stuck = str(error)
-        outcome.story, outcome.switches, outcome.seconds = world.story, world.switches, world.now - 1000.0
+        outcome.take(world)
     outcome.messages = job.network.messages
     outcome.agents = [agent for node in job.nodes for agent in node.agents]
     outcome.wrong = job.faults_of(outcome)
@@ -653,21 +649,3 @@ def _faults_of_kinds(job: Job, outcome: Outcome) -> list[str]:
     if kinds <= GENTLE and not job.failures and codes not in ({0}, {exit_code_of_signal(signal.SIGTERM)}):
         return [f"a stop is answered with {told}"]
     return []
-
-
-def count(outcome: Outcome) -> Counter[str]:
-    counts = Counter(
-        {
-            "switches": outcome.switches,
-            "messages": outcome.messages,
-            "simulated seconds": round(outcome.seconds),
-            "restarts": sum(agent.restarts for agent in outcome.agents),
-        }
-    )
-    counts.update(f"fault: {fault.kind}" for fault in outcome.plan.faults)
-    counts.update(f"code: {agent.code}" for agent in outcome.agents)
-    return counts
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], about=__doc__, plan_of=plan_of, play=play, count=count))

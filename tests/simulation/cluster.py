@@ -4,8 +4,8 @@ Real are the scheduler's loop, its table, the workers' connections and their end
 of the table, the training with its collectives and its guard, ``exec``, and a person who starts again what has died.
 `play` plays one schedule::
 
-    python -m tests.simulation.cluster --schedules 20000 --first 0 --jobs 2
-    python -m tests.simulation.cluster --seed 4711        # its story
+    python -m tests.simulation cluster --schedules 20000 --first 0 --jobs 2
+    python -m tests.simulation cluster --seed 4711        # its story
 
 What must hold in every schedule:
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,7 +49,7 @@ from mindx_elastic.cluster.worker_end import WorkerEnd
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.stop_cause import StopCause
 from mindx_elastic.errors import SaveError, UsageError
-from tests.simulation.schedules import main, quiet
+from tests.simulation.schedules import Played, quiet
 from tests.simulation.system import System
 from tests.simulation.world import Process, Stuck, Topic, World
 
@@ -157,18 +156,15 @@ class Plan:
 
 
 @dataclass
-class Outcome:
+class Outcome(Played):
     """What a schedule came to."""
 
-    plan: Plan
-    job: _Job
-    story: list[tuple[float, str]] = field(default_factory=list)
-    switches: int = 0
-    messages: int = 0
-    """Pieces that were sent over a connection."""
-    seconds: float = 0.0
-    wrong: list[str] = field(default_factory=list)
-    """Empty: all that must hold does."""
+    job: _Job = field(kw_only=True)
+
+    def count(self) -> Counter[str]:
+        counts = super().count() + Counter(groups=len(self.job.meetings), finished=int(self.job.scheduler_code == 0))
+        counts.update(f"struck: {kind}" for kind in self.job.struck)
+        return counts
 
 
 def plan_of(seed: int) -> Plan:
@@ -696,7 +692,7 @@ def _stand_ins(job: _Job) -> Iterator[None]:
 def play(plan: Plan, *, tells: bool = False) -> Outcome:
     """Play one schedule to its end. Any number, one after the other. `tells`: with the package's log lines."""
     job = _Job(plan)
-    outcome, world = Outcome(plan, job), job.world
+    outcome, world = Outcome(plan, job=job), job.world
     with ExitStack() as stack:
         stack.enter_context(world.replaced(job.system.stand_ins))
         stack.enter_context(_stand_ins(job))
@@ -714,7 +710,7 @@ def play(plan: Plan, *, tells: bool = False) -> Outcome:
         except Stuck as error:
             stuck = str(error)
         outcome.messages = job.network.messages
-        outcome.story, outcome.switches, outcome.seconds = world.story, world.switches, world.now - 1000.0
+        outcome.take(world)
     outcome.wrong = [*job.wrong, *([stuck] if stuck else _faults_of(outcome))]
     return outcome
 
@@ -741,14 +737,5 @@ def _faults_of(outcome: Outcome) -> list[str]:
     return wrong
 
 
-def _count(outcome: Outcome) -> Counter[str]:
-    counts = Counter({"switches": outcome.switches, "simulated seconds": round(outcome.seconds)})
-    counts["groups"] = len(outcome.job.meetings)
-    counts["finished jobs"] = int(outcome.job.scheduler_code == 0)
-    counts.update(f"fault: {kind}" for kind in outcome.job.struck)
-    return counts
-
-
-if __name__ == "__main__":
-    told = partial(play, tells=True)
-    sys.exit(main(sys.argv[1:], about=__doc__, plan_of=plan_of, play=play, count=_count, play_told=told))
+play_told = partial(play, tells=True)
+"""With the package's log lines in the story."""

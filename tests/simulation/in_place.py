@@ -4,8 +4,8 @@ Real are the agent of `agents` with `agent.recovery` and `agent.replacements`, a
 the protocol, how a rank leaves and enters its guard again (`guard.running`), and how a new process joins
 (`rejoin.own_member`). Simulated are sockets and process groups, the training, its state and what goes wrong::
 
-    python -m tests.simulation.in_place --schedules 20000 --first 0 --jobs 2
-    python -m tests.simulation.in_place --seed 4711          # its story
+    python -m tests.simulation in_place --schedules 20000 --first 0 --jobs 2
+    python -m tests.simulation in_place --seed 4711          # its story
 
 What must hold in every schedule, beside what `agents` checks:
 
@@ -52,7 +52,6 @@ from mindx_elastic.rejoin.record import IN_PLACE, RESTART, STOPPED
 from mindx_elastic.rejoin.spare import PIPE_VARIABLE, UNFIT, WAITS
 from tests.simulation import agents
 from tests.simulation.agents import Agent, Fault, Job, Outcome, Started
-from tests.simulation.schedules import main
 from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.workers import Alarm, Meeting, Worker
 from tests.simulation.world import Process, Topic, World
@@ -1047,14 +1046,3 @@ class InPlaceJob(Job):
 def play(plan: agents.Plan) -> Outcome:
     """Play one schedule to its end. Any number, one after the other."""
     return agents.play(plan, InPlaceJob)
-
-
-def count(outcome: Outcome) -> Counter[str]:
-    counts = agents.count(outcome)
-    told = [text for _, text in outcome.story if ": rejoin (" in text]
-    counts.update("recovery: " + text.partition("outcome ")[2].partition(",")[0] for text in told)
-    return counts
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], about=__doc__, plan_of=plan_of, play=play, count=count))

@@ -4,8 +4,8 @@ Real are the watcher, the stop request, the exchange over the store, the agreeme
 stopper with its claim, the salvage and the last resort. Simulated are the training, its collectives, the store's host
 and the network to it, what a save takes, and what goes wrong. `play` plays one schedule and checks `faults_of` it::
 
-    python -m tests.simulation.stops --schedules 100000 --first 0 --jobs 2
-    python -m tests.simulation.stops --seed 4711          # its story
+    python -m tests.simulation stops --schedules 100000 --first 0 --jobs 2
+    python -m tests.simulation stops --seed 4711          # its story
 
 What must hold in every schedule:
 
@@ -23,7 +23,6 @@ and where no more happens than signals, pauses, a slow store and slow steps (`Fa
 from __future__ import annotations
 
 import signal
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 from mindx_elastic.platforms.flag_file import AnsweredFlags
-from tests.simulation.schedules import main, quiet
+from tests.simulation.schedules import Played, quiet
 from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.system import System
 from tests.simulation.world import Process, Stuck, Topic, World
@@ -121,21 +120,15 @@ class Plan:
 
 
 @dataclass
-class Outcome:
+class Outcome(Played):
     """What a schedule came to."""
 
-    plan: Plan
-    ranks: list[_Rank]
-    story: list[tuple[float, str]] = field(default_factory=list)
-    switches: int = 0
-    messages: int = 0
+    ranks: list[_Rank] = field(default_factory=list)
     decided: list[int | None] = field(default_factory=list)
     """What the decision cells in the store hold: a step, or None where each rank acts alone."""
-    seconds: float = 0.0
-    """Simulated."""
-    stuck: str = ""
-    wrong: list[str] = field(default_factory=list)
-    """Empty: all that must hold does."""
+
+    def count(self) -> Counter[str]:
+        return super().count() + Counter(files=sum(len(rank.saved) for rank in self.ranks))
 
 
 def plan_of(seed: int) -> Plan:
@@ -469,7 +462,7 @@ def _strike(fault: Fault, world: World, store: SimulatedStore | None, ranks: Seq
 def play(plan: Plan) -> Outcome:
     """Play one schedule to its end. Any number, one after the other."""
     world = World(plan.seed)
-    system, outcome = System(world), Outcome(plan, [])
+    system, outcome = System(world), Outcome(plan)
     with world.replaced(system.stand_ins), quiet():
         collectives = _Collectives(world, plan)
         ranks = outcome.ranks = [_Rank(number, system, plan, collectives) for number in range(plan.world_size)]
@@ -505,7 +498,7 @@ def play(plan: Plan) -> Outcome:
             world.run(until=world.now + 3600.0)
         except Stuck as error:
             outcome.stuck = str(error)
-        outcome.story, outcome.switches, outcome.seconds = world.story, world.switches, world.now - 1000.0
+        outcome.take(world)
         if store is not None:
             outcome.messages = store.messages
             cells = [value.decode() for key, value in store.values.items() if key.endswith("/decision")]
@@ -565,23 +558,3 @@ def _faults_of_gentle(plan: Plan, ranks: Sequence[_Rank]) -> list[str]:
     codes = [rank.process.exit_code for rank in ranks]
     expected = [0 if rank.finished else 143 for rank in ranks]
     return [] if codes == expected else [f"exit codes {codes}, not {expected}, saved {steps}"]
-
-
-# --- many schedules ---
-
-
-def _count(outcome: Outcome) -> Counter[str]:
-    counts = Counter(
-        {
-            "switches": outcome.switches,
-            "messages to the store": outcome.messages,
-            "simulated seconds": round(outcome.seconds),
-            "files": sum(len(rank.saved) for rank in outcome.ranks),
-        }
-    )
-    counts.update(f"fault: {fault.kind}" for fault in outcome.plan.faults)
-    return counts
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], about=__doc__, plan_of=plan_of, play=play, count=_count))

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
-from tests.simulation.agents import GRACE_S, Fault, Outcome, Plan, plan_of, play
+from tests.simulation.agents import GRACE_S, Fault, Outcome, Plan, play
 
-EACH = 25
 QUIET = Plan(
     1, nodes=2, min_nodes=2, workers=1, steps=4, step_s=1.0, start_s=0.5, save_s=0.1, after_s=0.1, is_guarded=True,
     hears_connections=True, host_is_apart=False, max_restarts=3, faults=(),
@@ -22,24 +21,6 @@ def played(nodes: int, *faults: Fault, **more: Any) -> Outcome:
     outcome = play(replace(QUIET, nodes=nodes, min_nodes=nodes, faults=faults, **more))
     assert not outcome.wrong, outcome.wrong
     return outcome
-
-
-OFTEN = [range(first, first + EACH) for first in range(0, 300, EACH)]
-DRILLED = [range(first, first + 1_000) for first in range(0, 100_000, 1_000)]
-
-
-@pytest.mark.parametrize(
-    "seeds", [*OFTEN, *(pytest.param(seeds, marks=pytest.mark.drill) for seeds in DRILLED)], ids=str
-)
-def test_agents_keep_their_promises_whatever_goes_wrong(seeds: range) -> None:
-    wrong = {seed: found for seed in seeds if (found := play(plan_of(seed)).wrong)}
-    assert not wrong, f"tell one with: python -m tests.simulation.agents --seed {min(wrong)}"
-
-
-def test_a_seed_is_a_failure_that_comes_again() -> None:
-    one, other = play(plan_of(7)), play(plan_of(7))
-    assert one.story == other.story
-    assert one.switches == other.switches > 100
 
 
 def test_a_failure_is_counted_once_on_all_nodes() -> None:

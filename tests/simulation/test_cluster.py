@@ -17,24 +17,6 @@ def outcome_of(seed: int) -> Outcome:
     return play(plan_of(seed))
 
 
-OFTEN = [range(first, first + EACH) for first in range(0, 300, EACH)]
-DRILLED = [range(first, first + 1_000) for first in range(0, 100_000, 1_000)]
-
-
-@pytest.mark.parametrize(
-    "seeds", [*OFTEN, *(pytest.param(seeds, marks=pytest.mark.drill) for seeds in DRILLED)], ids=str
-)
-def test_a_cluster_keeps_its_promises_whatever_goes_wrong(seeds: range) -> None:
-    wrong = {seed: found for seed in seeds if (found := outcome_of(seed).wrong)}
-    assert not wrong, f"tell one with: python -m tests.simulation.cluster --seed {min(wrong)}"
-
-
-def test_a_seed_is_a_cluster_that_comes_again() -> None:
-    one, other = play(plan_of(8)), play(plan_of(8))
-    assert one.story == other.story
-    assert one.switches == other.switches > 100
-
-
 def test_every_kind_of_fault_strikes_and_clusters_end_as_they_do_in_life() -> None:
     outcomes = [outcome_of(seed) for seed in range(2 * EACH, 4 * EACH)]
     struck = {kind for outcome in outcomes for kind in outcome.job.struck}

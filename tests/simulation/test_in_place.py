@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.simulation.agents import Fault, Outcome
-from tests.simulation.in_place import Plan, plan_of, play
+from tests.simulation.in_place import Plan, play
 
-EACH = 15
 QUIET = Plan(
     1, nodes=1, min_nodes=1, workers=3, steps=6, step_s=0.5, start_s=1.0, save_s=0.01, after_s=0.1, is_guarded=True,
     hears_connections=True, host_is_apart=False, max_restarts=3, faults=(), spares=0, enters_at_once=True,
@@ -29,24 +28,6 @@ def recoveries_of(outcome: Outcome) -> list[str]:
     """Their outcomes, as the agent tells them."""
     told = [text for _, text in outcome.story if ": rejoin (" in text]
     return [text.partition("outcome ")[2].partition(",")[0] for text in told]
-
-
-OFTEN = [range(first, first + EACH) for first in range(0, 150, EACH)]
-DRILLED = [range(first, first + 500) for first in range(0, 15_000, 500)]
-
-
-@pytest.mark.parametrize(
-    "seeds", [*OFTEN, *(pytest.param(seeds, marks=pytest.mark.drill) for seeds in DRILLED)], ids=str
-)
-def test_all_go_on_from_one_boundary_whatever_goes_wrong(seeds: range) -> None:
-    wrong = {seed: found for seed in seeds if (found := play(plan_of(seed)).wrong)}
-    assert not wrong, f"tell one with: python -m tests.simulation.in_place --seed {min(wrong)}"
-
-
-def test_a_seed_is_a_failure_that_comes_again() -> None:
-    one, other = play(plan_of(7)), play(plan_of(7))
-    assert one.story == other.story
-    assert one.switches == other.switches > 100
 
 
 @pytest.mark.parametrize("spares", [0, 1])
