@@ -44,9 +44,6 @@ def convert_command(
         ),
     ],
     component: Annotated[str, typer.Option(help="The part of the checkpoint that is the model.")] = "model",
-    everything: Annotated[
-        bool, typer.Option("--all", help="Keep the optimizer and all the rest, not only the model.")
-    ] = False,
     step: Annotated[
         int | None, typer.Option(help="The step to take.", show_default="the newest that all ranks have")
     ] = None,
@@ -54,8 +51,7 @@ def convert_command(
 ) -> None:
     """Convert a checkpoint of this package into a torch.save file or plain safetensors: name -> tensor.
 
-    Converts the model alone and keeps its names, unless --all is given (torch; not where ranks hold different parts).
-    A model in parts (sharded, pipeline stages) is put together.
+    Converts the model alone and keeps its names. A model in parts (sharded, pipeline stages) is put together.
 
     The files are read and checked as by a start, and need memory for what is converted. DESTINATION is never
     overwritten without --force, and appears whole or not at all. Tied weights get one copy each in safetensors.
@@ -70,7 +66,7 @@ def convert_command(
     \b
     [bold]Examples[/bold]
     mindx-elastic convert ckpt weights.pt
-    mindx-elastic convert ckpt everything.pt --all --step 1200
+    mindx-elastic convert ckpt resnet.pt --step 1200
     mindx-elastic convert ckpt resnet.safetensors
     """
     is_folder(source)  # ends the command where it is neither that nor a file
@@ -78,9 +74,7 @@ def convert_command(
     from mindx_elastic.errors import CheckpointError, MindxError, NoUsableCheckpointError
 
     try:
-        request = ConversionRequest(
-            source=source, destination=destination, component=component, everything=everything, step=step, force=force
-        )
+        request = ConversionRequest(source=source, destination=destination, component=component, step=step, force=force)
         result = convert(request)
     except MindxError as error:
         tell_error(error)
@@ -96,9 +90,9 @@ def _lines(request: ConversionRequest, result: Converted) -> Iterator[str]:
     yield f"{request.source} (step {result.step}) -> {written}"
     for note in result.notes:
         yield f"note: {note}"
-    name, model = str(request.destination), '["model"]' if request.everything else ""
+    name = str(request.destination)
     if request.kind == "torch":
-        yield f"    model.load_state_dict(torch.load({name!r}, weights_only=True){model})"
+        yield f"    model.load_state_dict(torch.load({name!r}, weights_only=True))"
         return
     yield f'    mindspore.load_checkpoint({name!r}, net, format="safetensors")'
     yield f"    model.load_state_dict(safetensors.torch.load_file({name!r}))"

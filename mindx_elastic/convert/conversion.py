@@ -7,14 +7,12 @@ without ``--force`` nothing is replaced.
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -25,7 +23,6 @@ from mindx_elastic.persist.storage import new_file
 
 __all__ = ["ConversionRequest", "Converted", "convert"]
 
-MODEL = "model"
 _KINDS = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
 """The format by the destination's suffix."""
 
@@ -36,10 +33,8 @@ class ConversionRequest:
 
     source: Path
     destination: Path
-    component: str = MODEL
+    component: str = "model"
     """Name of the model where the source holds several components."""
-    everything: bool = False
-    """Keep the optimizer and the rest."""
     step: int | None = None
     """None: the newest."""
     force: bool = False
@@ -47,8 +42,6 @@ class ConversionRequest:
     def __post_init__(self) -> None:
         if self.destination.suffix not in _KINDS:
             raise UsageError(f"{self.destination}: give a name that ends in {', '.join(_KINDS)}: it says the format")
-        if self.kind == "safetensors" and self.everything:
-            raise UsageError("a plain safetensors file holds named tensors only: leave out --all, or write a .pt file")
         if self.step is not None and self.step < 0:
             raise UsageError(f"step {self.step}: numbers count from 0")
 
@@ -76,10 +69,7 @@ def convert(request: ConversionRequest) -> Converted:
     Raises UsageError, UnsupportedStateError or a CheckpointError; the destination is untouched then.
     """
     _check_destination(request)
-    step, state, notes = read_source(
-        request.source, request.component, everything=request.everything, step=request.step
-    )
-    model = state.pop(request.component)
+    step, model, notes = read_source(request.source, request.component, step=request.step)
     if request.kind == "safetensors":
         tensors, others = _flat_tensors(model)
         if others:
@@ -87,10 +77,10 @@ def convert(request: ConversionRequest) -> Converted:
         with _new_file(request) as temp:
             _write_plain(temp, tensors)
         return Converted(*_num_tensors(tensors), step, notes)
-    content = _plain_values({**state, MODEL: model} if request.everything else model)
+    _check_values(model, request.component)
     with _new_file(request) as temp:
-        torch.save(content, temp)
-    return Converted(*_num_tensors(content), step, notes)
+        torch.save(model, temp)
+    return Converted(*_num_tensors(model), step, notes)
 
 
 def _write_plain(temp: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -137,40 +127,16 @@ def _new_file(request: ConversionRequest) -> Iterator[Path]:
 # --- the state in the forms that other programs read ---
 
 
-def _plain_values(value: Any, where: str = "state") -> Any:
-    """`value` of types that ``torch.load(weights_only=True)`` reads: arrays become tensors, their scalars numbers.
-
-    Raises UnsupportedStateError for a value that has no such form.
-    """
-
-    def inner(item: Any, key: object) -> Any:
-        return _plain_values(item, f"{where}.{key}"[:300])
-
-    if isinstance(value, Counter):
-        return Counter(dict(value))
-    if isinstance(value, OrderedDict):
-        ordered = OrderedDict((key, inner(item, key)) for key, item in value.items())
-        if hasattr(value, "_metadata"):  # a module's version numbers
-            ordered._metadata = value._metadata  # type: ignore[attr-defined]
-        return ordered
-    if isinstance(value, dict):
-        return {key: inner(item, key) for key, item in value.items()}
-    if isinstance(value, list | deque):
-        return [inner(item, index) for index, item in enumerate(value)]
-    if type(value) is tuple:
-        return tuple(inner(item, index) for index, item in enumerate(value))
-    if isinstance(value, frozenset):
-        return set(value)
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, np.ndarray):
-        try:
-            return torch.from_numpy(np.array(value, order="C"))
-        except TypeError:
-            return value.tolist()
-    if type(value) in _KNOWN or value is None:
-        return value
-    raise UnsupportedStateError(where, f"a value of type {type(value).__qualname__} has no form there")
+def _check_values(value: Any, where: str) -> None:
+    """Raises UnsupportedStateError for a value that ``torch.load(weights_only=True)`` does not read."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_values(item, f"{where}.{key}"[:300])
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_values(item, f"{where}.{index}"[:300])
+    elif type(value) not in _KNOWN and value is not None:
+        raise UnsupportedStateError(where, f"torch.load(weights_only=True) reads no {type(value).__qualname__}")
 
 
 _KNOWN = (

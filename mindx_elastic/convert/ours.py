@@ -43,26 +43,30 @@ _OF_OTHERS = (
 
 class Source(NamedTuple):
     step: int
-    state: dict[str, Any]
-    """The components by name."""
+    model: Mapping[str, Any]
+    """The component."""
     notes: list[str]
     """For people: what is doubtful about it."""
 
 
-def read_source(path: Path, component: str, *, everything: bool, step: int | None) -> Source:
-    """The component of that name: of a file, or of a directory's newest step, or `step`. `everything`: all others, too.
+def read_source(path: Path, component: str, *, step: int | None) -> Source:
+    """The component of that name: of a file, or of a directory's newest step, or `step`.
 
     Raises NoUsableCheckpointError when there is nothing, another CheckpointError when nothing can be used, UsageError
-    for a component that is not there, one rank's file of a sharded job, and the optimizer of one.
+    for a component that is not there, and one rank's file of a sharded job.
     """
-    found = (_of_directory if path.is_dir() else _of_file)(path, component, everything, step)
-    if not isinstance(found.state.get(component), Mapping):
-        names = ", ".join(str(name)[:60] for name in found.state)
+    return (_of_directory if path.is_dir() else _of_file)(path, component, step)
+
+
+def _component_of(path: Path, component: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = state.get(component)
+    if not isinstance(found, Mapping):
+        names = ", ".join(str(name)[:60] for name in state)
         raise UsageError(f"{path} has no component {component!r}; there are {names or 'none'}")
     return found
 
 
-def _of_file(path: Path, component: str, everything: bool, step: int | None) -> Source:
+def _of_file(path: Path, component: str, step: int | None) -> Source:
     owners = reader_trust(path).of(path)
     try:
         header = read_header(path)
@@ -85,10 +89,11 @@ def _of_file(path: Path, component: str, everything: bool, step: int | None) -> 
         raise UsageError(f"{path} is of step {info.step}, not {step}")
     alone = any(spec.layout.size < info.world_size for spec in specs)
     note = f"what rank {info.rank} holds; the other ranks of {info.world_size} may hold more"
-    return Source(info.step, read_checkpoint(path, owners=owners).state, [note] * alone)
+    state = read_checkpoint(path, owners=owners).state
+    return Source(info.step, _component_of(path, component, state), [note] * alone)
 
 
-def _of_directory(path: Path, component: str, everything: bool, step: int | None) -> Source:
+def _of_directory(path: Path, component: str, step: int | None) -> Source:
     trust = reader_trust(path)
     found = Inventory.merge([scan(list_files([path]), trust=trust)])
     facts = [fact for fact in found.facts if step in (None, fact.moment[2])]
@@ -104,7 +109,7 @@ def _of_directory(path: Path, component: str, everything: bool, step: int | None
         if isinstance(plan, Refusal):
             return
         try:
-            states.append(_read(plan, component, everything, trust))
+            states.append(_read(plan, component, trust))
         except CorruptCheckpointError as error:
             used = (fact for facts in plan.files.values() for fact in facts if fact.path == str(error.path))
             if (fact := next(used, None)) is None:
@@ -119,7 +124,7 @@ def _of_directory(path: Path, component: str, everything: bool, step: int | None
     return states[-1]
 
 
-def _read(plan: ResumePlan, component: str, everything: bool, trust: Trust) -> Source:
+def _read(plan: ResumePlan, component: str, trust: Trust) -> Source:
     base, prefix = plan.ranks[0], f"{component}."
     specs = {name.removeprefix(prefix): found for name, found in plan.source.by_name.items() if name.startswith(prefix)}
     notes = list(plan.inexact)
@@ -131,15 +136,12 @@ def _read(plan: ResumePlan, component: str, everything: bool, trust: Trust) -> S
                 "belong together (pipeline stages that all count from 0, or weights of each rank's own). Convert one "
                 "rank's file"
             )
-    if _is_in(base.file, plan.source.by_name if everything else {f"{prefix}{name}": specs[name] for name in specs}):
+    if _is_in(base.file, {f"{prefix}{name}": specs[name] for name in specs}):
         path = Path(base.file.path)
         others = [fact.path for fact in base.others]
-        return Source(plan.step, read_checkpoint(path, owners=trust.of(path), others=others).state, notes)
-    if everything:
-        raise UsageError(
-            "--all: the state is in parts on several ranks, and only the model is put together; convert without it"
-        )
-    return Source(plan.step, {component: _put_together(plan, component, specs, trust)}, notes)
+        state = read_checkpoint(path, owners=trust.of(path), others=others).state
+        return Source(plan.step, _component_of(path, component, state), notes)
+    return Source(plan.step, _put_together(plan, component, specs, trust), notes)
 
 
 def _is_in(file: FileFact, wanted: Mapping[str, Sequence[TensorSpec]]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +30,6 @@ def model_state() -> dict[str, torch.Tensor]:
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32):
         state[str(dtype)] = torch.arange(11).to(dtype)
     return state
-
-
-def job_state() -> dict[str, Any]:
-    """As a guard saves it."""
-    import numpy as np
-
-    model = model_state()
-    return {
-        "model": OrderedDict(model),
-        "optimizer": {
-            "state": {0: {"exp_avg": torch.ones(600, 700), "step": torch.tensor(3.0)}, 10: {"exp_avg": torch.zeros(2)}},
-            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 10]}],
-        },
-        "rng": {"torch": torch.get_rng_state(), "numpy": np.arange(4, dtype=np.uint32), "x": np.float32(1.5)},
-        "progress": {"step": 17, "epoch": 2, "none": None, "name": "x"},
-    }
 
 
 def assert_same_model(found: Any, expected: dict[str, torch.Tensor]) -> None:
