@@ -64,6 +64,16 @@ def _one_test_is_the_program(request: pytest.FixtureRequest, monkeypatch: pytest
 
 
 @pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For jobs in this very process: no settings of another one, and no traces afterwards."""
+    from tests.guarded import no_traces, plain_environment
+
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+@pytest.fixture
 def one_rank_group() -> Iterator[None]:
     """A process group of this process alone, without a network."""
     import torch.distributed as dist

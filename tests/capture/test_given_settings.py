@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +17,8 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, ran
 
 from mindx_elastic import Guard
 from mindx_elastic.capture.given_settings import difference, listing_of
-from tests.guarded import no_traces, plain_environment
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
-
+pytestmark = pytest.mark.usefixtures("clean")
 
 Make = Callable[[Any], Any]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,13 @@ from mindx_elastic.core.certificate import MOST, NOT_COMPARED, added, proof_of
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.start.unused_state import proof_in_events
 from tests.cli.conftest import Run
-from tests.guarded import no_traces, plain_environment, stop_at, stopped
+from tests.guarded import stop_at, stopped
 from tests.prove.test_overlap import STOP, Quiet, scaled_by, stop
 
 FACTS: dict[str, Any] = {"ranks": 2, "date": 1e9}
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def chain_of(number: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Stoppers to test, and a clean process around a test."""
+"""Stoppers to test."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ from typing import Any
 import pytest
 
 from tests.guard.stopper_parts import Parts
-from tests.guarded import no_traces, plain_environment
 
 Make = Callable[..., Parts]
-
-
-@pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing of the environment counts, and nothing is left behind."""
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
 
 
 @pytest.fixture

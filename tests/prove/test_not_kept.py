@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -19,17 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import mindx_elastic as mx
 from mindx_elastic.errors import GracefulExit
-from mindx_elastic.guard.checks import program_variables
 from mindx_elastic.persist.format import read_header
 from tests.guarded import stop_and_wait
 
 calls = 0
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program is this module, without those of other tests in the process."""
-    monkeypatch.setattr(program_variables, "_program_modules", lambda: [sys.modules[__name__]])
 
 
 def fetch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import UserList
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,13 @@ from mindx_elastic.core.certificate import WITNESS_SUFFIX
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.persist.storage import TEMP_SUFFIX
 from mindx_elastic.prove import overlap, play_on
-from tests.guarded import Job, no_traces, plain_environment, stop_at, stopped, weights_of_uninterrupted
+from tests.guarded import Job, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import wait_until
 
 STOP = 7  # in the middle of an epoch of five steps
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
-    with no_traces():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Quiet(Job):

@@ -13,7 +13,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -21,12 +20,6 @@ from mindx_elastic.guard.checks import program_variables
 from mindx_elastic.prove.variables import KEPT, Variables
 
 TOKEN = "sk-0123456789"
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program is this module: those of other tests in the process have more variables than are noted."""
-    monkeypatch.setattr(program_variables, "_program_modules", lambda: [sys.modules[__name__]])
 
 
 class Trainer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,14 @@ import torch
 from mindx_elastic.prove import proof_witness
 from mindx_elastic.prove.control import Control, PlannedStop
 from mindx_elastic.prove.records import ProcessRecord, of_kinds, read_lives
-from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment
+from tests.guarded import STEPS_PER_EPOCH, Job
 
 Begin = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain_environment(monkeypatch)
+def _no_exit(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atexit, "register", lambda *arguments: None)
-    with no_traces():
-        yield
 
 
 @pytest.fixture
