@@ -200,7 +200,6 @@ class ResumableBatchSampler(Sampler[Any]):
         seed: int,
         drop_last: bool,
         ranks: Callable[[], tuple[int, int]],
-        whole_rounds: bool = False,
     ) -> None:
         self.dataset = dataset
         self.cursor = cursor
@@ -209,11 +208,9 @@ class ResumableBatchSampler(Sampler[Any]):
         self.seed = seed
         self.drop_last = drop_last
         self.ranks = ranks
-        self.whole_rounds = whole_rounds
-        self.filled_rounds = False
+        self.whole_rounds = self.filled_rounds = False
         self.newest_plan: EpochPlan | None = None
         """Of the newest pass."""
-        self._length: tuple[tuple[Any, ...], int] = ((), 0)  # what it was worked out from, and it
 
     def set_epoch(self, epoch: int) -> None:
         self.cursor.set_epoch(epoch)
@@ -231,11 +228,8 @@ class ResumableBatchSampler(Sampler[Any]):
         )
 
     def __len__(self) -> int:
-        """Batches of a whole epoch for one rank. Asked at every boundary: worked out again only when it can differ."""
-        facts = (len(self.dataset), self.ranks()[1], self.whole_rounds)
-        if facts != self._length[0]:
-            self._length = facts, self.plan().num_batches
-        return self._length[1]
+        """Batches of a whole epoch for one rank."""
+        return self.plan().num_batches
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: torch may want the first batch long after `iter`, when the cursor has moved.

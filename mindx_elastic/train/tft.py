@@ -24,6 +24,7 @@ import torch
 from mindx_elastic.config import RankInfo, TftSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import DEFAULT_SIGNALS
 from mindx_elastic.guard.policy import ExitPolicy, final_name
@@ -56,11 +57,10 @@ class TFTRegister(Callback):
 
     def __init__(self, ctrl_rank_id: int, ctrl_ip: str, ctrl_port: int, ckpt_save_path: str | os.PathLike[str]) -> None:
         _require_ttp("TFTRegister")
-        if isinstance(ctrl_rank_id, bool) or not isinstance(ctrl_rank_id, int) or ctrl_rank_id < 0:
-            raise UsageError(f"ctrl_rank_id={ctrl_rank_id!r}; give a rank, a whole number from 0")
+        whole_number("ctrl_rank_id", ctrl_rank_id, low=0)
         if not isinstance(ctrl_ip, str) or not ctrl_ip:
             raise UsageError(f'ctrl_ip={ctrl_ip!r}; give an IP address or a host name, for example "127.0.0.1"')
-        if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or ctrl_port not in _PORTS:
+        if whole_number("ctrl_port", ctrl_port, low=_PORTS.start) not in _PORTS:
             raise UsageError(f"ctrl_port={ctrl_port!r}; give a port number, {_PORTS.start} to {_PORTS.stop - 1}")
         if ckpt_save_path is None:
             raise UsageError("ckpt_save_path=None; give the folder for the checkpoints")
