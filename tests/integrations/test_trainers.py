@@ -16,7 +16,6 @@ ACCELERATE = [
     pytest.param(1, ["--stop-at", "7"], ["--evaluate", "--accumulate", "3"], id="accumulation"),
     pytest.param(2, ["--stop-at", "4", "--stop-rank", "1"], ["--evaluate"], id="2 ranks"),
     pytest.param(1, ["--stop-at", "10"], ["--evaluate"], id="end of an epoch", marks=pytest.mark.drill),
-    pytest.param(1, ["--stop-at", "6"], ["--workers", "2"], id="workers", marks=pytest.mark.drill),
     pytest.param(1, ["--stop-at", "13"], ["--stream"], id="a stream", marks=pytest.mark.drill),
     pytest.param(2, ["--stop-at", "7"], ["--split", "--workers", "1"], id="split batches", marks=pytest.mark.drill),
     pytest.param(
@@ -36,7 +35,6 @@ ACCELERATE = [
         id="2 ranks, three stops",
         marks=pytest.mark.drill,
     ),
-    pytest.param(1, by_seed(3, 30), ["--compile", "--accumulate", "2"], id="compiled", marks=pytest.mark.drill),
     pytest.param(
         2,
         by_seed(4, 13, rank=1),
@@ -56,7 +54,6 @@ def test_a_loop_with_accelerate_goes_on_where_it_was_stopped(
 
 _BEST = ["--best", "--plateau"]
 LIGHTNING = [
-    pytest.param(1, ["--stop-at", "7"], ["--validate", "0.5", *_BEST], id="mid-epoch", marks=pytest.mark.drill),
     pytest.param(
         1, ["--stop-at", "5", "--stop-in-validation"], ["--validate", "0.5", *_BEST], id="in a validation in mid-epoch"
     ),
@@ -91,13 +88,6 @@ LIGHTNING = [
         [["--stop-at", "3", "--stop-rank", "1"], ["--stop-at", "9"]],
         ["--order", "own", "--features"],
         id="2 ranks, an own order",
-        marks=pytest.mark.drill,
-    ),
-    pytest.param(
-        2,
-        ["--stop-at", "5", "--stop-in-validation"],
-        ["--validate", "1.0", *_BEST],
-        id="2 ranks, in a validation",
         marks=pytest.mark.drill,
     ),
     pytest.param(

@@ -34,6 +34,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import has_method
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
+from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.loops.between_steps import (
     BetweenSteps,
@@ -244,9 +245,8 @@ class Loops:
 
     def epochs(self, num_epochs: int, start: int) -> Iterator[int]:
         """See `Guard.epochs`."""
-        _check_numbers("epoch", num_epochs, start)
         self._has_looped = True
-        return self._epochs(num_epochs, start)
+        return self._epochs(whole_number("num_epochs", num_epochs, low=0), whole_number("start", start))
 
     def _epochs(self, num_epochs: int, start: int) -> Iterator[int]:
         if 0 < num_epochs <= self._ended:
@@ -538,9 +538,8 @@ class Loops:
 
     def steps(self, num_steps: int, start: int) -> Iterator[int]:
         """See `Guard.steps`."""
-        _check_numbers("step", num_steps, start)
         self._has_looped = True
-        return self._steps(num_steps, start)
+        return self._steps(whole_number("num_steps", num_steps, low=0), whole_number("start", start))
 
     def _steps(self, num_steps: int, start: int) -> Iterator[int]:
         inside = self._in_epoch
@@ -604,10 +603,3 @@ class Loops:
 def without_streams(loop: Mapping[str, Any]) -> dict[str, Any]:
     """`Collector.loop` without the streams that the epoch began with."""
     return {key: value for key, value in loop.items() if key != _STREAMS}
-
-
-def _check_numbers(what: str, number: object, start: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UsageError(f"{what}s({number!r}): give the number of {what}s, a whole number from 0")
-    if isinstance(start, bool) or not isinstance(start, int):
-        raise UsageError(f"{what}s(..., start={start!r}): give the number of the first {what}, usually 0 or 1")
