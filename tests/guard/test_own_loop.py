@@ -131,17 +131,6 @@ def test_a_list_that_a_resumed_epoch_begins_again_is_told(
 # --- its own affair ---
 
 
-def one_pass(p: Program) -> None:
-    for batch in p.loader:
-        p.train(batch)
-
-
-def one_batch_of_each_of_two_loaders(p: Program) -> None:
-    for _ in p.guard.epochs(3):
-        for batch, _other in zip(p.loader, p.loader.dataset, strict=False):
-            p.train(batch)
-
-
 def few_data_gone_through_again_beside_many(p: Program) -> None:
     few, many = p.loader
     for _ in p.guard.epochs(2):
@@ -176,8 +165,6 @@ def a_count() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("loop", "make"),
     [
-        (one_pass, dict),
-        (one_batch_of_each_of_two_loaders, dict),
         (few_data_gone_through_again_beside_many, two_loaders),
         (full_batches_until_the_guards_step, no_loader),
         (place_in_an_epoch, no_loader),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.copying import to_host
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
@@ -24,7 +21,6 @@ from mindx_elastic.guard.guard import Guard
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.persist.format import read_header
-from mindx_elastic.persist.writer import write_checkpoint
 from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
 from tests.guarded import Job, stop_and_wait, stop_at, stopped, weights_of_uninterrupted
@@ -73,49 +69,6 @@ def test_periodic_saves_do_not_change_training_and_can_be_resumed_from(tmp_path:
         resumed = Job(tmp_path / f"from {step}", seed=99, resume=path)
         assert_same(resumed.run(), expected)
         assert resumed.guard.resumed_from_step == step
-
-
-def test_asynchronous_saves_hold_two_copies_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is being written, the next one waits: the third is not even begun before the first is gone."""
-    writing, go_on = threading.Event(), threading.Event()
-    copies: list[weakref.ref[torch.Tensor]] = []
-    counts: list[int] = []
-    copy = to_host
-
-    def counted(state: Any, **options: Any) -> Any:
-        counts.append(sum(one() is not None for one in copies))
-        made = copy(state, **options)
-        copies.append(weakref.ref(next(iter(made["model"].values()))))
-        return made
-
-    def slow(path: Path, state: Any, info: Any, **options: Any) -> Any:
-        writing.set()
-        assert go_on.wait(60)
-        return write_checkpoint(path, state, info, **options)
-
-    monkeypatch.setattr(saving_module, "to_host", counted)
-    monkeypatch.setattr(saving_module, "write_checkpoint", slow)
-    collector = Collector({"model": nn.Linear(4, 4)})
-    saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id="run"))
-
-    def save(step: int) -> None:
-        collector.copy(Position(step, 1, step, 10))
-        assert saver.save_periodic(Every(tmp_path, asynchronous=True))
-
-    save(1)
-    assert writing.wait(60)
-    save(2)
-    third = threading.Thread(target=save, args=(3,))
-    third.start()
-    third.join(0.3)  # it has every chance to begin
-    assert counts == [0, 1], "two copies are there; a third one was begun"
-    go_on.set()
-    third.join(60)
-    save(4)
-    assert saver.drain(60)
-    saver.close()
-    assert len(counts) == 4 and max(counts) == 1, counts
-    assert steps_in(tmp_path) == [1, 2, 3, 4]
 
 
 def fail(*args: Any, **options: Any) -> Any:
