@@ -229,18 +229,6 @@ def test_a_finished_training_is_not_trained_further() -> None:
     assert same(weights(longer), weights(straight))
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_resume_from_a_periodic_file(async_save: bool) -> None:
-    straight, counter = train([])
-    config = CheckpointConfig(save_checkpoint_steps=5, async_save=async_save)
-    with pytest.raises(Broken):
-        train([ModelCheckpoint(directory="out", config=config), At(13, explode)])
-    resumed, again = train([ModelCheckpoint(directory="out", config=config)])
-    assert resumed.resumed_from_step == 10
-    assert same(weights(resumed), weights(straight))
-    assert again.losses == counter.losses
-
-
 def test_two_callbacks_that_want_the_same_breakpoint_file_write_it_once() -> None:
     config = CheckpointConfig(save_checkpoint_steps=0, exception_save=True)
     callbacks = [
