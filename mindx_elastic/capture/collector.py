@@ -25,9 +25,9 @@ from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.given_settings import GivenSettings
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup, groups_inside, named_parameters, places_of
 from mindx_elastic.capture.names import arrange_groups, grouped
+from mindx_elastic.capture.nested import are_in_use, devices_of, put_on
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, raw_rng, unpack_raw_rng
 from mindx_elastic.capture.structure import Watch
-from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES

@@ -25,10 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.components import unwrap_module
-from mindx_elastic.capture.layouts import ByHand, ParallelSetup
-from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.ports import Risks
 
 __all__ = [
@@ -39,7 +36,6 @@ __all__ = [
     "ddp_modules",
     "find_objects",
     "outermost_replicas",
-    "parallel_setup_of",
     "replica_ranks",
 ]
 
@@ -151,21 +147,6 @@ def replica_ranks(targets: Mapping[str, Any], ddp: DdpModules) -> list[int]:
     if not trained or len(groups) != 1 or not trained.keys() <= reduced:
         return []
     return list(groups.pop())
-
-
-def parallel_setup_of(
-    targets: Mapping[str, Any],
-    ranks: RankInfo,
-    layouts: Mapping[str, Layout] | None,
-    ddp: DdpModules,
-) -> ParallelSetup:
-    """This rank's place in the parallel job. Raises UsageError for malformed layouts."""
-    return ParallelSetup(
-        ranks.rank,
-        ranks.world_size,
-        replica_ranks(targets, ddp),
-        ByHand(layouts or {}, ranks),
-    )
 
 
 class GradientOrder:

@@ -34,8 +34,7 @@ import torch
 
 from mindx_elastic.capture.dtensors import filled
 from mindx_elastic.capture.generators import GENERATORS, generator_adapter, with_state
-from mindx_elastic.capture.nested import ATOMS
-from mindx_elastic.capture.tensor_devices import are_in_use, devices_of, put_on
+from mindx_elastic.capture.nested import ATOMS, are_in_use, devices_of, put_on
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
 

@@ -19,7 +19,8 @@ from torch import nn
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.ddp import BufferBroadcasts, ddp_modules, outermost_replicas, parallel_setup_of
+from mindx_elastic.capture.ddp import BufferBroadcasts, ddp_modules, outermost_replicas, replica_ranks
+from mindx_elastic.capture.layouts import ByHand, ParallelSetup
 from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, RejoinSettings, SavingSettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.active import check_that_one_may_enter
@@ -180,7 +181,8 @@ class Opening:
             check_state_and_space(self.collector, self._directories, may_be_full=self._may_be_full)
         self.ddp = ddp_modules(targets)
         self.collector.broadcasts = BufferBroadcasts(self.ddp)
-        self.collector.set_parallel_setup(parallel_setup_of(targets, ranks, options.layouts, self.ddp))
+        replicas, by_hand = replica_ranks(targets, self.ddp), ByHand(options.layouts or {}, ranks)
+        self.collector.set_parallel_setup(ParallelSetup(ranks.rank, ranks.world_size, replicas, by_hand))
         self.saver = Saver(
             self.collector,
             ranks,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.copying import copy_tree, map_tensors
-from mindx_elastic.capture.tensor_devices import put_on
+from mindx_elastic.capture.nested import put_on
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.loops.epoch_tail import stored_size
 

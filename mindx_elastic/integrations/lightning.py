@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.capture.tensor_devices import put_on
+from mindx_elastic.capture.nested import put_on
 from mindx_elastic.data import ReplayLoader, from_loader
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError

@@ -129,16 +129,6 @@ def test_buffers_that_are_replaced_untold_are_looked_at_each_time_once_that_was_
     assert job.collector.state()["model"]["1.running_mean"].tolist() == [8.0, 8.0]
 
 
-def test_a_forward_changes_buffers_and_the_boundarys_are_kept(job: Job) -> None:
-    job.steps_to(20)
-    before = {name: value.clone() for name, value in job.module.state_dict().items()}
-    job.forward()
-    assert job.problem() is None
-    state = job.collector.state()["model"]
-    assert all(torch.equal(state[name], value) for name, value in before.items())
-    assert not torch.equal(before["1.running_mean"], job.module[1].get_buffer("running_mean"))
-
-
 @pytest.mark.parametrize(
     "change", ["a part", "in an evaluation", "a part before the boundary", "the whole before the boundary"]
 )

@@ -50,6 +50,8 @@ CHANGES: dict[str, Callable[[Holder], object]] = {
     "other shape": lambda module: setattr(module, "count", torch.full((4,), 9.0)),
     "other type": lambda module: setattr(module, "count", torch.full((2,), 9, dtype=torch.int64)),
     "scalar": lambda module: setattr(module, "count", torch.tensor(9.0)),  # would broadcast
+    "transposed": lambda module: setattr(module, "count", torch.arange(6.0).view(2, 3).t()),
+    "expanded": lambda module: setattr(module, "count", torch.ones(1).expand(4)),
     "none": lambda module: setattr(module, "count", None),
     "all types": lambda module: module.double(),
     "another name": rename,
@@ -69,7 +71,7 @@ def test_a_replaced_buffer_is_followed_and_comes_back(name: str) -> None:
         resumed(component, second)
         assert_same(dict(second.state_dict()), dict(module.state_dict()))
     if getattr(module, "count", None) is not None:
-        module.count.add_(1)
+        module.count.data.untyped_storage().fill_(1)  # type: ignore[attr-defined]
         assert component.state()["count"].ne(module.count).all()
 
 
@@ -85,12 +87,20 @@ def _conjugate(buffer: torch.Tensor) -> None:
     buffer.data = torch.full((2,), 1j).conj()
 
 
+def _shorten(buffer: torch.Tensor) -> None:
+    buffer.data = buffer.data[:1]
+
+
+def _table(buffer: torch.Tensor) -> None:
+    buffer.data = buffer.data.view(2, 1)
+
+
 def _grow(buffer: torch.Tensor) -> None:
     buffer.resize_(5).fill_(3.0)
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("change", [_retype, _spread, _conjugate, _grow])
+@pytest.mark.parametrize("change", [_retype, _spread, _conjugate, _shorten, _table, _grow])
 def test_a_buffer_whose_memory_means_something_else_is_followed(
     change: Callable[[torch.Tensor], None], persistent: bool
 ) -> None:

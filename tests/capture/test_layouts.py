@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.ddp import ddp_modules, parallel_setup_of
-from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
+from mindx_elastic.capture.layouts import ByHand, LayoutRecorder, ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import LayoutRecord, Strategy, TensorSpec
@@ -194,13 +193,11 @@ def test_a_sum_that_is_not_done_is_refused(join: Join) -> None:
         one.record()
 
 
-def by_hand(network: nn.Module, layouts: Mapping[str, Layout], rank: int) -> tuple[dict[str, Any], LayoutRecorder]:
-    targets: dict[str, Any] = {"model": network, "optimizer": stepped(network.parameters())}
-    one = LayoutRecorder(
-        Collector(targets).components,
-        parallel_setup_of(targets, RankInfo(rank=rank, world_size=WORLD), layouts, ddp_modules(targets)),
-    )
-    return targets, one
+def by_hand(
+    network: nn.Module, layouts: Mapping[str, Layout], rank: int, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> tuple[dict[str, Any], LayoutRecorder]:
+    targets: dict[str, Any] = {"model": network, "optimizer": stepped(network.parameters(), kind)}
+    return targets, recorder(targets, rank, by_hand=ByHand(layouts, RankInfo(rank=rank, world_size=WORLD)))
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -226,11 +223,8 @@ def test_layouts_by_hand(rank: int) -> None:
 
 def test_row_sums_of_a_matrix_that_is_split_by_hand_are_this_ranks_own() -> None:
     """Adafactor's follow the split, and have no replicas."""
-    network = nn.Linear(6, 4, bias=False)
-    targets = {"model": network, "optimizer": stepped(network.parameters(), torch.optim.Adafactor)}
     layouts = {"model.weight": Layout((4,), ("shard(0)",))}  # type: ignore[arg-type]
-    setup = parallel_setup_of(targets, RankInfo(rank=3, world_size=WORLD), layouts, ddp_modules(targets))
-    record = LayoutRecorder(Collector(targets).components, setup).record().json
+    record = by_hand(nn.Linear(6, 4, bias=False), layouts, 3, torch.optim.Adafactor)[1].record().json
     assert layout_at(record, "model.weight") == ({**EVERYWHERE, "placements": ["S(0)"]}, (16, 6))
     assert layout_at(record, "optimizer.state.0.row_var")[0] == {"mesh": [1], "placements": ["R"], "ranks": [[3, 1]]}
 

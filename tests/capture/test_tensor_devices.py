@@ -15,7 +15,7 @@ from torch import nn
 from mindx_elastic.capture import collector as collector_module
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import map_tensors
-from mindx_elastic.capture.tensor_devices import devices_of, put_on
+from mindx_elastic.capture.nested import devices_of, put_on
 
 CPU, META = torch.zeros(2), torch.zeros(2, device="meta")
 

@@ -177,13 +177,6 @@ def test_the_boundary_waits_for_readers_too(gate: UpdateGate) -> None:
     assert copied == [1]
 
 
-def test_whoever_asks_while_the_boundary_is_copied_waits_with_a_bound(gate: UpdateGate) -> None:
-    seen: list[str | None] = []
-    gate.pass_boundary(lambda: start(lambda: seen.append(problem(gate))).join(WAIT_S))
-    assert seen == ["the boundary was being copied, or its copy failed"]
-    assert problem(gate) is None
-
-
 def test_a_forked_child_waits_for_no_reader_of_its_parent(gate: UpdateGate, layer: nn.Linear) -> None:
     backward(layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
