@@ -33,7 +33,7 @@ def with_layout_of(template: Any, part: torch.Tensor) -> torch.Tensor:
 def filled(live: Any, saved: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """`live` with the values of `saved`, in place where it can be; else a copy on its device, or on `device`."""
     if isinstance(live, torch.Tensor) and (live.shape, live.dtype) == (saved.shape, saved.dtype):
-        is_expanded = any(step == 0 and size > 1 for step, size in zip(live.stride(), live.shape, strict=True))
-        if not is_expanded:  # else several elements share one place
+        steps = zip(live.stride(), live.shape, strict=True) if live.layout is torch.strided else ()
+        if not any(step == 0 and size > 1 for step, size in steps):  # else several elements share one place
             return live.copy_(saved)
     return saved.to(live.device if isinstance(live, torch.Tensor) else device or saved.device, copy=True)

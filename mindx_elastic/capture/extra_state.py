@@ -287,7 +287,12 @@ class ExtraTensors:
         """Without any there is nothing to copy."""
         before, self._copies = self._copies, {}
         for name, (table, key) in self._places.items():
-            self._copies[name] = before[name] if name in before else _first_copy(table.get(key))
+            self._copies[name] = before[name] if name in before else self._first_copy(name, table.get(key))
+
+    def _first_copy(self, name: str, tensor: torch.Tensor | None) -> TensorCopy | None:
+        if tensor is None:
+            return None
+        return TensorCopy(tensor, is_original=tensor.nbytes > _LARGE and name not in self._pruned)
 
     @property
     def pruned(self) -> Collection[str]:
@@ -352,10 +357,6 @@ class ExtraTensors:
                 table[key] = saved
             has_changed = not is_same or (copy is not None and copy.has_changed)
             self._copies[name] = None if table[key] is None else TensorCopy(table[key], has_changed=has_changed)
-
-
-def _first_copy(tensor: torch.Tensor | None) -> TensorCopy | None:
-    return None if tensor is None else TensorCopy(tensor, is_original=tensor.nbytes > _LARGE)
 
 
 def _loose_buffers(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:

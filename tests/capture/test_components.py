@@ -218,8 +218,8 @@ def test_buffers_that_no_record_of_a_rank_has_are_named() -> None:
 @pytest.mark.parametrize("is_older", [False, True])
 def test_a_pruned_parameter_comes_back_with_its_product_and_its_mask_goes_again(is_older: bool) -> None:
     """The product is older than the last update, and the next pruning ranks by it. Version 0.2 kept it by itself."""
-    first, second = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
-    untouched, component = boundary(nn.Sequential(nn.Linear(4, 4))), boundary(first)
+    first, second = nn.Sequential(nn.Linear(600, 600)), nn.Sequential(nn.Linear(600, 600))
+    untouched, component = boundary(nn.Sequential(nn.Linear(600, 600))), boundary(first)
     prune.l1_unstructured(first[0], "weight", 0.5)
     with torch.no_grad():
         first.get_parameter("0.weight_orig").mul_(2)
