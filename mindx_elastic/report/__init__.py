@@ -1,1 +1,1 @@
-"""``mindx-elastic report``: a run as one page. `run_history` reads what happened, `page` and `drawing` show it."""
+"""``mindx-elastic report``: a run as one page. `run_history` reads what happened, `page` shows it."""

@@ -1,4 +1,4 @@
-"""Which ranks are stuck in the training: with invented pages and times."""
+"""Which ranks are stuck in the training, and which of them the others wait for: with invented pages and times."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindx_elastic.agent.attempt import _culprits
 from mindx_elastic.agent.hang import HangWatch, Stuck
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
@@ -149,3 +150,10 @@ def test_steps_like_those_before_are_never_stuck(steps: list[float], poll: float
     if timeout:
         assert timeout <= max(60, 10 * (longest + 2 * poll) * 3, 30 * (longest + 2 * poll))
     assert last <= job.now
+
+
+@pytest.mark.parametrize(("states", "found"), [("SRS", [1]), ("SSD", [2]), ("SST", [2]), ("SSS", []), ("RRR", [])])
+def test_who_the_others_wait_for_in_the_same_step(states: str, found: list[int]) -> None:
+    page = Status(pid=1, phase=WorkerPhase.TRAINING, step=3, boundaries=3, entered_ns=1, boundary_ns=1)
+    stuck = [Stuck(rank, 3, 60.0) for rank in range(3)]
+    assert _culprits(stuck, dict(enumerate(states)), dict.fromkeys(range(3), page)) == found

@@ -23,6 +23,7 @@ from mindx_elastic.agent.ledger import (
     Ledger,
     add_up,
     as_attempt_event,
+    print_block,
     render,
     totals_line,
 )
@@ -75,6 +76,11 @@ def test_the_screen() -> None:
     assert rows[0].split()[-6:] == ["17", "0", "0.11", "0.40", "1.3", "2.0"]
     assert "stopped: SIGTERM" in rows[2] and "running" in rows[3]
     assert "..." in render(records) and lines[-1] == "2 failures, 0 steps lost, 4.1 s not training"
+
+
+def test_what_others_have_said_is_shown_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_block("first line\nsecond \x1b[2J\rline")
+    assert capsys.readouterr().err == "first line\nsecond \\x1b[2J\\rline\n"
 
 
 def load(path: Path) -> list[AttemptRecord]:
