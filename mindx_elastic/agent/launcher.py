@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.elastic import events as torch_events
@@ -30,7 +31,6 @@ from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.nodes import Membership, NodeHost, host_table
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.places import NodePlaces
-from mindx_elastic.agent.rendezvous import Rendezvous
 from mindx_elastic.agent.result import ResultFile, find_progress
 from mindx_elastic.agent.shrinking import Shrinking
 from mindx_elastic.agent.stop_files import StopFiles
@@ -274,7 +274,11 @@ def _make_supervisor(
         name: getattr(config, name) for name in _NEWER_FIELDS if name in known and hasattr(config, name)
     }
     shim = child.shim()
-    handler: Any = Rendezvous(config.run_id, hosts=plan.options.in_place)
+    handler: Any = SimpleNamespace(  # `Supervisor` needs no more of torch's rendezvous
+        get_backend=lambda: "c10d",
+        get_run_id=lambda: config.run_id,
+        use_agent_store=plan.options.in_place,  # so that it outlives every worker
+    )
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
@@ -107,7 +107,6 @@ class Supervisor(LocalElasticAgent):
         self._number = -1
         self.directories: set[Path] = set()
         """Checkpoint directories of this node's ranks."""
-        self._handler: Any = spec.rdzv_handler
         self._address = spec.local_addr or socket.getfqdn()
         self._hosted: Any = None
         """The workers' store of this attempt, where the agent hosts it."""
@@ -334,12 +333,28 @@ class Supervisor(LocalElasticAgent):
     # --- torch's steps, changed ---------------------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """The nodes have met at a table of ours (`agent.nodes`), and a job of one node uses no connection at all: a
+        firewall that is reloaded, a network namespace that is rebuilt or ``ss -K`` would break it. Torch's own dynamic
+        rendezvous never connects again, and its store ends with its host."""
         spec = worker_group.spec
-        self._handler.group = group = self._meet(spec.local_world_size, spec.max_restarts - self._remaining_restarts)
+        group = self._meet(spec.local_world_size, spec.max_restarts - self._remaining_restarts)
         # TORCHELASTIC_RESTART_COUNT is the same on all nodes: an agent that first hears of another one's restart takes
         # it for a change of the nodes, and workers with different counts would do different things.
         self._remaining_restarts = max(0, spec.max_restarts - group.restarts)
-        super()._rendezvous(worker_group)
+        told: Any = worker_group
+        told.store = HashStore()  # torch's agent asks for one, and for nothing in it
+        told.group_rank, told.group_world_size = group.node, group.nodes
+        told.master_addr, told.master_port = spec.master_addr or group.host, spec.master_port or group.port
+        told.workers = [
+            Worker(
+                local_rank=local,
+                global_rank=group.rank + local,
+                role_rank=group.role_rank + local,
+                world_size=group.size,
+                role_world_size=group.role_size,
+            )
+            for local in range(spec.local_world_size)
+        ]
 
     def _meet(self, count: int, restarts: int) -> Group:
         """The group of the next attempt, to which this node brings `count` workers."""
@@ -355,19 +370,6 @@ class Supervisor(LocalElasticAgent):
         return Group(
             generation=0, rank=0, size=count, role_size=count, restarts=restarts, host=self._address, port=port
         )
-
-    def _assign_worker_ranks(self, store: Store, rank: int, size: int, spec: WorkerSpec) -> list[Worker]:
-        group: Group = self._handler.group
-        return [
-            Worker(
-                local_rank=local,
-                global_rank=group.rank + local,
-                role_rank=group.role_rank + local,
-                world_size=group.size,
-                role_world_size=group.role_size,
-            )
-            for local in range(spec.local_world_size)
-        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._folder.forget_workers()
