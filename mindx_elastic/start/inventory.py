@@ -67,8 +67,6 @@ class SavedStep:
     """All its files that this process has read, in the same order; files that cannot be resumed from come last."""
     own_states: Collection[int]
     """The ranks that have their own small state of it."""
-    ask: Callable[[], Candidate]
-    """The planner's opinion."""
 
     @property
     def missing_ranks(self) -> Sequence[int]:
@@ -83,7 +81,8 @@ class SavedStep:
     @cached_property
     def candidate(self) -> Candidate:
         """This step as the planner judges it, for the same world size."""
-        return self.ask()
+        own_states = {self.moment: self.own_states}
+        return Candidate(self.moment, self.facts, Context(World(self.world_size), frozenset(), own_states))
 
     @property
     def is_usable(self) -> bool:
@@ -325,7 +324,6 @@ class Inventory:
             facts=tuple(facts),
             entries=tuple(entries),
             own_states=self.own_states.get(moment, ()),
-            ask=lambda: Candidate(moment, facts, Context(World(world_size), frozenset(), self.own_states)),
         )
 
     def _by_moment(self) -> dict[Moment, list[FileFact]]:
