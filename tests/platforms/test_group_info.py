@@ -21,7 +21,7 @@ from mindx_elastic.platforms.group_info import (
 )
 from mindx_elastic.platforms.strategy_file import messages, save_strategy
 from tests import checkpoint_files
-from tests.platforms.wire import layout_item, strategy_map
+from tests.platforms.test_strategy_file import layout_item, strategy_map
 
 
 def dp_tp(dp: int, tp: int) -> Strategy:
