@@ -14,6 +14,7 @@ from mindx_elastic.agent.holder import flush
 from mindx_elastic.alarm.alarm import ALARM_KINDS
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
+from mindx_elastic.convert.conversion import ConversionRequest, convert
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.policy import breakpoint_policy
@@ -140,6 +141,13 @@ def test_what_is_put_aside_survives(disk: Disk, tmp_path: Path) -> None:
     disk.check(directory)
     path = write(directory / "x.safetensors")
     disk.check(quarantine(path, "test", directory))
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_a_converted_file_survives(disk: Disk, tmp_path: Path, name: str) -> None:
+    source = write(tmp_path / "source" / "x.safetensors")
+    convert(ConversionRequest(source=source, destination=tmp_path / name))
+    disk.check(tmp_path / name)
 
 
 def test_an_exported_network_survives(disk: Disk, tmp_path: Path) -> None:

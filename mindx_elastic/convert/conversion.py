@@ -119,6 +119,8 @@ def _new_file(request: ConversionRequest) -> Iterator[Path]:
         with new_file(path) as (_, temp):
             yield temp
             _check_destination(request)
+            with temp.open("rb") as written:  # safetensors puts another file in the place of the one that it is given
+                os.fsync(written.fileno())
     except (OSError, RuntimeError, SafetensorError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         raise SaveError(f"{path}: cannot be written: {text}; what was there before is untouched", path=path) from error
