@@ -275,7 +275,8 @@ class UpdateGate:
         """With the lock. What the counters are at the boundary need not be worked out while the program is there."""
         if self._is_there:
             for counters in self._counters:
-                counters.read_if_worked_out()
+                if counters.steps:
+                    counters.read()
 
     def give_back(self) -> None:
         """The copy that `lend` was for is complete. Any thread."""

@@ -48,11 +48,6 @@ class VersionCounters:
         self._ids, self._read = [*map(id, tensors)], [*map(_version_of, tensors)]
         self.steps = 0
 
-    def read_if_worked_out(self) -> None:
-        """As `read`, where the program has not gone on since the boundary."""
-        if self.steps:
-            self.read()
-
     def look(self, updates: int) -> None:
         """A step has ended. `updates`: the sum of numbers of the optimizers that have updated in it, each as often as
         it has, in whatever order; 0: none has."""

@@ -451,22 +451,23 @@ class Guard(LayeredGuard):
         self._known = self._loaders.at_boundary()
         # Without a call after an update.
         is_inside = self._update_gate.state is GateState.CLEAN and self._boundaries.is_inside_accumulation()
-        self._cut = loops.count(is_boundary=self._known and not is_inside)
+        position = loops.count(is_boundary=self._known and not is_inside)
+        self._cut = position is not None
         self._finished_step = False
         if is_inside:
             self._boundaries.inside_window()
-        if self._cut:
-            self._pass_boundary()
+        if position is not None:
+            self._pass_boundary(position)
             if retake and self._around.memory is not None and not self._overlap.is_playing:
                 self._around.memory.keep_boundary()
         elif not self._known:
             self._update_gate.pass_unknown()
 
-    def _pass_boundary(self) -> None:
+    def _pass_boundary(self, position: Position) -> None:
         if self._overlap.is_playing:
             self._overlap.copy()
             return
-        self._boundaries.cut(self._loops.position)
+        self._boundaries.cut(position)
         self._loops.at_boundary(self._boundaries.hidden.sample)
         boundaries, checks = self._boundaries, self._checks
         if boundaries.is_look or checks.has_news or self._unmanaged.has_refused:
@@ -520,7 +521,7 @@ class Guard(LayeredGuard):
         if self._boundaries.is_inside_accumulation():
             return
         self._cut = self._known = True
-        self._pass_boundary()
+        self._pass_boundary(self._loops.position)
         self.finish_step()
 
     def _pass_tail(self) -> None:

@@ -100,7 +100,10 @@ class DataSettings:
 
     def state(self) -> dict[str, Any] | None:
         """What to save, not to be changed; None: nothing is set. At each boundary."""
-        if self._ids() != self._seen_ids or (self._in_place and self._are_other_contents()):
+        values = [*chain.from_iterable(map(dict.values, self._all))]  # as `_ids`, without the call
+        for table in self._few:
+            values += _of_loader(table)
+        if [*map(id, values)] != self._seen_ids or (self._in_place and self._are_other_contents()):
             self._look()
         return self._state
 

@@ -114,7 +114,8 @@ class FollowedLoader(GoesThroughData, Track):
         self.draws = isinstance(loader, ReplayLoader)
         self.cursor = loader._cursor
         self.look_ahead = LookAhead()
-        self._iteration, self._num_batches = 0, 0
+        self._iteration = self.batches = 0
+        """`batches`: of an epoch, as of the last boundary."""
         self.settings: DataSettings | None = None
         self.others: Sequence[FollowedLoader] = ()
         """For the loader whose epochs count: the loaders that come within its epochs."""
@@ -267,8 +268,8 @@ class FollowedLoader(GoesThroughData, Track):
         """Batches of an epoch. An iteration fixes them when it begins; asked at every boundary."""
         iteration = self.cursor.token
         if iteration != self._iteration or not iteration:
-            self._iteration, self._num_batches = iteration, num_batches(self.loader)
-        return self._num_batches
+            self._iteration, self.batches = iteration, num_batches(self.loader)
+        return self.batches
 
     def begin_epoch(self) -> None:
         """The loop begins an epoch: what it has fetched before it does not use."""
@@ -290,6 +291,8 @@ class FollowedLoader(GoesThroughData, Track):
         number, self.handed_before = self.handed - self.handed_before, self.handed
         self.boundaries += 1
         self.epoch_used = cursor.epoch if number and look_ahead.ahead == 0 else 0
+        if cursor.token != self._iteration:
+            self.num_batches()
         if self.loader._has_ends:
             self.epoch = self.mark_after(look_ahead.used).epoch if look_ahead.ahead else cursor.epoch
         # As `is_at_end`, without a call at each boundary.

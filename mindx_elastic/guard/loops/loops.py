@@ -190,17 +190,16 @@ class Loops:
     @property
     def position(self) -> Position:
         """The last boundary passed."""
-        # As `Position(...)`, without a call of Python's at each boundary.
-        return tuple.__new__(Position, (self.step, self.epoch, self.step_in_epoch, self._loaders.num_batches()))
+        return Position(self.step, self.epoch, self.step_in_epoch, self._loaders.num_batches())
 
     @property
     def waits_for_tail(self) -> bool:
         """The code after an epoch runs, and other ranks go to its end: so does this one."""
         return self.tail.is_pending and not self.tail.is_alone
 
-    def count(self, *, is_boundary: bool) -> bool:
+    def count(self, *, is_boundary: bool) -> Position | None:
         """A step has ended. `is_boundary`: outside of an accumulation window, with batches that are known. Returns
-        whether a run can be resumed from here.
+        the position, where a run can be resumed from here.
 
         Without a loader only the program knows what is left of its epoch. Where every epoch has one step (the whole
         data at once), a resumed run begins with the next epoch; where the program counts the steps of an epoch by
@@ -230,16 +229,19 @@ class Loops:
             self._between.leave()
             self._loaders.at_next_ask(None)
         if not is_boundary:
-            return False
+            return None
+        # As `position`, without calls of Python's at each boundary.
+        batches = self._loaders.num_batches() if first is None else first.batches
+        position = tuple.__new__(Position, (self.step, self.epoch, self.step_in_epoch, batches))
         self._boundaries += 1
         self._cuts_in_epoch += 1
         if self.loaders or not self._in_epoch:
-            return True
+            return position
         one_step = self._collector.loop.get(_ONE_STEP)
         self._is_late = one_step is None and self._cuts_in_epoch == 1
         if one_step is not False and self._cuts_in_epoch > 1:
             self._collector.loop = {**self._collector.loop, _ONE_STEP: False}
-        return not self._is_late
+        return None if self._is_late else position
 
     # --- epochs ---
 
