@@ -15,7 +15,6 @@ from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Phase, Report
 from mindx_elastic.rejoin.record import FORKED, SPARE, STAGES, RecoveryRecord, Replacement
-from mindx_elastic.rejoin.spare import UNFIT
 
 KILLED = "killed by SIGKILL"
 
@@ -138,26 +137,6 @@ def test_a_survivor_that_cannot_take_part(node: Node, change: dict[str, Any], wo
     assert words in node.recovery.why_not([1])
 
 
-def test_a_spare_that_cannot_be_this_rank_is_followed_by_another_process(node: Node) -> None:
-    """It ends with `UNFIT` before it has taken part, so the recovery goes on."""
-    node.spares = 1
-    assert node.recovery.begin(node.end(1), KILLED)
-    assert node.recovery.look() is Phase.CUT
-    node.recovery.hear_end(node.end(1, UNFIT))
-    assert node.started == [(1, 1), (1, 1)]
-    assert 1 in node.live, "its process is the second one"
-    for rank in (0, 2):
-        node.report(rank)
-    assert node.recovery.look() is Phase.AGREED
-    node.write("1/state", path="/dev/shm/slot")
-    for rank in range(3):
-        node.write(f"1/ready/{rank}", ready=1.0)
-    assert node.recovery.look() is Phase.RUN
-    node.recovery.close()
-    (record,) = node.told
-    assert record.stood_in == (Replacement(rank=1, pid=301, by=FORKED),)
-
-
 # --- what is told of it ---
 
 
@@ -226,14 +205,3 @@ def test_a_rank_finishes_meanwhile(node: Node, is_late: bool) -> None:
     assert node.recovery.look() is Phase.FALLBACK
     node.recovery.close()
     assert [record.outcome for record in node.told] == ["restart" if is_late else "finished"]
-
-
-def test_a_process_that_cannot_be_started_is_told_once(node: Node) -> None:
-    def fail(rank: int, generation: int) -> Any:
-        raise OSError("no memory")
-
-    node.recovery._start = fail
-    assert not node.recovery.begin(node.end(1), KILLED)
-    node.recovery.look()
-    node.recovery.close()
-    assert [(record.outcome, record.reason) for record in node.told] == [("restart", "OSError: no memory")]

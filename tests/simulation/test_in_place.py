@@ -39,6 +39,21 @@ def test_two_deaths_one_after_the_other_cost_no_restart(spares: int) -> None:
     assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 0)]
 
 
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_process_that_cannot_be_this_rank_is_followed_by_another_one(spares: int) -> None:
+    """It ends before it has taken part, so the recovery goes on; and the one that stood in is told of."""
+    plan = replace(QUIET, spares=spares, steps=12)
+    outcome = played(plan, Fault("kill worker", 0, 1, at=2.6), Fault("unfit@join", 0, 0, at=0))
+    assert recoveries_of(outcome) == ["in place"]
+    assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 0)]
+
+
+def test_a_process_that_cannot_be_started_is_told_once_and_the_job_is_restarted() -> None:
+    outcome = played(QUIET, Fault("no start", 0, 0, at=2.0), Fault("kill worker", 0, 1, at=2.6))
+    assert recoveries_of(outcome) == ["restart"]
+    assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 1)]
+
+
 @pytest.mark.parametrize("stage", ["out", "connect", "donate", "load", "open"])
 def test_a_second_death_in_a_recovery_is_mended_too(stage: str) -> None:
     """In place or by a restart."""
