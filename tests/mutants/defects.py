@@ -20,8 +20,6 @@ from tests.mutants.__main__ import copy_project
 
 __all__ = ["Defect", "defects"]
 
-_AT_ONCE = 100
-
 
 @dataclass(frozen=True)
 class Defect:
@@ -42,18 +40,12 @@ def defects() -> list[Defect]:
 
 def _schedules_until_found(root: Path, simulation: str, most: int) -> tuple[int, str]:
     """How many schedules it took, and what was found; 0: nothing."""
-    for first in range(0, most, _AT_ONCE):
-        arguments = ["--schedules", str(_AT_ONCE), "--first", str(first)]
-        command = [sys.executable, "-m", "tests.simulation", simulation, *arguments]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-        found = sorted(
-            (int(line.split()[1].rstrip(":")), line) for line in done.stdout.splitlines() if line.startswith("seed ")
-        )
-        if found:
-            return found[0][0] + 1, found[0][1].partition(": ")[2]
-        if done.returncode:
-            return first + 1, done.stderr.strip().splitlines()[-1]
-    return 0, ""
+    command = [sys.executable, "-m", "tests.simulation", simulation, "--schedules", str(most), "--until-wrong"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
+    if found:
+        return int(found[0].split()[1].rstrip(":")) + 1, found[0].partition(": ")[2]
+    return (1, done.stderr.strip().splitlines()[-1]) if done.returncode else (0, "")
 
 
 def main() -> int:

@@ -14,6 +14,8 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
 from importlib import import_module
 
 from tests.simulation.schedules import play_all, shrink, tell
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--until-wrong", action="store_true", help="end where one is")
     options = parser.parse_args()
     if options.seed is not None:
         module = import_module(f"tests.simulation.{options.simulation}")
@@ -42,12 +45,19 @@ def main() -> int:
     parts = [seeds[start : start + _AT_ONCE] for start in range(0, len(seeds), _AT_ONCE)]
     total: Counter[str] = Counter()
     failed = 0
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for counts, wrong in pool.imap_unordered(functools.partial(play_all, options.simulation), parts):
+    play = functools.partial(play_all, options.simulation)
+    with ExitStack() as stack:
+        played: Iterable[tuple[Counter[str], list[tuple[int, list[str]]]]] = map(play, parts)
+        if options.jobs > 1:
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(options.jobs))
+            played = pool.imap_unordered(play, parts)
+        for counts, wrong in played:
             total += counts
             failed += len(wrong)
             for seed, texts in wrong:
                 print(f"seed {seed}: {'; '.join(texts)}", flush=True)
+            if failed and options.until_wrong:
+                break
     took = time.monotonic() - began
     for name, number in sorted(total.items()):
         print(f"{name}: {number:,}")

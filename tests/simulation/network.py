@@ -20,6 +20,7 @@ __all__ = ["LocalEnd", "Network"]
 _ROOM = 1500
 """Bytes that a connection takes before the other end has read them."""
 _PIPE_BYTES = 1 << 16
+_IN, _OUT, _ENDS = select.POLLIN, select.POLLOUT, select.POLLERR | select.POLLHUP
 _FIN, _RESET = "fin", "reset"
 
 
@@ -171,10 +172,12 @@ class Stream(File):
     # --- as the system sees it ---
 
     def events(self, wanted: int) -> int:
-        found = wanted & (select.POLLERR | select.POLLHUP) if self._is_broken else 0
-        if wanted & select.POLLOUT and self._is_writable():
-            found |= select.POLLOUT
-        return found | select.POLLIN if wanted & select.POLLIN and self._is_readable() else found
+        found = wanted & _ENDS if self._is_broken else 0
+        if wanted & _IN and (self._buffer or self._at_end or self._is_broken):
+            found |= _IN
+        if wanted & _OUT and self._is_writable():
+            found |= _OUT
+        return found
 
     def _is_readable(self) -> bool:
         return bool(self._buffer) or self._at_end or self._is_broken
