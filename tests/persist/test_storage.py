@@ -19,6 +19,7 @@ from mindx_elastic.persist.storage import (
     quarantined,
     remove_stale_temps,
 )
+from tests.harness import no_descriptor_left
 
 
 # ------------------------------------------------------------------------------------------------ directories
@@ -89,8 +90,9 @@ def test_cleaner_between_creation_and_lock(tmp_path: Path, monkeypatch: pytest.M
         flock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", clean_first)
-    fd, temp = create_temp(tmp_path / "x")
-    os.close(fd)
+    with no_descriptor_left():
+        fd, temp = create_temp(tmp_path / "x")
+        os.close(fd)
     assert temp.exists() and temp != removed[0]
 
 
