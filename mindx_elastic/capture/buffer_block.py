@@ -3,11 +3,12 @@
 A batch norm has three small buffers, and each call of torch for a tensor takes about as long as a hundred of its bytes
 take to copy. So the memory of plain tensors is read through addresses that are looked up once, and ``bytes.join``
 gathers it: under a microsecond for sixty of them, where ``torch._foreach_copy_`` takes 23. What could make an address
-wrong is checked before each reading, other memory of the same tensor, but for tensors that are `fixed`: nothing gives
-those of a batch norm of torch's other memory, and to ask sixty of them takes longer than all the rest. Another tensor
-in the buffer's place shows by a hook of torch's, or at a close boundary (`close_looks`), as other memory of a fixed one
-does. Another meaning of that memory (``buffer.data = buffer.data.view(torch.int32)``) shows in neither, nor in a
-version counter. All are looked at by who takes the copy out: where one has changed in mid-step, there is none.
+wrong is checked before each reading, other memory of the same tensor. Of tensors that are `fixed` the first and the
+last are asked for all: hardly anything gives those of a batch norm of torch's other memory, and to ask sixty of them
+takes longer than all the rest. Another tensor in the buffer's place shows by a hook of torch's, or at a close boundary
+(`close_looks`), as other memory of the other fixed ones does. Another meaning of that memory
+(``buffer.data = buffer.data.view(torch.int32)``) shows in neither, nor in a version counter. All are looked at by who
+takes the copy out: where one has changed in mid-step, there is none.
 
 Other tensors are cloned, those on a device in the order of its work.
 
@@ -83,14 +84,17 @@ class BufferReader:
         # For each type by itself: of several types torch copies one tensor after the other.
         self._kinds_of_device = [*map(_getter, of_type.values())]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
-        self._fixed = [tensor for i, tensor in plain if i in fixed]
-        self._movable = [tensor for i, tensor in plain if i not in fixed]
+        # Whoever gives them other memory gives it to all: the outermost are asked at each reading.
+        kept = [i for i, _ in plain if i in fixed][1:-1]
+        self._fixed = [tensor for i, tensor in plain if i in kept]
+        self._movable = [tensor for i, tensor in plain if i not in kept]
         self._fixed_at, self._movable_at = [*map(_data_ptr, self._fixed)], [*map(_data_ptr, self._movable)]
         self._meanings = [*map(_meaning_of, self.tensors)]
 
     def fits(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Whether `tensors` are the same ones, with the same memory."""
-        return self.are(tensors) and self._has_fixed() and self._has_others()
+        has_movable = [*map(_data_ptr, self._movable)] == self._movable_at
+        return self.are(tensors) and has_movable and self._has_fixed() and self._has_others()
 
     def are(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Whether `tensors` are the same ones."""
@@ -100,9 +104,7 @@ class BufferReader:
         return [*map(_data_ptr, self._fixed)] == self._fixed_at
 
     def _has_others(self) -> bool:
-        if [*map(_data_ptr, self._movable)] != self._movable_at:
-            return False
-        return not self._others or all(_meaning_of(self.tensors[i]) == self._meanings[i] for i in self._others)
+        return all(_meaning_of(self.tensors[i]) == self._meanings[i] for i in self._others)
 
     def means_the_same(self) -> bool:
         """Whether its tensors mean by their memory what they meant, and the fixed ones have that memory."""
@@ -110,17 +112,19 @@ class BufferReader:
 
     def read_raw(self) -> bytes | None:
         """As `read`, but `BufferBlock.raw` alone."""
-        if (self._movable or self._others) and not self._has_others():
+        if [*map(_data_ptr, self._movable)] != self._movable_at or (self._others and not self._has_others()):
             return None
         return b"".join(self._pieces)
 
     def read(self, earlier: BufferBlock | None = None) -> BufferBlock | None:
         """A copy as they are now; None where one of the tensors has other memory. `earlier`: a block of this reader's
         whose tensors may be used again."""
-        if not self._movable and not self._others:
-            return BufferBlock(b"".join(self._pieces), self.slices, self._no_others)
-        raw = self.read_raw()
-        return None if raw is None else self._with_others(raw, earlier)
+        if self._others:
+            raw = self.read_raw()
+            return None if raw is None else self._with_others(raw, earlier)
+        if [*map(_data_ptr, self._movable)] != self._movable_at:
+            return None
+        return BufferBlock(b"".join(self._pieces), self.slices, self._no_others)
 
     @torch.no_grad()
     def _with_others(self, raw: bytes, earlier: BufferBlock | None) -> BufferBlock:

@@ -65,3 +65,12 @@ def test_what_is_not_plain_memory_gets_a_copy_of_its_own(tensor: torch.Tensor) -
     assert block_of(()).raw == b"" and block_of(()).views == []
     plain = torch.zeros(2)
     assert block_of([plain]).views and plain.resize_(1000).numel() == 1000, "it can be resized still"
+
+
+def test_fixed_tensors_that_all_have_other_memory_are_seen_at_once() -> None:
+    tensors = [torch.zeros(2), torch.ones(3), torch.tensor(4)]
+    reader = BufferReader(tensors, fixed=range(3))
+    assert reader.read_raw() is not None
+    for tensor in tensors:
+        tensor.data = tensor.data.clone()
+    assert reader.read_raw() is None and reader.read() is None
