@@ -527,6 +527,9 @@ class Job:
                     world.at(until, lambda: self._come_back(node))
             case "lose host" if self.host is not None:
                 self.host.kill()
+                hosting = (each.agents[-1] for each in self.nodes if each.agents[-1].process is self.host)
+                for deaf in (worker for each in hosting for worker in each.workers if worker.is_deaf):
+                    deaf.process.kill()  # it does not hear its agent's death, and goes with the machine
             case "reset":
                 self.network.reset(f"node{node.number}")
             case "slow network":
