@@ -65,6 +65,20 @@ def test_the_first_four_and_two_of_fifty_are_close() -> None:
     assert [n for n in range(1, 120) if is_close(n, 1000 + n)] == [1, 2, 3, 4, 49, 50, 99, 100]
 
 
+def test_a_step_without_an_update_is_read(job: Job) -> None:
+    job.steps_to(QUIET)
+    job.gate.pass_boundary(job.collector.copy, Position(6, 1, 6), False, closely=False)
+    job.gate.leave_boundary()
+    assert job.problem() is None and not job.gate.unguarded
+    job.steps_to(12)
+    assert job.problem() is None
+    job.gate.leave_boundary()
+    with torch.no_grad():
+        job.module[0].get_parameter("weight").mul_(0.5)
+    job.gate.pass_boundary(job.collector.copy, Position(13, 1, 13), False, closely=False)
+    assert job.gate.unguarded, "no hook tells of an update by hand, so a copy must not go on beside it"
+
+
 def test_weights_that_are_clipped_now_and_then_are_read_at_every_boundary_once_a_close_one_has_shown_it(
     job: Job,
 ) -> None:
