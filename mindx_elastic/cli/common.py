@@ -163,8 +163,8 @@ def is_running(run: AgentRun) -> bool | None:
     return run.pid is not None and is_alive(run.pid, run.started)
 
 
-def agent_in_words(run: AgentRun, age: str = "") -> str:
-    """How the agent of a run is. `age`: goes behind the verb."""
+def agent_in_words(run: AgentRun, running: bool | None, age: str = "") -> str:
+    """How the agent of a run is. `running`: as `is_running` has said. `age`: goes behind the verb."""
     name = ("agent" if run.pid is None else f"agent {run.pid}") + (f" on {run.host}" if run.host else "")
     if run.ended is not None:
         outcome = f": {run.outcome}" if run.outcome else ""
@@ -172,7 +172,6 @@ def agent_in_words(run: AgentRun, age: str = "") -> str:
             code = outcome.rpartition(", ")[2]  # which the reason may begin with, too
             outcome += f": {run.reason.removeprefix(f'{code}: ')}"
         return f"{name} has ended{age}{outcome}"
-    running = is_running(run)
     if running:
         return f"{name} runs{age}"
     if running is None:

@@ -152,13 +152,14 @@ def _find_run(path: Path) -> AgentRun:
     for run in reversed(runs):
         if is_running(run) and run.agent_dir:
             return run
-    _end(EXIT_NOTHING, f"no agent runs in {path} on this machine: {agent_in_words(runs[-1])}")
+    _end(EXIT_NOTHING, f"no agent runs in {path} on this machine: {_how_it_ended(path, runs[-1])}")
 
 
 def _how_it_ended(path: Path, run: AgentRun) -> str:
     """What the log says of an agent that ran a moment ago."""
     found = [each for each in find_runs(path) if each.pid == run.pid]
-    return agent_in_words(found[-1] if found else run)
+    run = found[-1] if found else run
+    return agent_in_words(run, is_running(run))
 
 
 def _check_folder(folder: Path, run: AgentRun) -> None:

@@ -60,6 +60,9 @@ def status_command(
     """
     runs = find_runs(path)
     report = make_report(path, runs)
+    if runs and runs[-1].ended is None and report["agent"]["running"] is False:
+        runs = find_runs(path)  # it may have ended after they were read
+        report = make_report(path, runs)
     show(report, as_json, lambda console, _: _print(console, report, runs))
     if not runs:
         raise typer.Exit(EXIT_NOTHING)
@@ -73,7 +76,7 @@ def _print(console: Console, report: dict[str, Any], runs: Sequence[AgentRun]) -
         return
     run, agent = runs[-1], report["agent"]
     age = "" if agent["age_s"] is None else f", begun {human_age(agent['age_s'])} ago"
-    say(console, agent_in_words(run, age), style="bold")
+    say(console, agent_in_words(run, agent["running"], age), style="bold")
     if agent["running"] is not False:
         _print_workers(console, report["workers"])
     say(console, *_pause(report), *_saves(report["workers"]), *_outlook(report))

@@ -132,6 +132,17 @@ def test_a_killed_agent(run: Run, run_dir: Path, dead_pid: int) -> None:
     assert "is gone without recording its end: it was killed" in lines[0] and "no end recorded" in "".join(lines[1:])
 
 
+def test_an_agent_that_ends_while_its_log_is_read(run: Run, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = start_agent(run_dir, os.getpid())
+
+    def end_now(_: object) -> bool:
+        log.emit("agent_end", outcome="finished", pid=os.getpid())
+        return False
+
+    monkeypatch.setattr("mindx_elastic.cli.status_report.is_running", end_now)
+    assert run("status", run_dir).stdout.splitlines()[0].endswith(": finished")
+
+
 def test_an_agent_of_another_machine(run: Run, run_dir: Path) -> None:
     log = EventLog(run_dir / "events.jsonl")
     log.emit("agent_start", pid=1, host="another-machine", agent_dir=str(run_dir))
