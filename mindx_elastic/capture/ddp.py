@@ -34,6 +34,7 @@ __all__ = [
     "GradientOrder",
     "GradientOrders",
     "ddp_modules",
+    "effect_of_order",
     "find_objects",
     "outermost_replicas",
     "replica_ranks",
@@ -149,6 +150,14 @@ def replica_ranks(targets: Mapping[str, Any], ddp: DdpModules) -> list[int]:
     return list(groups.pop())
 
 
+def effect_of_order(module: DistributedDataParallel) -> str:
+    """How a run with another order of gradients may differ, in words; empty: it does not."""
+    if any(state is not None and not isinstance(state, dist.ProcessGroup) for _, state in module._comm_hooks):
+        return "may differ, for the communication hook has state that follows that order"  # PowerSGD's errors
+    # A sum of two is the same in any order.
+    return "may differ in the last bits from 3 ranks on" if module.process_group.size() > 2 else ""
+
+
 class GradientOrder:
     """Records, once, the order of gradient arrival for one DDP module. Indices count the parameters with gradients."""
 
@@ -215,10 +224,10 @@ class GradientOrders:
         self._recording: dict[str, GradientOrder] = {}
         for name, module in ddp:
             if module.static_graph:
-                if module.process_group.size() > 2:  # a sum of two is the same in any order
+                if effect := effect_of_order(module):
                     risks.risk(
                         f"{name} is DDP with static_graph=True, whose order of gradients no checkpoint has: a resumed "
-                        "run may differ in the last bits from 3 ranks on",
+                        f"run {effect}",
                         "Write DDP(..., static_graph=False), and torch.utils.checkpoint with use_reentrant=False",
                     )
             elif not collector.gradient_order.get(name):

@@ -246,8 +246,11 @@ class UnevenModules(Part):
 
     name = "uneven_modules"
 
-    def __init__(self, collector: Collector, unmanaged: Unmanaged) -> None:
-        self._collector, self._unmanaged = collector, unmanaged
+    def __init__(self, collector: Collector, unmanaged: Unmanaged, *, tells: bool = True) -> None:
+        """`tells`: what differs has not been told yet."""
+        self._collector, self._unmanaged, self._tells = collector, unmanaged, tells
+        self.lacked: Sequence[str] = ()
+        """The modules that this rank has not and another one has. Known after `hear`."""
 
     def say(self) -> Any:
         return WeightSamples(self._collector).digests()
@@ -258,6 +261,10 @@ class UnevenModules(Part):
         return Merged([[name, all(name in each for each in said)] for name in names])
 
     def hear(self, answer: Answer) -> None:
+        components = self._collector.components
+        self.lacked = [name for name, is_everywhere in answer.common if not is_everywhere and name not in components]
+        if not self._tells:
+            return
         for name, is_everywhere in answer.common:
             if is_everywhere:
                 self._unmanaged.risk(
@@ -267,7 +274,7 @@ class UnevenModules(Part):
                     "(copy.deepcopy(ddp.module)), and update it on all ranks alike; or --snapshot-every 1 keeps "
                     "rank 0's",
                 )
-            elif name in self._collector.components:
+            elif name in components:
                 logger.warning(
                     'not every rank has the module "%s": when this one is killed, the steps since its last save or '
                     "snapshot are lost. Name and update it on all ranks alike; or --snapshot-every 1 keeps it",

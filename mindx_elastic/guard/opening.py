@@ -221,10 +221,12 @@ class Opening:
 
     def _parts(self) -> list[Part]:
         more = [] if self._place is None else self._place.parts([*self.targets.values(), *self._kept])
+        return [*self._last_parts, self._together.part, *([self._uneven] if self.saver.replicated else []), *more]
+
+    @cached_property
+    def _uneven(self) -> UnevenModules:
         # In a recovery in place the ranks that live on have told it.
-        compares = self.saver.replicated and self._entry is None
-        uneven = [UnevenModules(self.collector, self.unmanaged)] if compares else []
-        return [*self._last_parts, self._together.part, *uneven, *more]
+        return UnevenModules(self.collector, self.unmanaged, tells=self._entry is None)
 
     @cached_property
     def _together(self) -> DividedSaves:
@@ -243,6 +245,7 @@ class Opening:
     def meet_last(self) -> None:
         """Every rank is ready to train."""
         meet(self._exchange, "entered", self._parts())
+        self.saver.lacked = self._uneven.lacked
         trains = self.proof is None and self._entry is None and not self.evaluates
         if self._ranks.rank == 0 and trains and not (self.periodic or self.around.takes_snapshots):
             by_callbacks = self.options.policies is not None

@@ -77,6 +77,8 @@ class Saver:
         self._resolved = resolved or {}  # directories as given -> as resolved once, at the start
         self.replicated = replicated
         """Every rank holds the same weights."""
+        self.lacked: Sequence[str] = ()
+        """Then: the modules that other ranks have and this one has not."""
         self.coordinates = {"replicas": ranks.world_size} if replicated else {}
         """Numbers for every file's header."""
         self.newest_step = 0

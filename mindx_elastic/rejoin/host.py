@@ -67,6 +67,7 @@ class Host:
                 clean=problem is None,
                 groups=groups.digest(),
                 orders=collector.gradient_order,
+                lacked=saver.lacked,
                 problem=problem_of_devices or self._problem() or self._objects.problem,
             )
 

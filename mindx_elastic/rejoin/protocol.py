@@ -46,6 +46,8 @@ class Report:
     """A digest of its process groups: names, members, backends."""
     orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The order of gradients of each DDP module; see `capture.ddp`."""
+    lacked: Sequence[str] = field(default_factory=list)
+    """The modules that other ranks have and this one has not (an average on rank 0): it cannot give them its state."""
     problem: Annotated[str, Words(2000)] = ""
     """Why this rank cannot take part; empty: it can."""
 
@@ -110,12 +112,16 @@ def decide(reports: Mapping[int, Report | None], *, world_size: int) -> Recovery
     if step < 1:
         return RecoveryVerdict(refusal=f"the ranks stand at step {step}, which is too early")
     whole = [report for report in clean if report.step == step]
+    donors = [report.rank for report in whole if not report.lacked]
+    if not donors:
+        names = ", ".join(map(str, whole[0].lacked))
+        return RecoveryVerdict(refusal=f"no living rank has all modules of step {step}: {names} not on every rank")
     return RecoveryVerdict(
         run_id=alive[0].run_id,
         attempt=alive[0].attempt,
         next_attempt=alive[0].attempt + 1,
         step=step,
-        donor=min(report.rank for report in whole),
+        donor=min(donors),
         dead=dead,
         behind=tuple(report.rank for report in alive if report not in whole),
     )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.ddp import DdpModules, GradientOrder
+from mindx_elastic.capture.ddp import DdpModules, GradientOrder, effect_of_order
 from mindx_elastic.core.ports import Risks
 
 __all__ = ["replay_gradient_order", "replay_orders"]
@@ -26,10 +26,10 @@ def replay_orders(orders: Mapping[str, list[int]], ddp: DdpModules, risks: Risks
         if module.static_graph:
             continue  # told at the entry
         problem = replay_gradient_order(module, orders.get(name, []))
-        if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
+        if problem is not None and (effect := effect_of_order(module)):
             risks.risk(
-                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ "
-                f"in the last bits from 3 ranks on: {problem}",
+                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run {effect}: "
+                f"{problem}",
                 "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
                 "before the guard is entered",
             )

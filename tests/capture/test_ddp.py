@@ -97,6 +97,16 @@ def test_ranks_without_ddp_are_warned_only_where_some_ddp_lives(other: bool, cap
     assert record.levelno == (logging.INFO if wrapped is None else logging.WARNING)
 
 
+@pytest.mark.parametrize("state", [None, {"errors": 0}])
+def test_a_static_graph_is_told_at_two_ranks_where_a_hook_has_state(state: dict[str, int] | None) -> None:
+    """PowerSGD's errors lie in the order of the gradients, which no resumed process has from its first step on."""
+    module = DDP(nn.Linear(2, 2), static_graph=True)
+    module.register_comm_hook(state, lambda state, bucket: torch.futures.Future())
+    targets, told = {"model": module}, Unmanaged("error")
+    GradientOrders(ddp_modules(targets), Collector(targets), told, world_size=2)
+    assert ["the communication hook has state" in each for each in told.notes] == ([] if state is None else [True])
+
+
 class Crossed(nn.Module):
     """Uses its layers in another order than it registers them, so that the arrival is not simply reversed."""
 

@@ -81,5 +81,6 @@ def test_a_module_of_one_rank_alone_is_told_there(rank: int, caplog: pytest.LogC
         collector = cast(Collector, SimpleNamespace(components=modules))
         part = UnevenModules(collector, cast(Any, SimpleNamespace(risk=lambda problem, remedy: risks.append(problem))))
         part.hear(Answer(part.merge(said).common, None, list))
+        assert part.lacked == ([] if number == rank else ["ema"])
     assert [message.partition(":")[0] for message in caplog.messages] == ['not every rank has the module "ema"']
     assert len(risks) == 2 and all('module "net"' in each for each in risks), risks

@@ -35,6 +35,7 @@ def worlds(draw: st.DrawFn) -> dict[int, Report | None]:
                 groups=draw(st.sampled_from("gggggh")),
                 attempt=draw(st.sampled_from([3, 3, 3, 3, 4])),
                 problem=draw(st.sampled_from(["", "", "", "", "no"])),
+                lacked=draw(st.sampled_from([[], [], ["ema"]])),
             )
     return found
 
@@ -53,6 +54,7 @@ def test_all_go_on_from_the_most_advanced_boundary_that_some_rank_is_whole_at(
     donor = reports[verdict.donor]
     assert donor is not None
     assert donor.clean
+    assert not donor.lacked
     assert donor.step == verdict.step >= 1
     assert all(each.step <= verdict.step for each in alive), "no survivor's step may be lost"
     for each in alive:
@@ -74,6 +76,7 @@ def test_there_is_a_verdict_whenever_a_whole_rank_is_furthest(reports: dict[int,
         and max(clean) == max(each.step for each in alive) >= 1
         and len({(each.attempt, each.groups) for each in alive}) == 1
         and not any(each.problem for each in alive)
+        and not all(each.lacked for each in alive if each.clean and each.step == max(clean))
     )
     assert (not decide(reports, world_size=len(reports)).refusal) == expected
 
@@ -106,6 +109,7 @@ def test_what_is_no_report_is_refused(change: Mapping[str, Any]) -> None:
         ({0: report(0, clean=False), 1: None, 2: report(2, clean=False)}, "ranks 0, 2 were all cut off in an update"),
         ({0: report(0, 7), 1: report(1, 8, clean=False), 2: None}, "furthest was cut off"),
         ({0: report(0, 0), 1: None}, "too early"),
+        ({0: None, 1: report(1, lacked=["ema"])}, "no living rank has all modules of step 7: ema not on every rank"),
     ],
 )
 def test_a_refusal_says_why(reports: dict[int, Report | None], words: str) -> None:
