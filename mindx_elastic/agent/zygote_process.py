@@ -10,8 +10,8 @@ a subreaper at that moment, adopts the orphan. The worker then ties itself to th
 process id and waits for the agent's word. Whatever goes wrong before that costs nothing: the agent starts a fresh
 interpreter.
 
-A fork is as good as a fresh interpreter as long as nothing has happened but imports: no thread, no CUDA context, no
-number drawn. What a fresh interpreter begins with by chance, the worker draws again, but for the seed of Python's
+A fork is as good as a fresh interpreter as long as nothing has happened but imports: no thread, no open file or device,
+no number drawn. What a fresh interpreter begins with by chance, the worker draws again, but for the seed of Python's
 hashes.
 
 On the channel the zygote says once that it is ready, or why it never will be. Each packet after that is a request, with
@@ -106,7 +106,7 @@ def _import_all() -> str:
     import numpy  # noqa: F401
 
     # OpenBLAS starts its threads here. It ends them before a fork and starts them again where they are needed.
-    count = _num_threads()
+    count, opened = _num_threads(), _open_files()
     for name in (*_MODULES, *Settings.from_env().preload):
         importlib.import_module(name)
     gc.collect()
@@ -114,12 +114,22 @@ def _import_all() -> str:
     gc.enable()
     if _num_threads() > count:
         return "an import has started threads"
-    return "an import has initialised CUDA" if sys.modules["torch"].cuda.is_initialized() else ""
+    # Also devices: a process that has only counted those of CUDA cannot use them after a fork.
+    return "".join(f"an import has opened {path}" for path in sorted(_open_files() - opened)[:1])
 
 
 def _num_threads() -> int:
     """The threads of this process, also those that Python does not know."""
     return len(os.listdir("/proc/self/task"))
+
+
+def _open_files() -> set[str]:
+    """The paths of what this process holds open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the folder that has just been listed
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
 
 
 def _fork_orphan(descriptors: Sequence[int]) -> bool:

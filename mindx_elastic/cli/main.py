@@ -25,6 +25,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # for text that the locale cannot show
             stream.reconfigure(errors="backslashreplace")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, a child's crash is taken for a success
     words = sys.argv[1:]
     while words[:1] == ["--debug"]:
         os.environ["MINDX_DEBUG"] = "1"

@@ -7,6 +7,7 @@ without ``--force`` nothing is replaced.
 from __future__ import annotations
 
 import os
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,9 +119,9 @@ def _new_file(request: ConversionRequest) -> Iterator[Path]:
     try:
         with new_file(path) as (_, temp):
             yield temp
-            _check_destination(request)
             with temp.open("rb") as written:  # safetensors puts another file in the place of the one that it is given
-                os.fsync(written.fileno())
+                os.fsync(written.fileno())  # which may take long: look again only then
+            _check_destination(request)
     except (OSError, RuntimeError, SafetensorError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         raise SaveError(f"{path}: cannot be written: {text}; what was there before is untouched", path=path) from error
@@ -131,7 +132,7 @@ def _new_file(request: ConversionRequest) -> Iterator[Path]:
 
 def _check_values(value: Any, where: str) -> None:
     """Raises UnsupportedStateError for a value that ``torch.load(weights_only=True)`` does not read."""
-    if isinstance(value, Mapping):
+    if type(value) in (dict, OrderedDict, Counter):
         for key, item in value.items():
             _check_values(item, f"{where}.{key}"[:300])
     elif isinstance(value, list | tuple):

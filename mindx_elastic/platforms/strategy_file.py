@@ -58,9 +58,8 @@ def parse_message(kind: str, data: bytes, where: str) -> Any:
         message.MergeFromString(data)
     except (decode_error, ValueError, RecursionError, MemoryError) as error:
         raise UsageError(f"{where}: damaged, or no protobuf file of this kind: {error!s:.200}") from None
-    missing = message.FindInitializationErrors() if not message.IsInitialized() else ()
-    if missing:
-        raise UsageError(f"{where}: damaged, or no protobuf file of this kind: {missing[0]:.200} is missing")
+    if not message.IsInitialized():  # protobuf would name what is missing in each of a million entries
+        raise UsageError(f"{where}: damaged, or no protobuf file of this kind: a required field is missing")
     return message
 
 

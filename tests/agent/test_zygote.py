@@ -243,6 +243,15 @@ def test_commands_that_no_fork_can_run(command: list[str]) -> None:
     zygote.close()
 
 
+def test_an_import_after_which_no_fork_is_a_fresh_interpreter(tmp_path: Path) -> None:
+    """Whoever counts CUDA's devices has them open, and a fork can use them no more."""
+    write(tmp_path, "HELD = open('/dev/full')", "opens.py")
+    env = {**ENV, "PYTHONPATH": str(tmp_path), "MINDX_PRELOAD": "opens"}
+    found = ready(Zygote([sys.executable, "-u", str(write(tmp_path, ""))], env))
+    assert found.problem == "an import has opened /dev/full"
+    found.close()
+
+
 def test_an_import_that_fails_is_said(tmp_path: Path) -> None:
     write(tmp_path, "raise OSError('broken here')", "torch.py")
     found = ready(Zygote([sys.executable, "-u", str(write(tmp_path, ""))], {**ENV, "PYTHONPATH": str(tmp_path)}))

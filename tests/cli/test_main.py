@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mindx_elastic.cli.main import main
+from mindx_elastic.cli.run import LAUNCHERS
 from tests.checkpoint_files import write
 from tests.cli.conftest import Run
 
@@ -23,6 +26,19 @@ def test_run_hands_on_every_word_as_it_is(run: Run, words: list[str], monkeypatc
     monkeypatch.setattr("mindx_elastic.agent.launcher.launch", launch)
     assert run("run", *words).exit_code == 7
     assert given == [words]
+
+
+def test_whoever_starts_a_command_may_ignore_the_ends_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is inherited, and the system then tells no exit codes: a job that has crashed had finished."""
+    codes: list[int] = []
+    monkeypatch.setitem(LAUNCHERS, "run", lambda _: codes.append(subprocess.run(["false"], check=False).returncode))
+    monkeypatch.setattr(sys, "argv", ["mindx-elastic", "run"])
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        main()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert codes == [1]
 
 
 def test_help_of_run_says_what_it_does_and_shows_all_options(run: Run) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +47,9 @@ def test_types_that_a_plain_file_cannot_hold(tmp_path: Path, name: str, tensor: 
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_a_value_that_torch_would_not_load_is_named(tmp_path: Path) -> None:
-    write_rank(tmp_path / "ckpt", 0, 1, {"model": {"w": torch.ones(1), "_extra_state": [np.zeros(2)]}})
+@pytest.mark.parametrize("value", [np.zeros(2), defaultdict(int)])
+def test_a_value_that_torch_would_not_load_is_named(tmp_path: Path, value: object) -> None:
+    write_rank(tmp_path / "ckpt", 0, 1, {"model": {"w": torch.ones(1), "_extra_state": [value]}})
     with pytest.raises(
         UnsupportedStateError, match=r"^model\._extra_state\.0: torch.load\(weights_only=True\) reads no"
     ):
