@@ -32,7 +32,9 @@ class TableFile:
         """Make the folder, and lock it. Raises UsageError where another scheduler runs in it, or it cannot be used."""
         try:
             self.folder, self._owners = prepare_owned_directory(folder, allow_shared=False)
-            self._lock = hold_directory(self.folder, RankInfo(), self._owners, grace_s=0.0, file=_LOCK_FILE)
+            self._lock = hold_directory(
+                self.folder, RankInfo(), self._owners, grace_s=0.0, file=_LOCK_FILE, other="another scheduler"
+            )
         except (MindxError, OSError) as error:
             raise UsageError(f"environment variable MS_RECOVERY_PATH: {error}") from error
         self.path = self.folder / TABLE_FILE

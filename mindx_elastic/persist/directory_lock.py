@@ -141,17 +141,19 @@ def hold_directory(
     joins: bool = False,
     job: str = "",
     file: str = LOCK_FILE,
+    other: str = "",
 ) -> DirectoryLock | None:
     """Lock `directory` for this rank. Returns None, and logs one warning, where locking does not work.
 
     Waits for a predecessor for as long as its grace period may last (`grace_s` where the file does not record one).
     `owners`: the users whose lock file is trusted. `joins`: the job runs already, and this process is new in it, or
     enters again. `job`: a name of this job that no other one has, over all its restarts. `file`: the lock file's name.
-    Main thread; blocks. Raises DirectoryInUseError, on rank 0 only, where another job holds it.
+    `other`: what another holder is, where it is no rank. Main thread; blocks. Raises DirectoryInUseError, on rank 0
+    only, where another job holds it.
     """
     path = directory / file
     try:
-        return _locked(path, owners, _Taking(directory, path, ranks, grace_s, joins, job).take)
+        return _locked(path, owners, _Taking(directory, path, ranks, grace_s, joins, job, other).take)
     except OSError as error:
         reason = error.strerror or error
         logger.warning("%s cannot be locked (%s); a second job in this directory will not be noticed", path, reason)
@@ -203,8 +205,10 @@ def _locked(path: Path, owners: Owners, take: Callable[[int], bool]) -> Director
 
 
 class _Taking:
-    def __init__(self, directory: Path, path: Path, ranks: RankInfo, grace_s: float, joins: bool, job: str) -> None:
-        self._directory, self._path, self._ranks = directory, path, ranks
+    def __init__(
+        self, directory: Path, path: Path, ranks: RankInfo, grace_s: float, joins: bool, job: str, other: str
+    ) -> None:
+        self._directory, self._path, self._ranks, self._other = directory, path, ranks, other
         self._grace_s, self._joins, self._job = grace_s, joins, job[:_LONGEST_JOB]
         self._began = time.monotonic()
         self._said = False
@@ -247,6 +251,9 @@ class _Taking:
             patience_s = max(patience_s, _LEASE_S)
         return self._began + patience_s - time.monotonic()
 
+    def _words(self, holder: Holder) -> str:
+        return f"{self._other}, {holder.process}" if self._other else str(holder)
+
     def _wait_on(self, holder: Holder) -> bool:
         """Whether to try again. False: the wait is over, and this rank continues without the lock."""
         left_s, waited_s = self._time_left(holder), time.monotonic() - self._began
@@ -254,15 +261,16 @@ class _Taking:
             if not self._said and waited_s > _SAY_S:
                 self._said = True
                 text = "%s is in use by %s; waiting for its end, %.0f s at most"
-                logger.warning(text, self._directory, holder, left_s)
+                logger.warning(text, self._directory, self._words(holder), left_s)
             return True
         if self._ranks.rank != 0 or self._is_ours(holder):
             text = "%s: rank %d goes on, though after %.0f s its predecessor still holds it: %s"
             logger.warning(text, self._directory, self._ranks.rank, waited_s, holder.process)
             return False
         raise DirectoryInUseError(
-            f"{self._directory} is in use by {holder}; it did not end in {waited_s:.0f} s. End it, or give this job a "
-            f"separate directory. (NFS may keep a dead machine's lock; if nothing runs there, delete {self._path})",
+            f"{self._directory} is in use by {self._words(holder)}; it did not end in {waited_s:.0f} s. End it, or "
+            f"give this job a separate directory. (NFS may keep a dead machine's lock; if nothing runs there, delete "
+            f"{self._path})",
             path=self._directory,
             host=holder.host,
             pid=holder.pid,

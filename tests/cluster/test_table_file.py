@@ -19,7 +19,8 @@ def test_what_was_written_is_read_by_the_next_scheduler(tmp_path: Path, monkeypa
     first.write({"job": "a"})
     first.write({"job": "b"})
     monkeypatch.setattr(directory_lock, "_MARGIN_S", 0.1)
-    with pytest.raises(UsageError, match=rf"MS_RECOVERY_PATH: .* is in use by .*process {os.getpid()} on host"):
+    is_held = rf"MS_RECOVERY_PATH: .* is in use by another scheduler, process {os.getpid()} on host"
+    with pytest.raises(UsageError, match=is_held):
         TableFile(tmp_path / "recovery")
     first.close()
     second = TableFile(tmp_path / "recovery")
