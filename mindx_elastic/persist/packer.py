@@ -57,7 +57,7 @@ class StatePacker:
         """`frozen`: the item of this name is never changed in place, so the very same one is packed once."""
         self._split, self._frozen = split, frozen
         self._last: tuple[object, bytes] = None, b""
-        self._rest = SectionPacker()
+        self._rest, self._of_frozen = SectionPacker(), SectionPacker(frozen)
         self._packers: dict[tuple[str, str], SectionPacker] = {}
 
     def pack(self, state: Mapping[str, Any]) -> bytes:
@@ -68,7 +68,7 @@ class StatePacker:
         for key, value in state.items():
             if key == self._frozen:
                 if self._last[0] is not value:
-                    self._last = value, b"".join(SectionPacker(key).pack(value))
+                    self._last = value, b"".join(self._of_frozen.pack(value))
                 pieces += self._last[1:]
             elif key not in self._split or not value:
                 rest[key] = value

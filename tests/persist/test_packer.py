@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -85,6 +86,21 @@ def test_a_shape_that_changes_now_and_then_is_worked_out_each_time() -> None:
         for _ in range(2):
             record = packer.pack({"rng": [1] * number})
     assert b'"shape"' in record
+
+
+def test_the_shape_of_what_is_never_changed_in_place_is_worked_out_once() -> None:
+    """As of generators that each step draws from."""
+    packer, calls = StatePacker(frozen="rng"), list[int]()
+    for step in range(3):
+        state = {"rng": {"words": step.to_bytes(2500, "little"), "gauss": 0.5}, "step": step}
+        calls.append(0)
+        sys.setprofile(lambda _, event, __: calls.append(calls.pop() + (event == "call")))
+        try:
+            packed = packer.pack(state)
+        finally:
+            sys.setprofile(None)
+        assert unpack_sections(packed) == state
+    assert calls[2] <= calls[1] < calls[0] / 2
 
 
 def test_what_cannot_be_stored_is_refused_by_name() -> None:
