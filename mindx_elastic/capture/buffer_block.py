@@ -3,10 +3,9 @@
 A batch norm has three small buffers, and each call of torch for a tensor takes about as long as a hundred of its bytes
 take to copy. So the memory of plain tensors is read through addresses that are looked up once, and ``bytes.join``
 gathers it: under a microsecond for sixty of them, where ``torch._foreach_copy_`` takes 23. What could make an address
-wrong is checked before each reading, other memory of the same tensor. Of tensors that are `fixed` the first and the
-last are asked for all: hardly anything gives those of a batch norm of torch's other memory, and to ask sixty of them
-takes longer than all the rest. Another tensor in the buffer's place shows by a hook of torch's, or at a close boundary
-(`close_looks`), as other memory of the other fixed ones does. Another meaning of that memory
+wrong is checked before each reading, other memory of the same tensor, but for tensors that are `fixed`: to ask sixty of
+them takes longer than all the rest. Another tensor in the buffer's place shows by a hook of torch's, or at a close
+boundary (`close_looks`), as other memory of a fixed one does. Another meaning of that memory
 (``buffer.data = buffer.data.view(torch.int32)``) shows in neither, nor in a version counter. All are looked at by who
 takes the copy out: where one has changed in mid-step, there is none.
 
@@ -64,7 +63,7 @@ class BufferReader:
     """Reads the same tensors again and again. Training thread."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], fixed: Collection[int] = ()) -> None:
-        """`fixed`: the numbers of those whose memory stays."""
+        """`fixed`: the numbers of those whose memory stays, most likely."""
         self.tensors = list(tensors)
         """The tensors that it reads."""
         self.slices: list[_Slice | None] = [None] * len(tensors)
@@ -84,10 +83,8 @@ class BufferReader:
         # For each type by itself: of several types torch copies one tensor after the other.
         self._kinds_of_device = [*map(_getter, of_type.values())]
         self._no_others: list[torch.Tensor | None] = [None] * len(self.slices)
-        # Whoever gives them other memory gives it to all: the outermost are asked at each reading.
-        kept = [i for i, _ in plain if i in fixed][1:-1]
-        self._fixed = [tensor for i, tensor in plain if i in kept]
-        self._movable = [tensor for i, tensor in plain if i not in kept]
+        self._fixed = [tensor for i, tensor in plain if i in fixed]
+        self._movable = [tensor for i, tensor in plain if i not in fixed]
         self._fixed_at, self._movable_at = [*map(_data_ptr, self._fixed)], [*map(_data_ptr, self._movable)]
         self._meanings = [*map(_meaning_of, self.tensors)]
 

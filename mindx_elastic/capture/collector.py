@@ -119,19 +119,23 @@ class Collector:
         return list({id(o): o for o in found}.values())
 
     @torch.no_grad()
-    def look_at_buffers(self) -> dict[str, torch.Tensor]:
-        """Of the saved buffers of all modules, by place, for `changed_buffers`: copies of those of up to 1 MiB, as
-        BatchNorm's are, and the version counters of larger ones."""
-        return {place: t.clone() if t.nbytes <= _MOST_COPIED else _version_of(t) for place, t in self._saved_buffers()}
+    def look_at_buffers(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The saved buffers of all modules, by place, for `changed_buffers`: each with a copy, as BatchNorm's have, or
+        above 1 MiB with its version counter."""
+        return {
+            place: (t, t.clone() if t.nbytes <= _MOST_COPIED else _version_of(t)) for place, t in self._saved_buffers()
+        }
 
     @torch.no_grad()
-    def changed_buffers(self, before: Mapping[str, torch.Tensor]) -> list[str]:
+    def changed_buffers(self, before: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[str]:
         """The places of buffers that are not as in `before`."""
         live = {place: now for place, now in self._saved_buffers() if place in before}
+        others = {p for p, now in live.items() if now.nbytes > _MOST_COPIED and now is not before[p][0]}
         now = {place: t if t.nbytes <= _MOST_COPIED else _version_of(t) for place, t in live.items()}
-        if equal_tensors([before[place] for place in now], [*now.values()]):  # which waits for a device once
+        # Which waits for a device once.
+        if not others and equal_tensors([before[place][1] for place in now], [*now.values()]):
             return []
-        return [place for place, each in now.items() if not same_tree(before[place], each)]
+        return [place for place, each in now.items() if place in others or not same_tree(before[place][1], each)]
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():

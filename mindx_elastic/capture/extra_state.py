@@ -462,8 +462,9 @@ class OwnAttributes:
             for name, saved in values.items():
                 self._moved.add((place, name))
                 live = attributes_of(owner).get(name)
-                is_older = isinstance(saved, dict) and saved.keys() == {"generator"}  # of version 0.2
-                value = put_back(live, {MARK: GENERATOR, "state": saved["generator"]} if is_older else saved, name)
+                own = saved.get("generator") if isinstance(saved, dict) else None
+                is_older = isinstance(own, dict) and "kind" in own  # a generator in files of version 0.2
+                value = put_back(live, {MARK: GENERATOR, "state": own} if is_older else saved, name)
                 if value is not live and isinstance(value, torch.Tensor) and isinstance(owner, torch.Tensor):
                     value = value.to(owner.device)
                 object.__setattr__(owner, name, value)

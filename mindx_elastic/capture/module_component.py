@@ -58,7 +58,10 @@ def _wrappers_of(module: nn.Module) -> list[nn.Module]:
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Nothing gives the buffers of these other memory, so that is looked at now and then only."""
+"""Hardly anything gives the buffers of these other memory, and what does gives it to those of all: at each boundary
+those of the outermost are asked, and those between them now and then."""
+_NUM_BUFFERS = 3
+"""Of one of these."""
 
 
 class ModuleComponent:
@@ -132,7 +135,7 @@ class ModuleComponent:
         self._slot_tables: list[dict[str, Any]] = []
         self._slot_keys: list[str] = []
         self._slot_names: list[str] = []
-        self._fixed: set[int] = set()
+        of_norms: list[int] = []
         self._extras: list[tuple[str, nn.Module]] = []
         children = list(self.module.modules())
         tables = {id(child): buffers_of(child) for child in children}
@@ -144,13 +147,14 @@ class ModuleComponent:
             for key in table:
                 if key not in child._non_persistent_buffers_set:
                     if type(child) in _BATCH_NORMS:
-                        self._fixed.add(len(self._slot_names))
+                        of_norms.append(len(self._slot_names))
                     self._slot_tables.append(table)
                     self._slot_keys.append(key)
                     self._slot_names.append(dot + key)
             if type(child).get_extra_state is not nn.Module.get_extra_state and id(child) not in seen:
                 seen.add(id(child))
                 self._extras.append((f"{dot}_extra_state", child))
+        self._fixed = frozenset(of_norms[_NUM_BUFFERS:-_NUM_BUFFERS])
         self._has_read_flags = True  # as of the last boundary
         self._replaces_buffers = False  # the program has done so, and torch's hook has not told
         self._has_found_buffers = True  # at the last boundary: the tensors in its tables were looked at

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import nn
 
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader
+from mindx_elastic.capture.module_component import ModuleComponent
 
 
 def block_of(tensors: Sequence[torch.Tensor | None]) -> BufferBlock:
@@ -67,10 +69,11 @@ def test_what_is_not_plain_memory_gets_a_copy_of_its_own(tensor: torch.Tensor) -
     assert block_of([plain]).views and plain.resize_(1000).numel() == 1000, "it can be resized still"
 
 
-def test_fixed_tensors_that_all_have_other_memory_are_seen_at_once() -> None:
-    tensors = [torch.zeros(2), torch.ones(3), torch.tensor(4)]
-    reader = BufferReader(tensors, fixed=range(3))
-    assert reader.read_raw() is not None
-    for tensor in tensors:
-        tensor.data = tensor.data.clone()
-    assert reader.read_raw() is None and reader.read() is None
+@pytest.mark.parametrize("name", ["running_mean", "running_var", "num_batches_tracked"])
+def test_other_memory_of_such_a_buffer_of_all_batch_norms_is_seen_at_once(name: str) -> None:
+    network = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(4)))
+    component = ModuleComponent("model", network)
+    for child in network:
+        child.get_buffer(name).data = torch.full_like(child.get_buffer(name), 7)
+    component.copy(closely=False)
+    assert all(bool((t == 7).all()) for place, t in component.copied_buffers().items() if place.endswith(name))

@@ -215,6 +215,17 @@ def test_attributes_that_change_go_on_in_a_resumed_run(before: int) -> None:
     assert_resumes(lambda seed: Job(on(Wealth), seed=seed), before=before, after=3)
 
 
+def test_a_generator_in_a_file_of_version_0_2_goes_on() -> None:
+    job, other = Job(on(Wealth)), Job(on(Wealth))
+    job.train(2)
+    saved = through_format(job.collector.state())
+    attributes = saved["optimizer"]["own"][""]
+    attributes["generator"] = {"generator": attributes["generator"]["state"]}
+    other.optimizer.generator.manual_seed(8)  # type: ignore[attr-defined]
+    other.collector.load(saved)
+    assert_same(other.collector.state()["optimizer"], job.collector.state()["optimizer"])
+
+
 def test_a_setting_is_the_programs_own_and_a_stock_optimizer_has_no_attributes() -> None:
     job, other, stock = Job(on(Wealth)), Job(on(Wealth, every=2)), Job(on(o.AdamW))
     for each in (job, stock):
@@ -377,14 +388,14 @@ class Bank(nn.Module):
         super().__init__()
         self.register_buffer("rows", torch.zeros(3, 2))
         self.size, self.place, self.is_full, self.losses = size, 0, False, [torch.zeros(1)]
-        self.total, self.last, self.memories = torch.zeros(2), None, {"v": 0.0}
+        self.total, self.last, self.memories = torch.zeros(2), None, {"generator": 0.0}
 
     def add(self, row: torch.Tensor) -> None:
         self.get_buffer("rows")[self.place] = row
         self.place = (self.place + 1) % self.size
         self.is_full = self.is_full or self.place == 0
         self.total += row
-        self.memories["v"] += float(row[0])
+        self.memories["generator"] += float(row[0])
         self.last = row.clone()  # type: ignore[assignment]
         self.losses.append(row.sum().reshape(1))
 

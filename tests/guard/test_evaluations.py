@@ -207,8 +207,9 @@ def test_an_evaluation_in_training_mode_is_named(tmp_path: Path, caplog: pytest.
     assert "num_batches_tracked" in line and "eval()" in line
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_buffer_that_is_too_large_to_copy_is_told_of_once_it_was_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_replaced: bool
 ) -> None:
     network = nn.Linear(2, 2)
     network.register_buffer("table", torch.zeros(5 << 20))  # 20 MiB
@@ -220,5 +221,8 @@ def test_a_buffer_that_is_too_large_to_copy_is_told_of_once_it_was_written(
             pass
         assert "changed inside guard.outside_step()" not in caplog.text
         with guard.outside_step():
-            dict(network.named_buffers())["table"].add_(1.0)
+            if is_replaced:
+                network.register_buffer("table", network.get_buffer("table") + 1.0)  # of the same version
+            else:
+                network.get_buffer("table").add_(1.0)
     assert "table changed inside guard.outside_step()" in caplog.text
