@@ -17,7 +17,7 @@ import torch
 from mindx_elastic.capture.loop_ends import names_of_tail_values, tail_values_in
 from mindx_elastic.guard.loops.epoch_tail import EpochValues, put_back_values
 from tests.capture.round_trip import assert_same
-from tests.guard.program import BATCHES, EPOCHS, Loop, Program, check, run
+from tests.guard.program import BATCHES, EPOCHS, LAST, Loop, Program, check, run, stopped
 from tests.guarded import Done
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -261,6 +261,22 @@ def test_what_is_too_big_for_a_boundary_is_left_to_the_hint(tmp_path: Path, capl
         outputs(second)
     assert second.log == [4] and "epoch 1 was resumed after its last step" in caplog.text
     assert "Set what the code after that loop reads in front of it" in caplog.text
+
+
+def test_a_pass_after_the_last_epoch_is_the_same_whole_one_in_a_resumed_run(tmp_path: Path) -> None:
+    passes: list[list[Any]] = []
+
+    def then_once_more(p: Program) -> None:
+        for _ in p.guard.epochs(EPOCHS):
+            for batch in p.loader:
+                p.train(batch)
+        passes.append([x.tolist() for x, _ in p.loader])  # as update_bn() does
+
+    run(then_once_more, tmp_path / "whole")
+    run(then_once_more, tmp_path / "whole", seed=99)
+    stopped(then_once_more, tmp_path / "stopped", LAST)
+    run(then_once_more, tmp_path / "stopped", seed=99)
+    assert len(passes[0]) == BATCHES and passes == passes[:1] * 3
 
 
 def test_a_break_behind_the_last_batch_stays_one(tmp_path: Path) -> None:
