@@ -60,8 +60,8 @@ class TableFile:
     def damaged(self, why: str) -> UsageError:
         """The error for a table that makes no sense."""
         return UsageError(
-            f"{self.path}: not the table of a scheduler ({why}). Move it away to form the cluster again; checkpoints "
-            "are not touched by that"
+            f"{self.path}: not the table of a scheduler ({why}). Move it away to form the cluster again, when the "
+            "workers of the old one have ended (kill -TERM: they save); checkpoints are not touched by that"
         )
 
     def write(self, content: dict[str, Any]) -> None:
