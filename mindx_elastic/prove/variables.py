@@ -228,7 +228,10 @@ def _attributes(name: str, target: Any, but: Collection[tuple[int, str]]) -> lis
         is_tensor, kind = isinstance(owner, torch.Tensor), type(owner)
         has_table = is_tensor or isinstance(owner, nn.Module)
         own = object.__getattribute__(owner, "__dict__") if has_table else attributes_of(owner)
-        for key in sorted(own.keys() - set_by_torch()):  # nearly all modules and parameters have nothing else
+        hooks = owner._forward_pre_hooks.values() if isinstance(owner, nn.Module) else ()
+        # Torch's older `weight_norm` and `spectral_norm` make the weight again before each forward.
+        made = {getattr(each, "name", "") for each in hooks if type(each).__module__.startswith("torch.nn.utils.")}
+        for key in sorted(own.keys() - set_by_torch() - made):  # nearly all modules and parameters have nothing else
             value = own[key]
             if key.startswith("__") or (id(owner), key) in but:
                 continue

@@ -226,6 +226,13 @@ def test_of_kept_objects_what_no_state_need_have_is_noted() -> None:
     assert not [name for name in before if "losses" in name or "_opt" in name]
 
 
+def test_a_weight_that_a_hook_of_torch_makes_before_each_forward_is_not_noted() -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[1].weight_of_mine = torch.ones(2)  # type: ignore[assignment]
+    (name,) = Variables(()).of_kept({"model": model})
+    assert "weight_of_mine" in name
+
+
 def test_a_scheduler_inside_of_a_kept_object_of_a_library() -> None:
     """A library's scheduler may leave out of its state what the one of torch's in it counts."""
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], 0.1))
