@@ -228,7 +228,7 @@ def test_of_kept_objects_what_no_state_need_have_is_noted() -> None:
 
 def test_a_weight_that_a_hook_of_torch_makes_before_each_forward_is_not_noted() -> None:
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), nn.Linear(2, 2))
-    model[1].weight_of_mine = torch.ones(2)  # type: ignore[assignment]
+    model[1].weight_of_mine = torch.ones(2)
     (name,) = Variables(()).of_kept({"model": model})
     assert "weight_of_mine" in name
 
