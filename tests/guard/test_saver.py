@@ -216,3 +216,21 @@ def test_a_dying_save_has_room_for_the_state_that_the_optimizer_makes_in_its_fir
         room_kib.append(sum(unshared_mappings().values()) - before)
     assert room_kib[0] >= 1000 * 2 and room_kib[1] >= 4000 * 2, room_kib
     assert sum(unshared_mappings().values()) == before
+
+
+def test_a_dying_save_has_the_memory_for_layers_that_are_trained_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[int] = []
+    monkeypatch.setattr(Saver, "make_room", lambda _, num_tensors: rooms.append(num_tensors))
+    network = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(network.parameters())
+    guard = Guard(model=network, optimizer=optimizer, directory=tmp_path)
+    with guard:
+        for step in guard.steps(3, start=1):
+            network[0].requires_grad_(step > 1)
+            optimizer.zero_grad()
+            network(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            guard.step_end()
+    assert rooms == [rooms[0], rooms[0] + 6], "each of two parameters has two averages and a count"
