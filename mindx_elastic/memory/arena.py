@@ -126,7 +126,10 @@ class ArenaFile:
         except OSError as error:
             self.close()
             os.ftruncate(fd, 0)
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
+            if error.errno == errno.EFBIG:
+                most = "the limit of this process for the size of a file (ulimit -f) is smaller"
+                raise ArenaError(f"{self.path}: no snapshot of {nbytes:,} bytes: {most}", path=self.path) from error
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise ArenaError(_no_room(self.path, nbytes), path=self.path) from error
             raise
         finally:

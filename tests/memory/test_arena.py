@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -222,6 +223,17 @@ def small(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a file system cannot be mounted here")
     yield path
     subprocess.run(["umount", path], check=True)
+
+
+def test_a_limit_for_the_size_of_a_file_is_no_lack_of_room(base: Path, directory: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_arena(base, directory) as arena:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(ArenaError, match="ulimit -f"):
+                arena.slots[0].resize(8192)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_file_system_that_is_full_for_real(small: Path, directory: Path) -> None:
