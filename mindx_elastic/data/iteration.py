@@ -164,6 +164,10 @@ class CursorLoader:
         """As after the last batch of the loaded epoch."""
         self.set_epoch(self._cursor.epoch + 1)
 
+    def _end_loaded(self) -> None:
+        """The loaded epoch is over, and is still the present one: an evaluation goes through it."""
+        self._cursor.pending = not self._cursor.is_at_end
+
     # --- an iteration ---
 
     def __iter__(self) -> Iterator[Any]:

@@ -113,6 +113,8 @@ class ReplayLoader(CursorLoader):
         finally:
             self.on_iterator_ready = ready
 
+    _end_loaded = _move_on
+
     def _begin(self) -> Opened:
         cursor = self._cursor
         self._settings = self._current_settings()

@@ -420,6 +420,10 @@ class EpochTail:
         """A resumed run begins after that epoch: so do the loaders that had ended theirs."""
         self._loaders.move_on(_over(self._collector.loop).get("move_on") or ())
 
+    def end_passes(self) -> None:
+        """A resumed run begins after the last epoch: its loaders have ended that."""
+        self._loaders.end_loaded(_over(self._collector.loop).get("move_on") or ())
+
 
 def _over(loop: Mapping[str, Any]) -> Mapping[str, Any]:
     found = loop.get(OVER)

@@ -200,6 +200,12 @@ class Loaders:
             if followed.name in names and not followed.has_moved_on:
                 followed.loader._move_on()
 
+    def end_loaded(self, names: Collection[str]) -> None:
+        """Those had ended at the loaded boundary: code after the last epoch goes through the next one."""
+        for followed in self._followed:
+            if followed.name in names and not followed.has_moved_on:
+                followed.loader._end_loaded()
+
     def begin_after_an_epoch(self) -> None:
         """A resumed run goes on with the epoch after the one of its boundary. A loader that was in the middle of its
         data goes on there where the program keeps its iterator over epochs, and starts over where the head of the epoch

@@ -289,7 +289,7 @@ class Loops:
         if self._is_resuming and (self.epoch == num_epochs or self.tail.was_left()):  # else it is in a later loop
             self.reach_resumed_step()
             if self.tail.is_over(self.epoch):
-                self.tail.move_on()  # code after the loop may iterate them, as update_bn() does
+                self.tail.end_passes()  # code after the loop may iterate them, as update_bn() does
         self._ended, self._left = max(self._ended, num_epochs), 0
         self._between_loops = True
         self._leave_step()
