@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -36,3 +37,10 @@ def test_the_numbers_fit_each_other(name: str, nodes: int) -> None:
         assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
         assert pod["subdomain"] == service["metadata"]["name"]
         assert options["--rdzv-endpoint"].startswith(f"{job['metadata']['name']}-0.{pod['subdomain']}:")
+
+
+@pytest.mark.parametrize("name", ["job", "nodes"])
+def test_kubernetes_own_schema_accepts_them(name: str) -> None:
+    checker: Any = pytest.importorskip("kubernetes_validate")
+    for document in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()):
+        checker.validate(document, checker.latest_version(), strict=True)

@@ -1,13 +1,19 @@
-"""The batch scripts of ``deploy/slurm``, with programs that only pretend."""
+"""The batch scripts of ``deploy/slurm``: with programs that only pretend, and on a real Slurm."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.deploy.slurm_cluster import SlurmCluster, start_slurm
+from tests.harness import JOBS, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "deploy" / "slurm"
@@ -139,3 +145,93 @@ def test_a_plain_job_that_fails_is_not_requeued(folder: Path) -> None:
     at_start = "touch -d '1 minute' ckpt/a.safetensors; exit 1"
     code, output = run_script("plain.sbatch", folder, "ckpt", signals=0, ON_TERM="", AT_START=at_start)
     assert code == 1 and "SCONTROL" not in output, output
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    made, daemons = start_slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        yield made
+    finally:
+        subprocess.run(["scancel", "--user", "root"], check=False, env=made.env, timeout=60.0)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait(60)
+
+
+class Training:
+    """A job of `tests/jobs/slurm.py` in the cluster."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, script: str, pause_s: str, *options: str) -> None:
+        cluster.env |= {"LAUNCHER": f"{sys.executable} -m mindx_elastic.cli.main run", "PYTHON": sys.executable}
+        cluster.env |= {"NPROC": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+        folder.mkdir()
+        (folder / "shm").mkdir()
+        cluster.env["MINDX_ARENA_DIR"] = str(folder / "shm")
+        self.output, self.pause, checkpoints = folder / "out", folder / "pause", str(folder / "ckpt")
+        self.pause.write_text(pause_s)
+        first = [checkpoints] if script == "plain.sbatch" else []
+        where = ["--chdir", str(folder), f"--output={self.output}", *options, str(SCRIPTS / script)]
+        self.number = cluster.submit(*where, *first, str(JOBS / "slurm.py"), checkpoints, str(self.pause))
+
+    def found(self, pattern: str) -> list[str]:
+        return re.findall(pattern, self.output.read_text() if self.output.exists() else "")
+
+    def wait_for(self, pattern: str, count: int = 1) -> None:
+        wait_until(lambda: len(self.found(pattern)) >= count, f"{count} times {pattern}", 1800.0)
+
+    def hash(self) -> str:
+        self.wait_for("HASH")
+        (found,) = set(self.found(r"HASH (\w+)"))
+        return found
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("script", ["agent.sbatch", "plain.sbatch"])
+def test_a_job_that_slurm_stops_twice_ends_like_one_that_it_does_not(
+    cluster: SlurmCluster, tmp_path: Path, script: str
+) -> None:
+    """Its time limit is over twice, with --signal=B:TERM@60; each time it is requeued."""
+    whole = Training(cluster, tmp_path / "whole", script, "0").hash()
+    # Slurm sends the signal one to two minutes after the start: 12 of the 30 steps at most, each time.
+    stopped = Training(cluster, tmp_path / "stopped", script, "10", "--time", "3")
+    stopped.wait_for("--- requeued", 2)
+    stopped.pause.write_text("0")
+    assert stopped.hash() == whole, stopped.output.read_text()
+    assert len(stopped.found("left with exit code 143")) == 2, stopped.output.read_text()
+    assert not stopped.found("resumed from None"), stopped.output.read_text()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("script", ["agent.sbatch", "plain.sbatch"])
+def test_a_preempted_job_is_requeued_and_ends_like_one_that_was_not(
+    cluster: SlurmCluster, tmp_path: Path, script: str
+) -> None:
+    """A job of a partition with a higher priority takes the whole node: PreemptMode=REQUEUE, GraceTime."""
+    whole = Training(cluster, tmp_path / "whole", script, "0").hash()
+    stopped = Training(cluster, tmp_path / "stopped", script, "5")
+    stopped.wait_for("STEP 3")
+    taken = tmp_path / "taken"
+    cluster.submit("--partition=high", "--exclusive", f"--output={tmp_path / 'high'}", f"--wrap=touch {taken}")
+    stopped.wait_for("requeues it itself")
+    stopped.pause.write_text("0")
+    assert stopped.hash() == whole, stopped.output.read_text()
+    assert taken.exists(), "the other job has run in between"
+    assert f"preempted JobId={stopped.number}" in cluster.log(), cluster.logs()
+    text = stopped.output.read_text()
+    assert stopped.found("DUE TO PREEMPTION") and stopped.found("left with exit code 143"), text
+    assert not stopped.found("resumed from None") and not stopped.found("TIME LIMIT"), text
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("script", ["agent.sbatch", "plain.sbatch"])
+def test_a_cancelled_job_saves_and_does_not_come_back(cluster: SlurmCluster, tmp_path: Path, script: str) -> None:
+    stopped = Training(cluster, tmp_path / "stopped", script, "5")
+    stopped.wait_for("STEP 2")
+    cluster.run("scancel", stopped.number)
+    stopped.wait_for("not requeued by this script")
+    wait_until(lambda: not cluster.run("squeue", "-h", "-j", stopped.number, "-o", "%T"), "the job's end", 600.0)
+    assert stopped.found("saved in"), stopped.output.read_text()

@@ -96,6 +96,33 @@ def test_an_epoch_that_asks_for_more_batches_than_are_left_is_explained(
     assert "has asked for more batches than are left. If it counts by itself" in caplog.text
 
 
+def test_an_iterator_that_is_made_where_next_fails_is_explained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is over at once where the stop came with the last batch of an epoch."""
+
+    def loop(p: Program, *, is_corrected: bool = False) -> None:
+        batches: Any = iter(p.loader) if is_corrected else None
+        for _step in p.guard.steps(3 * BATCHES):
+            try:
+                batch = next(batches)
+            except (TypeError, StopIteration):
+                batches = iter(p.loader)
+                batch = next(batches)
+            p.train(batch)
+
+    stopped(loop, tmp_path, BATCHES)
+    p = Program(tmp_path)
+    with pytest.raises(StopIteration), p.guard:
+        loop(p)
+    assert "If it makes the iterator where next() has failed, make it before the loop" in caplog.text
+    assert "In place of itertools.cycle(loader) use a generator with `while True: yield from loader`" in caplog.text
+    p = Program(tmp_path)
+    with p.guard:
+        loop(p, is_corrected=True)
+    assert p.guard.step == 3 * BATCHES
+
+
 def a_list_whose_steps_are_printed(p: Program) -> None:
     batches = p.loader or [p.full_batch() for _ in range(BATCHES)]
     for _ in p.guard.epochs(2):

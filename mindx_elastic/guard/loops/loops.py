@@ -177,7 +177,8 @@ class Loops:
             return (
                 f"epoch {self.epoch} was resumed, and its loop has asked for more batches than are left. If it counts "
                 "by itself, write for step in guard.steps(len(loader), start=0): there. If it makes the iterator where "
-                "next() has failed, make it before the loop"
+                "next() has failed, make it before the loop. In place of itertools.cycle(loader) use a generator with "
+                "`while True: yield from loader`"
             )
         if not self._empty_epoch or self.step != self._first or not isinstance(error, Exception):
             return ""
