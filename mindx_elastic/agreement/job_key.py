@@ -107,6 +107,8 @@ def _share(path: Path) -> bytes:
         try:
             with open(fd, "w") as file:
                 file.write(f"{secrets.token_hex(32)}\n")
+                file.flush()
+                os.fsync(fd)  # or a power cut leaves an empty file, which stops each later job of this user
             with suppress(FileExistsError):
                 os.link(temp, path)
         finally:
