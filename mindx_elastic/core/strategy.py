@@ -86,6 +86,10 @@ class LayoutClass(NamedTuple):
     layout: Layout
     tensors: tuple[TensorSpec, ...]
 
+    @property
+    def is_marker(self) -> bool:
+        return all(spec.is_marker for spec in self.tensors)
+
     def check(self) -> None:
         """Raises UsageError when a dimension is split that a tensor does not have."""
         dims = [dim for i in self.layout.splitting if (dim := self.layout.placements[i].dim) is not None]

@@ -106,8 +106,12 @@ class Explained(NamedTuple):
     def lines(self) -> list[str]:
         """At most two: what differs, with the variables; the cause and what to write."""
         told = f"{self.what}; not got back: {self.variables}" if self.variables else self.what
-        why = f"usual cause: {self.cause}. " * bool(self.cause) + self.remedy
-        return [told, why] if why else [told]
+        return [told, self.why] if self.why else [told]
+
+    @property
+    def why(self) -> str:
+        """The cause and what to write."""
+        return f"usual cause: {self.cause}. " * bool(self.cause) + self.remedy
 
 
 def in_words(lost: Sequence[VariableNotRestored], most: int = _VARIABLES) -> str:

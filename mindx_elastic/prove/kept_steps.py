@@ -24,7 +24,6 @@ import xxhash
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.memory.arena import ArenaFile
-from mindx_elastic.prove.causes import explain
 from mindx_elastic.prove.compare import Difference, compare_steps
 from mindx_elastic.prove.digests import stream_digest
 from mindx_elastic.prove.overlap import note_comparison
@@ -119,9 +118,8 @@ class KeptSteps:
             self._equal = []
             self._num = 0  # the job goes on from here, not from what was before
             self._write(entry)
-            found = explain(Difference(ProcessRecord(rank=self._seen.ranks.rank), step, parts))
-            told = "step %d, done again, is not what it was before: %s; usual cause: %s. %s"
-            logger.warning(told, step, found.what, found.cause, found.remedy)
+            found = self._seen.explain(Difference(ProcessRecord(rank=self._seen.ranks.rank), step, parts))
+            logger.warning("step %d, done again, is not what it was before: %s; %s", step, found.what, found.why)
             note_comparison(self._seen, step, "differs", reason=found.what, why=found.what)
             return
         if before is not None:

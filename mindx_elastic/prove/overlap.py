@@ -34,7 +34,7 @@ from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.guard.checks.program_variables import program_frames
 from mindx_elastic.guard.unmanaged import NOW_AND_THEN
 from mindx_elastic.persist.storage import new_file
-from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained, explain
+from mindx_elastic.prove.causes import NOT_GOT_BACK, Explained
 from mindx_elastic.prove.compare import Reference, compare_life, compare_variables, pair_of, root_of
 from mindx_elastic.prove.loop_variables import carried, loops_around
 from mindx_elastic.prove.records import ProcessRecord, WitnessedStep
@@ -168,7 +168,7 @@ class Comparison(_Notes):
         difference = compare_life(reference, self.life)
         explained = None
         if difference is not None:
-            explained = explain(difference)
+            explained = self._seen.explain(difference)
             if difference.is_fact:
                 logger.info("step %d: %s. If only a clock is the cause, nothing is lost", step, explained.what)
                 explained = None
@@ -210,7 +210,7 @@ class Comparison(_Notes):
         lost = listed(lost_ones, _MOST_TOLD)
         also = f"; not as they were{' either' * bool(lost)}: {listed(others, _MOST_TOLD)}" if others else ""
         if explained is not None:
-            cause = f"not got back: {lost}; " * bool(lost) + f"usual cause: {explained.cause}. {explained.remedy}"
+            cause = f"not got back: {lost}; " * bool(lost) + explained.why
             logger.warning(
                 "step %d is not the one of the stopped process: %s; %s%s%s",
                 step,

@@ -35,7 +35,8 @@ from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.prove.compare import root_of
+from mindx_elastic.prove.causes import Explained, explain
+from mindx_elastic.prove.compare import Difference, root_of
 from mindx_elastic.prove.digests import digest, leaves, stream_digest
 from mindx_elastic.prove.loop_variables import rebound_in
 from mindx_elastic.prove.records import MOST_FORWARDS, WitnessedStep
@@ -64,10 +65,18 @@ class Observed:
         self.resumed_path = None if start.resumed is None else start.resumed.path
         self.was_not_kept = "" if start.resumed is None else start.resumed.checkpoint.info.not_kept
         """What `not_kept` had found in the stopped process: ``self.n, self.meter (4 attributes)``."""
+        self._told_at_start = start.shown
         self.policies, self.stopper = opening.policies, stopper
         self.unmanaged = opening.unmanaged
         """Where a comparison notes what it has shown."""
         self.is_outside = is_outside
+
+    def explain(self, difference: Difference) -> Explained:
+        """What is different in the resumed run, and why: what the start has told (a rank takes another one's file),
+        else the usual cause."""
+        found = explain(difference)
+        told = self._told_at_start
+        return found._replace(cause="", remedy=f"As the start has said: {told[0]}") if told else found
 
 
 class Witness:

@@ -127,38 +127,22 @@ class Candidate:
             raise UsageError(missing)
         self._target = _target_of(self._source, self._context.world)
         self._resharded = not _same_parts(self._source, self._target)
-        self._check_program()
         if self._resharded:
             self._check_layouts()
             self._assign_new_parts()
         else:
             self._assign_same_parts()
 
-    def _check_program(self) -> None:
-        """Raises UsageError where the files do not fit the program."""
-        world = self._context.world
-        # Where each rank has its own file, `load` reports what is not in it.
-        own = not self._resharded and len(self._files) == world.size
-        is_known = world.strategy is not None and "" not in self._source.by_name
-        if own or not is_known or not (found := _differences(self._source, self._target)):
-            return
-        # What a rank without a file had alone (an average on rank 0) went with it: an older step may have it. The
-        # layouts do not tell who had it: they say that the ranks hold the same.
-        lost = [s for s in self._target.tensors if s.name not in self._source.by_name and not s.is_marker]
-        lost = [s for s in lost if not s.parameter and any(rank not in self._files for rank in s.layout.ranks)]
-        if len(lost) == len(found) and world.size == self.world_size:
-            absent = rank_list([rank for rank in range(self.world_size) if rank not in self._files])
-            names = listed([spec.name for spec in lost], 1)
-            raise UsageError(f"{names}: in none of its files, and {absent} left none")
-        self.is_other_program = True
-        raise UsageError(f"it does not fit the program: {listed(found, _MAX_DIFFERENCES, '; ')}")
-
     def _check_layouts(self) -> None:
-        """Raises UsageError where it is not known how tensors become those of other layouts."""
+        """Raises UsageError where the files do not fit the program (of files that are read whole, `load` tells it), and
+        where it is not known how tensors become those of other layouts."""
         if "" in self._source.by_name:
             raise UsageError(
                 "its files do not say how their tensors are spread over the ranks, and the new world is another"
             )
+        if self._context.world.strategy is not None and (found := _differences(self._source, self._target)):
+            self.is_other_program = True
+            raise UsageError(f"it does not fit the program: {listed(found, _MAX_DIFFERENCES, '; ')}")
         if problem := _ambiguous(self._source, self._target):
             raise UsageError(problem)
         differing = differing_components(fact for facts in self._files.values() for fact in facts)
@@ -243,7 +227,7 @@ class Candidate:
         old, new = self._source.world_size, self._target.world_size
         # DDP to DDP: every file is whole, and any of them will do.
         whole = not any(group.layout.splitting for group in (*self._source.classes, *self._target.classes))
-        whole &= all(group.layout.size == old for group in self._source.classes)
+        whole &= all(group.layout.size == old or group.is_marker for group in self._source.classes)
         whole &= all(group.layout.size == new for group in self._target.classes)  # and all ranks want the same
         for rank in range(new):
             self._assemble(rank, whole=whole)

@@ -9,8 +9,8 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.layout import Layout
-from mindx_elastic.core.strategy import Strategy, TensorSpec
+from mindx_elastic.core.layout import REPLICATE, Layout
+from mindx_elastic.core.strategy import MARKER, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.start.restore import Target, put_strategy, read_strategies
 
@@ -56,6 +56,7 @@ class JobLayouts(Part):
         strategy = self.target.strategy = Strategy(self._world_size, tuple(specs))
         # Files do not record layouts that are only assumed for other ranks.
         samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
+        samples += _held_alone(strategies)
         more = {_WHOLE: strategy.to_json()} if self._publish() else {}
         return Merged(Strategy(self._world_size, tuple(samples)).to_json(), more=more)
 
@@ -67,6 +68,24 @@ class JobLayouts(Part):
         """The strategy of all ranks; only if `publish` is true. Main thread, after the meeting."""
         (content,) = self._more([_WHOLE])
         return Strategy.from_json(content)
+
+
+def _held_alone(strategies: Sequence[Strategy]) -> list[TensorSpec]:
+    """Markers of tensors that only some ranks hold, though by their layout others do (a module that rank 0 alone has
+    made): one for each group of such ranks. `strategies`: of each rank."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, strategy in enumerate(strategies):  # of replicas the same object
+        ranks_of.setdefault(id(strategy), []).append(rank)
+    holders: dict[str, set[int]] = {}
+    distinct = {id(strategy): strategy for strategy in strategies}
+    for number, strategy in distinct.items():
+        for name in strategy.by_name:
+            holders.setdefault(name, set()).update(ranks_of[number])
+    found: dict[tuple[int, ...], str] = {}
+    for spec in [spec for strategy in distinct.values() for spec in strategy.tensors if not spec.is_marker]:
+        if not holders[spec.name].issuperset(spec.layout.ranks):
+            found.setdefault(tuple(sorted(holders[spec.name])), spec.name)
+    return [TensorSpec(f"{MARKER}{name}", (), Layout((len(r),), (REPLICATE,), r)) for r, name in found.items()]
 
 
 def own_target(collector: Collector, ranks: RankInfo) -> Target:

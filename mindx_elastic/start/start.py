@@ -62,6 +62,8 @@ class Start(NamedTuple):
     """Puts the random generators back as at the resumed boundary; None on a fresh start."""
     fault_report: int
     """When the platform's report on faults was made; 0: there is none."""
+    shown: Sequence[str] = ()
+    """What loading has shown against an exact resume, on any rank."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -141,8 +143,9 @@ def start_job(
             risks.inherit(found.plan.inexact)
     flags = () if found is None else found.checkpoint.info.flags
     meet(exchange, "loaded", [_NotesPart(risks), *platform.last_parts(flags)])
+    shown = [note for note in risks.notes if note not in known]
     if found is not None:
-        _tell(found, job, began, boundary, [note for note in risks.notes if note not in known])
+        _tell(found, job, began, boundary, shown)
     if not in_place and not around.evaluates:  # in a recovery in place the files are as the first start has left them
         if ranks.rank == 0:
             assert layouts.target.strategy is not None
@@ -156,6 +159,7 @@ def start_job(
         peers=PeerWatch(peers.identities, rank=ranks.rank),
         restore_streams=restore,
         fault_report=platform.faults.report,
+        shown=shown,
     )
 
 

@@ -17,10 +17,14 @@ import torch
 import xxhash
 
 from mindx_elastic import Guard
+from mindx_elastic.config import RankInfo
 from mindx_elastic.core.certificate import WITNESS_SUFFIX
+from mindx_elastic.core.ports import Risks
 from mindx_elastic.errors import ResumeDiffersError
 from mindx_elastic.persist.storage import TEMP_SUFFIX
 from mindx_elastic.prove import overlap, play_on
+from mindx_elastic.start import loading
+from mindx_elastic.start.restore import Resumed
 from tests.guarded import Job, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import wait_until
 
@@ -92,6 +96,23 @@ def test_accumulation_is_played_to_the_windows_end(tmp_path: Path, caplog: pytes
     assert left.step == 6 and job.steps[-1] == 8
     Quiet(tmp_path, seed=1, accumulate=2).run()
     assert lines(caplog, "verified: step 8 is"), caplog.text
+
+
+def test_what_the_start_has_told_is_the_cause_of_a_difference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not "code after step_end() draws": a rank whose file was damaged takes another one's, with new random numbers."""
+
+    def as_of_another_rank(found: Resumed, rng: object, ranks: RankInfo, risks: Risks) -> Callable[[], None]:
+        return how_to_restore(found._replace(donor=1), rng, ranks, risks)  # type: ignore[arg-type]
+
+    stop(tmp_path)
+    how_to_restore = loading._how_to_restore_rng
+    monkeypatch.setattr(loading, "_how_to_restore_rng", as_of_another_rank)
+    resume(tmp_path)
+    (told,) = lines(caplog, "step 8 is not the one of the stopped process")
+    assert "As the start has said: rank 0 has no file of step 7 and takes rank 1's" in told, told
+    assert "usual cause" not in told, told
 
 
 @pytest.mark.parametrize("setting", ["argument", "variable"])

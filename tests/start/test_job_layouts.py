@@ -1,9 +1,11 @@
-"""Layouts that the user gives: parts of other sizes are refused."""
+"""What the ranks tell each other of their tensors: sizes that do not fit, and what some of them hold alone."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,7 +15,11 @@ from mindx_elastic.capture.layouts import ByHand, ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.errors import UsageError
+from mindx_elastic.persist.writer import write_checkpoint
+from mindx_elastic.start.facts import Refusal, World
 from mindx_elastic.start.job_layouts import JobLayouts, own_target
+from tests.checkpoint_files import info_of
+from tests.start.looks import look_alone
 from tests.start.shared_store import on_all_ranks
 from tests.start.strategies import rows
 
@@ -42,3 +48,38 @@ def test_parts_of_other_sizes_are_refused_on_all_ranks() -> None:
             error, UsageError
         ) and "model.experts: the ranks' parts make tensors of [12, 2] and [4, 2]" in str(error)
     assert all(target.tensors[0].shape == (12, 2) for target in targets(rows(4), [(3, 2)] * 4))
+
+
+def write_files(root: Path, holders: set[int]) -> list[Any]:
+    """Of three DDP ranks, of which these also have an average."""
+
+    def save(rank: int, exchange: Any) -> None:
+        parts = {"model": Part((2, 2)), **({"ema": Part((2, 2))} if rank in holders else {})}
+        collector = Collector(parts)
+        collector.set_parallel_setup(ParallelSetup(rank, 3, range(3)))
+        target = own_target(collector, RankInfo(rank=rank, world_size=3))
+        meet(exchange, "plan", [JobLayouts(exchange, target, collector.layouts.set_job_layouts)])
+        path = root / f"rank_{rank}" / "job-1_7.safetensors"
+        path.parent.mkdir(parents=True)
+        state = {name: dict(part.state_dict()) for name, part in parts.items()}
+        write_checkpoint(path, state, info_of(7, world_size=3, rank=rank), layout=collector.layout())
+
+    return on_all_ranks(3, save)
+
+
+@pytest.mark.parametrize(("holders", "lost"), [({0}, 0), ({0, 2}, 0), ({0, 1, 2}, 0), ({0}, 1), ({2}, 2)])
+def test_what_some_ranks_hold_alone_is_known_by_the_files_of_the_others(
+    tmp_path: Path, holders: set[int], lost: int
+) -> None:
+    """Layouts say that DDP's ranks hold the same, so a plan without the program took a step that no start can load."""
+    assert write_files(tmp_path, holders) == [None] * 3
+    assert not isinstance(look_alone(tmp_path).plan(World(3)), Refusal)
+    (tmp_path / f"rank_{lost}" / "job-1_7.safetensors").unlink()
+    plan = look_alone(tmp_path).plan(World(3))
+    assert isinstance(plan, Refusal) == (holders == {lost}), str(plan)
+    if isinstance(plan, Refusal):
+        assert f"ema.experts: no usable file of rank {lost}, which held it" in str(plan)
+    else:
+        assert plan.ranks[lost].donor in (holders - {lost} if lost in holders else {0, 1, 2} - holders)
+    fewer = look_alone(tmp_path).plan(World(2))
+    assert isinstance(fewer, Refusal) or not any(share.assembled for share in fewer.ranks), "any file will do"
