@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mindx_elastic.core.first_process import end_on_sigterm as _end_on_sigterm
-from mindx_elastic.core.ports import provide as _provide
 
 if TYPE_CHECKING:
     from mindx_elastic import cluster as cluster
@@ -77,5 +76,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_provide("observers", "mindx_elastic.prove.observers")
 _end_on_sigterm()

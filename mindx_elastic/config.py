@@ -83,7 +83,7 @@ def _path(name: str, default: Path | None = None) -> Any:
 def _read_number(
     env: Mapping[str, str], name: str, default: float, *, low: float = -math.inf, high: float = math.inf
 ) -> float:
-    if not (text := _text(env, name)):
+    if not (text := env.get(name, "").strip()):
         return default
     whole = type(default) is int
     try:
@@ -102,7 +102,7 @@ def _number(name: str, default: float, **bounds: float) -> Any:
 
 
 def _read_one_of(env: Mapping[str, str], name: str, values: Sequence[str]) -> str:
-    if (value := _text(env, name) or values[0]) not in values:
+    if (value := env.get(name, "").strip() or values[0]) not in values:
         known = ", ".join(each for each in values if each)
         raise UsageError(f"environment variable {name}={value!r}: give {known} or nothing")
     return value

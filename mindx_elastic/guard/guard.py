@@ -37,13 +37,14 @@ from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.between_steps import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops, NumberedBatches
-from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.running import EnterAgain, InPlaceGuard, run_in_place, tell_of_block
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.platforms.launchers import current_ranks
+from mindx_elastic.prove.play_on import Overlap
+from mindx_elastic.prove.proof_witness import open_proof
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
@@ -236,7 +237,7 @@ class Guard(LayeredGuard):
     def _prepare(self, stack: ExitStack, *, is_ahead: bool = False) -> Opening:
         """Do what needs no other rank. `stack` closes everything in reverse order."""
         options, targets, loaders = self._options, self._targets, self._loaders
-        return Opening(stack, options, self._ranks, targets, loaders, self._place, is_ahead=is_ahead)
+        return Opening(stack, options, self._ranks, targets, loaders, open_proof, self._place, is_ahead=is_ahead)
 
     def _open(self, stack: ExitStack, opening: Opening) -> None:
         """Do what all ranks do together. `stack` closes everything in reverse order."""
@@ -275,7 +276,7 @@ class Guard(LayeredGuard):
             counter=self._loops,
             begins_again=self._place is not None and self._place.entry is not None,
         )
-        self._overlap = observers().open_overlap(
+        self._overlap = Overlap(
             stack,
             opening,
             self.stopper,

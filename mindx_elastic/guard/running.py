@@ -34,10 +34,10 @@ from mindx_elastic.guard.checks.program_variables import look
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.followed_loader import epochs_put_back
 from mindx_elastic.guard.loops.loaders import Loaders
-from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks
+from mindx_elastic.prove.variables import Variables
 from mindx_elastic.rejoin import groups, nccl, spare, spare_warmup
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
@@ -145,7 +145,7 @@ class InPlaceGuard:
         """For the last meeting of the entry, when the state is back. `kept`: what the guard keeps."""
         entry, rank = self.entry, self.member.ranks.rank
         is_new = entry is not None and rank in entry.verdict.dead and self.objects.variables is None
-        look = observers().Variables({*map(id, kept)}, positions=True, but=epochs_put_back(kept))
+        look = Variables({*map(id, kept)}, positions=True, but=epochs_put_back(kept))
         now = look.of_program(sys._getframe())
         variables = VariablesPart(self.objects, now, rank, is_new=is_new)
         return [*self.member.parts(), *([] if entry is None else [variables])]
@@ -314,7 +314,7 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     for name in _IMPORTED_LATER:
         importlib.import_module(name)
     capture_rng()
-    observers().Variables(()).of_program(None)  # judges a thousand modules once, whether they are the program's
+    Variables(()).of_program(None)  # judges a thousand modules once, whether they are the program's
     look(None, targets)
     spare_warmup.start_kernels().join()
     known = dict(os.environ)  # not itself, which is asked for the rank

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.guard.loops.followed_loader import epochs_put_back
-from mindx_elastic.guard.observers import observers
+from mindx_elastic.prove.variables import Variables
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 
 counted = 0
@@ -51,7 +51,7 @@ def apart(test: Callable[..., None]) -> Callable[..., None]:
 
 def part_of(objects: ObjectsBeforeCall, kept: Collection[Any], rank: int, *, is_new: bool) -> VariablesPart:
     """As `guard.running.InPlaceGuard` makes it, of the caller's variables."""
-    look = observers().Variables({*map(id, kept)}, positions=True, but=epochs_put_back(kept))
+    look = Variables({*map(id, kept)}, positions=True, but=epochs_put_back(kept))
     now = look.of_program(sys._getframe(1))
     return VariablesPart(objects, now, rank, is_new=is_new)
 
