@@ -318,6 +318,8 @@ class Collector:
         state["gradient_order"] = self.gradient_order
         if broadcasts := self.broadcasts.state():
             state["buffer_broadcasts"] = broadcasts
+        if in_buckets := self.broadcasts.in_buckets:
+            state["gradients_in_buckets"] = dict(in_buckets)
         state["module_extras"] = {name: module.module_extras() for name, module in self._modules.items()}
         if settings := self._settings.kept:
             state["settings_given"] = settings
@@ -589,7 +591,7 @@ class Collector:
         """Make the parameter groups that the run had got in mid-run (unfreezing with another learning rate)."""
         for name, optimizer in self._optimizers.items():
             if isinstance(state[name], Mapping) and (groups := state[name].get("names")) is not None:
-                optimizer.regroup(groups, named_parameters(self.components))
+                optimizer.regroup(groups, named_parameters(self.components), self.places())
 
     def load_flags(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
         """Set what `state` says of modules besides their state_dict: `training`, `requires_grad`, and DDP's broadcasts.

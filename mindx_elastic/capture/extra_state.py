@@ -24,6 +24,7 @@ run before has found.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -36,6 +37,7 @@ from torch import nn
 
 from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.capture.dtensors import filled, local_part, with_layout_of
+from mindx_elastic.capture.generators import GENERATORS
 from mindx_elastic.capture.structure import buffers_of
 from mindx_elastic.capture.values import GENERATOR, MARK, put_back, snapshot
 from mindx_elastic.core.looks import attributes_of, table_of
@@ -61,7 +63,6 @@ _WITH_ADDRESS = frozenset((torch.Tensor, torch.nn.Parameter))
 """Subclasses may have no own memory."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _NUMBERS = (bool, int, float, type(None), torch.dtype)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _MOST_ITEMS, _DEEPEST = 4096, 3
 _training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
 _Key = tuple[str, str]  # the place of an owner, and the attribute's name
@@ -494,7 +495,8 @@ def _is_state(value: Any, keys: tuple[type, ...], depth: int = 0) -> bool:
         if depth == _DEEPEST or len(value) > _MOST_ITEMS or (kind is dict and not {*map(type, value)} <= {*keys}):
             return False
         return all(_is_state(one, keys, depth + 1) for one in inner)
-    return kind in _NUMBERS or kind is torch.Tensor or (depth == 0 and isinstance(value, _GENERATORS))
+    is_generator = depth == 0 and isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+    return kind in _NUMBERS or kind is torch.Tensor or is_generator
 
 
 def _look(value: Any) -> object:
@@ -507,7 +509,9 @@ def _look(value: Any) -> object:
         return tuple((id(key) if isinstance(key, torch.Tensor) else key, _look(one)) for key, one in value.items())
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
-    if isinstance(value, _GENERATORS):
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, GENERATORS):
         bits: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
         state = bits.state if hasattr(bits, "state") else bits.get_state(legacy=False)
         return tuple(each.tobytes() if isinstance(each, np.ndarray) else each for each in state["state"].values())

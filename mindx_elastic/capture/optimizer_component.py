@@ -184,8 +184,11 @@ class OptimizerComponent:
         self._built = self._named_groups(self._places)
         return said
 
-    def regroup(self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Before `load`: make the groups that a run had got in mid-run, of these parameters."""
+    def regroup(
+        self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor], names: Mapping[int, str]
+    ) -> None:
+        """Before `load`: make the groups that a run had got in mid-run, of these parameters. `names`: their places,
+        by id (a pruned one has another)."""
         if missing := [place for group in groups for place in group if place not in parameters]:
             raise MismatchError(
                 f"the checkpoint does not fit {self.name}: it updates {listed(missing, 3)}, which this program "
@@ -199,8 +202,9 @@ class OptimizerComponent:
             self.added.append(list(mine))
             type(self.local).add_param_group(self.local, {"params": list(mine)})
         del live[len(wanted) :]
-        self._parameters = parameters
+        self._parameters, self._places = parameters, names
         self._sizes, self._named = self._look_sizes(), [list(group) for group in groups]
+        self._tell_own()
 
     def look(self) -> list[dict[str, Any]]:
         """The options of the groups as they are now, in the form of `groups`."""

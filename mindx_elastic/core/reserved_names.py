@@ -9,6 +9,7 @@ RESERVED_NAMES = (
     "progress",
     "gradient_order",
     "buffer_broadcasts",
+    "gradients_in_buckets",
     "compiled_calls",  # of older versions
     "module_extras",
     "tensor_devices",

@@ -213,6 +213,8 @@ def reset_ddp(modules: DdpModules) -> str:
     for name, module in modules:
         if _rebuilds(module) and not module._has_rebuilt_buckets:
             return f"{name} has not laid out its buckets yet: that takes it two steps, outside of no_sync()"
+        if module.gradient_as_bucket_view and (size := module.process_group.size()) & (size - 1):
+            return f"{name} has gradient_as_bucket_view=True: its next step would round otherwise at {size} ranks"
     for _, module in modules:
         module.reducer._reset_state()
         # After a forward without gradients, as in an evaluation, DDP does not broadcast its buffers in the next one.

@@ -4,11 +4,16 @@ DDP rebuilds its buckets once, from the order in which gradients arrive in its f
 throwaway forward and backward of the real model before loading the state, which needs a batch and the loss, changes
 BatchNorm buffers and random generators, and costs a step. This module replays only what DDP observes: a graph that
 uses every parameter with a zero gradient, built so that autograd reaches the parameters in the recorded order.
+
+With ``gradient_as_bucket_view=True`` gradients lie in the buckets, where ``zero_grad(set_to_none=False)`` leaves them:
+DDP divides those by the number of ranks, and multiplies any others by its reciprocal. So a second replay puts them
+there, those that lay there at the boundary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +25,13 @@ from mindx_elastic.core.ports import Risks
 __all__ = ["replay_gradient_order", "replay_orders"]
 
 
-def replay_orders(orders: Mapping[str, list[int]], ddp: DdpModules, risks: Risks) -> None:
-    """Let DDP lay out its buckets as it had. `orders`: by module, as recorded. All ranks together."""
+def replay_orders(state: Mapping[str, Any], ddp: DdpModules, risks: Risks) -> None:
+    """Let DDP lay out its buckets as it had at the boundary of `state`. All ranks together."""
+    orders, in_buckets = state.get("gradient_order", {}), state.get("gradients_in_buckets", {})
     for name, module in ddp:
         if module.static_graph:
             continue  # told at the entry
-        problem = replay_gradient_order(module, orders.get(name, []))
+        problem = replay_gradient_order(module, orders.get(name, []), in_buckets.get(name, ()))
         if problem is not None and (effect := effect_of_order(module)):
             risks.risk(
                 f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run {effect}: "
@@ -35,17 +41,22 @@ def replay_orders(orders: Mapping[str, list[int]], ddp: DdpModules, risks: Risks
             )
 
 
-def replay_gradient_order(module: DistributedDataParallel, order: list[int]) -> str | None:
-    """Run one synthetic backward through `module` (a collective: every rank must call it). Main thread.
+def replay_gradient_order(
+    module: DistributedDataParallel, order: list[int], in_buckets: Collection[int] = ()
+) -> str | None:
+    """Run one synthetic backward through `module` (a collective: every rank must call it), two where its gradients are
+    views of its buckets. Main thread.
 
-    Returns None when the layout is restored, else the reason why it is not. Does not change parameters, buffers,
-    gradients or random generators.
+    Returns None when the layout is restored, else the reason why it is not. Does not change parameters, buffers, random
+    generators or gradients, but for those of `in_buckets`: they are zeros in the buckets.
     """
     if module.static_graph:
         return "it has static_graph=True"
-    if module.find_unused_parameters:
-        return None  # DDP never rebuilds, so there is nothing to restore
     parameters = GradientOrder(module).parameters
+    if module.find_unused_parameters:  # DDP never rebuilds, so there is no order to restore
+        if not module.gradient_as_bucket_view:
+            return None
+        order = [*range(len(parameters))]
     if sorted(order) != list(range(len(parameters))):
         return f"the checkpoint recorded {len(order)} gradients, the model has {len(parameters)} that need one"
     gradients = [p.grad for p in parameters]
@@ -54,13 +65,17 @@ def replay_gradient_order(module: DistributedDataParallel, order: list[int]) -> 
     broadcast, module.broadcast_buffers = module.broadcast_buffers, False
     try:
         module._modules["module"] = _Replay(parameters, order)  # not inner.forward: no hook of the user's runs
-        with torch.enable_grad():
-            module(torch.zeros(1, device=parameters[0].device)).backward()
+        for _ in range(1 + module.gradient_as_bucket_view):  # DDP rebuilds before the second
+            for parameter in parameters:
+                parameter.grad = None
+            with torch.enable_grad():
+                module(torch.zeros(1, device=parameters[0].device)).backward()
     finally:
         module._modules["module"] = inner
         module.broadcast_buffers = broadcast
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            if number not in in_buckets:
+                parameter.grad = gradient
     return None
 
 

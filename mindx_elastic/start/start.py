@@ -135,7 +135,7 @@ def start_job(
         job.events.emit("start", step=0, outcome="fresh")
     else:
         if not in_place:
-            replay_orders(found.checkpoint.state.get("gradient_order", {}), ddp, risks)
+            replay_orders(found.checkpoint.state, ddp, risks)
         tail = TailSide(found)
         meet(exchange, "tail", [tail])
         restore = load(found, collector, ranks, risks, tail=tail, with_flags=not around.evaluates)

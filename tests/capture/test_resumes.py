@@ -4,17 +4,21 @@ So does what libraries keep outside of their state_dict."""
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import SWALR
 
+from mindx_elastic import Guard
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError
@@ -215,6 +219,18 @@ def test_attributes_that_change_go_on_in_a_resumed_run(before: int) -> None:
     assert_resumes(lambda seed: Job(on(Wealth), seed=seed), before=before, after=3)
 
 
+def test_attributes_of_a_parameter_that_is_pruned_in_mid_run_go_on() -> None:
+    job, other = Job(on(Wealth), seed=1), Job(on(Wealth), seed=2)
+    job.train(2)
+    prune.l1_unstructured(job.network.hidden, "weight", 0.5)
+    job.train(2)
+    other.collector.load(through_format(job.collector.state()))
+    other.steps = job.steps
+    for each in (job, other):
+        each.train(3)
+    assert_same(dict(other.network.state_dict()), dict(job.network.state_dict()))
+
+
 def test_a_generator_in_a_file_of_version_0_2_goes_on() -> None:
     job, other = Job(on(Wealth)), Job(on(Wealth))
     job.train(2)
@@ -413,3 +429,35 @@ def test_a_module_that_is_named_by_itself_comes_back_whole() -> None:
     Collector({"bank": fresh}).load(saved)
     assert_same({key: vars(fresh)[key] for key in expected}, expected)
     assert fresh.total is total and fresh.place == 1
+
+
+class Noisy(nn.Module):
+    """An augmentation with generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
+        self.python = random.Random(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.numpy.random() * self.python.random() + torch.rand(3, generator=self.tensors)
+
+
+@pytest.mark.usefixtures("clean")
+def test_generators_of_a_module_that_is_named_by_itself_go_on(tmp_path: Path) -> None:
+    def train(name: str, steps: int) -> list[float]:
+        torch.manual_seed(0)
+        model, noisy = nn.Linear(3, 1, bias=False), Noisy()
+        optimizer = o.SGD(model.parameters(), lr=0.1)
+        targets: Any = {"model": model, "optimizer": optimizer, "stateful": {"noisy": noisy}}
+        with Guard(**targets, directory=tmp_path / name) as guard:
+            for _ in guard.steps(steps):
+                optimizer.zero_grad()
+                model(noisy(torch.ones(3))).sum().square().backward()
+                optimizer.step()
+                guard.step_end()
+        values: list[float] = model.weight.flatten().tolist()
+        return values
+
+    train("again", 3)
+    assert train("again", 7) == train("straight", 7)

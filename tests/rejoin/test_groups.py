@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -18,6 +19,8 @@ def ddp(**fields: Any) -> Any:
         **{
             "find_unused_parameters": False,
             "static_graph": False,
+            "gradient_as_bucket_view": False,
+            "process_group": SimpleNamespace(size=lambda: 3),
             "_has_rebuilt_buckets": True,
             "require_forward_param_sync": False,
             "reducer": SimpleNamespace(_reset_state=lambda: resets.append("reset")),
@@ -34,9 +37,16 @@ def test_a_survivor_broadcasts_its_buffers_as_a_new_process_does() -> None:
     assert module.require_forward_param_sync and module.resets == ["reset"]
 
 
-def test_buckets_that_are_not_laid_out_yet_are_a_reason() -> None:
-    module = ddp(_has_rebuilt_buckets=False)
-    assert "has not laid out its buckets" in reset_ddp([("model", module)])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"_has_rebuilt_buckets": False}, "has not laid out its buckets"),
+        ({"gradient_as_bucket_view": True}, "its next step would round otherwise at 3 ranks"),
+    ],
+)
+def test_buckets_that_are_not_laid_out_yet_and_gradients_in_them_are_a_reason(fields: Any, reason: str) -> None:
+    module = ddp(**fields)
+    assert reason in reset_ddp([("model", module)])
     assert not module.resets
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.ddp import GradientOrder
+from mindx_elastic.capture.ddp import BufferBroadcasts, GradientOrder
 from mindx_elastic.core.position import Position
 from mindx_elastic.start.ddp_warmup import replay_gradient_order
 from tests.capture.round_trip import assert_same, through_format
@@ -91,6 +91,25 @@ def test_nothing_else_has_changed(broadcast_buffers: bool, as_view: bool) -> Non
         assert torch.equal(value, before[name]), name
     assert [p.grad for p in module.parameters()] == [None] * 5
     assert module.broadcast_buffers is broadcast_buffers
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_gradients_that_lay_in_the_buckets_lie_there_again(unused: bool) -> None:
+    """With `zero_grad(set_to_none=False)`: at three ranks DDP rounds otherwise where they do not."""
+    first, resumed = (wrap(gradient_as_bucket_view=True, find_unused_parameters=unused) for _ in range(2))
+    collector = Collector({"model": first})
+    collector.broadcasts = BufferBroadcasts([("model", first)])
+    backward(first)
+    first.module.get_parameter("a.weight").grad = None
+    collector.copy(Position(1))
+    saved = through_format(collector.state())
+    assert replay_gradient_order(resumed, [1, 0, 2], saved["gradients_in_buckets"]["model"]) is None
+    gradients = [resumed.module.get_parameter(f"{name}.weight").grad for name in "abc"]
+    assert gradients[0] is None and all(g is not None and not g.any() for g in gradients[1:])
+    backward(resumed, 2)
+    for name, before in zip("bc", gradients[1:], strict=True):
+        now = resumed.module.get_parameter(f"{name}.weight").grad
+        assert now is not None and before is not None and now.data_ptr() == before.data_ptr(), "it is not moved"
 
 
 def test_a_model_of_another_size_unused_parameters_and_a_static_graph() -> None:

@@ -52,14 +52,14 @@ class NamedState:
             for module in target.modules():
                 self._objects.add(id(module))
                 self._held += [t for table in (parameters_of(module), buffers_of(module)) for t in table.values()]
+                if isinstance(component, ModuleComponent) and component.keeps_attributes:
+                    self._add_generators(module)
             if isinstance(component, ModuleComponent) and component.is_sharded:
                 self._held += component.named.values()
         elif isinstance(target, torch.optim.Optimizer):
             if isinstance(component, OptimizerComponent):
                 self._objects |= {id(component.optimizer), id(component.local)}
-                # its generators, too: `OwnAttributes`
-                inside = attributes_of(component.optimizer).values()
-                self._objects |= {id(value) for value in inside if issubclass(type(value), GENERATORS)}
+                self._add_generators(component.optimizer)
         elif (kind := kind_of(type(target))) in ("scheduler", "scaler"):
             self._objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
         else:
@@ -68,6 +68,10 @@ class NamedState:
             self._held += [
                 cast(torch.Tensor, value) for value in found.values() if issubclass(type(value), torch.Tensor)
             ]
+
+    def _add_generators(self, owner: object) -> None:
+        """Those in its attributes: see `OwnAttributes`."""
+        self._objects |= {id(each) for each in attributes_of(owner).values() if issubclass(type(each), GENERATORS)}
 
     def has_object(self, value: object) -> bool:
         """Whether it is part of a named object, or hangs on a loader, whose business it is."""
