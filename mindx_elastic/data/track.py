@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from mindx_elastic.data.look_ahead import Fetches
 
-__all__ = ["LoaderMark", "Track", "fetching"]
+__all__ = ["LoaderMark", "Track", "fetching", "tensors_in"]
 
 _FIRST = 3
 
@@ -137,8 +137,7 @@ class Track:
         if (number := self.handed - self._handed_at_begin) < _FIRST:
             if not number:
                 self._first_batches.clear()
-            tensor = _some_tensor(batch)
-            if tensor is not None:
+            if (tensor := next(tensors_in(batch), None)) is not None:
                 self._first_batches.append(weakref.ref(tensor))
         if self.settings is not None and threading.get_ident() == self._thread:
             self.settings.end_making()
@@ -158,13 +157,10 @@ class Track:
                 self.at_exhaustion()
 
 
-def _some_tensor(batch: Any) -> torch.Tensor | None:
-    for _depth in range(4):
-        if isinstance(batch, torch.Tensor):
-            return batch
-        if isinstance(batch, dict):
-            batch = list(batch.values())
-        if not isinstance(batch, (list, tuple)) or not batch:
-            return None
-        batch = batch[0]
-    return None
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Those of a batch, in order."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (dict, list, tuple)):
+        for item in batch.values() if isinstance(batch, dict) else batch:
+            yield from tensors_in(item)

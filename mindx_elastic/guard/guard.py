@@ -6,11 +6,10 @@ The callbacks and integrations are thin layers on it. This file has the public m
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -192,13 +191,13 @@ class Guard(LayeredGuard):
     # --- life ---
 
     def __enter__(self) -> Guard:
-        self._enter(sys._getframe(1))
+        self.open()
         return self
 
-    def _enter(self, frame: FrameType) -> None:
-        """`frame`: of the program's function that enters the guard."""
+    def open(self) -> None:
+        """Enter the guard, for a host that calls the program back, so that no ``with`` block can be written. If it
+        raises, the guard is closed again."""
         check_that_it_is_not_active(self)
-        self._entered = frame.f_code
         with ExitStack() as stack:
             self._ranks = current_ranks(RankInfo.from_env())
             place = self._place
@@ -324,7 +323,6 @@ class Guard(LayeredGuard):
             self._unmanaged,
             self,
             self._targets,
-            entered=self._entered,
             restore=opening.start.restore_streams,
             late_boundary=self._late_boundary,
             leave_step=step_gate.leave_step,

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
@@ -76,11 +75,6 @@ class LayeredGuard:
         to do."""
         self._loops.reach_resumed_step()
 
-    def open(self) -> None:
-        """Enter the guard, for a host that calls the program back, so that no ``with`` block can be written. If it
-        raises, the guard is closed again."""
-        self._enter(sys._getframe(1))
-
     def close(self, error: BaseException | None = None) -> None:
         """Leave the guard that `open` has entered. `error`: the exception that has ended the training; None: it is
         done.
@@ -89,10 +83,6 @@ class LayeredGuard:
         GracefulExit where the job is to stop, also without an error.
         """
         self.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
-    @abstractmethod
-    def _enter(self, frame: FrameType) -> None:
-        """`frame`: of the program's function that enters the guard."""
 
     @abstractmethod
     def __exit__(

@@ -343,6 +343,23 @@ def test_a_loader_with_workers_and_a_state_of_its_own(
     assert len(check(plain, tmp_path, stops, make=of(lambda: Streaming(workers))).log) == 15
 
 
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_one_that_an_evaluation_has_moved_is_told_of(is_ours: bool, tmp_path: Path) -> None:
+    """No one but the library can put it back."""
+
+    def evaluates(p: Program) -> None:
+        for batch in p.loader:
+            p.train(batch)
+            with p.guard.outside_step():
+                next(iter(p.loader))
+            if p.guard.step == 2:
+                break
+
+    p, _ = run(evaluates, tmp_path, loader=shuffled() if is_ours else Streaming(0))
+    told = [note for note in notes(p) if "keeps its position by itself was iterated inside" in note]
+    assert len(told) == (not is_ours)
+
+
 def test_a_file_of_an_earlier_version_or_of_another_loader() -> None:
     """The first had the library's state as it is."""
     loader = Streaming(0)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,43 +77,35 @@ def test_refused_and_the_steps_are_saved(tmp_path: Path, loop: Loop, make: Make,
         assert corrected.guard.resumed_from_step == step
 
 
-def test_an_epoch_that_asks_for_more_batches_than_are_left_is_explained(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def loop(p: Program) -> None:
-        for _epoch in p.guard.epochs(3):
-            batches = iter(p.loader)
-            for _ in range(len(p.loader)):
-                p.train(next(batches))
-
-    stopped(loop, tmp_path, 2)
-    p = Program(tmp_path)
-    with pytest.raises(StopIteration), p.guard:
-        loop(p)
-    assert "has asked for more batches than are left. If it counts by itself" in caplog.text
+def counts_the_batches(p: Program, *, is_corrected: bool) -> None:
+    for _epoch in p.guard.epochs(3):
+        batches = iter(p.loader)
+        for _ in range(len(p.loader) - is_corrected * p.guard.position.step_in_epoch):
+            p.train(next(batches))
 
 
-def test_an_iterator_that_is_made_where_next_fails_is_explained(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def makes_the_iterator_where_next_fails(p: Program, *, is_corrected: bool) -> None:
     """It is over at once where the stop came with the last batch of an epoch."""
+    batches: Any = iter(p.loader) if is_corrected else None
+    for _step in p.guard.steps(3 * BATCHES):
+        try:
+            batch = next(batches)
+        except (TypeError, StopIteration):
+            batches = iter(p.loader)
+            batch = next(batches)
+        p.train(batch)
 
-    def loop(p: Program, *, is_corrected: bool = False) -> None:
-        batches: Any = iter(p.loader) if is_corrected else None
-        for _step in p.guard.steps(3 * BATCHES):
-            try:
-                batch = next(batches)
-            except (TypeError, StopIteration):
-                batches = iter(p.loader)
-                batch = next(batches)
-            p.train(batch)
 
-    stopped(loop, tmp_path, BATCHES)
+@pytest.mark.parametrize(("loop", "stop"), [(counts_the_batches, 2), (makes_the_iterator_where_next_fails, BATCHES)])
+def test_a_loop_that_asks_for_more_batches_than_are_left_is_explained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loop: Any, stop: int
+) -> None:
+    stopped(lambda p: loop(p, is_corrected=False), tmp_path, stop)
     p = Program(tmp_path)
     with pytest.raises(StopIteration), p.guard:
-        loop(p)
+        loop(p, is_corrected=False)
+    assert "has asked for more batches than are left. If it counts by itself" in caplog.text
     assert "If it makes the iterator where next() has failed, make it before the loop" in caplog.text
-    assert "In place of itertools.cycle(loader) use a generator with `while True: yield from loader`" in caplog.text
     p = Program(tmp_path)
     with p.guard:
         loop(p, is_corrected=True)
@@ -204,63 +193,3 @@ def test_left_alone(tmp_path: Path, loop: Loop, make: Make, caplog: pytest.LogCa
         loop(p)
     assert p.guard.step >= 5
     assert "counts by itself" not in caplog.text
-
-
-# --- a loop that a library runs ---
-
-ENGINE = """
-class Engine:
-    def __init__(self, update):
-        self.update, self.epoch = update, 0
-
-    def run(self, loader, epochs):
-        while self.epoch < epochs:
-            for batch in loader:
-                self.update(batch)
-            self.epoch += 1
-
-    def state_dict(self):
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state):
-        self.epoch = state["epoch"]
-"""
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Iterator[Any]:
-    """A trainer as a package has it."""
-    file = tmp_path / "site-packages" / "foreign_engine.py"
-    file.parent.mkdir()
-    file.write_text(ENGINE, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("foreign_engine", file)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["foreign_engine"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["foreign_engine"]
-
-
-def engine_of(library: Any, directory: Path, *, named: bool = False, **options: Any) -> tuple[Program, Any]:
-    engine = library.Engine(None)
-    p = Program(directory, stateful={"engine": engine} if named else None, **options)
-    engine.update = p.train
-    return p, engine
-
-
-def test_a_trainer_of_a_library_is_refused_with_the_line_that_names_it(library: Any, tmp_path: Path) -> None:
-    p, engine = engine_of(library, tmp_path / "ckpt")
-    words = r'foreign_engine runs \(run\) starts over .*"trainer": trainer'
-    with pytest.raises(UnmanagedStateError, match=words), p.guard:
-        engine.run(p.loader, 2)
-    assert p.guard.step == BATCHES + 1
-
-
-def test_one_that_is_named_or_told_where_to_begin_is_not(library: Any, tmp_path: Path) -> None:
-    named, engine = engine_of(library, tmp_path / "named", named=True)
-    with named.guard:
-        engine.run(named.loader, 2)
-    told, engine = engine_of(library, tmp_path / "told")
-    with told.guard:
-        engine.run(told.loader, 2 - max(0, told.guard.position.epoch - 1))
-    assert named.guard.step == told.guard.step == 2 * BATCHES

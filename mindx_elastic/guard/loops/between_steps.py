@@ -13,7 +13,8 @@ is named, at looks after a few boundaries, and after evaluations, whose results 
 ========================  ==============================================================================================
 random streams            put back afterwards: global ones, named generators, samplers' own
 modes of the modules      put back afterwards
-position of the loaders   put back afterwards: a named loader can be iterated, also in mid-epoch
+position of the loaders   put back afterwards: a named loader can be iterated, also in mid-epoch. One that keeps its
+                          position by itself cannot be put back: told where the block has moved it
 weights                   an evaluation may exchange them (averaged ones) and put them back. Meanwhile nothing is
                           saved: a stop waits for the end of the block. Nor is it after an exception that leaves them
                           exchanged
@@ -207,6 +208,7 @@ class Evaluations:
     def block(self, step: int) -> Iterator[None]:
         """Around an evaluation after boundary `step`."""
         buffers = self._collector.look_at_buffers()
+        places = [(each, copy_tree(each.state_dict())) for each in self._loaders.positioned_by_themselves]
         with ExitStack() as stack:
             stack.enter_context(kept_rng())
             stack.enter_context(self._collector.kept_streams_and_flags())
@@ -219,6 +221,12 @@ class Evaluations:
                 yield
             finally:
                 self.depth -= 1
+        if any(not same_tree(each.state_dict(), before) for each, before in places):
+            self._unmanaged.risk(
+                "a named loader that keeps its position by itself was iterated inside guard.outside_step(), which "
+                "cannot put it back: a run that is stopped there goes on without that",
+                "Make a second loader for the evaluation",
+            )
         changed = [] if self._warned_of_buffers else self._collector.changed_buffers(buffers)
         if changed:
             self._warned_of_buffers = True

@@ -416,13 +416,9 @@ class EpochTail:
         """Whether a tail has ended the training, which has nothing in front of that tail to come to it again."""
         return bool(_over(self._collector.loop).get("left"))
 
-    def move_on(self) -> None:
-        """A resumed run begins after that epoch: so do the loaders that had ended theirs."""
-        self._loaders.move_on(_over(self._collector.loop).get("move_on") or ())
-
-    def end_passes(self) -> None:
-        """A resumed run begins after the last epoch: its loaders have ended that."""
-        self._loaders.end_loaded(_over(self._collector.loop).get("move_on") or ())
+    def move_on(self, *, is_last: bool) -> None:
+        """A resumed run begins after that epoch, which may be the last one: so do the loaders that had ended theirs."""
+        self._loaders.move_on(_over(self._collector.loop).get("move_on") or (), is_last=is_last)
 
 
 def _over(loop: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -53,6 +53,9 @@ class Loaders:
             # An iterable of another kind there is none: a network in layers, a replay memory.
             kinds = (DataLoader, ReplayLoader, FunctionLoader)
             self.stateful = {n: self._target(n, v) if isinstance(v, kinds) else v for n, v in stateful.items()}
+        others = [each for each in targets if not isinstance(each, (FollowedLoader, SelfPositionedLoader))]
+        self.positioned_by_themselves = [*self.own, *others]
+        """What gives the positions of those that no cursor of ours follows."""
         self.first: Any = self.named[0] if self.named else None
         """The loader whose epochs and batches count; None without one."""
         self.counting = next((each for each in self._followed if each.loader is self.first), None)
@@ -194,17 +197,12 @@ class Loaders:
         """The names of those whose next iteration is another epoch."""
         return [f.name for f in self._followed if f.is_at_rest()]
 
-    def move_on(self, names: Collection[str]) -> None:
-        """The next iteration of those is the epoch after the loaded one."""
+    def move_on(self, names: Collection[str], *, is_last: bool) -> None:
+        """Those had ended at the loaded boundary. Their next iteration is the epoch after that, unless it `is_last`:
+        then code behind it goes through the next one."""
         for followed in self._followed:
             if followed.name in names and not followed.has_moved_on:
-                followed.loader._move_on()
-
-    def end_loaded(self, names: Collection[str]) -> None:
-        """Those had ended at the loaded boundary: code after the last epoch goes through the next one."""
-        for followed in self._followed:
-            if followed.name in names and not followed.has_moved_on:
-                followed.loader._end_loaded()
+                followed.loader._end_loaded() if is_last else followed.loader._move_on()
 
     def begin_after_an_epoch(self) -> None:
         """A resumed run goes on with the epoch after the one of its boundary. A loader that was in the middle of its

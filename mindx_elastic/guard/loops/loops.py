@@ -20,7 +20,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import CodeType
 from typing import Any
 
 from mindx_elastic.capture.adapters import Attributes
@@ -125,17 +124,16 @@ class Loops:
         guard: object,
         targets: Mapping[str, Any],
         *,
-        entered: CodeType | None,
         restore: Callable[[], None] | None,
         late_boundary: Callable[[], None],
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
         is_clean: Callable[[], bool],
     ) -> None:
-        """The state is back, and the stages run: go on from its position. `targets`: what `guard` keeps. `entered`: the
-        program's function that enters the guard. `restore` puts the random streams back as at that boundary; None: a
-        fresh start. `late_boundary`: the step counted last is a boundary after all.
-        `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
+        """The state is back, and the stages run: go on from its position. `targets`: what `guard` keeps. `restore`
+        puts the random streams back as at that boundary; None: a fresh start. `late_boundary`: the step counted last is
+        a boundary after all. `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as
+        `UpdateGate.is_clean`.
         """
         position = collector.position
         self.step, self.epoch, self.step_in_epoch = position.step, position.epoch, position.step_in_epoch
@@ -146,7 +144,7 @@ class Loops:
         kept = [guard, *targets.values(), *self.loaders]
         kept += [t.adoption.loader for t in targets.values() if isinstance(t, FollowedLoader) and t.adoption]
         self._kept = frozenset(map(id, kept))
-        self._own_loop = OwnLoop(entered, targets)
+        self._own_loop = OwnLoop(targets)
         self._is_clean, self._samples = is_clean, WeightSamples(collector)
         self._weights = self._samples.take()
         self._left = self._boundaries = 0
@@ -290,7 +288,7 @@ class Loops:
         if self._is_resuming and (self.epoch == num_epochs or self.tail.was_left()):  # else it is in a later loop
             self.reach_resumed_step()
             if self.tail.is_over(self.epoch):
-                self.tail.end_passes()  # code after the loop may iterate them, as update_bn() does
+                self.tail.move_on(is_last=True)  # code after the loop may iterate them, as update_bn() does
         self._ended, self._left = max(self._ended, num_epochs), 0
         self._between_loops = True
         self._leave_step()
@@ -365,7 +363,7 @@ class Loops:
         if resuming:
             self._keep_resumed_state()
             if self.tail.is_over(epoch - 1):
-                self.tail.move_on()
+                self.tail.move_on(is_last=False)
                 self._loaders.begin_after_an_epoch()
             assert self._restore is not None
             self._restore()

@@ -1,7 +1,6 @@
 """Refuses a loop that never asks where it stands: after a resume it starts over, however far the training was.
 
-What happens decides, wherever the loop is: in a function of the program, or in a trainer of a library that calls it
-back.
+What happens decides, wherever the loop is: in a function of the program, or in a trainer of a library.
 
 ==============================================================  ========================================================
 the program has not asked the guard, and                        refused
@@ -20,28 +19,22 @@ boundary is whole, and only the loop is at fault: it is saved, and the corrected
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from types import CodeType, FrameType
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from mindx_elastic.guard.checks.program_variables import is_library
 from mindx_elastic.guard.loops.followed_loader import FollowedLoader
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["OwnLoop"]
 
-_NONE = ("torch", "mindx_elastic", "builtins")
 _COUNTS = ", for it counts by itself"
 _ASK = (
     "Loop over guard.epochs(number) or guard.steps(number), or begin with guard.step. A program that keeps its count "
-    "in an object of stateful= reads guard.step once before the loop"
-)
-_OF_LIBRARY = (
-    'Write Guard(stateful={"trainer": trainer}, ...), where it has no state_dict mx.attributes(trainer, "epoch", ...) '
-    "with its counters, or give it what is left, by guard.position.epoch"
+    "in an object of stateful= reads guard.step once before the loop. Where a trainer of a library keeps the loop, "
+    'write Guard(stateful={"trainer": trainer}, ...), or mx.attributes(trainer, "epoch", ...) with its counters if it '
+    "has no state_dict, or give it what is left, by guard.position.epoch"
 )
 _ASK_INSIDE = (
     "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(); for a list of "
@@ -53,18 +46,16 @@ _ASK_INSIDE = (
 class OwnLoop:
     """One per guard. Training thread."""
 
-    def __init__(self, entered: CodeType | None, targets: Mapping[str, object]) -> None:
-        """`entered`: the function that enters the guard. `targets`: what the guard keeps."""
-        self._entered = entered
+    def __init__(self, targets: Mapping[str, object]) -> None:
+        """`targets`: what the guard keeps."""
         self.may_know = any(_may_count(name, target) for name, target in targets.items())
         """An object of the program that is kept may have the count."""
 
     def refuse(self, unmanaged: Unmanaged) -> None:
         """The program has not asked, and its loop goes on. Raises UnmanagedStateError."""
-        place = self._place_in_library(sys._getframe(1))
         unmanaged.certain(
-            f"the loop{place} starts over after a resume{_COUNTS}: the program has not asked the guard where it stands",
-            f"{_OF_LIBRARY}. {_ASK}" if place else _ASK,
+            f"the loop starts over after a resume{_COUNTS}: the program has not asked the guard where it stands",
+            _ASK,
             saves=True,
         )
 
@@ -83,24 +74,6 @@ class OwnLoop:
             unmanaged.risk(
                 f"the loop inside of guard.epochs() has started the resumed epoch over{_COUNTS}", _ASK_INSIDE
             )
-
-    def _place_in_library(self, frame: FrameType | None) -> str:
-        """Where the outermost function of a library runs inside of the guard's block, in words; empty: the loop is the
-        program's."""
-        found: FrameType | None = None
-        while frame is not None and frame.f_code is not self._entered:
-            if _is_foreign(frame):
-                found = frame
-            frame = frame.f_back
-        if found is None or frame is None:
-            return ""
-        return f" that {found.f_globals.get('__name__')} runs ({found.f_code.co_name})"
-
-
-def _is_foreign(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__", ""))
-    root = module.partition(".")[0]
-    return is_library(module) and root not in _NONE and root not in sys.stdlib_module_names
 
 
 def _may_count(name: str, target: object) -> bool:
