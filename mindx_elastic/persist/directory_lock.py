@@ -13,7 +13,7 @@ The locks are the kernel's *open file description* locks on byte ranges. They en
 They work between machines where POSIX locks do (NFSv4, Lustre with ``flock``). A POSIX lock is lost when any code in
 the process opens and closes the file (a callback that copies the directory is enough); these locks are not. A forked
 child shares them and closes its copy in a fork hook, so that a loader worker that outlives a killed rank does not block
-the next start. Kernels without such locks get POSIX locks.
+the next start.
 
 Rejected: a file with a process id (it outlives its process, and means nothing on another machine); `flock` (one lock
 for the whole file: the ranks of a job would have to agree through the store on which of them holds it); a lease with a
@@ -108,7 +108,7 @@ class DirectoryLock:
             return
         if os.getpid() == self._owner:  # not in a forked child
             with suppress(OSError):
-                _control(self._fd, "SETLK", fcntl.F_UNLCK, 0, 0)
+                _control(self._fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, 0)
                 # Delete the file only with a lock on all of it: then no other process can lock a byte meanwhile.
                 if _lock(self._fd, 0, 0) and _is_at(self._fd, self._path):
                     self._path.unlink()
@@ -231,7 +231,9 @@ class _Taking:
         if self._ranks.local_rank == 0:  # also wait for the higher ranks of a larger predecessor
             other = _first_held(fd, self._ranks.world_size)
             if other is not None and self._time_left(holder := _read(fd, other)) > 0:
-                _control(fd, "SETLK", fcntl.F_UNLCK, self._ranks.rank, 1)  # it is not ours until those have ended
+                _control(
+                    fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self._ranks.rank, 1
+                )  # it is not ours until those have ended
                 return holder
         return None
 
@@ -322,7 +324,7 @@ def _lock(fd: int, byte: int, length: int = 1) -> bool:
     """Lock `length` bytes (0: all that follow). False: another process holds one of them. Raises OSError where the file
     system has no locks."""
     try:
-        _control(fd, "SETLK", fcntl.F_WRLCK, byte, length)
+        _control(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte, length)
     except OSError as error:
         if error.errno not in _BUSY:
             raise
@@ -332,15 +334,9 @@ def _lock(fd: int, byte: int, length: int = 1) -> bool:
 
 def _first_held(fd: int, start: int) -> int | None:
     """The lowest byte from `start` on that another process holds."""
-    kind, _, first, _, _ = _control(fd, "GETLK", fcntl.F_WRLCK, start, 0)
+    kind, _, first, _, _ = _control(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, 0)
     return None if kind == fcntl.F_UNLCK else max(first, start)
 
 
-def _control(fd: int, what: str, kind: int, start: int, length: int) -> tuple[int, ...]:
-    request = _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
-    try:
-        return _FLOCK.unpack(fcntl.fcntl(fd, getattr(fcntl, f"F_OFD_{what}"), request))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    return _FLOCK.unpack(fcntl.fcntl(fd, getattr(fcntl, f"F_{what}"), request))  # a kernel or file system without
+def _control(fd: int, command: int, kind: int, start: int, length: int) -> tuple[int, ...]:
+    return _FLOCK.unpack(fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)))

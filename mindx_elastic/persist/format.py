@@ -47,7 +47,7 @@ from mindx_elastic.errors import (
 )
 from mindx_elastic.persist.dtypes import BY_NAME
 from mindx_elastic.persist.entries import TensorEntry, entries_of_text, entry_texts
-from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
+from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.shared_json import SharedJson
 
 __all__ = [
@@ -78,17 +78,12 @@ _NO_FILE = (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENODEV)
 
 _MAX_TEXT = 1024
 _MAX_REASON = 10_000
-_MAX_APPEND_INFO_DEPTH = 64
-_MAX_LAYOUT_DEPTH = 16
-_MAX_TREE_DEPTH = 3 * MAX_DEPTH + 10  # a dict that JSON cannot hold as an object takes three levels
 
 _DIGESTS = re.compile(r"[0-9a-f]*")  # matched against all at once
 _OUR_BEGINNING = b'{"__metadata__":'
 _DECODER = json.JSONDecoder()
 _DIGESTS_KEY = b'"mindx.digests":'
 _HEADER_DIGEST_KEY = b'"mindx.header_digest":'
-_MAX_HEADER_ITEMS = 1_000_000
-_PLAIN_TYPES = frozenset((str, int, float, bool, type(None)))
 _HEADER_DIGEST = re.compile(re.escape(_HEADER_DIGEST_KEY) + rb'"([0-9a-f]{32})"')
 
 
@@ -164,9 +159,6 @@ class CheckpointInfo:
 
     def to_json(self) -> str:
         """One JSON object. Raises UnsupportedStateError when `append_info` holds a value that JSON cannot express."""
-        if _is_deeper(self.append_info, _MAX_APPEND_INFO_DEPTH):
-            problem = f"nested deeper than {_MAX_APPEND_INFO_DEPTH} levels, or it contains itself"
-            raise UnsupportedStateError("append_info", problem)
         try:
             # Only the user's facts may have dataclasses in them; without any, a copy would be made in every snapshot.
             return json.dumps(asdict(self) if self.append_info else vars(self))
@@ -179,29 +171,11 @@ class CheckpointInfo:
         try:
             values = json.loads(text)
             appended = values.get("append_info", [])
-            if not isinstance(appended, list) or _is_deeper(appended, _MAX_APPEND_INFO_DEPTH):
-                raise ValueError("append_info is not a list, or nested too deep")
+            if not isinstance(appended, list):
+                raise ValueError("append_info is not a list")
             return read(cls, values, append_info=appended)
         except (AttributeError, ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"malformed checkpoint info: {error}") from error
-
-
-def _is_deeper(value: object, limit: int) -> bool:
-    """Whether JSON-able `value` is nested deeper than `limit` lists and dicts; a cycle counts as deeper."""
-    level = [value] if isinstance(value, (Mapping, list, tuple)) else []
-    for _ in range(limit + 1):
-        inner: list[object] = []
-        for each in level:
-            if isinstance(each, (dict, Mapping)):  # a dict first: an abstract class takes ten times as long
-                inner += each.values()
-            elif isinstance(each, (list, tuple)):
-                inner += each
-        level = [e for e in inner if type(e) not in _PLAIN_TYPES and isinstance(e, (dict, list, tuple, Mapping))]
-        if not level:
-            return False
-        if len(level) > _MAX_HEADER_ITEMS:
-            return True
-    return True
 
 
 def _one_text(reason: str) -> str:
@@ -438,10 +412,10 @@ def _checked(tensors: str, metadata: Mapping[str, str], raw: bytes, size: int, s
     is_sound = set(map(len, texts)) <= {len(NO_DIGEST)} and _DIGESTS.fullmatch("".join(texts))
     if digests.keys() != entries.keys() or not is_sound:
         raise ValueError("the digests do not belong to the tensors")
-    layout = _loads(metadata.get("mindx.layout", "{}"), "layout", _MAX_LAYOUT_DEPTH, shared)
+    layout = _loads(metadata.get("mindx.layout", "{}"), "layout", shared)
     if not isinstance(layout, dict):
         raise ValueError("the layout is not a JSON object")
-    tree = _loads(metadata["mindx.tree"], "tree", _MAX_TREE_DEPTH, shared)  # readers walk it recursively
+    tree = _loads(metadata["mindx.tree"], "tree", shared)  # of any depth: who walks it knows a limit
     info = CheckpointInfo.from_json(metadata["mindx.checkpoint"])
     held = None
     if metadata["mindx.schema"] == SCHEMA_DIVIDED:
@@ -449,18 +423,8 @@ def _checked(tensors: str, metadata: Mapping[str, str], raw: bytes, size: int, s
     return Header(info, tree, entries, digests, layout, data_start, size, held, metadata["mindx.header_digest"])
 
 
-def _loads(text: str, kind: str, deepest: int, shared: SharedJson | None) -> Any:
-    """Raises ValueError or RecursionError for what is not JSON, or nested deeper than `deepest` levels."""
-
-    def check(value: Any, level: int, length: int) -> None:
-        if length > 2 * (deepest - level) and _is_deeper(value, deepest - level):  # a level takes two characters
-            raise ValueError(f"the {kind} is nested deeper than {deepest} levels")
-
-    if shared is not None:
-        return shared.loads(text, kind, check)
-    value = json.loads(text)
-    check(value, 0, len(text))
-    return value
+def _loads(text: str, kind: str, shared: SharedJson | None) -> Any:
+    return json.loads(text) if shared is None else shared.loads(text, kind)
 
 
 def _held(record: Any, entries: Mapping[str, TensorEntry]) -> Held:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 __all__ = ["SharedJson"]
@@ -32,28 +31,20 @@ class SharedJson:
         """Whether this very object is, or may be, what several texts have in common. It lives as long as this."""
         return id(value) in self._kept
 
-    def loads(self, text: str, kind: str, check: Callable[[Any, int, int], None]) -> Any:
-        """As `json.loads`. Texts of one `kind` share their members.
-
-        check: called with each value that is new and read at once, the number of objects around it, and the number of
-        its characters. What it raises is raised.
-        """
+    def loads(self, text: str, kind: str) -> Any:
+        """As `json.loads`. Texts of one `kind` share their members."""
         members: dict[str, Any] = {}
         position = 0
         try:
             while (key := _KEY.match(text, position)) is not None and text[position] == ("," if position else "{"):
-                members[key[1]], position = self._member((kind, key[1]), text, key.end(), check)
+                members[key[1]], position = self._member((kind, key[1]), text, key.end())
         except json.JSONDecodeError:  # white space where we write none, or damage
             position = 0
         if position and text[position:] == "}":
             return members
-        value = json.loads(text)
-        check(value, 0, len(text))
-        return value
+        return json.loads(text)
 
-    def _member(
-        self, place: tuple[str, str], text: str, start: int, check: Callable[[Any, int, int], None]
-    ) -> tuple[Any, int]:
+    def _member(self, place: tuple[str, str], text: str, start: int) -> tuple[Any, int]:
         """The value at `start`, and where it ends."""
         known = self._known.setdefault(place, [])
         for own, value in known:
@@ -61,7 +52,6 @@ class SharedJson:
                 return value, start + len(own)
         value, end = _DECODER.raw_decode(text, start)
         if isinstance(value, (dict, list)):
-            check(value, 1, end - start)
             known.insert(0, (text[start:end], value))
             del known[_MOST_KNOWN:]
             self._kept[id(value)] = value

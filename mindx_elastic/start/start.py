@@ -88,12 +88,11 @@ def start_job(
     platform: Platform,
     risks: Risks,
     ddp: DdpModules,
-    first_parts: Sequence[Part] = (),
     boundary: Boundary | None = None,
 ) -> Start:
     """Choose, load, and say so. Main thread, all ranks together. `look_in`: the directories that may hold files of the
-    job: more than `directories` where the ranks have different ones. `first_parts`: for the first meeting. `boundary`:
-    what the ranks of a recovery in place have agreed on, in place of what is in the directories and in memory.
+    job: more than `directories` where the ranks have different ones. `boundary`: what the ranks of a recovery in place
+    have agreed on, in place of what is in the directories and in memory.
 
     Raises NoUsableCheckpointError when there are checkpoints and none can be used; MismatchError when they do not fit,
     come from another job, or from a world size that cannot be spread over this one; and what `places_of` and
@@ -103,7 +102,7 @@ def start_job(
     ranks, exchange, in_place = job.ranks, around.exchange, boundary is not None
     disks = Disks(places_of(look_in, "never" if in_place else resume, arenas=around.arenas, trust=job.trust))
     peers = PeersPart(ranks)
-    meet(exchange, "here", [disks, peers, *platform.parts(), *first_parts, *around.parts()])
+    meet(exchange, "here", [disks, peers, *platform.parts(), *around.parts()])
     around.connect()
 
     layouts = JobLayouts(

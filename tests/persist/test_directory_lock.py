@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import signal
@@ -205,24 +204,6 @@ def test_without_locks_one_line_and_on(
     assert hold(tmp_path) is None
     (record,) = caplog.records
     assert "a second job in this directory will not be noticed" in record.message
-
-
-def test_without_locks_of_descriptions_posix_locks_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, refused = fcntl.fcntl, []
-
-    def old_kernel(fd: int, command: int, request: bytes) -> Any:
-        if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
-            refused.append(command)
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(fd, command, request)
-
-    monkeypatch.setattr("fcntl.fcntl", old_kernel)
-    monkeypatch.setattr(lock_module, "_MARGIN_S", 0.0)
-    with holder(tmp_path), pytest.raises(DirectoryInUseError):
-        hold(tmp_path)
-    lock = hold(tmp_path)
-    assert lock is not None and refused
-    lock.close()
 
 
 @pytest.mark.parametrize("planted", ["link", "hard link", "stranger's", "pipe"])

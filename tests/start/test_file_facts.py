@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.start.file_facts import Strategies, facts_of
 from tests.checkpoint_files import info_of
-from tests.persist.test_format import forge
 
 NUM_LAYERS = 12
 
@@ -70,21 +68,3 @@ def test_each_file_says_the_same_alone_and_in_a_scan(files: list[Path]) -> None:
     assert all(strategy is ranks[0] for strategy in ranks)
     assert len({fact.strategy for facts, _ in said for fact in facts}) >= 8, "they do not all say the same"
     assert [bool(rejected) for _, rejected in said[: len(files)]].count(True) == 2
-
-
-def test_damage_behind_what_is_known_is_found(files: list[Path]) -> None:
-    deep: Any = []
-    for _ in range(400):
-        deep = [deep]
-    shared = SharedJson()
-    assert read_entry(files[0], shared=shared) is not None
-
-    def bury(content: dict[str, Any]) -> None:
-        tree = json.loads(content["__metadata__"]["mindx.tree"])
-        tree["optimizer"]["param_groups"].append(deep)
-        content["__metadata__"]["mindx.tree"] = json.dumps(tree, separators=(",", ":"))
-
-    forge(files[1], bury)
-    for _ in range(2):
-        entry = read_entry(files[1], shared=shared)
-        assert entry is not None and entry.problem is not None and "nested deeper" in entry.problem
