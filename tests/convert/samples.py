@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mindx_elastic.core.layout import Layout
-from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.writer import write_checkpoint
+from tests.checkpoint_files import info_of
 
 
 def model_state() -> dict[str, torch.Tensor]:
@@ -58,18 +58,6 @@ def write_rank(
     """One rank's file of step 17; `tensors`: place -> [layout number, whole shape]."""
     folder = root / f"rank_{rank}" if world_size > 1 else root
     folder.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, Any] = {
-        "run_id": "run-a",
-        "world_size": world_size,
-        "rank": rank,
-        "step": 17,
-        "epoch": 2,
-        "step_in_epoch": 7,
-        "batch_num": 10,
-        "reason": "periodic",
-        "kind": "periodic",
-        "created": 1_700_000_000.0,
-    }
     layout = None
     if layouts is not None:
         layout = {
@@ -83,12 +71,5 @@ def write_rank(
             **(record or {}),
         }
     path = folder / name
-    write_checkpoint(path, state, CheckpointInfo(**{**facts, **fields}), layout=layout)
+    write_checkpoint(path, state, info_of(**{"world_size": world_size, "rank": rank, **fields}), layout=layout)
     return path
-
-
-def part(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """What `rank` holds of `tensor`, by way of index lists (not as the code under test does it)."""
-    for dim, (start, stop) in enumerate(layout.box(tuple(tensor.shape), layout.shard_of(rank))):
-        tensor = tensor.index_select(dim, torch.arange(start, stop))
-    return tensor

@@ -14,17 +14,6 @@ from tests.checkpoint_files import flip_bit_in_data
 from tests.start.divided import Replicas
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_whole_again(tmp_path: Path, copies: int) -> None:
-    job = Replicas(tmp_path / "ckpt", 3)
-    for rank in range(3):
-        job.write_share(rank, copies)
-    convert(ConversionRequest(source=job.root, destination=tmp_path / "m.pt"))
-    found, wanted = torch.load(tmp_path / "m.pt", weights_only=True), job.state(0)["model"]
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
 def test_a_lost_file_of_two_copies_and_a_damaged_one(tmp_path: Path) -> None:
     job = Replicas(tmp_path / "ckpt", 4)
     files = [job.write_share(rank, 2) for rank in range(4)]

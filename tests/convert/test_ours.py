@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mindx_elastic.convert.conversion import ConversionRequest, Converted, convert
 from mindx_elastic.core.layout import Layout
@@ -20,7 +18,8 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from tests.checkpoint_files import flip_bit_in_data, flip_bit_in_header
-from tests.convert.samples import part, write_rank
+from tests.convert.samples import write_rank
+from tests.start.worlds import cut as part
 
 WEIGHT = torch.arange(70.0).reshape(10, 7)
 BIAS = torch.arange(7, dtype=torch.bfloat16)
@@ -58,26 +57,6 @@ def test_shards_become_whole(tmp_path: Path, layout: Layout) -> None:
     model, result = run(tmp_path / "ckpt")
     assert torch.equal(model["weight"], WEIGHT) and torch.equal(model["bias"], BIAS)
     assert (result.step, result.num_tensors, result.notes) == (17, 2, [])
-
-
-@given(
-    mesh=st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    shape=st.lists(st.integers(0, 7), min_size=1, max_size=3),
-    choice=st.data(),
-)
-@settings(max_examples=25, deadline=None)
-def test_any_layout(
-    mesh: list[int], shape: list[int], choice: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    placements = [choice.draw(st.sampled_from(["R", *(f"S({i})" for i in range(len(shape)))])) for _ in mesh]
-    layout = Layout(tuple(mesh), tuple(placements))  # type: ignore[arg-type]
-    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    root = tmp_path_factory.mktemp("any") / "ckpt"
-    for rank in layout.ranks:
-        state = {"model": {"w": part(whole, layout, rank)}}
-        write_rank(root, rank, layout.size, state, layouts=[layout], tensors={"model.w": [0, shape]})
-    model, _ = run(root)
-    assert torch.equal(model["w"], whole)
 
 
 def test_a_replica_stands_in(tmp_path: Path) -> None:
@@ -175,16 +154,6 @@ def test_a_world_that_a_small_file_claims_is_refused(tmp_path: Path) -> None:
     write_rank(tmp_path / "ckpt", 0, 1 << 18, {"model": {"w": WEIGHT}}, coordinates={"replicas": 1 << 18})
     with pytest.raises(UsageError, match="262144 ranks wrote it, and 1 files are here; give one of them"):
         run(tmp_path / "ckpt")
-
-
-def test_complex_and_strided_tensors(tmp_path: Path) -> None:
-    state = {
-        "c": torch.randn(3, 4, dtype=torch.complex64),
-        "t": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    }
-    write_rank(tmp_path / "ckpt", 0, 1, {"model": state})
-    model, _ = run(tmp_path / "ckpt")
-    assert torch.equal(model["c"], state["c"]) and torch.equal(model["t"], state["t"])
 
 
 def test_damage_without_a_stand_in(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +62,6 @@ def test_runs_of_the_event_logs(machine: Machine, tmp_path: Path) -> None:
         file.write(json.dumps({"event": "x", "reason": 'a "run_id": "quoted" in a text'}).encode() + b"\n")
         file.write(b'{"half a line\n\xff\xfe\n{"run_id": "run-c", "cut of')
     assert known_runs([tmp_path / "nothing", machine.directory]) == {"run-a", "run-b", "run-c"}
-
-
-def test_memory_counts_as_long_as_the_directory_knows_its_run(machine: Machine) -> None:
-    machine.snapshot(9)
-    assert find(machine) == [None] * WORLD, "nobody knows the run"
-    machine.know(RUN)
-    assert taken(find(machine)) == [(9, None, None)] * WORLD
-    shutil.rmtree(machine.directory)
-    machine.directory.mkdir()
-    assert find(machine) == [None] * WORLD, "made again"
 
 
 def test_a_rotated_log_and_only_as_much_of_it_as_is_needed(machine: Machine) -> None:

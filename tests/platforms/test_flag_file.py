@@ -52,16 +52,6 @@ def test_a_change_within_one_time_stamp_is_seen(path: Path) -> None:
     assert flag.poll()
 
 
-def test_deleted_and_set_again(path: Path) -> None:
-    flag = watch(path)
-    path.write_text('{"GracefulExit": 1}')
-    assert flag.poll()
-    path.unlink()
-    assert not flag.poll()
-    path.write_text('{"GracefulExit": 1}')
-    assert flag.poll()
-
-
 BAD = {
     "half-written": b'{"GracefulEx',
     "a long word": b'{"GracefulExit": "' + b"y" * 900_000 + b'"}',

@@ -15,7 +15,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, older_generation
 from mindx_elastic.core.layout import Layout, parse_placement
@@ -39,7 +38,6 @@ from mindx_elastic.start.loading import _how_to_restore_rng
 from mindx_elastic.start.restore import Resumed
 from tests import checkpoint_files as files
 from tests.checkpoint_files import write, write_step
-from tests.start.arenas import Machine
 from tests.start.finding import find, find_and_read, find_on, found_on, step_of
 from tests.start.shared_store import on_all_ranks
 from tests.start.strategies import rows
@@ -67,18 +65,6 @@ def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(tmp_path: 
     assert not bad.exists()
     moved = [p for p in (tmp_path / QUARANTINE).rglob("*") if p.suffix != ".txt" and p.is_file()]
     assert [p.read_bytes() for p in moved] == [content], "nothing on disk is lost"
-
-
-def test_a_damaged_snapshot_in_memory_is_named_and_gone(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.know("run-a")
-    write(machine.directory / "a-1_3.safetensors", step=3)
-    machine.snapshot(5)
-    (slot,) = [path for path in machine.slots(0) if path.stat().st_size]
-    files.flip_bit_in_data(slot)
-    found = find_and_read([machine.directory], RankInfo(), Exchange(), arenas=machine.job)
-    assert found is not None and step_of(found) == 3 and not slot.exists()
-    assert any(f"{slot} is damaged" in line for line in found.rejected), found.rejected
 
 
 @pytest.mark.parametrize("damage", files.DAMAGES)
@@ -198,42 +184,34 @@ def test_a_first_save_of_one_rank_only(tmp_path: Path, caplog: pytest.LogCapture
     assert kept.exists()
 
 
-def test_a_whole_step_of_which_a_file_was_deleted_is_refused(tmp_path: Path) -> None:
-    begin(tmp_path)
-    save(tmp_path, 0)
-    save(tmp_path, 1).unlink()
-    assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, tmp_path))
+LOST: dict[str, type[Exception]] = dict.fromkeys(
+    ["file", "log", "older log", "half a line", "start", "resumed", "by name"], NoUsableCheckpointError
+)
 
 
-def test_a_whole_step_that_cannot_be_spread_over_the_new_ranks_is_refused(tmp_path: Path) -> None:
-    begin(tmp_path)
-    for rank in range(2):
-        save(tmp_path, rank)
-    assert all(isinstance(one, MismatchError) for one in find_on(3, tmp_path))
-
-
-@pytest.mark.parametrize("lost", ["all", "older", "resumed", "start", "on a full disk"])
-def test_a_log_that_does_not_have_it_all_proves_nothing(tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize(("lost", "error"), [*LOST.items(), ("world", MismatchError)])
+def test_where_a_whole_step_may_have_been_there_is_no_new_start(
+    tmp_path: Path, lost: str, error: type[Exception]
+) -> None:
+    """A file was deleted; the log does not have it all; a step cannot be spread, or was asked for by name."""
     begin(tmp_path, ranks=[0] if lost == "start" else [0, 1])
     save(tmp_path, 0)
-    if lost == "all":
-        (tmp_path / EVENTS_FILE).unlink()
-    if lost == "older":
-        older_generation(tmp_path / EVENTS_FILE).touch()
-    if lost == "on a full disk":  # perhaps what follows was of a save of rank 1
-        with open(tmp_path / EVENTS_FILE, "a") as log:
-            log.write('{"time": 1796034320.157378, "run_id": "run')
-    if lost == "resumed":
-        EventLog(tmp_path / EVENTS_FILE, run_id="run-a").emit("resume", step=3, outcome="resumed")
-    assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, tmp_path))
-
-
-def test_a_whole_older_run_goes_on(tmp_path: Path) -> None:
-    for rank in range(2):
-        save(tmp_path, rank, 3)
-    begin(tmp_path, "run-b")
-    save(tmp_path, 0, 5, run_id="run-b")
-    assert all(one.plan.moment == ("run-a", 0, 3) for one in found_on(2, tmp_path))
+    log = tmp_path / EVENTS_FILE
+    if lost in ("file", "world"):
+        other = save(tmp_path, 1)
+        if lost == "file":
+            other.unlink()
+    elif lost == "log":
+        log.unlink()
+    elif lost == "older log":
+        older_generation(log).touch()
+    elif lost == "half a line":  # on a full disk: perhaps what follows was of a save of rank 1
+        with open(log, "a") as file:
+            file.write('{"time": 1796034320.157378, "run_id": "run')
+    elif lost == "resumed":
+        EventLog(log, run_id="run-a").emit("resume", step=3, outcome="resumed")
+    found = find_on(3 if lost == "world" else 2, tmp_path, resume=str(tmp_path) if lost == "by name" else "auto")
+    assert all(isinstance(one, error) for one in found), found
 
 
 def test_on_disks_that_are_not_shared(tmp_path: Path) -> None:
@@ -242,12 +220,6 @@ def test_on_disks_that_are_not_shared(tmp_path: Path) -> None:
         begin(node, ranks=[rank])
     save(nodes[0], 0)
     assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, *nodes))
-
-
-def test_a_directory_that_was_asked_for_by_name_is_refused(tmp_path: Path) -> None:
-    begin(tmp_path)
-    save(tmp_path, 0)
-    assert all(isinstance(one, NoUsableCheckpointError) for one in find_on(2, tmp_path, resume=str(tmp_path)))
 
 
 # --- all ranks together: they share the work, and no rank waits for one that cannot continue ---

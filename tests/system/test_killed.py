@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -79,9 +78,6 @@ def assert_goes_on(resumed: Job, killed: Job, whole: Job, step: int) -> None:
     assert resumed.hashes() == whole.hashes(), report
 
 
-# --- replicas: the survivors hold the weights, the boundary log holds what was the killed rank's own ---
-
-
 # --- everybody at once: only shared memory is left ---
 
 
@@ -140,9 +136,6 @@ def test_killed_in_the_middle_of_a_copy(place: Place, reference: Reference, stag
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
-# --- sharded state: nobody else has it ---
-
-
 # --- sharded state, cut off in its very first save: nothing was ever whole ---
 
 POWER_CUT = {"MINDX_ARENA_DIR": "none"}
@@ -172,19 +165,3 @@ def test_cut_off_in_the_very_first_save_the_job_starts_over(tmp_path: Path, unin
     (line,) = again.matches(r"WARNING the job starts over: (.*)")
     assert "step 4 is not used" in line[1] and "rank 1" in line[1], again.report()
     assert again.hashes() == uninterrupted("fsdp.py", 2, *STEPS).hashes(), again.report()
-
-
-@drill
-@pytest.mark.parametrize("lost", ["file", "folder", "events"])
-def test_a_lost_file_of_a_whole_step_is_refused(tmp_path: Path, lost: str) -> None:
-    job = stop_at_4(tmp_path)
-    assert saved(tmp_path) == ["rank_0", "rank_1"], job.report()
-    for path in (tmp_path / "rank_1").glob("*.safetensors"):
-        path.unlink()
-    if lost == "folder":
-        shutil.rmtree(tmp_path / "rank_1")
-    if lost == "events":
-        (tmp_path / "events.jsonl").unlink()
-    failed = run_job("fsdp.py", tmp_path, *STEPS, ranks=2, env=POWER_CUT, code=1)
-    assert failed.matches("NoUsableCheckpointError"), failed.report()
-    assert not failed.matches("starts over:"), failed.report()
