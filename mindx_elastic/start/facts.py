@@ -183,11 +183,11 @@ class ResumePlan:
     source: Strategy
     """The layouts of the old world."""
     world: World
-    ranks: tuple[RankPlan, ...] = ()
+    ranks: tuple[RankPlan, ...]
     """One for each new rank, in order."""
-    files: Mapping[int, tuple[FileFact, ...]] = field(default_factory=dict)
+    files: Mapping[int, tuple[FileFact, ...]]
     """All usable files of the step, by old rank, the one to try first in front."""
-    resharded: bool = False
+    resharded: bool
     """The new ranks hold other parts than the old ones."""
     inexact: tuple[_Long, ...] = ()
     """Why the run will differ from the uninterrupted one, as far as the files and the ranks decide it."""

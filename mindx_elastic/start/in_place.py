@@ -104,13 +104,17 @@ class InPlacePart(FollowedPart):
         return checkpoint
 
     def _resumed(self, checkpoint: Checkpoint, path: Path) -> Resumed:
-        info, size = checkpoint.info, self._ranks.world_size
+        info = checkpoint.info
+        world = self._ranks.world_size
         plan = ResumePlan(
-            info.moment,
-            info.epoch,
-            info.step_in_epoch,
-            Strategy(size, ()),
-            World(size),
+            moment=info.moment,
+            epoch=info.epoch,
+            step_in_epoch=info.step_in_epoch,
+            source=Strategy(world, ()),
+            world=World(world, None),
+            ranks=(),
+            files={},
+            resharded=False,
             unmanaged=tuple(info.unmanaged),
         )
         return Resumed(path, checkpoint, plan, next_attempt=self.attempt)
