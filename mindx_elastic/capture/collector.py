@@ -299,6 +299,10 @@ class Collector:
         self.before_keeping()
         for component in self.adapted:
             component.at_boundary = True
+        self.read_flags()
+
+    def read_flags(self) -> None:
+        """The program is between two steps: its modules' flags are those of the boundary still."""
         for module in self._modules.values():
             module.read_flags()
 
@@ -613,8 +617,7 @@ class Collector:
     @contextmanager
     def kept_streams_and_flags(self) -> Iterator[None]:
         """Named generators and flags are afterwards as they were, whatever an evaluation does with them."""
-        for module in self._modules.values():
-            module.read_flags()
+        self.read_flags()
         streams, broadcasts = [component.look() for component in self._streams], self.broadcasts.look()
         flags = {name: module.flags.look() for name, module in self._modules.items()}
         try:

@@ -358,3 +358,34 @@ def test_averaged_weights_that_an_exception_leaves_in_the_model_are_not_saved(
         run(loop, tmp_path)
     assert "6 parameters were changed since the boundary without torch's knowledge" in caplog.text
     assert not [*tmp_path.glob("*.safetensors")]
+
+
+@pytest.mark.parametrize("end", ["a break", "an exception"])
+def test_modes_are_those_of_the_boundary_where_an_evaluation_ends_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """As in early stopping, with a part that was frozen a few steps before."""
+
+    def loop(p: Program) -> None:
+        for epoch in p.guard.epochs(EPOCHS + 1):
+            for batch in p.loader:
+                p.step(*batch)
+                p.guard.step_end()
+                if p.guard.step == LAST - 2:
+                    p.network[1].eval()
+            p.network.eval()
+            if epoch == EPOCHS and end == "a break":
+                break
+            if epoch == EPOCHS:
+                raise ValueError("in the evaluation")
+            p.network.train()
+
+    if end == "a break":
+        run(loop, tmp_path)
+    else:
+        with pytest.raises(ValueError, match="in the evaluation"):
+            run(loop, tmp_path)
+    assert "has changed within the last 48 steps" not in caplog.text
+    second = Program(tmp_path)
+    with second.guard:
+        assert [each.training for each in second.network][:3] == [True, False, True]
