@@ -142,13 +142,18 @@ def outermost_replicas(targets: Mapping[str, Any], ddp: DdpModules) -> list[nn.M
 def replica_ranks(targets: Mapping[str, Any], ddp: DdpModules) -> list[int]:
     """The ranks that hold the same weights as this one, if DDP reduces every trained parameter; empty: unknown."""
     modules = [module for _, module in ddp]
-    if any(module.parameters_to_ignore for module in modules):  # each rank has its own (experts of one rank)
+    if any(module.parameters_to_ignore or _is_local(module) for module in modules):  # each rank has its own
         return []
     groups = {tuple(sorted(dist.get_process_group_ranks(module.process_group))) for module in modules}
     trained, reduced = _trained(targets), {id(parameter) for module in modules for parameter in module.parameters()}
     if not trained or len(groups) != 1 or not trained.keys() <= reduced:
         return []
     return list(groups.pop())
+
+
+def _is_local(module: DistributedDataParallel) -> bool:
+    """Whether its hook reduces gradients over some of the ranks only: torch's local SGD."""
+    return any(kind.__name__ == "PostLocalSGDState" for _, state in module._comm_hooks for kind in type(state).__mro__)
 
 
 def effect_of_order(module: DistributedDataParallel) -> str:

@@ -157,8 +157,8 @@ def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo, ri
         return _new_numbers(info, ranks)
     if found.own is not None:
         logger.info(
-            "rank %d has no file of step %d: weights, optimizer and position come from rank %d, its random numbers and "
-            "CPU buffers %s",
+            "rank %d has no usable file of step %d: weights, optimizer and position come from rank %d, its random "
+            "numbers and CPU buffers %s",
             ranks.rank,
             info.step,
             found.donor,
@@ -166,8 +166,8 @@ def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo, ri
         )
         return lambda: restore_rng(rng)
     risks.risk(
-        f"rank {ranks.rank} has no file of step {info.step} and takes rank {found.donor}'s: weights, optimizer and "
-        "position are the same; its random numbers start over, so from here the run is not bit for bit the "
+        f"rank {ranks.rank} has no usable file of step {info.step} and takes rank {found.donor}'s: weights, optimizer "
+        "and position are the same; its random numbers start over, so from here the run is not bit for bit the "
         "uninterrupted one",
         "In DDP jobs shared memory (MINDX_ARENA_DIR) keeps them for a killed rank, where nothing is drawn after the "
         "forward; in others, as with HSDP, snapshots do (MINDX_SNAPSHOT_EVERY=1, or mindx-elastic run "
@@ -351,8 +351,8 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
     step = found.checkpoint.info.step
     for doubt, theirs in doubts.items():
         risks.risk(
-            f"rank {rank} has no file of step {step} and had not kept all of its own state elsewhere, so from here the "
-            f"run may differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
+            f"rank {rank} has no usable file of step {step} and had not kept all of its own state elsewhere, so from "
+            f"here the run may differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
             "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill; "
             "the files of save_every and of stops have all of it",
         )

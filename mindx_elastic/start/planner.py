@@ -84,6 +84,9 @@ def plan_resume(
         newest = max(m[2] for m in moments if m[:2] == moment[:2])
         lost = newest - chosen.moment[2] if newest > chosen.moment[2] else None
         plan = chosen.plan()
+        if ranks := distrusted.get(chosen.moment):
+            what = f"{moment_name(chosen.moment)}, {rank_list(ranks)}"
+            reasons.append(Rejected(what, _why_not_trusted(ranks)))
         return replace(plan, rejected=(*reasons, *rejected), steps_lost=lost)
     worlds = tuple(sorted({c.world_size for c in considered.values()} - {0, world.size}))
     return Refusal((*reasons, *rejected), bool(everything), worlds, known.ranks)
@@ -162,10 +165,11 @@ def _sort_out(files: Sequence[FileFact], faults: KnownFaults) -> tuple[list[File
 
 
 def _why(candidate: Candidate, distrusted: Collection[int] | None) -> str:
-    if not distrusted:
-        return candidate.problem
-    note = (
-        f"the fault report names {rank_list(tuple(distrusted))}, whose dying saves are not used: if that is wrong, "
+    return f"{candidate.problem} ({_why_not_trusted(distrusted)})" if distrusted else candidate.problem
+
+
+def _why_not_trusted(ranks: Collection[int]) -> str:
+    return (
+        f"the fault report names {rank_list(ranks)}, whose dying saves are not used: if that is wrong, "
         "correct the report, or start with MINDX_FAULT_DIR and MINDX_RESET_DIR naming folders that are not there"
     )
-    return f"{candidate.problem} ({note})"

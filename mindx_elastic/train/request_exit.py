@@ -31,7 +31,7 @@ _EXPORT_S = 5.0  # an export of a small network takes two to five seconds, most 
 class OnRequestExit(Callback):
     """Ends a training (or an evaluation) gracefully when a signal or a flag file asks for it, on any rank.
 
-    Every rank logs ``Graceful exit is triggered, stop training.`` and stops at one common step.
+    One rank of each machine logs ``Graceful exit is triggered, stop training.``, and all stop at one common step.
 
     * `save_ckpt`: write ``{file_name}_train.safetensors``, from which the same command goes on (from an evaluation:
       ``{file_name}_eval.safetensors``, the weights only, never resumed from).

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp import (
@@ -84,6 +85,13 @@ def test_parameters_that_ddp_ignores_make_no_replica() -> None:
     assert found(DDP(inner))[1] == [0]
     DDP._set_params_and_buffers_to_ignore_for_model(inner, ["own.weight", "own.bias"])
     assert found(DDP(inner))[1] == []
+
+
+def test_local_sgd_of_a_hook_makes_no_replica() -> None:
+    """Its ranks go on alone after some steps, and average their weights now and then."""
+    module = DDP(nn.Linear(2, 2))
+    module.register_comm_hook(local.PostLocalSGDState(None, None, 4), local.post_localSGD_hook)
+    assert found(module)[1] == []
 
 
 @pytest.mark.parametrize("other", [False, True])

@@ -111,7 +111,7 @@ def test_what_the_start_has_told_is_the_cause_of_a_difference(
     monkeypatch.setattr(loading, "_how_to_restore_rng", as_of_another_rank)
     resume(tmp_path)
     (told,) = lines(caplog, "step 8 is not the one of the stopped process")
-    assert "As the start has said: rank 0 has no file of step 7 and takes rank 1's" in told, told
+    assert "As the start has said: rank 0 has no usable file of step 7 and takes rank 1's" in told, told
     assert "usual cause" not in told, told
 
 

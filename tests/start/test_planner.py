@@ -171,6 +171,13 @@ def test_a_step_that_is_not_taken_because_of_a_fault_report_says_so() -> None:
     assert "start with MINDX_FAULT_DIR" in reason
 
 
+def test_a_donor_that_stands_in_because_of_a_fault_report_says_so() -> None:
+    plan = plan_of(files(range(4), 10, kind="breakpoint"), faults=[2])
+    assert plan.step == 10 and plan.ranks[2].donor is not None
+    (rejected,) = plan.rejected
+    assert rejected.what.endswith("step 10, rank 2") and "the fault report names rank 2" in rejected.reason
+
+
 # --- exact before newest ---
 
 

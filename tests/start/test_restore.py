@@ -293,7 +293,7 @@ def test_random_numbers_of_a_rank_with_a_donor_are_its_own_and_always_the_same(
         _how_to_restore_rng(found[rank], None, RankInfo(rank=rank, world_size=3), Unmanaged("error"))()  # type: ignore[arg-type]
         drawn.append((torch.rand(4).tolist(), random.random(), float(np.random.rand())))
     assert drawn[0] == drawn[2] != drawn[1]
-    assert "rank 2 has no file of step 7 and takes rank 1's" in caplog.text
+    assert "rank 2 has no usable file of step 7 and takes rank 1's" in caplog.text
 
 
 def test_copies_of_one_path_on_two_disks_are_both_verified(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

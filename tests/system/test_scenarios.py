@@ -101,7 +101,7 @@ def test_what_moves_before_the_forward_is_the_ranks_own_bit_for_bit(
 ) -> None:
     """What moves behind the update is alike on all ranks: it is the donor's."""
     _, resumed = killed_by_hand(tmp_path, "own_objects", "1:5:end", 5)
-    assert resumed.matches("rank 1 has no file of step 5: .* are foreseen"), resumed.report()
+    assert resumed.matches("rank 1 has no usable file of step 5: .* are foreseen"), resumed.report()
     assert not resumed.matches(MAY_DIFFER) and not notes(tmp_path, 1), resumed.report()
     assert_same_end(resumed, uninterrupted(JOB, 2, "own_objects"))
 
