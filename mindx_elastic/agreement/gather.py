@@ -52,6 +52,7 @@ from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.validation import making_sense
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import (
     CheckpointError,
     MindxError,
@@ -83,6 +84,8 @@ START_TIMEOUT_S = 1800.0
 minutes, and not the same time on each rank."""
 _ANSWER_S = 60.0
 """How much longer the others wait than rank 0, whose error names the missing ranks."""
+_QUIET_S = 60.0
+"""After so long a rank says for whom it waits at the entry of its guard."""
 _FAILED = "!"
 _SESSION = "start/session"
 _HEARD_S = 3.0
@@ -92,7 +95,6 @@ _POLL_S = 0.02
 _PIECE_S = 60.0  # its author has written it before its value
 _KEYS_AT_ONCE = 4096  # in one message to the store
 _MOST_CHARACTERS = 4000
-_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Gathering:
         """Second part of `gather`, on rank 0: merge and answer. Errors go into the answer; `hear` raises them."""
         key = f"start/round{self._round}"
         try:
-            if not self._wait([f"{key}/bell"], timeout_s):
+            if not self._wait_aloud([f"{key}/bell"], timeout_s, lambda: self._missing(key)):
                 raise TimeoutError(self._who_is_missing(key, name, timeout_s))
             keys = [f"{key}/say/{rank}" for rank in range(self.world_size)]
             if not self._wait(keys, 0.0):
@@ -247,13 +249,11 @@ class Gathering:
             return [json.loads(text) for text in texts]
 
     def _who_is_missing(self, key: str, name: str, timeout_s: float) -> str:
-        missing = [rank for rank in range(self.world_size) if not self._wait([f"{key}/say/{rank}"], 0.0)]
-        named = ", ".join(map(str, missing[:_MOST_NAMED]))
-        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        return (
-            f"rank{'s' * (len(missing) > 1)} {named}{more} did not come to {name!r} of the start within {timeout_s:g} "
-            "s: is every rank entering the guard?"
-        )
+        who = rank_list(self._missing(key))
+        return f"{who} did not come to {name!r} of the start within {timeout_s:g} s: is every rank entering the guard?"
+
+    def _missing(self, key: str) -> list[int]:
+        return [rank for rank in range(self.world_size) if not self._wait([f"{key}/say/{rank}"], 0.0)]
 
     def put_once(self, texts: Mapping[str, str]) -> None:
         """Write texts that several ranks may have, by their digests: one of these ranks writes each. Before `say`."""
@@ -362,7 +362,7 @@ class Gathering:
             self._is_begun = True
         if self.seal.has_session:
             return True
-        if not self._wait([_SESSION], timeout_s):
+        if not self._wait_aloud([_SESSION], timeout_s, lambda: [0]):
             return False
         with self._lock:
             message = self._store.get(_SESSION)
@@ -371,6 +371,19 @@ class Gathering:
         except NotOursError as error:
             raise self._why_no_session(message, error) from None
         return True
+
+    def _wait_aloud(self, keys: Sequence[str], timeout_s: float, missing: Callable[[], list[int]]) -> bool:
+        """`_wait` for ranks that have not entered their guard yet; a long wait is told."""
+        quiet_s = min(_QUIET_S, timeout_s)
+        if self._wait(keys, quiet_s):
+            return True
+        if quiet_s < timeout_s and self._round == 0:
+            logger.warning(
+                "still waiting for %s: every rank has to enter its guard (%g s at most)",
+                rank_list(missing()),
+                timeout_s,
+            )
+        return self._wait(keys, timeout_s - quiet_s)
 
     def _why_no_session(self, message: bytes, error: NotOursError) -> MindxError:
         """What a rank raises that has found `message` in the place of rank 0's session."""

@@ -199,7 +199,11 @@ def test_what_others_write_is_at_most_a_message(text: str) -> None:
 
 
 @pytest.mark.parametrize(("absent", "text"), [(2, "rank 2 did not come to 'listing'"), (0, "for rank 0 at 'listing'")])
-def test_who_does_not_come_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch, absent: int, text: str) -> None:
+def test_who_does_not_come_is_named_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, absent: int, text: str
+) -> None:
+    """And told while it is waited for: a job whose rank 0 alone has a guard stood still without a word."""
+    monkeypatch.setattr(module, "_QUIET_S", 0.05)
     monkeypatch.setattr(module, "_ANSWER_S", 0.2 if absent == 0 else 60.0)
 
     def work(rank: int, exchange: BoardExchange) -> None:
@@ -209,6 +213,7 @@ def test_who_does_not_come_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatc
     found = on_all_ranks(3, work)
     for rank in {0, 1, 2} - {absent}:
         assert text in str(found[rank])
+    assert not absent or f"still waiting for rank {absent}: every rank has to enter its guard" in caplog.text
 
 
 @pytest.mark.parametrize("name", sorted(errors.__all__))
