@@ -18,7 +18,7 @@ from mindx_elastic.capture.components import (
     WrapperComponent,
     component_for,
 )
-from mindx_elastic.capture.copying import copy_tree, equal_tensors, same_tree, tensors_in
+from mindx_elastic.capture.copying import copy_tree, same_tree, tensors_in
 from mindx_elastic.capture.ddp import BufferBroadcasts
 from mindx_elastic.capture.device_progress import DeviceProgress, PassedBoundary
 from mindx_elastic.capture.forecast import Forecast
@@ -119,7 +119,7 @@ class Collector:
         return list({id(o): o for o in found}.values())
 
     @torch.no_grad()
-    def look_at_buffers(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def look_at_buffers(self) -> dict[str, tuple[torch.Tensor, torch.Tensor | int]]:
         """The saved buffers of all modules, by place, for `changed_buffers`: each with a copy, as BatchNorm's have, or
         above 1 MiB with its version counter."""
         return {
@@ -127,15 +127,18 @@ class Collector:
         }
 
     @torch.no_grad()
-    def changed_buffers(self, before: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[str]:
+    def changed_buffers(self, before: Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]) -> list[str]:
         """The places of buffers that are not as in `before`."""
-        live = {place: now for place, now in self._saved_buffers() if place in before}
-        others = {p for p, now in live.items() if now.nbytes > _MOST_COPIED and now is not before[p][0]}
-        now = {place: t if t.nbytes <= _MOST_COPIED else _version_of(t) for place, t in live.items()}
-        # Which waits for a device once.
-        if not others and equal_tensors([before[place][1] for place in now], [*now.values()]):
-            return []
-        return [place for place, each in now.items() if place in others or not same_tree(before[place][1], each)]
+        changed = []
+        for place, now in self._saved_buffers():
+            tensor, look = before.get(place, (now, now))
+            if isinstance(look, torch.Tensor):
+                is_same = same_tree(now, look)
+            else:
+                is_same = now is tensor and _version_of(now) == look
+            if not is_same:
+                changed.append(place)
+        return changed
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():
@@ -322,8 +325,6 @@ class Collector:
         state["gradient_order"] = self.gradient_order
         if broadcasts := self.broadcasts.state():
             state["buffer_broadcasts"] = broadcasts
-        if in_buckets := self.broadcasts.in_buckets:
-            state["gradients_in_buckets"] = dict(in_buckets)
         state["module_extras"] = {name: module.module_extras() for name, module in self._modules.items()}
         if settings := self._settings.kept:
             state["settings_given"] = settings
@@ -630,8 +631,8 @@ class Collector:
             self.broadcasts.put_back(broadcasts)
 
 
-def _version_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(-1 if tensor.is_inference() else tensor._version)
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _inside(target: object) -> Iterator[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ __all__ = [
     "copy_items",
     "copy_state",
     "copy_tree",
-    "equal_tensors",
     "map_containers",
     "map_tensors",
     "same_tree",
@@ -130,26 +129,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if torch.equal(one, other) or not (one.is_floating_point() or one.is_complex()) or one.layout is not torch.strided:
         return bool(torch.equal(one, other))
     return bool(torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)))
-
-
-def equal_tensors(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
-    """Whether each of `ones` holds the same as its counterpart. Those on a device are compared there, and waited for
-    once."""
-    differing: dict[torch.device, list[torch.Tensor]] = {}
-    for one, other in zip(ones, others, strict=True):
-        if one is other:
-            continue
-        if (
-            one is None
-            or other is None
-            or (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device)
-        ):
-            return False
-        if one.is_cuda and type(one) is torch.Tensor is type(other):
-            differing.setdefault(one.device, []).append((one != other).any())
-        elif not torch.equal(one, other):
-            return False
-    return not any(bool(torch.stack(found).any()) for found in differing.values())
 
 
 def tensors_in(value: Any, place: str = "") -> list[tuple[str, torch.Tensor]]:

@@ -8,8 +8,7 @@
 * `BufferBroadcasts`: whether DDP broadcasts a module's buffers from rank 0 in its next forward. It does so by default,
   but not after a forward whose gradients it does not reduce: one under ``no_sync()``, or without gradients, as in an
   evaluation. In a loop that is all in ``no_sync()``, because the program averages the gradients itself, each rank so
-  keeps its own batch norm statistics; a new process would broadcast rank 0's once. And which gradients lie in the
-  module's buckets (``gradient_as_bucket_view=True``): DDP divides those, and multiplies others by the reciprocal.
+  keeps its own batch norm statistics; a new process would broadcast rank 0's once.
 """
 
 from __future__ import annotations
@@ -253,19 +252,12 @@ class GradientOrders:
 
 
 class BufferBroadcasts:
-    """The broadcast flags of the DDP modules of a job, by their paths, and which gradients lie in their buckets. All
-    ranks have the same state here, for a broadcast takes all."""
+    """The broadcast flags of the DDP modules of a job, by their paths. All ranks have the same state here, for a
+    broadcast takes all."""
 
     def __init__(self, modules: Sequence[tuple[str, DistributedDataParallel]] = ()) -> None:
         self._modules = [(name, module) for name, module in modules if module.broadcast_buffers]
-        self._viewing = {
-            name: [p for p in module.module.parameters() if p.requires_grad]
-            for name, module in modules
-            if module.gradient_as_bucket_view
-        }
-        self.are_used = bool(self._modules or self._viewing)
-        self.in_buckets: dict[str, list[int]] = {}
-        """As at the last boundary: the numbers of the gradients that there are."""
+        self.are_used = bool(self._modules)
         self.seen = self.look()
         """As at the last boundary."""
 
@@ -276,8 +268,6 @@ class BufferBroadcasts:
     def copy(self) -> None:
         """This is a boundary. Only where they `are_used`."""
         self.seen = self.look()
-        for name, parameters in self._viewing.items():
-            self.in_buckets[name] = [n for n, p in enumerate(parameters) if p.grad is not None]
 
     def put_back(self, seen: Sequence[bool]) -> None:
         """Let it be as `look` has given it."""

@@ -1,6 +1,6 @@
 """State that no `state_dict` has, as values at places: at a boundary it is copied where it has changed.
 
-* `Flags`, of a module: `training` of each submodule, `requires_grad` of each parameter
+* `Flags`, of a module: `training` of each submodule, `requires_grad` of each parameter, and whether it has a gradient
 * `ExtraTensors`, of a module: buffers with ``persistent=False``, and the products of `torch.nn.utils.prune`
 * `OwnAttributes`: what objects of libraries keep in plain attributes
 
@@ -8,6 +8,10 @@ Frozen batch norm, gradual unfreezing and an evaluation that does not restore th
 flags are read at close boundaries (`close_looks`), and where the mode of the module itself has changed; names come in
 when a file is written. A save in the middle of a step that finds others than at the last look cannot tell whether they
 changed before the boundary or after it, and says so.
+
+After ``zero_grad(set_to_none=False)`` a parameter that the next step leaves out has a gradient of zeros, with which an
+optimizer updates it (momentum, weight decay); without one it would not. So which gradients there are is a flag, too. It
+is not told: after the boundary gradients come and go.
 
 Buffers are state where a training changes them or makes them at random: small ones are kept, large ones (a mask, a
 table) once they have changed.
@@ -78,6 +82,7 @@ class Flags:
         self._module, self._wrappers = module, list(wrappers)
         self.seen: list[bool] = []
         """As of the boundary that counts, as far as it has been looked at. Never changed in place."""
+        self._gradients: set[int] = set()  # the parameters with one, by id
         self.follow(parameters)
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -94,6 +99,7 @@ class Flags:
     def copy(self) -> None:
         """Read them as they are now."""
         self.seen = [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]  # `look`, without a call
+        self._gradients = {id(t) for t in self._tensors if t.is_leaf and t.grad is not None and not t.grad.is_sparse}
 
     def look(self) -> list[bool]:
         """As they are now, in the form of `seen`."""
@@ -120,6 +126,7 @@ class Flags:
             "eval": [name for name, flag in training.items() if not flag],
             "trainable": [name for name, flag in named.items() if flag],
             "frozen": [name for name, flag in named.items() if not flag],
+            "gradients": [name for name, p in self._parameters.items() if named[name] and id(p) in self._gradients],
         }
 
     def load(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -133,6 +140,8 @@ class Flags:
             for name in state.get(key, ()):
                 if (tensor := self._parameters.get(name)) is not None and _set_requires_grad(tensor, wanted):
                     changed.setdefault(key, []).append(name)
+        if (kept := state.get("gradients")) is not None:  # not in files of older versions
+            _set_gradients({name: p for name, p in self._parameters.items() if p.requires_grad and p.is_leaf}, kept)
         self._lead_wrappers()
         self.copy()
         return changed
@@ -170,6 +179,16 @@ def _set_requires_grad(tensor: torch.Tensor, flag: bool) -> bool:
         return False
     tensor.requires_grad_(flag)
     return True
+
+
+def _set_gradients(parameters: Mapping[str, torch.Tensor], kept: Collection[str]) -> None:
+    """Let those of the `kept` names have a gradient, zeros if it is new, and no others."""
+    own = {id(p) for name, p in parameters.items() if name in kept}
+    for parameter in parameters.values():
+        if id(parameter) not in own:
+            parameter.grad = None
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 class TensorCopy:

@@ -9,7 +9,6 @@ RESERVED_NAMES = (
     "progress",
     "gradient_order",
     "buffer_broadcasts",
-    "gradients_in_buckets",
     "compiled_calls",  # of older versions
     "module_extras",
     "tensor_devices",

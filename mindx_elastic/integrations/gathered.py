@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.capture.copying import copy_tree, map_tensors
+from mindx_elastic.capture.copying import copy_tree, tensors_in
 from mindx_elastic.capture.nested import put_on
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.loops.epoch_tail import stored_size
@@ -132,7 +132,7 @@ class Gathered:
 
 
 def _entry(place: _Place, items: list[Any]) -> dict[str, Any]:
-    devices = {each.device.type for each in _tensors(items[-1:])}
+    devices = {each.device.type for _, each in tensors_in(items[-1:])}
     return {"attribute": place[0], "key": place[1], "items": items, "device": sorted(devices)}
 
 
@@ -145,14 +145,3 @@ def _look(value: Any) -> object:
 
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
-    return found

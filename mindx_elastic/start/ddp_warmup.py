@@ -7,12 +7,12 @@ uses every parameter with a zero gradient, built so that autograd reaches the pa
 
 With ``gradient_as_bucket_view=True`` gradients lie in the buckets, where ``zero_grad(set_to_none=False)`` leaves them:
 DDP divides those by the number of ranks, and multiplies any others by its reciprocal. So a second replay puts them
-there, those that lay there at the boundary.
+there. Which of them there are, `capture.extra_state.Flags` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ __all__ = ["replay_gradient_order", "replay_orders"]
 
 def replay_orders(state: Mapping[str, Any], ddp: DdpModules, risks: Risks) -> None:
     """Let DDP lay out its buckets as it had at the boundary of `state`. All ranks together."""
-    orders, in_buckets = state.get("gradient_order", {}), state.get("gradients_in_buckets", {})
+    orders = state.get("gradient_order", {})
+    are_known = all("gradients" in extras for extras in state.get("module_extras", {}).values())  # not in older files
     for name, module in ddp:
         if module.static_graph:
             continue  # told at the entry
-        problem = replay_gradient_order(module, orders.get(name, []), in_buckets.get(name, ()))
+        problem = replay_gradient_order(module, orders.get(name, []), in_buckets=are_known)
         if problem is not None and (effect := effect_of_order(module)):
             risks.risk(
                 f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run {effect}: "
@@ -41,14 +42,12 @@ def replay_orders(state: Mapping[str, Any], ddp: DdpModules, risks: Risks) -> No
             )
 
 
-def replay_gradient_order(
-    module: DistributedDataParallel, order: list[int], in_buckets: Collection[int] = ()
-) -> str | None:
+def replay_gradient_order(module: DistributedDataParallel, order: list[int], *, in_buckets: bool = False) -> str | None:
     """Run one synthetic backward through `module` (a collective: every rank must call it), two where its gradients are
     views of its buckets. Main thread.
 
     Returns None when the layout is restored, else the reason why it is not. Does not change parameters, buffers, random
-    generators or gradients, but for those of `in_buckets`: they are zeros in the buckets.
+    generators or gradients. `in_buckets`: such views stay, all zeros.
     """
     if module.static_graph:
         return "it has static_graph=True"
@@ -73,8 +72,8 @@ def replay_gradient_order(
     finally:
         module._modules["module"] = inner
         module.broadcast_buffers = broadcast
-        for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            if number not in in_buckets:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if not (in_buckets and module.gradient_as_bucket_view):
                 parameter.grad = gradient
     return None
 

@@ -92,6 +92,7 @@ def assert_resumes(make: Callable[..., Job], *, before: int = 5, after: int = 9)
     job.train(before)
     saved = through_format(job.collector.state())
     notes = resumed.collector.load(through_format(saved))
+    resumed.collector.load_flags(saved)
     assert [note for note in notes if "torch's seed" not in note] == []  # the seed is another one on purpose
     assert_same(resumed.state(), saved | {"rng": None})
     assert_same(resumed.live(), job.live())

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.ddp import BufferBroadcasts, GradientOrder
+from mindx_elastic.capture.ddp import GradientOrder
 from mindx_elastic.core.position import Position
-from mindx_elastic.start.ddp_warmup import replay_gradient_order
+from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.start.ddp_warmup import replay_gradient_order, replay_orders
 from tests.capture.round_trip import assert_same, through_format
 from tests.checkpoint_files import write
 from tests.start.test_start import start
@@ -98,12 +99,13 @@ def test_gradients_that_lay_in_the_buckets_lie_there_again(unused: bool) -> None
     """With `zero_grad(set_to_none=False)`: at three ranks DDP rounds otherwise where they do not."""
     first, resumed = (wrap(gradient_as_bucket_view=True, find_unused_parameters=unused) for _ in range(2))
     collector = Collector({"model": first})
-    collector.broadcasts = BufferBroadcasts([("model", first)])
     backward(first)
     first.module.get_parameter("a.weight").grad = None
     collector.copy(Position(1))
     saved = through_format(collector.state())
-    assert replay_gradient_order(resumed, [1, 0, 2], saved["gradients_in_buckets"]["model"]) is None
+    saved["gradient_order"]["model"] = [1, 0, 2]
+    replay_orders(saved, [("model", resumed)], Unmanaged("error"))
+    Collector({"model": resumed}).load_flags(saved)
     gradients = [resumed.module.get_parameter(f"{name}.weight").grad for name in "abc"]
     assert gradients[0] is None and all(g is not None and not g.any() for g in gradients[1:])
     backward(resumed, 2)
@@ -176,6 +178,7 @@ def test_the_loaded_state_is_that_of_the_file(tmp_path: Path) -> None:
     begun = start(tmp_path, second.targets, collector=second.collector)
     assert begun.resumed is not None
     assert second.steps == len(order.order), "the replay has stepped them"
+    second.collector.load_flags(saved)  # which `start` leaves out: it is that of a guard that evaluates
     assert_same(through_format(second.collector.state()), saved)
     first.train(2)
     second.train(2)
