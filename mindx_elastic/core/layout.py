@@ -44,7 +44,6 @@ _STRIDED = re.compile(
 )
 MAX_MESH_DIMS = 16
 MAX_RANKS = 1 << 18
-_MAX_NAME = 256
 
 
 class Placement(NamedTuple):
@@ -278,15 +277,7 @@ class Layout:
                 ranks = range(first, first + count)
             if not all(type(rank) is int for rank in (ranks[:1] if isinstance(ranks, range) else ranks)) or not ranks:
                 raise UsageError(f"layout with ranks {ranks!r:.80}")
-            placements, names = content["placements"], content.get("names", [])
-            if len(ranks) > MAX_RANKS or not all(
-                isinstance(texts, list)
-                and len(texts) <= MAX_MESH_DIMS
-                and all(isinstance(text, str) and len(text) <= _MAX_NAME and text.isprintable() for text in texts)
-                for texts in (placements, names)
-            ):
-                raise UsageError("layout with too many ranks, or placements or names that are not texts")
-            return cls(tuple(content["mesh"]), tuple(placements), ranks, tuple(names))
+            return cls(tuple(content["mesh"]), tuple(content["placements"]), ranks, tuple(content.get("names", ())))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise UsageError(f"malformed layout {str(content)[:80]}: {error!r}") from None
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.fields import load_json
-from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, Layout
+from mindx_elastic.core.layout import MAX_RANKS, Layout
 from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 from mindx_elastic.errors import StrPath, UsageError
 from mindx_elastic.platforms.mindspore_layout import Fields, fields_of, layout_of, stage_size_of
@@ -207,9 +207,6 @@ def _from_proto(data: bytes) -> Content:
 def _fields_from_proto(name: str, layouts: Any) -> Fields:
     if len(layouts.dev_matrix) != 1 or not 1 <= len(layouts.tensor_map) <= MAX_TENSOR_DIMS:
         raise UsageError(f"{name}: {len(layouts.dev_matrix)} dev_matrix and {len(layouts.tensor_map)} tensor_map")
-    lists = [layouts.dev_matrix[0], *layouts.tensor_map]
-    if any(len(each.dim) > MAX_TENSOR_DIMS for each in lists):
-        raise UsageError(f"{name}: more than {MAX_TENSOR_DIMS} dimensions")
     return Fields(
         tuple(layouts.dev_matrix[0].dim),
         tuple(tuple(each.dim) for each in layouts.tensor_map),
@@ -325,8 +322,6 @@ class _Builder:
         key = (tuple(exact.mesh_shape), tuple(exact.placement), runs, names)
         if key not in self._layouts:
             starts, counts = runs[::2], runs[1::2]
-            if max(len(exact.mesh_shape), len(exact.placement), len(names)) > MAX_MESH_DIMS:
-                raise UsageError(f"a mesh of more than {MAX_MESH_DIMS} dimensions")
             if not counts or len(runs) % 2 or not min(counts) or sum(counts) > MAX_RANKS:
                 raise UsageError(f"its ranks are {runs!r:.80}")
             ranks = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]

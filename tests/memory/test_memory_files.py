@@ -132,18 +132,6 @@ def test_the_newest_step_of_memory_and_disk(machine: Machine, on_disk: int, step
     assert taken(find(machine, arenas=False)) == [(on_disk, None, None)] * WORLD
 
 
-def test_a_damaged_snapshot_is_taken_away_and_the_older_one_used(machine: Machine) -> None:
-    machine.know(RUN)
-    machine.snapshot(8)
-    machine.snapshot(9)
-    flip_bit_in_data(machine.slots(1)[1])
-    found = find(machine)
-    assert taken(found) == [(8, None, None)] * WORLD
-    assert found[0] is not None and any("rank 1" in line and "is damaged" in line for line in found[0].rejected)
-    assert len(machine.slots(1)) == 1 and len(machine.slots(0)) == 2
-    assert sorted(path.name for path in machine.job.iterdir()) == ["rank_0", "rank_1", "rank_2"], "no quarantine there"
-
-
 def test_a_step_that_only_some_ranks_have_is_named(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.know(RUN)
     machine.snapshot(1, ranks=[0, 2])

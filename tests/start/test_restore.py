@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, older_generation
 from mindx_elastic.core.layout import Layout, parse_placement
@@ -38,6 +39,7 @@ from mindx_elastic.start.loading import _how_to_restore_rng
 from mindx_elastic.start.restore import Resumed
 from tests import checkpoint_files as files
 from tests.checkpoint_files import write, write_step
+from tests.start.arenas import Machine
 from tests.start.finding import find, find_and_read, find_on, found_on, step_of
 from tests.start.shared_store import on_all_ranks
 from tests.start.strategies import rows
@@ -65,6 +67,19 @@ def test_a_damaged_newest_file_is_quarantined_and_the_older_step_used(tmp_path: 
     assert not bad.exists()
     moved = [p for p in (tmp_path / QUARANTINE).rglob("*") if p.suffix != ".txt" and p.is_file()]
     assert [p.read_bytes() for p in moved] == [content], "nothing on disk is lost"
+
+
+def test_a_damaged_snapshot_in_memory_is_named_and_gone(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.know("run-a")
+    machine.snapshot(3)
+    machine.snapshot(5)
+    slot = machine.slots(0)[1]
+    files.flip_bit_in_data(slot)
+    found = find_and_read([machine.directory], RankInfo(), Exchange(), arenas=machine.job)
+    assert found is not None and step_of(found) == 3 and not slot.exists() and len(machine.slots(0)) == 1
+    assert any(f"{slot} is damaged" in line for line in found.rejected), found.rejected
+    assert [path.name for path in machine.job.iterdir()] == ["rank_0"], "no quarantine there"
 
 
 @pytest.mark.parametrize("damage", files.DAMAGES)
