@@ -414,6 +414,7 @@ class Guard(LayeredGuard):
     def enumerate(self, loader: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
         """As the builtin, for a loader that is named: after a resume the numbers go on from the batch's true place in
         its epoch."""
+        self._loops.are_batches_numbered = True
         return NumberedBatches(loader, start)
 
     def step_end(self, **scalars: Any) -> None:

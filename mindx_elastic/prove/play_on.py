@@ -236,7 +236,7 @@ class Overlap:
             how = "compared by a few digests alone" if is_redone else f"not compared ({info.reason})"
             self._not_compared, why = None, f"step {info.step + 1} is {how}"
             in_middle = position.step_in_epoch > 1
-            counts = counts_from_the_start() if in_middle else ()
+            counts = counts_from_the_start() if in_middle and not self._loops.are_batches_numbered else ()
             again = in_middle and has_begun_again(info.not_kept.partition("; ")[0].split(", "))
             told = f"{why}, and the resumed run may differ by what goes on and is not kept"
             self._tell_not_compared(info, told, counts, logging.WARNING if again else logging.INFO)

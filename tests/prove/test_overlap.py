@@ -25,7 +25,7 @@ from mindx_elastic.persist.storage import TEMP_SUFFIX
 from mindx_elastic.prove import overlap, play_on
 from mindx_elastic.start import loading
 from mindx_elastic.start.restore import Resumed
-from tests.guarded import Job, stop_at, stopped, weights_of_uninterrupted
+from tests.guarded import STEPS_PER_EPOCH, Job, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import wait_until
 
 STOP = 7  # in the middle of an epoch of five steps
@@ -172,6 +172,29 @@ def test_a_count_that_is_not_kept_is_told(
     train(Quiet(tmp_path, seed=1))  # it had finished
     assert not lines(caplog, "is not compared"), caplog.text
     assert lines(caplog, "no step was left after step 15, and code that follows may differ by what is not kept: count")
+
+
+def test_a_number_that_the_guard_gives_is_no_count_from_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second batch of an epoch has the number 1, like the first one of a loop that counts by itself."""
+    caplog.set_level(logging.INFO)
+
+    def train(job: Job) -> None:
+        with job.guard as guard:
+            for _ in guard.epochs(3):
+                for i, (x, y) in guard.enumerate(job.loader):
+                    torch.nn.functional.cross_entropy(job.network(x), y).backward()
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+                    guard.step_end()
+                    if guard.step == STEPS_PER_EPOCH + 1 and i == 0 and guard.resumed_from_step is None:
+                        raise ValueError("injected")
+
+    with pytest.raises(ValueError, match="injected"):
+        train(Quiet(tmp_path))
+    train(Quiet(tmp_path, seed=1))
+    assert lines(caplog, f"resumed from {tmp_path}") and not lines(caplog, "is not compared"), caplog.text
 
 
 def test_a_step_whose_forwards_are_in_a_transform_is_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -100,6 +100,8 @@ class Loops:
         self._loaders, self.loaders = loaders, loaders.named
         self.asked = False
         """The program has asked where it is: an own counter of its can follow the resumed position."""
+        self.are_batches_numbered = False
+        """The program numbers its batches by `Guard.enumerate`."""
         self.is_layered = False
         """A layer above keeps the loop, and its callbacks may change what they like before it; or this guard does not
         train. Then the loop is not looked at."""
