@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -14,7 +15,7 @@ from mindx_elastic.data.look_ahead import Fetches
 
 __all__ = ["LoaderMark", "Track", "fetching", "tensors_in"]
 
-_FIRST = 3
+_FIRST, _MOST_ITEMS = 3, 16
 
 fetching: set[int] = set()
 """Threads in which a followed loader is fetching: what a data set does with its own DataLoaders is its business."""
@@ -137,7 +138,7 @@ class Track:
         if (number := self.handed - self._handed_at_begin) < _FIRST:
             if not number:
                 self._first_batches.clear()
-            if (tensor := next(tensors_in(batch), None)) is not None:
+            if (tensor := next(tensors_in(batch, _MOST_ITEMS), None)) is not None:
                 self._first_batches.append(weakref.ref(tensor))
         if self.settings is not None and threading.get_ident() == self._thread:
             self.settings.end_making()
@@ -157,10 +158,10 @@ class Track:
                 self.at_exhaustion()
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Those of a batch, in order."""
+def tensors_in(batch: Any, most: float = math.inf) -> Iterator[torch.Tensor]:
+    """Those of a batch, in order. `most`: items of a container that are looked at."""
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, (dict, list, tuple)):
+    elif isinstance(batch, (dict, list, tuple)) and len(batch) <= most:
         for item in batch.values() if isinstance(batch, dict) else batch:
-            yield from tensors_in(item)
+            yield from tensors_in(item, most)

@@ -17,27 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import mindx_elastic as mx
 
 FAULT, DIRECTORY = sys.argv[1:3]
 EPOCHS, BATCH = 2, 4
-
-
-class Noisy(Dataset[Any]):
-    """Augments by a counter of its own."""
-
-    def __init__(self, data: torch.Tensor, targets: torch.Tensor) -> None:
-        self.data, self.targets = data, targets
-        self.count = 0
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        self.count += 1
-        return self.data[index] + self.count / 100, self.targets[index]
 
 
 def main() -> None:
@@ -46,28 +31,25 @@ def main() -> None:
     random.seed(0)
     x, y = torch.randn(48, 8), torch.randint(0, 3, (48,))
     model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 3))
-    head = nn.Linear(3, 3)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
     network = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    parameters = [*model.parameters(), *(head.parameters() if FAULT == "loose" else ())]
     if FAULT == "buffer":
         network.register_buffer("count", torch.zeros(()), persistent=False)
-    optimizer = torch.optim.Adam(parameters, lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)
-    data: Dataset[Any] = Noisy(x, y) if FAULT == "content" else TensorDataset(x, y)
+    data = TensorDataset(x, y)
     named: Any = mx.data.ResumableLoader(data, batch_size=BATCH, shuffle=True, seed=3)
     if FAULT == "hashes":
         names = {f"sample {index}" for index in range(48)}
         order = [int(name.split()[1]) for name in names]
         named = mx.data.ResumableLoader(TensorDataset(x[order], y[order]), batch_size=BATCH)
-    used = DataLoader(data, batch_size=BATCH) if FAULT == "order" else named
     guard = mx.Guard(
         model=model,
         optimizer=optimizer,
-        lr_scheduler=None if FAULT == "scheduler" else scheduler,
-        loader=None if FAULT == "order" else named,
+        lr_scheduler=scheduler,
+        loader=named,
         directory=f"{DIRECTORY}/{os.getpid()}" if FAULT == "moves" else DIRECTORY,
         resume="never" if FAULT == "never" else "auto",
     )
@@ -84,23 +66,15 @@ def main() -> None:
         nonlocal own_steps
         inputs, targets = batch
         own_steps += 1
-        if FAULT == "schedule":
-            for group in optimizer.param_groups:
-                group["lr"] = 0.01 * 0.9**own_steps
         if FAULT == "gentler":
             optimizer.param_groups[0]["lr"] = 0.01 if guard.resumed_from_step is None else 0.005
-        if FAULT == "seeded" and own_steps == 1:
-            torch.manual_seed(5)
         if FAULT == "buffer":
             network.count.add_(1)
         if FAULT == "freeze" and guard.position.step == 3:
             network[3].eval()
-        if FAULT == "enumerates" and own_steps % 2 == 0:
-            model(inputs)
         if FAULT.startswith("scaled_on_") and FAULT.endswith(os.environ.get("RANK", "0")):
             inputs = inputs * (1 + own_steps / 100)
-        logits = model(inputs)
-        loss = cross_entropy(head(logits) if FAULT == "loose" else logits, targets)
+        loss = cross_entropy(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -118,9 +92,6 @@ def main() -> None:
             time.sleep(600)
         if FAULT == "draw":
             torch.rand(2)
-        if FAULT == "clip":
-            with torch.no_grad():
-                network[0].weight.clamp_(-0.1, 0.1)
 
     with guard:
         if FAULT == "refused" or (FAULT == "refused_later" and guard.resumed_from_step is not None):
@@ -131,14 +102,14 @@ def main() -> None:
                     step(batch)
         elif FAULT == "prefetch":
             for _ in guard.epochs(EPOCHS):
-                batches = iter(used)
+                batches = iter(named)
                 ahead = next(batches, None)
                 while ahead is not None:
                     batch, ahead = ahead, next(batches, None)
                     step(batch)
         else:
             for _ in guard.epochs(EPOCHS):
-                for batch in used:
+                for batch in named:
                     step(batch)
                 if FAULT == "evaluates":
                     model.eval()

@@ -79,36 +79,21 @@ def test_what_the_guard_keeps_is_equal(runs: Runs, tmp_path: Path, kept: str) ->
     assert "stopped after step 12" in [row.name for row in proof.rows], "the end of an epoch"
 
 
-FAULTS = [
+FAULTS = [  # the words for other differences: test_causes
     ("draw", "began with another torch stream", "code after step_end()", "guard.outside_step()"),
-    ("scheduler", "optimizer lr differs at step 3: 0.009", "a scheduler is not named", "Guard(lr_scheduler=...)"),
-    ("content", "is another one", "a generator, a counter", "what decides the batch"),
-    ("order", "the batch of step ", "no loader is named", "Guard(loader=...)"),
     ("never", "the run never resumed: it was stopped after step 1", 'resume="never"', 'resume="auto"'),
-    ("loose", "loss differs at step 2: ", "a module that is not kept", "Name it"),
-    ("clip", "weights differ at the first forward of step 2: model.0.weight", "changed after the boundary", ""),
     ("counter", "the resumed one went on for 12 steps too many", "does not read its position", "guard.epochs(n)"),
-    ("schedule", "optimizer lr differs at step ", "a counter that started over", "guard.step"),
     ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
     ("best", "every step is equal, and the weights differ with which the script ends: model", "a variable", "stateful"),
-    ("enumerates", "forwards of model in step ", "enumerate(loader)", "guard.enumerate(loader)"),
-    ("seeded", "began with another torch stream", "a seed is set there", "at the head of each epoch or step"),
 ]
 
 
-REFUSED = ("draw", "scheduler", "order", "loose", "clip", "counter")
+REFUSED = ("draw", "counter")
 """By themselves the guard refuses these; told to, it warns of them only."""
 
 
-_OFTEN = ("draw", "order", "counter", "best", "content")
-"""The others are cases for `make drill`."""
-
-
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("fault", "what", "cause", "remedy"),
-    [pytest.param(*fault, id=fault[0], marks=() if fault[0] in _OFTEN else pytest.mark.drill) for fault in FAULTS],
-)
+@pytest.mark.parametrize(("fault", "what", "cause", "remedy"), FAULTS, ids=[fault[0] for fault in FAULTS])
 def test_a_fault_is_named(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, what: str, cause: str, remedy: str
 ) -> None:

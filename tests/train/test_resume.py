@@ -149,16 +149,6 @@ class MultiOptimizer(Model):
         return loss
 
 
-@pytest.mark.parametrize("step", [1, 6, 18])
-def test_sigterm_after_any_step(step: int) -> None:
-    straight, counter = train([])
-    resumed, again = stop_and_resume(sigterm, step)
-    assert same(weights(resumed), weights(straight))
-    assert again.losses == counter.losses
-    assert again.steps == 18
-    assert resumed.resumed_from_step is not None
-
-
 @pytest.mark.parametrize(
     "changes",
     [
