@@ -13,9 +13,9 @@ from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
-from tests.guard.test_saver import Every
 from tests.guarded import Job, stop_and_wait
 from tests.harness import events
+from tests.jobs.kit import Every
 
 pytestmark = pytest.mark.usefixtures("clean")
 

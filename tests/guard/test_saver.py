@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +23,9 @@ from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
 from tests.guarded import Job, stop_and_wait, stop_at, stopped, weights_of_uninterrupted
 from tests.harness import events, unshared_mappings
+from tests.jobs.kit import Every
 
 pytestmark = pytest.mark.usefixtures("clean")
-
-
-@dataclass
-class Every:
-    """Save every so many steps."""
-
-    directory: Path
-    steps: int = 1
-    asynchronous: bool = False
-    keep_max: int | None = None
-    keep_per_n_minutes: float | None = None
-    append_info: Sequence[object] = ()
-    prefix: str = "every"
-
-    def due(self, position: Position) -> bool:
-        return position.step % self.steps == 0
-
-    def name(self, position: Position) -> str:
-        return f"{self.prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -70,7 +70,7 @@ def main() -> None:
     fully_shard(network, mesh=mesh)
     torch.manual_seed(rank)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
-    policies, periodic = None, [Every(args.directory, args.every)] if args.every else []
+    policies, periodic = None, [Every(args.directory, args.every, keep_max=2)] if args.every else []
     if args.tft:
         optimizer = mx.OptTFTWrapper(optimizer)
         policies = mx.TFTRegister(0, "127.0.0.1", 30051, str(args.directory)).exit_policies()

@@ -189,7 +189,7 @@ class Training:
             directory=directory,
             prefix="job",
             flag_file=args.directory / "graceful_exit.json" if args.flag_file else None,
-            periodic=[Every(directory, args.save_every, args.save_beside)] if args.save_every else [],
+            periodic=[Every(directory, args.save_every, args.save_beside, keep_max=2)] if args.save_every else [],
         )
         self.faults.watch_saves()
 

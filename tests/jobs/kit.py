@@ -46,17 +46,18 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 
 @dataclass
 class Every:
-    """A periodic policy: every so many steps, two of which are kept."""
+    """A periodic policy of the program's own: every so many steps."""
 
     directory: Path
     steps: int = 1
     asynchronous: bool = False
     append_info: Sequence[object] = ()
-    keep_max: int | None = 2
+    keep_max: int | None = None
     keep_per_n_minutes: float | None = None
+    prefix: str = "every"
 
     def due(self, position: Position) -> bool:
         return position.step % self.steps == 0
 
     def name(self, position: Position) -> str:
-        return f"every-{position.epoch}_{position.step_in_epoch}.safetensors"
+        return f"{self.prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
