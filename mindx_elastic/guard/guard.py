@@ -564,7 +564,8 @@ class Guard(LayeredGuard):
 
         Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices), the modes of the modules
         and the position of the named loaders are as before afterwards, so that the training is the same whether the
-        block was run, cut off by a stop, or left out. The training's own loader can be iterated in it. Put the model
+        block was run, cut off by a stop, or left out. The training's own loader can be iterated in it, but for one that
+        keeps its position by itself (litdata's, mosaicml-streaming's), of which a warning tells. Put the model
         into evaluation mode in it: buffers that change are part of no boundary, and a warning names them. Averaged
         weights can be evaluated in it, if the block puts the training's back: a stop waits for that. After the block,
         note its result: a stop that cut it off raises GracefulExit instead. Which evaluations are done again after a
