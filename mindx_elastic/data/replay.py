@@ -28,7 +28,7 @@ from mindx_elastic.data.random_streams import (
     capture_streams,
 )
 from mindx_elastic.data.sampler import rank_and_world_size
-from mindx_elastic.data.track import LoaderMark, tensors_in
+from mindx_elastic.data.track import LoaderMark
 from mindx_elastic.data.workers import make_torch_loader, open_iterator, shielded
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -284,9 +284,17 @@ class _Apart(Iterator[Any]):
 
 def _digest(batch: Any) -> str:
     """The digest of some of its tensors. Empty: there are none."""
-    found = islice((t for t in tensors_in(batch) if t.layout is torch.strided and not t.is_nested), _MOST_TENSORS)
+    found = islice((t for t in _tensors_in(batch) if t.layout is torch.strided and not t.is_nested), _MOST_TENSORS)
     each = [tensor.detach().resolve_conj().resolve_neg().cpu().contiguous() for tensor in found]
     return xxhash.xxh3_64_hexdigest(b"".join(map(memory_of, each))) if each else ""
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (dict, list, tuple)):
+        for item in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors_in(item)
 
 
 def iterates_as_stock(loader: DataLoader[Any]) -> bool:

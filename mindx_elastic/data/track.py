@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from mindx_elastic.data.look_ahead import Fetches
 
-__all__ = ["LoaderMark", "Track", "fetching", "tensors_in"]
+__all__ = ["LoaderMark", "Track", "fetching"]
 
-_FIRST, _MOST_ITEMS = 3, 16
+_FIRST = 3
 
 fetching: set[int] = set()
 """Threads in which a followed loader is fetching: what a data set does with its own DataLoaders is its business."""
@@ -138,7 +137,8 @@ class Track:
         if (number := self.handed - self._handed_at_begin) < _FIRST:
             if not number:
                 self._first_batches.clear()
-            if (tensor := next(tensors_in(batch, _MOST_ITEMS), None)) is not None:
+            tensor = _some_tensor(batch)
+            if tensor is not None:
                 self._first_batches.append(weakref.ref(tensor))
         if self.settings is not None and threading.get_ident() == self._thread:
             self.settings.end_making()
@@ -158,10 +158,13 @@ class Track:
                 self.at_exhaustion()
 
 
-def tensors_in(batch: Any, most: float = math.inf) -> Iterator[torch.Tensor]:
-    """Those of a batch, in order. `most`: items of a container that are looked at."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, (dict, list, tuple)) and len(batch) <= most:
-        for item in batch.values() if isinstance(batch, dict) else batch:
-            yield from tensors_in(item, most)
+def _some_tensor(batch: Any) -> torch.Tensor | None:
+    for _depth in range(4):
+        if isinstance(batch, torch.Tensor):
+            return batch
+        if isinstance(batch, dict):
+            batch = list(batch.values())
+        if not isinstance(batch, (list, tuple)) or not batch:
+            return None
+        batch = batch[0]
+    return None
