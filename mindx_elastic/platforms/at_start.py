@@ -48,7 +48,18 @@ class PlatformAtStart:
         return [self._flags]
 
     def write_plan(self, directory: Path, strategy: Strategy, plan: ResumePlan | None) -> None:
-        _write_plan(directory, strategy, plan)
+        # Only the rank that writes them pays for importing protobuf.
+        try:
+            from mindx_elastic.platforms.plan_files import PLAN_JSON, write_plan
+            from mindx_elastic.platforms.strategy_file import save_strategy
+
+            # A start script must not take the plan of an earlier start for this one's.
+            (directory / PLAN_JSON).unlink(missing_ok=True)
+            save_strategy(directory / STRATEGY_FILE, strategy)
+            if plan is not None:
+                write_plan(directory, plan)
+        except (MindxError, OSError, ImportError) as error:
+            logger.warning("the strategy and the plan cannot be written to %s: %s", directory, error)
 
     def write_groups(self, layouts: Callable[[], Strategy]) -> None:
         if self._groups.is_wanted:
@@ -146,20 +157,3 @@ def _read_faults() -> Faults:
         except MindxError as error:
             logger.warning("%s; the plan for this start is made without it", error)
     return found
-
-
-def _write_plan(directory: Path, strategy: Strategy, plan: ResumePlan | None) -> None:
-    """Rank 0: write the strategy and the plan, for people and platforms. A failure is only logged: training does not
-    depend on these files."""
-    # Only the rank that writes them pays for importing protobuf.
-    try:
-        from mindx_elastic.platforms.plan_files import PLAN_JSON, write_plan
-        from mindx_elastic.platforms.strategy_file import save_strategy
-
-        # A start script must not take the plan of an earlier start for this one's.
-        (directory / PLAN_JSON).unlink(missing_ok=True)
-        save_strategy(directory / STRATEGY_FILE, strategy)
-        if plan is not None:
-            write_plan(directory, plan)
-    except (MindxError, OSError, ImportError) as error:
-        logger.warning("the strategy and the plan cannot be written to %s: %s", directory, error)

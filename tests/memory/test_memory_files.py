@@ -122,16 +122,6 @@ def test_no_ring_is_no_trouble_and_one_that_cannot_be_read_is_said(
 # --- what is taken ---
 
 
-@pytest.mark.parametrize(("on_disk", "step"), [(4, 9), (12, 12)])
-def test_the_newest_step_of_memory_and_disk(machine: Machine, on_disk: int, step: int) -> None:
-    machine.know(RUN)
-    machine.snapshot(8)
-    machine.snapshot(9)
-    write_step(machine.directory, on_disk, world_size=WORLD)
-    assert taken(find(machine)) == [(step, None, None)] * WORLD
-    assert taken(find(machine, arenas=False)) == [(on_disk, None, None)] * WORLD
-
-
 def test_a_step_that_only_some_ranks_have_is_named(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.know(RUN)
     machine.snapshot(1, ranks=[0, 2])

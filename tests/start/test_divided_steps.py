@@ -11,12 +11,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.core.division import parts_of_member
-from mindx_elastic.errors import CorruptCheckpointError, UsageError
-from mindx_elastic.persist.reader import read_checkpoint, verify_file
-from mindx_elastic.start.facts import KnownFaults, Refusal, ResumePlan, World
+from mindx_elastic.errors import UsageError
+from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.start.facts import Refusal, ResumePlan, World
 from mindx_elastic.start.findings import Findings, list_files, reader_trust, scan
 from mindx_elastic.start.inventory import Inventory
-from tests.checkpoint_files import flip_bit_in_data
 from tests.start.divided import Replicas
 
 OLD, NEW = 10, 20
@@ -83,36 +82,6 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     plan = inventory(tmp_path).plan(World(3))
     assert isinstance(plan, Refusal)
     assert "part 2 of 3 is in no usable file (files of ranks 0, 2 are there)" in str(plan)
-
-
-@pytest.mark.parametrize("faulty", [0, 1, 2])
-def test_a_fault_report_takes_the_trust_from_one_file(tmp_path: Path, faulty: int) -> None:
-    job = Replicas(tmp_path, 3)
-    for rank in range(3):
-        job.write_share(rank, 2)
-    plan = inventory(tmp_path).plan(World(3), KnownFaults.of([faulty], 1.0))
-    assert isinstance(plan, ResumePlan) and not plan.exact, plan
-    share = plan.ranks[faulty]
-    assert share.donor is not None
-    assert all(fact.rank != faulty for each in plan.ranks for fact in (each.file, *each.others))
-    check_reads(plan, job)
-
-
-def test_a_damaged_share_is_left_out_and_its_copy_taken(tmp_path: Path) -> None:
-    job = Replicas(tmp_path, 3)
-    paths = [job.write_share(rank, 2) for rank in range(3)]
-    flip_bit_in_data(paths[1])
-    assert verify_file(paths[1])
-    found = inventory(tmp_path)
-    plan = found.plan(World(3))
-    assert isinstance(plan, ResumePlan)
-    with pytest.raises(CorruptCheckpointError) as caught:
-        check_reads(plan, job)
-    assert caught.value.path == paths[1]
-    found.forget(None, next(fact for fact in found.facts if fact.rank == 1), "damaged")
-    again = found.plan(World(3))
-    assert isinstance(again, ResumePlan) and not again.exact
-    check_reads(again, job)
 
 
 def test_one_file_of_a_divided_step_is_refused_by_name(tmp_path: Path) -> None:
